@@ -1,0 +1,43 @@
+// float16 <-> float32, many at once.
+#include "cpu.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace hfnn {
+
+#ifdef __x86_64__
+// The software conversions of cpu.h give the same bits at several times the cost.
+#define HFNN_F16C __attribute__((target("avx2,f16c")))
+
+HFNN_F16C static void widen_f16c(const float16* x, float* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
+  for (; i < n; ++i) y[i] = _cvtsh_ss(x[i].bits);
+}
+
+HFNN_F16C static void narrow_f16c(const float* x, float16* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i*)(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; ++i) y[i].bits = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+}
+
+static const bool has_f16c = __builtin_cpu_supports("avx2");  // every processor with AVX2 has it
+#endif
+
+void widen(const float16* x, float* y, int64_t n) {
+#ifdef __x86_64__
+  if (has_f16c) return widen_f16c(x, y, n);
+#endif
+  for (int64_t i = 0; i < n; ++i) y[i] = load(x[i]);
+}
+
+void narrow(const float* x, float16* y, int64_t n) {
+#ifdef __x86_64__
+  if (has_f16c) return narrow_f16c(x, y, n);
+#endif
+  for (int64_t i = 0; i < n; ++i) store(y[i], x[i]);
+}
+
+}  // namespace hfnn

@@ -1,0 +1,135 @@
+// GELU on the CPU. float32 and the 16-bit dtypes use approximations that vectorise, float64 the standard library.
+#include "gelu.h"
+
+#include "cpu.h"
+
+namespace hfnn {
+
+// exp(z) for z <= 0, to 1e-7: 2^n * exp(r) with |r| <= log(2) / 2. What would be subnormal is 0.
+HFNN_INLINE float exp_negative(float z) {
+  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const float shifted = madd(z, 1.44269504f, kRound), n = shifted - kRound;
+  const float r = madd(n, 2.12194440e-4f, madd(n, -0.693359375f, z));  // log(2) in two parts
+  const float tail =
+      madd(madd(madd(madd(0.00139504857f, r, 0.00836888794f), r, 0.041666206f), r, 0.166665182f), r, 0.5f);
+  const float power = float_of((bits_of(shifted) + 127) << 23);
+  return z < -87 ? 0 : (madd(tail, r * r, r) + 1) * power;
+}
+HFNN_INLINE double exp_negative(double z) { return std::exp(z); }
+
+// The normal distribution: cdf = Phi(x), pdf = exp(-x^2 / 2) / sqrt(2 pi).
+template <class T>
+struct Normal {
+  T cdf, pdf;
+};
+
+// The upper tail Phi(-t) is exp(-t^2 / 2) times a smooth function, here a polynomial in v = pt / (1 + pt), p = 0.22,
+// fitted to a relative error of 1e-8 below t = 4. At t = 0 it is exactly 1/2, and for negative x nothing cancels.
+HFNN_INLINE Normal<float> normal(float x) {
+  const float t = std::fabs(x) > 14 ? 14 : std::fabs(x), pt = 0.22f * t, v = pt / (1 + pt);
+  float smooth = -0.115025893f;
+  smooth = madd(smooth, v, 0.397727698f);
+  smooth = madd(smooth, v, -0.287985653f);
+  smooth = madd(smooth, v, -0.956366837f);
+  smooth = madd(smooth, v, 2.89431834f);
+  smooth = madd(smooth, v, -3.97148776f);
+  smooth = madd(smooth, v, 3.35191727f);
+  smooth = madd(smooth, v, -1.81337428f);
+  smooth = madd(smooth, v, 0.5f);
+  const float bell = exp_negative(t * t * -0.5f), tail = bell * smooth;
+  return {x < 0 ? tail : 1 - tail, bell * 0.398942280f};
+}
+HFNN_INLINE Normal<double> normal(double x) {
+  return {std::erfc(x * -0.70710678118654752) * 0.5, std::exp(x * x * -0.5) * 0.39894228040143268};
+}
+
+// 0.5 (1 + tanh(u)) is the sigmoid of 2u, with u = sqrt(2 / pi) (x + 0.044715 x^3): the same without cancellation.
+template <class T>
+struct Sigmoid {
+  T value, slope;  // the derivative by 2u
+};
+template <class T>
+HFNN_INLINE Sigmoid<T> sigmoid_2u(T x) {
+  const T z = T(1.5957691216057308) * (x + T(0.044715) * (x * x * x));
+  const T e = exp_negative(-std::fabs(z)), larger = 1 / (1 + e), smaller = e * larger;
+  return {z < 0 ? smaller : larger, smaller * larger};
+}
+
+template <bool kTanh, class T>
+HFNN_INLINE T gelu(T x) {
+  if constexpr (kTanh) return x * sigmoid_2u(x).value;
+  return x * normal(x).cdf;
+}
+
+template <bool kTanh, class T>
+HFNN_INLINE T gelu_slope(T x) {
+  if constexpr (kTanh) {
+    const Sigmoid<T> s = sigmoid_2u(x);
+    return s.value + x * s.slope * (T(1.5957691216057308) + T(0.21406444881780073) * (x * x));
+  }
+  const Normal<T> n = normal(x);
+  return n.cdf + x * n.pdf;
+}
+
+namespace {
+// Forward's y is gelu(x); backward's is dy * gelu'(x).
+struct Call {
+  Tensor dy, x, y;
+};
+}  // namespace
+
+template <bool kTanh>
+HFNN_INLINE void forward_runs(const Call& call, int64_t begin, int64_t end) {
+  with_runs(call.x.dtype, [&](auto t) HFNN_FLAT {
+    Runs<decltype(t)> xs(call.x, kRun), ys(call.y, kRun);
+    for_runs(call.x.numel(), begin, end, [&](int64_t i, int64_t n) HFNN_FLAT {
+      const auto* x = xs.read(i, n);
+      auto* y = ys.open(i);
+#pragma omp simd
+      for (int64_t k = 0; k < n; ++k) store(y[k], gelu<kTanh>(load(x[k])));
+      ys.close(i, n);
+    });
+  });
+}
+
+template <bool kTanh>
+HFNN_INLINE void backward_runs(const Call& call, int64_t begin, int64_t end) {
+  with_runs(call.x.dtype, [&](auto t) HFNN_FLAT {
+    Runs<decltype(t)> dys(call.dy, kRun), xs(call.x, kRun), dxs(call.y, kRun);
+    for_runs(call.x.numel(), begin, end, [&](int64_t i, int64_t n) HFNN_FLAT {
+      const auto *dy = dys.read(i, n), *x = xs.read(i, n);
+      auto* dx = dxs.open(i);
+#pragma omp simd
+      for (int64_t k = 0; k < n; ++k) store(dx[k], load(dy[k]) * gelu_slope<kTanh>(load(x[k])));
+      dxs.close(i, n);
+    });
+  });
+}
+
+HFNN_CLONES static void forward_erf(const Call& c, int64_t begin, int64_t end) { forward_runs<false>(c, begin, end); }
+HFNN_CLONES static void forward_tanh(const Call& c, int64_t begin, int64_t end) { forward_runs<true>(c, begin, end); }
+HFNN_CLONES static void backward_erf(const Call& c, int64_t begin, int64_t end) { backward_runs<false>(c, begin, end); }
+HFNN_CLONES static void backward_tanh(const Call& c, int64_t begin, int64_t end) { backward_runs<true>(c, begin, end); }
+
+static void forward(const Tensor& x, const Tensor& y, bool tanh, int64_t threads) {
+  expect_floating("x", x.dtype);
+  expect_alike("x", x, x);
+  expect_alike("y", y, x);
+  const Call call{{}, x, y};
+  split_runs(x.numel(), threads,
+             [&](int64_t begin, int64_t end) { (tanh ? forward_tanh : forward_erf)(call, begin, end); });
+}
+
+static void backward(const Tensor& dy, const Tensor& x, const Tensor& dx, bool tanh, int64_t threads) {
+  expect_floating("x", x.dtype);
+  expect_alike("x", x, x);
+  expect_alike("dy", dy, x);
+  expect_alike("dx", dx, x);
+  const Call call{dy, x, dx};
+  split_runs(x.numel(), threads,
+             [&](int64_t begin, int64_t end) { (tanh ? backward_tanh : backward_erf)(call, begin, end); });
+}
+
+const Gelu gelu_cpu = {forward, backward};
+
+}  // namespace hfnn
