@@ -1,0 +1,87 @@
+// y = f(x) or f(a, b) over contiguous tensors of one dtype: what gelu.cu and dropout.cu share.
+//
+// A thread takes kUnroll groups of 16 bytes, all loaded before the first is used. Blocks are many and short, so that
+// the hardware evens out their finish.
+#pragma once
+#include "cuda.cuh"
+
+namespace hfnn {
+
+constexpr int kMapThreads = 256;
+
+template <class F>
+struct MapArgs {
+  const void *a, *b;  // b is null for a function of one tensor
+  void* y;
+  int64_t numel;
+  bool vectors;  // all pointers at multiples of 16 bytes
+  F f;
+};
+
+// f(a, b, group) overwrites a; f.begin() comes first, once per thread.
+template <class T, bool kTwo, int kUnroll, class F>
+__global__ void __launch_bounds__(kMapThreads) map_kernel(const __grid_constant__ MapArgs<F> args) {
+  constexpr int N = kWidth<T>;
+  const T *from_a = static_cast<const T*>(args.a), *from_b = static_cast<const T*>(args.b);
+  T* to = static_cast<T*>(args.y);
+  F f = args.f;
+  f.begin();
+  const int64_t first = int64_t(blockIdx.x) * (kMapThreads * kUnroll) + threadIdx.x;
+  const int64_t end = (int64_t(blockIdx.x) + 1) * (kMapThreads * kUnroll) * N;
+  if (args.vectors && end <= args.numel) {
+    Vec<T, N> a[kUnroll], b[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t at = (first + u * kMapThreads) * N;
+      a[u] = *reinterpret_cast<const Vec<T, N>*>(from_a + at);
+      if constexpr (kTwo) b[u] = *reinterpret_cast<const Vec<T, N>*>(from_b + at);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float x[N], z[N] = {};
+      load<N>(a[u].at, x);
+      if constexpr (kTwo) load<N>(b[u].at, z);
+      f(x, z, first + u * kMapThreads);
+      store<N>(to + (first + u * kMapThreads) * N, x);
+    }
+    return;
+  }
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t group = first + u * kMapThreads;
+    float x[N] = {}, z[N] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (group * N + i < args.numel) {
+        x[i] = to_float(from_a[group * N + i]);
+        if constexpr (kTwo) z[i] = to_float(from_b[group * N + i]);
+      }
+    f(x, z, group);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (group * N + i < args.numel) store1(to + group * N + i, x[i]);
+  }
+}
+
+template <class T, bool kTwo, class F>
+void map(const Tensor& a, const Tensor& b, const Tensor& y, int64_t queue, const F& f) {
+  const MapArgs<F> args = {a.data, b.data, y.data, y.numel(), aligned({a.data, b.data, y.data}), f};
+  const auto blocks = [&](int unroll) { return dim3(ceil_div(args.numel, kMapThreads * unroll * kWidth<T>)); };
+#ifdef HFNN_TUNE
+  const int unroll = tuned("mu", 2);
+  if (unroll == 1) return launch<map_kernel<T, kTwo, 1, F>>({y.device, queue, blocks(1), kMapThreads}, args);
+  if (unroll == 4) return launch<map_kernel<T, kTwo, 4, F>>({y.device, queue, blocks(4), kMapThreads}, args);
+#endif
+  launch<map_kernel<T, kTwo, 2, F>>({y.device, queue, blocks(2), kMapThreads}, args);
+}
+
+inline void expect_like(const char* what, const Tensor& t, const Tensor& x) {
+  if (t.numel() != x.numel() || t.dtype != x.dtype || t.device != x.device || !t.contiguous())
+    throw std::invalid_argument(std::string(what) + " must be contiguous, and on x's device with its size and dtype");
+}
+
+inline void expect_cuda(const char* what, const Tensor& t) {
+  if (t.device < 0 || !t.contiguous())
+    throw std::invalid_argument(std::string(what) + " must be a contiguous tensor on a CUDA device");
+}
+
+}  // namespace hfnn

@@ -1,0 +1,266 @@
+// The calls of layer_norm.cu (kCentred) and rms_norm.cu (not) on CUDA: checks, the plan of a launch, the launch.
+// RMSNorm is LayerNorm with a mean of 0 and no bias.
+//
+// x and y have one dtype (rebuild takes any pair with a float32 in it, too); weight and bias may have another. Rows of
+// whole 16-byte vectors at aligned addresses go to the kernels with teams, up to 65536 columns of 16 bits or 32768 of
+// 32; the rest, and rows wider than a block on devices without clusters, go to the plain kernels: right, and slow.
+#pragma once
+#include "norm_backward.cuh"
+#include "norm_forward.cuh"
+
+namespace hfnn {
+
+// How the rows of a call are shared out.
+struct NormPlan {
+  int team = 0;  // threads of a row; 0: the plain kernels
+  int cluster = 1, stages = 0;
+  int64_t groups = 0;  // blocks, or clusters of blocks
+  size_t shared = 0;
+};
+
+// Blocks at work at a time on a multiprocessor, and stages of the ring where the shared memory allows: two of either
+// keep more bytes in flight than the memory needs to stay busy.
+struct NormShape {
+  int tensors, parameters;  // that pass through the ring; that stay in shared memory
+  int resident, waves, stages;
+};
+
+inline NormShape forward_shape(bool centred) {
+  return {1, centred ? 2 : 1, tuned("fr", kResident), tuned("fw", 1), tuned("fs", 3)};
+}
+inline NormShape backward_shape() { return {2, 1, tuned("br", kResident), tuned("bw", 1), tuned("bs", 3)}; }
+
+inline NormPlan norm_plan(const Device& device, const NormShape& shape, int64_t rows, int64_t cols, int width) {
+  NormPlan plan;
+  if (rows >= 1 << 30) return plan;            // the kernels count them in 32 bits, a few steps ahead
+  constexpr int kBlock = kThreads * kVectors;  // vectors of a row that a block holds
+  const int64_t vectors = cols / width;
+  while (vectors > int64_t(plan.cluster) * kBlock && plan.cluster < kMaxCluster) plan.cluster *= 2;
+  if (vectors > int64_t(plan.cluster) * kBlock || (plan.cluster > 1 && device.major < 9)) return NormPlan{};
+  plan.team = vectors <= 32 * kVectors ? 32 : vectors <= 128 * kVectors ? 128 : 256;
+
+  const int stage = shape.tensors * kBlock * 16;
+  const int scratch = plan.cluster > 1 ? kScratchBytes<true> : kScratchBytes<false>;
+  const int fixed = scratch + shape.parameters * plan.team * kVectors * width * 4;
+  // The device keeps 1 KiB of each block for itself.
+  const int share = std::min(device.shared_per_multiprocessor / shape.resident - 1024, device.shared_per_block);
+  plan.stages = std::clamp((share - fixed) / stage, Ring<1>::kMinStages, std::min(shape.stages, Ring<1>::kMaxStages));
+  plan.shared = fixed + plan.stages * stage;
+  if (plan.shared > size_t(device.shared_per_block)) return NormPlan{};
+  const int64_t at_once = int64_t(device.multiprocessors) * shape.resident * shape.waves / plan.cluster;
+  plan.groups = std::min(ceil_div(rows, kThreads / plan.team), at_once);
+  return plan;
+}
+
+inline Launch norm_launch(const NormPlan& plan, int device, int64_t queue) {
+  return {device, queue, dim3(plan.groups * plan.cluster), kThreads, plan.shared, unsigned(plan.cluster)};
+}
+
+// Rows of a plane of partials: one for each block that works on rows of its own.
+inline int64_t norm_partials(int64_t rows, int64_t) {
+  int device = 0;
+  HFNN_CUDA_CHECK(cudaGetDevice(&device));
+  const NormShape shape = backward_shape();
+  const int64_t at_once = int64_t(device_of(device).multiprocessors) * shape.resident * shape.waves;
+  return std::clamp<int64_t>(rows, 1, at_once);
+}
+
+inline void norm_expect(const char* what, const Tensor& t, std::initializer_list<int64_t> shape, const Tensor& x) {
+  bool same = t && t.device == x.device && t.dims == int(shape.size()) && t.contiguous();
+  for (int i = 0; same && i < t.dims; ++i) same = t.shape[i] == shape.begin()[i];
+  if (!same) throw std::invalid_argument(std::string(what) + " does not have the shape, layout or device x asks for");
+}
+
+inline void norm_expect_dtype(const char* what, const Tensor& t, Dtype dtype) {
+  if (t.dtype == dtype) return;
+  throw std::invalid_argument(std::string(what) + " is " + name(t.dtype) + ", the CUDA kernels need " + name(dtype));
+}
+
+inline void norm_expect_floating(const char* what, const Tensor& t) {
+  with_floating(what, t.dtype, [](auto) {});
+}
+
+// What all three calls check; `y` is dy in backward.
+inline void norm_check(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias) {
+  HFNN_CHECK(x.device >= 0 && x.dims == 2 && x.shape[1] > 0 && x.shape[1] < int64_t(1) << 31 && x.contiguous());
+  norm_expect("y", y, {x.shape[0], x.shape[1]}, x);
+  for (const Tensor* parameter : {&weight, &bias}) {
+    if (!*parameter) continue;
+    norm_expect("weight or bias", *parameter, {x.shape[1]}, x);
+    norm_expect_floating("weight or bias", *parameter);
+  }
+}
+
+inline void norm_check_statistic(const char* what, const Tensor& t, const Tensor& x) {
+  norm_expect(what, t, {x.shape[0]}, x);
+  norm_expect_dtype(what, t, Dtype::float32);
+}
+
+// RMSNorm's `offset` goes with its weight; -0 is the bias that leaves every float as it is.
+inline NormArgs norm_args(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias,
+                          const Tensor& mean, const Tensor& rstd, double offset) {
+  NormArgs args = {};
+  args.x = x.data;
+  args.y = y.data;
+  args.mean = mean.as<float>();
+  args.rstd = rstd.as<float>();
+  args.weight = {weight.data, weight.dtype, float(offset), 1};
+  args.bias = {bias.data, bias.dtype, 0, -0.0f};
+  args.rows = x.shape[0];
+  args.cols = x.shape[1];
+  args.inverse = float(1.0 / double(args.cols));
+  return args;
+}
+
+inline bool whole_vectors(int64_t cols, int width, std::initializer_list<const void*> pointers) {
+  return cols % width == 0 && aligned(pointers);
+}
+
+// Blocks of a plain kernel: teams of 32 threads for short rows, of 256 for long ones.
+constexpr int64_t kPlainShort = 2048;
+inline Launch norm_launch_plain(const NormArgs& args, int device, int64_t queue) {
+  const int64_t blocks = ceil_div(args.rows, args.cols <= kPlainShort ? kThreads / 32 : 1);
+  return {device, queue, dim3(std::min<int64_t>(blocks, 8 * device_of(device).multiprocessors)), kThreads};
+}
+
+template <bool kCentred>
+void norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y, const Tensor& mean,
+                  const Tensor& rstd, double eps, double offset, int64_t queue) {
+  norm_check(x, y, weight, bias);
+  norm_expect_dtype("y", y, x.dtype);
+  if (kCentred) norm_check_statistic("mean", mean, x);
+  norm_check_statistic("rstd", rstd, x);
+  if (x.shape[0] == 0) return;
+  DeviceGuard guard(x.device);
+  NormArgs args = norm_args(x, y, weight, bias, mean, rstd, offset);
+  args.eps = float(eps);
+  with_floating("x", x.dtype, [&](auto type) {
+    using T = decltype(type);
+    NormPlan plan;
+    if (whole_vectors(args.cols, kWidth<T>, {x.data, y.data}))
+      plan = norm_plan(device_of(x.device), forward_shape(kCentred), args.rows, args.cols, kWidth<T>);
+    args.stages = plan.stages;
+    const Launch how = norm_launch(plan, x.device, queue), plain = norm_launch_plain(args, x.device, queue);
+    if (plan.cluster > 1)
+      launch<norm_forward_kernel<T, 256, true, kCentred>>(how, args);
+    else if (plan.team == 256)
+      launch<norm_forward_kernel<T, 256, false, kCentred>>(how, args);
+    else if (plan.team == 128)
+      launch<norm_forward_kernel<T, 128, false, kCentred>>(how, args);
+    else if (plan.team == 32)
+      launch<norm_forward_kernel<T, 32, false, kCentred>>(how, args);
+    else if (args.cols <= kPlainShort)
+      launch<norm_forward_plain_kernel<T, 32, kCentred>>(plain, args);
+    else
+      launch<norm_forward_plain_kernel<T, 256, kCentred>>(plain, args);
+  });
+}
+
+// X and Y of two types: only pairs with at least one float32, or of one dtype, exist.
+template <bool kCentred, class X, class Y>
+void norm_launch_rebuild(const NormArgs& args, int device, int64_t queue) {
+  const bool vectors = whole_vectors(args.cols, kWidth<X>, {args.x, args.y});
+  const int64_t units = vectors ? args.cols / kWidth<X> : args.cols;
+  unsigned across = 1;
+  while (across < units && across < kThreads) across *= 2;
+  const int64_t wide = ceil_div(units, across), down = kThreads / across;
+  const int64_t high = std::clamp<int64_t>(8 * device_of(device).multiprocessors / wide, 1, ceil_div(args.rows, down));
+  const Launch how = {device, queue, dim3(wide, std::min<int64_t>(high, 65535)), dim3(across, down)};
+  if (vectors)
+    launch<norm_rebuild_kernel<X, Y, kWidth<X>, kCentred>>(how, args);
+  else
+    launch<norm_rebuild_kernel<X, Y, 1, kCentred>>(how, args);
+}
+
+template <bool kCentred>
+void norm_rebuild(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& mean, const Tensor& rstd,
+                  const Tensor& y, double offset, int64_t queue) {
+  norm_check(x, y, weight, bias);
+  if (kCentred) norm_check_statistic("mean", mean, x);
+  norm_check_statistic("rstd", rstd, x);
+  if (x.shape[0] == 0) return;
+  DeviceGuard guard(x.device);
+  const NormArgs args = norm_args(x, y, weight, bias, mean, rstd, offset);
+  with_floating("x", x.dtype, [&](auto in) {
+    with_floating("y", y.dtype, [&](auto out) {
+      using X = decltype(in);
+      using Y = decltype(out);
+      if constexpr (std::is_same_v<X, Y> || std::is_same_v<X, float> || std::is_same_v<Y, float>)
+        norm_launch_rebuild<kCentred, X, Y>(args, x.device, queue);
+      else
+        throw std::invalid_argument("rebuild does not turn bfloat16 into float16, or the reverse");
+    });
+  });
+}
+
+// The first kernel, which leaves `used` rows in each plane of partials.
+template <class T, bool kCentred>
+int64_t norm_launch_backward(NormArgs& args, int device, int64_t queue) {
+  NormPlan plan;
+  if (whole_vectors(args.cols, kWidth<T>, {args.x, args.y, args.dx, args.partials}))
+    plan = norm_plan(device_of(device), backward_shape(), args.rows, args.cols, kWidth<T>);
+  if (plan.team == 0) {
+    const Launch how = norm_launch_plain(args, device, queue);
+    if (args.dx && args.cols <= kPlainShort) launch<norm_backward_plain_kernel<T, 32, kCentred>>(how, args);
+    if (args.dx && args.cols > kPlainShort) launch<norm_backward_plain_kernel<T, 256, kCentred>>(how, args);
+    const dim3 grid(ceil_div(args.cols, kThreads), std::min<int64_t>(args.planes, 65535));
+    if (args.partials) launch<norm_partials_plain_kernel<T, kCentred>>({device, queue, grid, kThreads}, args);
+    return grid.y;
+  }
+  if (args.partials) plan.groups = std::min(plan.groups, args.planes);
+  args.stages = plan.stages;
+  const Launch how = norm_launch(plan, device, queue);
+  if (plan.cluster > 1)
+    launch<norm_backward_kernel<T, 256, true, kCentred>>(how, args);
+  else if (plan.team == 256)
+    launch<norm_backward_kernel<T, 256, false, kCentred>>(how, args);
+  else if (plan.team == 128)
+    launch<norm_backward_kernel<T, 128, false, kCentred>>(how, args);
+  else
+    launch<norm_backward_kernel<T, 32, false, kCentred>>(how, args);
+  return plan.groups;
+}
+
+template <bool kCentred>
+void norm_check_backward(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd, const Tensor& dx,
+                         const Tensor& dweight, const Tensor& dbias, const Tensor& partials) {
+  norm_expect_dtype("dy", dy, x.dtype);
+  if (kCentred) norm_check_statistic("mean", mean, x);
+  norm_check_statistic("rstd", rstd, x);
+  if (dx) norm_expect("dx", dx, {x.shape[0], x.shape[1]}, x), norm_expect_dtype("dx", dx, x.dtype);
+  if (dweight && dbias) norm_expect_dtype("dbias", dbias, dweight.dtype);
+  for (const Tensor* gradient : {&dweight, &dbias}) {
+    if (!*gradient) continue;
+    norm_expect("dweight or dbias", *gradient, {x.shape[1]}, x);
+    norm_expect_floating("dweight or dbias", *gradient);
+    norm_expect("partials", partials, {kCentred ? 2 : 1, partials.shape[1], x.shape[1]}, x);
+    norm_expect_dtype("partials", partials, Dtype::float32);
+    HFNN_CHECK(partials.shape[1] > 0);
+  }
+}
+
+template <bool kCentred>
+void norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& mean, const Tensor& rstd,
+                   const Tensor& dx, const Tensor& dweight, const Tensor& dbias, const Tensor& partials, double offset,
+                   int64_t queue) {
+  norm_check(x, dy, weight, Tensor{});
+  norm_check_backward<kCentred>(dy, x, mean, rstd, dx, dweight, dbias, partials);
+  const bool gradients = dweight || dbias;
+  DeviceGuard guard(x.device);
+  NormArgs args = norm_args(x, dy, weight, Tensor{}, mean, rstd, offset);
+  args.dx = dx.data;
+  args.partials = gradients ? partials.as<float>() : nullptr;
+  args.planes = gradients ? partials.shape[1] : 0;
+  int64_t used = 0;  // a sum over no rows is 0
+  if (args.rows > 0 && (dx || gradients))
+    with_floating("x", x.dtype,
+                  [&](auto type) { used = norm_launch_backward<decltype(type), kCentred>(args, x.device, queue); });
+  if (!gradients) return;
+  const PartialsArgs sums = {
+      args.partials, {dweight.data, dbias.data}, dweight ? dweight.dtype : dbias.dtype, used, args.planes, args.cols};
+  Launch how = {x.device, queue, dim3(ceil_div(args.cols, 32), kCentred ? 2 : 1), dim3(32, kSumRows)};
+  how.early = true;
+  launch<norm_sum_partials_kernel>(how, sums);
+}
+
+}  // namespace hfnn

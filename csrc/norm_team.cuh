@@ -1,0 +1,294 @@
+// The parts of the row kernels of layer_norm.cu and rms_norm.cu: the team that works on a row, the ring through which
+// rows come in, and the parameters in shared memory.
+//
+// A team of 32, 128 or 256 threads takes a row, or a cluster of up to eight blocks does; a block of 256 threads holds
+// eight teams, two, or one. Blocks stay for many rows. Every thread copies its own 16-byte vectors of the rows to come
+// into its own slots of a ring in shared memory (cp.async), so the memory works through each reduction, and no barrier
+// guards the ring: nobody else reads a thread's slots.
+//
+// Units: a vector is 16 bytes of a row, N elements. A row has `vectors` of them; a block of a cluster has a slice.
+#pragma once
+#include "cuda.cuh"
+
+namespace hfnn {
+
+constexpr int kThreads = 256;  // of a block
+#ifndef HFNN_NORM_VECTORS
+#define HFNN_NORM_VECTORS 4
+#endif
+constexpr int kVectors = HFNN_NORM_VECTORS;  // of a row, per thread
+constexpr int kResident = 8 / kVectors;      // blocks per multiprocessor that the registers must leave room for
+constexpr int kMaxCluster = 8;               // more is not portable
+
+// Bytes for the partial sums of a block's teams, in two sets each, so that one barrier per reduction is enough.
+template <bool kCluster>
+constexpr int kScratchBytes = 2 * sizeof(float2) * (kThreads / 32) * (kCluster ? kMaxCluster : 1);
+
+template <int kLanes>
+__device__ inline float lanes_sum(float v) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+  return v;
+}
+
+__device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The threads of one row. Sums go over the lanes, then over the warps of all blocks, always in one order; every thread
+// gets the same bits.
+template <int kTeam, bool kCluster>
+struct Team {
+  static constexpr int kWarps = kTeam / 32;
+  // Partial sums that a lane holds when those of all warps come together, and how many lanes have different ones.
+  static constexpr int kHeld = kCluster ? ceil_div(kWarps * kMaxCluster, 32) : 1;
+  static constexpr int kApart = kCluster ? 32 : kWarps;
+
+  int first, count;        // this block's vectors of the row
+  float own, held[kHeld];  // elements of the row in this warp, and in the warps whose sums this lane holds
+  unsigned scratch;        // address of the set of partial sums that comes next
+
+  // `width` elements in each of `vectors` units, dealt to the threads in turns. `shared` is aligned to its size.
+  __device__ Team(int64_t vectors, int width, void* shared) {
+    const int slice = (vectors + ranks() - 1) / ranks();
+    const auto units = [&](int of_rank) { return int(min(int64_t(slice), vectors - int64_t(slice) * of_rank)); };
+    const auto elements = [&](int of_rank, int of_warp) {
+      const int n = units(of_rank);
+      return float(width * (n / kTeam * 32 + min(max(n % kTeam - of_warp * 32, 0), 32)));
+    };
+    first = slice * rank();
+    count = units(rank());
+    own = elements(rank(), warp());
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int entry = (kCluster ? lane() : lane() % kWarps) + 32 * h;
+      held[h] = entry < ranks() * kWarps ? elements(entry / kWarps, entry % kWarps) : 0;
+    }
+    scratch = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + index() * 2 * kSet;
+  }
+
+  // Of the warp, of the team, of the block. Cheaper to find again than to keep: backward has no register to spare.
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static int warp() { return threadIdx.x % kTeam / 32; }
+  __device__ static int index() { return threadIdx.x / kTeam; }
+  __device__ static int thread() { return threadIdx.x % kTeam; }
+  // Of the block, in its cluster.
+  __device__ static int rank() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) return __clusterRelativeBlockRank();
+#endif
+    return 0;
+  }
+  __device__ static int ranks() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) return __clusterSizeInBlocks();
+#endif
+    return 1;
+  }
+  __device__ int unit(int v) const { return v * kTeam + thread(); }  // the v-th vector of this thread, in the slice
+  __device__ bool leads() const { return rank() == 0 && thread() == 0; }
+
+  // `mine` is the same in all lanes of a warp. What comes back covers every warp once over kApart lanes.
+  __device__ void exchange(float2 mine, float2 (&all)[kHeld]) {
+    if constexpr (kCluster) {
+      if (lane() < ranks()) write(scratch + (rank() * kWarps + warp()) * 8, lane(), mine);
+      cluster_sync();
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h)
+        all[h] = lane() + 32 * h < ranks() * kWarps ? read(scratch + (lane() + 32 * h) * 8) : float2{0, 0};
+    } else {
+      if (lane() == 0) write(scratch + warp() * 8, mine);
+      asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "n"(kTeam) : "memory");
+      all[0] = read(scratch + lane() % kWarps * 8);
+    }
+    // The other set comes next: a warp that is ahead must not overwrite what another still reads.
+    scratch ^= kSet;
+  }
+
+  __device__ float2 sum(float2 v) {
+    v = {lanes_sum<32>(v.x), lanes_sum<32>(v.y)};
+    if constexpr (kWarps > 1) {
+      float2 all[kHeld];
+      exchange(v, all);
+      v = all[0];
+      if constexpr (kHeld > 1) v = {v.x + all[1].x, v.y + all[1].y};
+      v = {lanes_sum<kApart>(v.x), lanes_sum<kApart>(v.y)};
+    }
+    return v;
+  }
+
+  __device__ float sum(float v) {
+    v = lanes_sum<32>(v);
+    if constexpr (kWarps > 1) {
+      float2 all[kHeld];
+      exchange({v, 0}, all);
+      v = all[0].x;
+      if constexpr (kHeld > 1) v += all[1].x;
+      v = lanes_sum<kApart>(v);
+    }
+    return v;
+  }
+
+  // Mean of the row and sum of the squared differences from it; squares(m) is the thread's sum of those from m, and
+  // `inverse` one over the elements.
+  //
+  // Two passes inside a warp, about the warp's mean. The warps then meet once, by the formula of Chan, Golub and
+  // LeVeque for the variance of a union, instead of once per pass.
+  template <class Squares>
+  __device__ float2 moments(float v, float inverse, Squares&& squares) {
+    const float mean = lanes_sum<32>(v) * (1 / fmaxf(own, 1));
+    const float about = lanes_sum<32>(squares(mean));
+    if constexpr (kWarps == 1) return {mean, about};
+    float2 all[kHeld];
+    exchange({mean, about}, all);
+    float sums = 0;
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) sums = fmaf(held[h], all[h].x, sums);
+    const float middle = lanes_sum<kApart>(sums) * inverse;
+    float apart = 0;
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const float d = all[h].x - middle;
+      apart += fmaf(held[h] * d, d, all[h].y);
+    }
+    return {middle, lanes_sum<kApart>(apart)};
+  }
+
+ private:
+  static constexpr unsigned kSet = sizeof(float2) * kWarps * (kCluster ? kMaxCluster : 1);
+
+  __device__ static float2 read(unsigned at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+  }
+  __device__ static void write(unsigned at, float2 v) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
+  }
+  // Into the same place of another block of the cluster.
+  __device__ static void write(unsigned at, unsigned rank, float2 v) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v2.f32 [there], {%2, %3};\n}" ::"r"(at),
+        "r"(rank), "f"(v.x), "f"(v.y)
+        : "memory");
+#endif
+  }
+};
+
+// A thread's slots for `stages` rows to come of kTensors tensors.
+template <int kTensors>
+struct Ring {
+  static constexpr int kMinStages = 2, kMaxStages = 4;  // as wait() has them
+  unsigned slots;                                       // an address in shared memory
+  int stages, stage = 0;
+
+  __device__ Ring(void* shared, int stages)
+      : slots(static_cast<unsigned>(__cvta_generic_to_shared(shared)) + 16 * threadIdx.x), stages(stages) {}
+  __device__ unsigned slot(int tensor, int v) const {
+    return slots + ((stage * kTensors + tensor) * kVectors + v) * (kThreads * 16);
+  }
+  // Starts the copy of a vector into the current stage.
+  __device__ void fetch(int tensor, int v, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot(tensor, v)), "l"(from) : "memory");
+  }
+  // Ends the fetches of a stage, also of one that fetched nothing, and goes to the next.
+  __device__ void commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    stage = stage + 1 == stages ? 0 : stage + 1;
+  }
+  // Waits for the current stage: the oldest of `stages`.
+  __device__ void wait() {
+    if (stages == 2)
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else if (stages == 3)
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
+  // Volatile, as a vector that is read twice must not stay in registers in between.
+  template <int N, class T>
+  __device__ void read(int tensor, int v, float (&x)[N]) const {
+    uint4 raw;
+    asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "r"(slot(tensor, v))
+                 : "memory");
+    load<N>(reinterpret_cast<const T*>(&raw), x);
+  }
+};
+
+// A weight, a bias, or one that is absent, of any floating dtype.
+struct Parameter {
+  const void* data;
+  Dtype dtype;
+  float offset, absent;  // what is added to each element; what stands for the whole when there is none
+
+  template <class T>
+  __device__ float at(int64_t i) const {
+    return to_float(static_cast<const T*>(data)[i]) + offset;
+  }
+  __device__ float operator[](int64_t i) const {
+    if (!data) return absent;
+    if (dtype == Dtype::float32) return at<float>(i);
+    return dtype == Dtype::bfloat16 ? at<__nv_bfloat16>(i) : at<__half>(i);
+  }
+};
+
+// A parameter's slice in float32 in shared memory. Planes of float4, so that lanes read neighbouring 16 bytes.
+template <int kTeam, int N>
+struct Slice {
+  static constexpr int kUnits = kTeam * kVectors, kPlanes = N / 4, kBytes = kUnits * N * 4;
+  float4* planes;
+
+  template <class T>
+  __device__ void fill(const Parameter& from, int first, int count) {
+#pragma unroll 8
+    for (int e = threadIdx.x; e < kUnits * N; e += kThreads) {
+      const int unit = e / N, i = e % N;
+      float value = 0;
+      if (unit < count) value = from.data ? from.at<T>(int64_t(first) * N + e) : from.absent;
+      reinterpret_cast<float*>(planes + i / 4 * kUnits + unit)[i % 4] = value;
+    }
+  }
+  __device__ Slice(void* shared, const Parameter& from, int first, int count) : planes(static_cast<float4*>(shared)) {
+    if (from.dtype == Dtype::bfloat16)
+      fill<__nv_bfloat16>(from, first, count);
+    else if (from.dtype == Dtype::float16)
+      fill<__half>(from, first, count);
+    else
+      fill<float>(from, first, count);
+  }
+  __device__ void read(int unit, float (&w)[N]) const {
+#pragma unroll
+    for (int p = 0; p < kPlanes; ++p) *reinterpret_cast<float4*>(w + 4 * p) = planes[p * kUnits + unit];
+  }
+};
+
+// Forward and rebuild both come here: the same bits, however the compiler contracts.
+template <bool kCentred>
+__device__ inline float norm_output(float x, float mean, float rstd, float scale, float shift) {
+  if constexpr (!kCentred) return __fmul_rn(__fmul_rn(x, rstd), scale);
+  return __fmaf_rn(__fmul_rn(__fsub_rn(x, mean), rstd), scale, shift);
+}
+
+__device__ inline float norm_rstd(float squares, float inverse, float eps) {
+  return rsqrtf(fmaf(squares, inverse, eps));
+}
+
+// A call; the kernels take what they need of it. y is dy in backward.
+struct NormArgs {
+  const void* x;
+  void *y, *dx;
+  float *mean, *rstd, *partials;
+  Parameter weight, bias;
+  int64_t rows, cols;
+  int64_t planes;      // rows of a plane of partials
+  float inverse, eps;  // 1 / cols
+  int stages;
+};
+
+}  // namespace hfnn
