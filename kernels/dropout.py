@@ -1,0 +1,93 @@
+"""Dropout; csrc/dropout.h defines the bits. Its own backward: call it again on dy with the same pair."""
+
+import triton
+import triton.language as tl
+
+BLOCK = 2048  # elements of a program
+WARPS = 4
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """The four words of Philox4x32-10 (Salmon et al., SC 2011), all uint32.
+
+    Products are written in 64 bits because one wide multiplication gives both halves; Triton's own philox asks for
+    them one by one.
+    """
+    for _ in tl.static_range(10):
+        p = c0.to(tl.uint64) * 0xD2511F53
+        q = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (q >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = q.to(tl.uint32)
+        c3 = p.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _four(seed, c):
+    """The four words of each counter of the int64 block c."""
+    low = c.to(tl.uint32)
+    w0, w1, w2, w3 = _philox(
+        low, (c >> 32).to(tl.uint32), tl.zeros_like(low), tl.full(low.shape, 0x68666E6E, tl.uint32),
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _words(seed, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """BLOCK random words in the order of the elements; `first` is the counter of the first four.
+
+    A thread makes the words of as many consecutive elements as one 16-byte load brings it (WIDE: 8, else 4), so that
+    none has to change threads. Each join appends an axis of 2, the fastest in the flattened order.
+    """
+    if WIDE:
+        c = first + 2 * tl.arange(0, BLOCK // 8)
+        a0, a1, a2, a3 = _four(seed, c)
+        b0, b1, b2, b3 = _four(seed, c + 1)
+        w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
+    else:
+        w0, w1, w2, w3 = _four(seed, first + tl.arange(0, BLOCK // 4))
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+
+
+# Only the last program is masked, so that the others load whole vectors whatever n is.
+@triton.jit(do_not_specialize=["n", "threshold", "seed", "offset"])
+def forward_kernel(
+    x_N,
+    y_N,
+    n,
+    threshold: tl.uint32,
+    scale,
+    seed: tl.int64,
+    offset: tl.int64,
+    pair_2,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if pair_2 is not None:
+        seed = tl.load(pair_2)
+        offset = tl.load(pair_2 + 1)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    keep = _words(seed.to(tl.int64), offset + start // 4, BLOCK, WIDE) >= threshold.to(tl.uint32)
+    i = tl.arange(0, BLOCK)
+    x_N += start
+    y_N += start
+    if start + BLOCK <= n:
+        x = tl.load(x_N + i).to(tl.float32)
+        tl.store(y_N + i, tl.where(keep, x * scale, 0.0).to(y_N.dtype.element_ty))
+    else:
+        x = tl.load(x_N + i, mask=i < n - start).to(tl.float32)
+        tl.store(y_N + i, tl.where(keep, x * scale, 0.0).to(y_N.dtype.element_ty), mask=i < n - start)
+
+
+def forward(x, y, threshold, scale, seed, offset, pair, queue):
+    n = x.numel()
+    if threshold == 1 << 32:  # one more than a word can hold: nothing is kept
+        y.zero_()
+    elif n:
+        wide = x.element_size() == 2
+        forward_kernel[(-(-n // BLOCK),)](x, y, n, threshold, scale, seed, offset, pair, wide, BLOCK, num_warps=WARPS)

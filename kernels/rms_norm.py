@@ -1,0 +1,18 @@
+"""Root-mean-square normalisation; csrc/rms_norm.h holds the contract, rows.py the kernels."""
+
+from . import rows
+
+MAX_COLS = rows.MAX_COLS
+partials = rows.partials
+
+
+def forward(x, weight, y, rstd, eps, offset, queue):
+    rows.forward(x, weight, None, y, None, rstd, eps, offset, False)
+
+
+def rebuild(x, weight, rstd, y, offset, queue):
+    rows.rebuild(x, weight, None, None, rstd, y, offset, False)
+
+
+def backward(dy, x, weight, rstd, dx, dweight, partials, offset, queue):
+    rows.backward(dy, x, weight, None, rstd, dx, dweight, None, partials, offset, False)

@@ -1,0 +1,386 @@
+"""What layer_norm and rms_norm share: kernels over the rows of a matrix, and how its rows are dealt out.
+
+Letters: R rows, C columns, P rows of partial sums. CENTER is layer norm, with a mean; without it, RMS norm, whose
+weight is offset + w. Absent tensors are None, and the kernel is compiled without them.
+
+A program works on tiles of BLOCK_R whole rows, C padded to the power of two BLOCK_C, and keeps a tile in registers
+between its reductions: each element is read once. It walks over tiles a grid apart, so that the weight is loaded once
+and the next tile is on its way to shared memory (`num_stages`) while this one is reduced. Rows too wide for registers
+are read again from the caches. Nothing is dealt out by arrival: one shape always adds in one order.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_COLS = 1 << 20  # no kernel here has a limit; wider rows than this are not tested
+
+
+# C arrives as UNIT * units, UNIT a constant, so that the compiler knows by what rows are aligned and loads whole
+# vectors, and does not compile anew for every C.
+@triton.jit
+def _columns(column, C, EVEN: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Columns from `column` on, (1, BLOCK_C), and which of them exist: a constant, and so free, when all do."""
+    col = column + tl.arange(0, BLOCK_C)[None, :]
+    return col, tl.full([1, BLOCK_C], True, tl.int1) if EVEN else col < C
+
+
+@triton.jit
+def _rows(tile, R, BLOCK_R: tl.constexpr):
+    """Rows of a tile, (BLOCK_R, 1), and which of them exist."""
+    row = tile * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    return row, tl.full([1, 1], True, tl.int1) if BLOCK_R == 1 else row < R
+
+
+@triton.jit
+def _load_scale(w_C, offset, col, exists, CENTER: tl.constexpr):
+    if w_C is not None:
+        w = tl.load(w_C + col, mask=exists, other=0.0).to(tl.float32)
+        return w if CENTER else w + offset
+    else:
+        return 1.0
+
+
+@triton.jit
+def _load_bias(b_C, col, exists):
+    if b_C is not None:
+        return tl.load(b_C + col, mask=exists, other=0.0).to(tl.float32)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _mean(sum, C):
+    # Rounded as it is stored: a multiplication by 1 / C could melt into the subtraction that follows.
+    return tl.div_rn(sum, C.to(tl.float32))
+
+
+@triton.jit
+def _normalise(x, mean, rstd, scale, bias, CENTER: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr):
+    """y in float32: the one expression behind forward and rebuild, compiled without further fusing."""
+    if not CENTER:
+        xhat = x * rstd
+        return xhat * scale if SCALE else xhat
+    if SCALE and BIAS:
+        return tl.fma((x - mean) * rstd, scale, bias)
+    if BIAS:
+        return tl.fma(x - mean, rstd, bias)
+    xhat = (x - mean) * rstd
+    return xhat * scale if SCALE else xhat
+
+
+@triton.jit(do_not_specialize=["R", "units"])
+def forward_kernel(
+    x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, R, units,
+    CENTER: tl.constexpr, HOIST: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    C = units * UNIT
+    col, in_row = _columns(0, C, EVEN, BLOCK_C)
+    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    if HOIST:
+        scale = _load_scale(w_C, offset, col, in_row, CENTER)
+        bias = _load_bias(b_C, col, in_row)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        start = tl.cast(tile, tl.int64) * BLOCK_R * C
+        row, exists = _rows(tile, R, BLOCK_R)
+        x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+        mean = 0.0
+        d = x
+        if CENTER:
+            mean = _mean(tl.sum(x, 1)[:, None], C)
+            d = tl.where(in_row, x - mean, 0.0)
+        var = _mean(tl.sum(d * d, 1)[:, None], C)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
+        # The compiler copies every load of the loop's own body ahead; behind a branch, the weight stays in the cache.
+        if R > 0:
+            if not HOIST:
+                scale = _load_scale(w_C, offset, col, in_row, CENTER)
+                bias = _load_bias(b_C, col, in_row)
+            y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
+            tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
+            if mean_R is not None:
+                tl.store(mean_R + row, mean, mask=exists)
+            if rstd_R is not None:
+                tl.store(rstd_R + row, rstd, mask=exists)
+
+
+@triton.jit(do_not_specialize=["units"])
+def forward_wide_kernel(
+    x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, units,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    C = units * UNIT
+    row = tl.program_id(0)
+    x_RC += row.to(tl.int64) * C
+    y_RC += row.to(tl.int64) * C
+    mean = 0.0
+    if CENTER:
+        total = tl.zeros([1, BLOCK_C], tl.float32)
+        for column in tl.range(0, C, BLOCK_C):
+            col, in_row = _columns(column, C, EVEN, BLOCK_C)
+            total += tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        mean = _mean(tl.sum(total), C)
+    total = tl.zeros([1, BLOCK_C], tl.float32)
+    for column in tl.range(0, C, BLOCK_C):
+        col, in_row = _columns(column, C, EVEN, BLOCK_C)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        d = tl.where(in_row, x - mean, 0.0) if CENTER else x
+        total += d * d
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(_mean(tl.sum(total), C) + eps))
+    if mean_R is not None:
+        tl.store(mean_R + row, mean)
+    if rstd_R is not None:
+        tl.store(rstd_R + row, rstd)
+    for column in tl.range(0, C, BLOCK_C):
+        col, in_row = _columns(column, C, EVEN, BLOCK_C)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        scale = _load_scale(w_C, offset, col, in_row, CENTER)
+        bias = _load_bias(b_C, col, in_row)
+        y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
+        tl.store(y_RC + col, y.to(y_RC.dtype.element_ty), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["R", "units"])
+def rebuild_kernel(
+    x_RC, w_C, b_C, mean_R, rstd_R, y_RC, offset: tl.float32, R, units,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    C = units * UNIT
+    col, in_row = _columns(tl.program_id(1) * BLOCK_C, C, EVEN, BLOCK_C)
+    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    scale = _load_scale(w_C, offset, col, in_row, CENTER)
+    bias = _load_bias(b_C, col, in_row)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        start = tl.cast(tile, tl.int64) * BLOCK_R * C
+        row, exists = _rows(tile, R, BLOCK_R)
+        x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+        mean = tl.load(mean_R + row, mask=exists, other=0.0) if CENTER else 0.0
+        rstd = tl.load(rstd_R + row, mask=exists, other=0.0)
+        y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
+        tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
+
+
+# With dx_RC, column blocks are whole rows; without, axis 1 of the grid is the column blocks.
+@triton.jit(do_not_specialize=["R", "units"])
+def backward_kernel(
+    dy_RC, x_RC, w_C, mean_R, rstd_R, dx_RC, sums_2PC, offset: tl.float32, R, units,
+    CENTER: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, and in row p of sums_2PC what the rows of program p add to dweight and dbias."""
+    C = units * UNIT
+    p = tl.program_id(0)
+    P = tl.num_programs(0)
+    col, in_row = _columns(tl.program_id(1) * BLOCK_C, C, EVEN, BLOCK_C)
+    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    if dx_RC is not None:
+        scale = _load_scale(w_C, offset, col, in_row, CENTER)
+    dw = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    db = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for tile in tl.range(p, tl.cdiv(R, BLOCK_R), P, num_stages=STAGES):
+        start = tl.cast(tile, tl.int64) * BLOCK_R * C
+        row, exists = _rows(tile, R, BLOCK_R)
+        x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+        dy = tl.load(dy_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+        mean = tl.load(mean_R + row, mask=exists, other=0.0) if CENTER else 0.0
+        rstd = tl.load(rstd_R + row, mask=exists, other=0.0)
+        xhat = (x - mean) * rstd
+        if DW:
+            dw = tl.fma(dy, xhat, dw)
+        if DB:
+            db += dy
+        if dx_RC is not None:
+            g = dy * scale
+            dx = g - xhat * _mean(tl.sum(g * xhat, 1)[:, None], C)
+            if CENTER:
+                dx -= _mean(tl.sum(g, 1)[:, None], C)
+            tl.store(dx_RC + start + inside, (dx * rstd).to(dx_RC.dtype.element_ty), mask=exists & in_row)
+    if DW:
+        tl.store(sums_2PC + p.to(tl.int64) * C + col, tl.sum(dw, 0)[None, :], mask=in_row)
+    if DB:
+        tl.store(sums_2PC + (p + P).to(tl.int64) * C + col, tl.sum(db, 0)[None, :], mask=in_row)
+
+
+@triton.jit(do_not_specialize=["units"])
+def backward_wide_kernel(
+    dy_RC, x_RC, w_C, mean_R, rstd_R, dx_RC, offset: tl.float32, units,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx of one wide row; its parameter gradients are left to backward_kernel."""
+    C = units * UNIT
+    row = tl.program_id(0)
+    dy_RC += row.to(tl.int64) * C
+    x_RC += row.to(tl.int64) * C
+    dx_RC += row.to(tl.int64) * C
+    mean = tl.load(mean_R + row) if CENTER else 0.0
+    rstd = tl.load(rstd_R + row)
+    g_xhat = tl.zeros([1, BLOCK_C], tl.float32)
+    g_alone = tl.zeros([1, BLOCK_C], tl.float32)
+    for column in tl.range(0, C, BLOCK_C, loop_unroll_factor=2):
+        col, in_row = _columns(column, C, EVEN, BLOCK_C)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        g = tl.load(dy_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        g *= _load_scale(w_C, offset, col, in_row, CENTER)
+        g_xhat = tl.fma(g, (x - mean) * rstd, g_xhat)
+        if CENTER:
+            g_alone += g
+    slope = _mean(tl.sum(g_xhat), C)
+    shift = _mean(tl.sum(g_alone), C) if CENTER else 0.0
+    for column in tl.range(0, C, BLOCK_C):
+        col, in_row = _columns(column, C, EVEN, BLOCK_C)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        g = tl.load(dy_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        g *= _load_scale(w_C, offset, col, in_row, CENTER)
+        dx = (g - (x - mean) * rstd * slope - shift) * rstd
+        tl.store(dx_RC + col, dx.to(dx_RC.dtype.element_ty), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["P", "planes", "C"])
+def sum_kernel(sums_2PC, dw_C, db_C, P, planes, C, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Partial rows to dweight (plane 0) or dbias (plane 1), in order and in the parameter's dtype."""
+    plane = tl.program_id(1)
+    if dw_C is None:
+        plane += 1
+    col = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    sums_2PC += plane * planes * C.to(tl.int64)
+    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for first in tl.range(0, P, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(sums_2PC + p * C.to(tl.int64) + col, mask=(p < P) & (col < C), other=0.0)
+    sum = tl.sum(total, 0)
+    if dw_C is not None:
+        tl.store(dw_C + col, sum.to(dw_C.dtype.element_ty), mask=(col < C) & (plane == 0))
+    if db_C is not None:
+        tl.store(db_C + col, sum.to(db_C.dtype.element_ty), mask=(col < C) & (plane == 1))
+
+
+class Plan(NamedTuple):
+    """How the tiles of one C look."""
+
+    wide: bool  # for the wide kernels: block_c columns at a time
+    rows: int
+    block_c: int
+    warps: int
+    stages: int  # tiles in flight, the one being reduced included
+    programs: int  # of one multiprocessor
+    blocks: int  # of columns
+    even: bool  # cols == blocks * block_c
+    unit: int
+    units: int
+
+
+# (columns up to, warps, stages, programs per multiprocessor); a tile has 512 elements a warp (1024 in FORWARD's last
+# line). A backward program keeps its sums for dweight and dbias in registers: exactly as many run as fit at once, each
+# over its share of all rows. Forward leaves nothing behind and takes several times as many, for the sake of
+# multiprocessors that are shared or slow.
+FORWARD = ((2048, 4, 3, 24), (4096, 8, 3, 12), (8192, 16, 2, 8), (16384, 32, 2, 4), (32768, 32, 2, 4))
+FORWARD_32_BIT = FORWARD[:-1]
+BACKWARD = ((2048, 4, 2, 4), (4096, 8, 2, 2), (8192, 16, 2, 1))
+COLUMNS = ((1024, 4, 2, 8),)  # what needs no row whole: rebuild, and parameter gradients alone
+WIDE = (8192, 32, 1, 1)
+HOIST_COLS = 4096  # up to here forward holds weight and bias in registers
+SUM_P, SUM_C = (8, 4096) if triton.knobs.runtime.interpret else (256, 16)  # a tile of partial sums
+
+
+def _plan(table, cols, whole=True):
+    block_c = max(16, triton.next_power_of_2(cols))
+    if not whole:
+        block_c = min(block_c, table[-1][0])
+    wide = block_c > table[-1][0]
+    limit, warps, stages, programs = WIDE if wide else next(line for line in table if block_c <= line[0])
+    block_c = min(block_c, limit)
+    unit = math.gcd(cols, 16)
+    rows = max(1, 512 * warps // block_c)
+    blocks = triton.cdiv(cols, block_c)
+    return Plan(wide, rows, block_c, warps, stages, programs, blocks, cols % block_c == 0, unit, cols // unit)
+
+
+@functools.cache
+def forward_plan(cols, element_size):
+    return _plan(FORWARD_32_BIT if element_size == 4 else FORWARD, cols)
+
+
+@functools.cache
+def backward_plan(cols):
+    return _plan(BACKWARD, cols)
+
+
+@functools.cache
+def columns_plan(cols):
+    return _plan(COLUMNS, cols, whole=False)
+
+
+@functools.cache
+def multiprocessors():
+    if triton.knobs.runtime.interpret:
+        return 1
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _programs(plan, rows):
+    """How many programs share the rows: no more than there are tiles."""
+    return min(-(-rows // plan.rows), max(1, multiprocessors() * plan.programs // plan.blocks))
+
+
+def partials(rows, cols):
+    plan = backward_plan(cols)
+    return _programs(columns_plan(cols) if plan.wide else plan, rows)
+
+
+def forward(x, weight, bias, y, mean, rstd, eps, offset, center):
+    R, C = x.shape
+    if R == 0:
+        return
+    plan = forward_plan(C, max(x.element_size(), y.element_size()))
+    if plan.wide:
+        forward_wide_kernel[(R,)](
+            x, weight, bias, y, mean, rstd, eps, offset, plan.units,
+            center, plan.unit, plan.even, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        forward_kernel[(_programs(plan, R),)](
+            x, weight, bias, y, mean, rstd, eps, offset, R, plan.units,
+            center, plan.block_c <= HOIST_COLS, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages,
+            num_warps=plan.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def rebuild(x, weight, bias, mean, rstd, y, offset, center):
+    R, C = x.shape
+    if R == 0:
+        return
+    plan = columns_plan(C)
+    rebuild_kernel[(_programs(plan, R), plan.blocks)](
+        x, weight, bias, mean, rstd, y, offset, R, plan.units,
+        center, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages,
+        num_warps=plan.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def backward(dy, x, weight, mean, rstd, dx, dweight, dbias, sums, offset, center):
+    R, C = x.shape
+    dw, db = dweight is not None, dbias is not None
+    plan = backward_plan(C)
+    if dx is not None and plan.wide and R:
+        backward_wide_kernel[(R,)](
+            dy, x, weight, mean, rstd, dx, offset, plan.units,
+            center, plan.unit, plan.even, plan.block_c, num_warps=plan.warps,
+        )  # fmt: skip
+        dx = None
+    if dx is None:
+        plan = columns_plan(C)
+    if R and (dw or db or dx is not None):
+        P = sums.shape[1] if dw or db else _programs(plan, R)
+        backward_kernel[(P, plan.blocks)](
+            dy, x, weight, mean, rstd, dx, sums, offset, R, plan.units,
+            center, dw, db, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages, num_warps=plan.warps,
+        )  # fmt: skip
+    if dw or db:
+        P = sums.shape[1]
+        sum_kernel[(-(-C // SUM_C), dw + db)](sums, dweight, dbias, P if R else 0, P, C, SUM_P, SUM_C, num_warps=8)
