@@ -1,0 +1,37 @@
+"""hfnn: fused operators for PyTorch training, by module swapping.
+
+    model = hfnn.convert(model)         # in place: same parameters, same state dict, fewer bytes, less time
+    print(hfnn.report(model))           # what was swapped, what was left alone, and why
+    hfnn.revert(model)                  # the original classes again
+
+`hfnn.LayerNorm` and its siblings replace torch.nn's; `hfnn.functional` has the functions.
+"""
+
+import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
+
+from hfnn import functional, kernel, memory, ops, recipe
+from hfnn.convert import convert, revert
+from hfnn.kernel import NoKernel, use
+from hfnn.report import report
+from hfnn.verify import verify
+
+__version__ = "0.1.0"
+
+# hfnn.LayerNorm, hfnn.RMSNorm, hfnn.GELU, ...: read from the index, so that an op is listed once.
+MODULES = {cls.__name__: cls for op in ops.ALL for cls in op.modules.values()}
+globals().update(MODULES)
+
+__all__ = [
+    "NoKernel",
+    "convert",
+    "functional",
+    "kernel",
+    "memory",
+    "ops",
+    "recipe",
+    "report",
+    "revert",
+    "use",
+    "verify",
+    *MODULES,
+]

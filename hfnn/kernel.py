@@ -1,0 +1,326 @@
+"""Choosing a kernel, and explaining the choice.
+
+An `Op` lists its kernels in order of preference. A `Kernel` states its limits as data; the choice and the sentences
+that explain a refusal are both read from that data. Where no kernel takes a call, torch's own op runs.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd import forward_ad
+
+log = logging.getLogger("hfnn")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PREFERENCES = ("auto", "memory", "speed")
+NAMES = ("torch", "cpp", "triton", "cuda")
+
+# A room keeps fewer bytes than torch: worth its host time from this size of input on, even where it is not faster.
+WORTH_ELEMENTS = 1 << 19
+
+
+class NoKernel(RuntimeError):
+    """The kernel asked for with `hfnn.use` cannot run this call; the message has every reason."""
+
+
+def _environment() -> str | None:
+    return "torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
+
+
+_forced: str | None = _environment()
+
+
+@contextlib.contextmanager
+def use(name: str) -> Iterator[None]:
+    """Run every hfnn op inside the `with` block by one kind of kernel: "cpp", "cuda", "triton" or "torch".
+
+    A call that this kind cannot run raises `NoKernel` instead of falling back; "torch" turns hfnn's kernels off.
+    Raises ValueError for an unknown name. The choice is process-wide, and a backward runs what its forward chose.
+    """
+    global _forced
+    if name not in NAMES:
+        raise ValueError(f"hfnn.use({name!r}): choose one of {', '.join(NAMES)}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@functools.cache
+def _load(source: str) -> tuple[object, str | None]:
+    """(module, None), or (None, why it is not to be had). `source` is "module" or "module:attribute.attribute"."""
+    name, _, path = source.partition(":")
+    try:
+        found = importlib.import_module(name)
+        for part in path.split(".") if path else ():
+            found = getattr(found, part)
+    except ImportError as error:
+        missing = getattr(error, "name", None) or name
+        if missing == "triton":
+            return None, "triton is not installed: pip install triton"
+        return None, f"not built: no {missing} here; install hfnn where there is a C++ compiler"
+    except AttributeError:
+        return None, f"not built: {name} has no {path}; install hfnn where nvcc is found"
+    if path.startswith("cuda."):
+        refusal = importlib.import_module(name).cuda.refusal()
+        if refusal:
+            return None, refusal
+    return found, None
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _with_device(function: Callable) -> Callable:
+    """Triton launches on torch's current device; make that the tensors'."""
+
+    @functools.wraps(function)
+    def run(first, *rest):
+        with torch.cuda.device(first.device):
+            return function(first, *rest)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an op, and its limits.
+
+    name: the kind, as in `hfnn.use`; source: where it is, imported at the first use; device: "cpu" or "cuda";
+    dtypes: of the input; max_cols: the longest row; out: whether the output may have another dtype than the input;
+    min_elements: the measured size of input under which host time decides and torch's own op is faster.
+    """
+
+    name: str
+    source: str
+    device: str
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    max_cols: int | None = None
+    out: bool = True
+    min_elements: int = 0
+
+    @property
+    def missing(self) -> str | None:
+        """Why this kernel cannot run on this machine at all, or None."""
+        if self.device == "cuda" and not torch.cuda.is_available() and not (self.name == "triton" and _interpreting()):
+            return "torch sees no CUDA device"
+        return _load(self.source)[1]
+
+    def refusals(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype) -> list[str]:
+        """Why this kernel does not take such a call; empty when it does."""
+        reasons = self.limits(device, dtype, cols, out)
+        if not reasons and self.missing:
+            reasons.append(self.missing)
+        return reasons
+
+    def limits(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype) -> list[str]:
+        """The refusals that hold on any machine."""
+        reasons = []
+        interpreted = _forced == "triton" == self.name and device == "cpu" and _interpreting()
+        if device != self.device and not interpreted:
+            reasons.append(f"runs on {self.device}, got {device}")
+        if dtype not in self.dtypes:
+            reasons.append(f"takes {', '.join(map(str, self.dtypes))}, got {dtype}")
+        if self.max_cols is not None and cols > self.max_cols:
+            reasons.append(f"takes at most {self.max_cols} columns, got {cols}")
+        if out is not dtype and not self.out:
+            reasons.append(f"returns its input's dtype, asked for {out} from {dtype}")
+        return reasons
+
+    def __getattr__(self, function: str):
+        """`kernel.forward`, `kernel.backward`, ... are the module's; kept on the instance after the first use."""
+        if function.startswith("_"):
+            raise AttributeError(function)
+        found = getattr(_load(self.source)[0], function)
+        if self.name == "triton" and function != "partials" and torch.cuda.device_count() > 1:
+            found = _with_device(found)
+        object.__setattr__(self, function, found)
+        return found
+
+    def queue(self, x: torch.Tensor) -> int:
+        """What the kernel runs on: the number of threads on the CPU, the current raw stream on CUDA."""
+        return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else torch.get_num_threads()
+
+
+class _FakeKernel:
+    """Stands in for `kernel` on FakeTensors: shapes and saved tensors are the room's, nothing is launched."""
+
+    def __init__(self, kernel: Kernel):
+        self.name = kernel.name
+        self.forward = self.rebuild = self.backward = lambda *args: None
+
+    def partials(self, rows: int, cols: int) -> int:
+        return 1
+
+    def queue(self, x: torch.Tensor) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator: its definition, its kernels in order of preference, and what tests and benchmarks need to know.
+
+    reference: the definition in plain torch, differentiable, in any dtype; `torch`: torch's own op, same arguments;
+    `function`: hfnn's; `sample(case, dtype, device)`: arguments of a case, differentiable ones first; `cases`: for the
+    contract tests; `bench`: cases worth timing; `traffic`: tensors of the input's size moved by (forward, backward).
+    """
+
+    name: str
+    reference: Callable
+    torch: Callable
+    kernels: tuple[Kernel, ...]
+    sample: Callable
+    cases: tuple = ()
+    bench: tuple = ()
+    traffic: tuple[float, float] = (2, 3)
+    probe: tuple = ()  # what torch's op needs besides an input of shape (0, 1)
+    small: tuple = ()  # a case small enough for gradcheck
+    pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
+    recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
+    modules: dict = field(default_factory=dict)  # torch's class -> the room's
+
+    def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto"):
+        """The first kernel that takes the call, or None for torch's own op.
+
+        `others` are the further tensors (None where absent); `row` the dimensions an op works along; `out` the output's
+        dtype where it is not torch's choice. What comes before `_choose` is all that a small call pays.
+        """
+        if torch.compiler.is_compiling():  # first: Dynamo should see nothing else. Inductor fuses these ops better.
+            return None
+        if type(x) is torch.Tensor and _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
+            return None
+        return self._choose(x, others, math.prod(row), out, prefer)
+
+    @functools.cached_property
+    def floors(self) -> dict[str, tuple[int, int]]:
+        """By preference: the smallest input, in elements, worth a kernel on the CPU and on CUDA."""
+        speed = tuple(
+            min((k.min_elements for k in self.kernels if k.device == device), default=0) for device in ("cpu", "cuda")
+        )
+        return {"speed": speed, "auto": tuple(min(n, WORTH_ELEMENTS) for n in speed), "memory": (0, 0)}
+
+    def _choose(self, x, others, cols, out, prefer):
+        if _forced == "torch":
+            return None
+        why = context(x, *others) or _mixture(x, others)
+        if why is None:
+            if _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
+                return None  # a Parameter or a FakeTensor; select saw to plain tensors
+            out = self.out_dtype(x) if out is None else out
+            fake = type(x).__name__ == "FakeTensor"
+            key = (x.device.type, x.dtype, cols, out, fake, _forced)
+            if key not in self._choices:
+                self._choices[key] = self._first(*key)
+            if self._choices[key] is not None:
+                return self._choices[key]
+        return self._refuse(x, cols, out, why)
+
+    def _first(self, device, dtype, cols, out, fake, forced):
+        for kernel in self.kernels:
+            reasons = kernel.limits if fake else kernel.refusals
+            if forced in (None, kernel.name) and not reasons(device, dtype, cols, out):
+                return _FakeKernel(kernel) if fake else kernel
+        return None
+
+    def _refuse(self, x, cols, out, why: str | None) -> None:
+        """torch's own op will run: an error where a kernel was asked for, a word in the log otherwise."""
+        if _forced is not None:
+            raise NoKernel(self.explain(x, cols, out, why))
+        if is_plain(x):
+            _log_once(self, why or self.explain(x, cols, out), x.dtype)
+
+    def explain(self, x, cols: int = 0, out=None, why: str | None = None) -> str:
+        """Each kernel with its reasons against a call on x, as a table in text."""
+        asked = f"`{_forced}` was asked for; " if _forced else ""
+        lines = [f"{self.name}: {asked}input {tuple(x.shape)} {x.dtype} on {x.device.type}"]
+        if why is not None:
+            return f"{lines[0]}: {why}"
+        for kernel in self.kernels:
+            reasons = kernel.refusals(x.device.type, x.dtype, cols, out or x.dtype)
+            lines.append(f"  {kernel.name:<8}{'; '.join(reasons) or 'takes it'}")
+        return "\n".join(lines)
+
+    def out_dtype(self, x: torch.Tensor) -> torch.dtype:
+        """The dtype that torch's op returns for x under the present autocast state.
+
+        Asked of torch on an empty tensor, for it differs between devices and versions.
+        """
+        device = "cuda" if x.is_cuda else "cpu"
+        if not torch.is_autocast_enabled(device):
+            return x.dtype
+        key = (x.dtype, device, torch.get_autocast_dtype(device))
+        if key not in self._probed:
+            with torch.no_grad():
+                empty = torch.empty(0, 1, dtype=x.dtype, device=x.device)
+                self._probed[key] = self.torch(empty, *self.probe).dtype
+        return self._probed[key]
+
+    @functools.cached_property
+    def _probed(self) -> dict:
+        return {}
+
+    @functools.cached_property
+    def _choices(self) -> dict:
+        return {}
+
+
+def is_plain(x) -> bool:
+    """Whether x is a tensor that rooms work on: no subclass, but for FakeTensor."""
+    kind = type(x)
+    return kind is torch.Tensor or kind is torch.nn.Parameter or kind.__name__ == "FakeTensor"
+
+
+def context(*tensors: torch.Tensor | None) -> str | None:
+    """Why a call goes to torch's own op whatever the kernel, or None."""
+    if torch._C._are_functorch_transforms_active():
+        return "inside a functorch transform (vmap, grad, jvp)"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD is on"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace is recording"
+    for x in tensors:
+        if x is not None and not is_plain(x):
+            return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
+    return None
+
+
+def _mixture(x: torch.Tensor, others) -> str | None:
+    """What about the further tensors does not go with x, or None."""
+    for other in others:
+        if other is None:
+            continue
+        if other.device != x.device:
+            return f"tensors on {x.device} and {other.device}"
+        if other.dtype is not x.dtype and other.dtype is not torch.float32:
+            return f"takes parameters of dtype {x.dtype} or torch.float32, got {other.dtype}"
+    return None
+
+
+_logged: set = set()
+
+
+def _log_once(op: Op, why: str, dtype: torch.dtype) -> None:
+    kind = (op.name, dtype, why.split("\n")[0] if "\n" not in why else "")
+    if kind not in _logged:
+        _logged.add(kind)
+        log.warning("torch's own op runs instead of hfnn's (said once): %s", why)
+
+
+def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], dy: torch.Tensor) -> tuple:
+    """Gradients that can be differentiated again, for a backward that runs under create_graph=True.
+
+    Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
+    """
+    with torch.enable_grad():
+        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(formula(*inputs), wanted, dy, create_graph=True))
+    return tuple(next(grads) if need else None for need in needs)

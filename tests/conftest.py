@@ -1,0 +1,56 @@
+"""Whole-suite settings: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
+
+import importlib.util
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+import pytest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def repair_interpreter():
+    """Faults of Triton 3.6's interpreter that would show here as ours."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, cast = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl
+
+    # It takes int() of arrays of one element to count loops, which numpy 2.4 refuses (triton issue 9171).
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    # It cuts float32 off to bfloat16, where GPUs round.
+    def cast_impl(self, source, dtype):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    np.seterr(all="ignore")  # overflow to inf is not worth a word on a GPU
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl = patch_lang_tensor, cast_impl
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    repair_interpreter()
+
+
+@pytest.fixture
+def device():
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _known_state(request):
+    """A fixed seed, and NaN in whatever `torch.empty` returns: what a kernel forgets to write shows."""
+    torch.manual_seed(0)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
