@@ -1,0 +1,191 @@
+"""Recipes: tensors that backward can rebuild instead of keeping.
+
+In eager mode a producer keeps its input and its consumer keeps its output, so a cheap op between two matrix products
+costs a full tensor. A room whose output is cheap to rebuild calls `attach(y, build, *sources)`; a consumer that would
+save y for its backward calls `take(y)` and saves the sources instead, most of which the producer keeps anyway:
+
+    producer    return attach(y, build, x, weight)                 # y == build(x, weight), bit for bit
+    consumer    found = take(x)                                    # None: save x as torch does
+    forward     ctx.recipe, sources = found; ctx.save_for_backward(weight, *sources)
+    backward    x = ctx.recipe.rebuild(sources)                    # shared by siblings, freed by the last one
+
+A recipe belongs to one Python tensor object. Whatever does not carry it along (a view, a copy, a stock consumer, no
+grad mode) simply keeps the tensor as torch would. `take` hands a recipe out only while the output and every source are
+what they were when it was attached (`_version` and `data_ptr`): after an in-place change the tensor is saved.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+_enabled = True
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """No recipes inside the `with` block: every consumer saves its input, as torch does."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+class Recipe:
+    """How to rebuild one tensor, and the rebuilt tensor while the consumers of one backward share it.
+
+    `build(*tensors)` runs in backward; where grad mode is on there (create_graph=True) it must be differentiable.
+    """
+
+    __slots__ = ("_cache", "_parts", "_served", "_stream", "_users", "build")
+
+    def __init__(self, build: Callable, parts: tuple):
+        self.build = build
+        self._parts = parts  # for each tensor of build: None, or (recipe, n) when that recipe makes it of n sources
+        self._users = self._served = 0
+        self._cache = self._stream = None
+
+    def rebuild(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor, in `dtype` where a consumer worked on a cast of it."""
+        if torch.is_grad_enabled():  # create_graph: no sharing, each consumer gets a graph of its own
+            return _cast(self._make(sources), dtype)
+        y, stream = self._cache, _stream(sources[0])
+        if y is None or stream != self._stream or (dtype is not None and y.dtype is not dtype):
+            y = _cast(self._make(sources), dtype)
+            counter.rebuilt += 1
+        self._served += 1
+        if self._served >= self._users:
+            self._free()
+        elif self._cache is not y:
+            self._cache, self._stream = y, stream
+            # A partial backward may never reach the last consumer; the end of this one comes for certain.
+            torch.autograd.Variable._execution_engine.queue_callback(self._free)
+        return y
+
+    def _make(self, sources) -> torch.Tensor:
+        tensors, rest = [], list(sources)
+        for part in self._parts:
+            if part is None:
+                tensors.append(rest.pop(0))
+            else:
+                recipe, count = part
+                tensors.append(recipe._make(rest[:count]))
+                del rest[:count]
+        return self.build(*tensors)
+
+    def _free(self) -> None:
+        self._cache = self._stream = None
+        self._served = 0
+
+
+class _Tag:
+    """What `attach` remembers of a tensor, and its casts for as long as it lives."""
+
+    __slots__ = ("_casts", "marks", "recipe", "ref", "sources")
+
+    def __init__(self, recipe: Recipe, sources: tuple, marks: tuple):
+        self.recipe, self.sources, self.marks = recipe, sources, marks
+        self._casts = {}
+
+    def cast(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """y in `dtype`, made once for all consumers; it lives as long as y."""
+        if dtype is y.dtype:
+            return y
+        if dtype not in self._casts:
+            self._casts[dtype] = y.detach().to(dtype)
+        return self._casts[dtype]
+
+
+# By id() of the tensor, each with a weak reference that proves it is the same one. Not an attribute of the tensor: a
+# copy, a pickle or a saved file of it must not carry a recipe.
+_tags: dict[int, _Tag] = {}
+
+
+def _marks(y: torch.Tensor, sources: tuple) -> tuple:
+    return tuple((t._version, _address(t)) for t in (y, *sources) if t is not None)
+
+
+def _address(t: torch.Tensor) -> int:
+    return 0 if type(t).__name__ == "FakeTensor" else t.data_ptr()
+
+
+def _cast(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return y if dtype is None or y.dtype is dtype else y.to(dtype)
+
+
+def _stream(x: torch.Tensor):
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+
+
+def find(x: torch.Tensor) -> _Tag | None:
+    """The recipe of x if it still holds, without counting a consumer."""
+    tag = _tags.get(id(x))
+    if tag is None or not _enabled or tag.ref() is not x or tag.marks != _marks(x, tag.sources):
+        return None
+    return tag
+
+
+def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> torch.Tensor:
+    """Record for y that `build(*sources)` gives it again, bit for bit; returns y.
+
+    A source that has a recipe itself is replaced by that recipe's sources. None is handed on as None. Does nothing
+    where no backward can follow, or where a version cannot be read (inference tensors).
+    """
+    if not _enabled or any(s is not None and s.is_inference() for s in sources):
+        return y
+    parts, kept = [], []
+    sharded = _parameters_may_be_resharded()
+    for source in sources:
+        tag = None if source is None else find(source)
+        if tag is not None:
+            parts.append((tag.recipe, len(tag.sources)))
+            kept.extend(tag.sources)
+        else:
+            parts.append(None)
+            kept.append(_own_copy(source) if sharded and isinstance(source, torch.nn.Parameter) else source)
+    kept = tuple(kept)
+    tag = _Tag(Recipe(build, tuple(parts)), kept, _marks(y, kept))
+    key = id(y)
+    tag.ref = weakref.ref(y, lambda _: _tags.pop(key, None))
+    _tags[key] = tag
+    return y
+
+
+def take(x: torch.Tensor) -> _Tag | None:
+    """The recipe of x for a consumer that will save its sources instead of x, or None to save x.
+
+    Every taker is counted: the last one to rebuild in backward frees what they share.
+    """
+    tag = find(x)
+    if tag is not None:
+        tag.recipe._users += 1
+        counter.taken += 1
+    return tag
+
+
+def _parameters_may_be_resharded() -> bool:
+    """Whether fully_shard was used in this process: a parameter's memory may then be gone before backward."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return bool(states is not None and states._module_state_mapping)
+
+
+def _own_copy(parameter: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return parameter.clone()
+
+
+class _Counter:
+    """How often recipes were handed out and rebuilt, for tests and `report`."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        self.taken = self.rebuilt = 0
+
+
+counter = _Counter()
