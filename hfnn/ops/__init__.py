@@ -1,0 +1,5 @@
+"""The index of ops. Tests, `hfnn.info`, `hfnn.convert` and the benchmark read it."""
+
+from hfnn.ops import dropout, gelu, layer_norm, linear, rms_norm
+
+ALL = tuple(room.OP for room in (layer_norm, rms_norm, gelu, dropout, linear))

@@ -1,0 +1,127 @@
+"""Dropout that keeps nothing but a seed.
+
+    y = x / (1 - p) where word >= round(p * 2^32), else 0
+
+Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 2014. The word of element i
+is number i % 4 of Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) at counter
+offset + i / 4, all in integers: one (seed, offset) gives one mask on every device. The pair comes from torch's
+generator, so `torch.manual_seed` and the recomputation of activation checkpoints reproduce it.
+"""
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op
+
+
+def reference(x, p=0.5, training=True, *, mask=None):
+    """The definition for a given boolean mask of what is kept, in the dtype of x."""
+    return x * mask / (1 - p) if training else x
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `dropout` for x of shape `case[:-1]`; the last entry of a case is p."""
+    *shape, p = case
+    return (torch.randn(shape, generator=generator).to(dtype).to(device), p, True), {}
+
+
+OP = Op(
+    "dropout",
+    reference,
+    torch.dropout,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 18),
+        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 12),
+    ),
+    sample=sample,
+    cases=tuple((*shape, p) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for p in (0.1, 0.5)),
+    traffic=(2, 2),
+    probe=(0.5, True),
+    small=(3, 5, 0.5),
+    pin=lambda args, y: {"mask": (y != 0) | (args[0] == 0)},
+    recipe_needs_recipe=True,
+    bench=((16384, 8192, 0.1),),
+)
+
+
+class _Dropout(torch.autograd.Function):
+    """Linear in x, so its own backward: the same mask and scale applied to dy."""
+
+    @staticmethod
+    def forward(ctx, x, p, seed, offset, pair, kernel):
+        ctx.save_for_backward(pair)
+        ctx.p, ctx.seed, ctx.offset, ctx.kernel = p, seed, offset, kernel
+        build = _build(p, seed, offset, kernel)
+        y = build(x, pair)
+        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
+        return y if recipe.find(x) is None else recipe.attach(y, build, x, pair)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (pair,) = ctx.saved_tensors
+        return _build(ctx.p, ctx.seed, ctx.offset, ctx.kernel)(dy, pair), None, None, None, None, None
+
+
+def _build(p, seed, offset, kernel):
+    """y of x: in forward, and again in backward."""
+    threshold, scale = round(p * 2**32), 1 / (1 - p)
+
+    def build(x, pair):
+        if torch.is_grad_enabled():
+            return _Dropout.apply(x, p, seed, offset, pair, kernel)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        kernel.forward(x, y, threshold, scale, seed, offset, pair, kernel.queue(x))
+        return y
+
+    return build
+
+
+def draw(x):
+    """(seed, offset, pair) for a mask of x, drawn from torch's default generator of x's device.
+
+    On CUDA the generator's own seed and offset, which moves on by what the mask uses. Inside CUDA graph capture a fresh
+    `pair` {seed, offset} is drawn on the device at every replay. On the CPU a seed.
+    """
+    if type(x).__name__ == "FakeTensor":
+        return 0, 0, None
+    if not x.is_cuda:
+        return torch.empty((), dtype=torch.int64).random_().item(), 0, None
+    if torch.cuda.is_current_stream_capturing():
+        return 0, 0, torch.empty(2, dtype=torch.int64, device=x.device).random_()
+    generator = torch.cuda.default_generators[x.get_device()]
+    offset = generator.get_offset()
+    generator.set_offset(offset + (x.numel() + 15) // 16 * 4)  # in counters of four words; torch wants multiples of 4
+    seed = generator.initial_seed()
+    return seed - (1 << 64) if seed >= 1 << 63 else seed, offset, None
+
+
+def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
+    """`torch.nn.functional.dropout`, keeping 16 bytes instead of a mask.
+
+    Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
+    "speed" (`hfnn.convert`). With inplace=True, or p 0 or 1, torch's own op runs. Raises what torch raises.
+    """
+    if not training or inplace or not 0 < p < 1:
+        return nn.functional.dropout(input, p, training, inplace)
+    kernel = OP.select(input, prefer=prefer)
+    if kernel is None:
+        return torch.dropout(input, p, training)
+    seed, offset, pair = draw(input)
+    if torch.is_grad_enabled():
+        return _Dropout.apply(input, p, seed, offset, pair, kernel)
+    return _build(p, seed, offset, kernel)(input, pair)
+
+
+class Dropout(nn.Dropout):
+    """`torch.nn.Dropout`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return dropout(input, self.p, self.training, self.inplace, prefer=self.prefer)
+
+
+OP.modules[nn.Dropout] = Dropout

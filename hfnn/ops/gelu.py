@@ -1,0 +1,117 @@
+"""Gaussian error linear unit.
+
+    y = x * Phi(x) = x / 2 * (1 + erf(x / sqrt(2)))                                 approximate="none"
+    y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))                     approximate="tanh"
+
+Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016. https://arxiv.org/abs/1606.08415
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+
+
+def reference(x, *, approximate="none"):
+    """The definition, in the dtype of x."""
+    if approximate == "tanh":
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `gelu` for x of shape `case[:-1]`; the last entry of a case is `approximate`."""
+    *shape, approximate = case
+    return (torch.randn(shape, generator=generator).mul(2).to(dtype).to(device),), {"approximate": approximate}
+
+
+OP = Op(
+    "gelu",
+    reference,
+    torch._C._nn.gelu,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 18),
+        Kernel("triton", "hfnn.kernels.gelu", "cuda", min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.gelu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 14),
+    ),
+    sample=sample,
+    cases=tuple((*shape, form) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for form in ("none", "tanh")),
+    small=(3, 5, "none"),
+    bench=((16384, 8192, "none"), (16384, 8192, "tanh")),
+)
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, approximate, out, kernel):
+        ctx.save_for_backward(x)
+        ctx.approximate, ctx.out, ctx.kernel = approximate, out, kernel
+        build = _build(approximate, out, kernel)
+        return recipe.attach(build(x), build, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            formula = lambda x: torch._C._nn.gelu(x.to(ctx.out), approximate=ctx.approximate)  # noqa: E731
+            return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None
+        x_, dy = x.to(ctx.out).contiguous(), dy.contiguous()
+        dx = torch.empty_like(x_)
+        ctx.kernel.backward(dy, x_, dx, ctx.approximate == "tanh", ctx.kernel.queue(x))
+        return dx.to(x.dtype), None, None, None
+
+
+def _build(approximate, out, kernel):
+    """y of x: in forward, and again in backward."""
+
+    def build(x):
+        x = x.to(out)  # the kernels compute in one dtype; x itself, often the narrower, is what is kept
+        if torch.is_grad_enabled():
+            return torch._C._nn.gelu(x, approximate=approximate)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        kernel.forward(x, y, approximate == "tanh", kernel.queue(x))
+        return y
+
+    return build
+
+
+def _run(x, *how):
+    return _GELU.apply(x, *how) if torch.is_grad_enabled() else _build(*how)(x)
+
+
+def gelu(input, approximate="none", *, prefer="auto"):
+    """`torch.nn.functional.gelu`, keeping its input and letting its consumer rebuild the output.
+
+    Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
+    Raises what torch raises.
+    """
+    kernel = OP.select(input, prefer=prefer)
+    if kernel is None or approximate not in ("none", "tanh"):
+        return torch._C._nn.gelu(input, approximate=approximate)
+    return _run(input, approximate, input.dtype, kernel)
+
+
+def fused(x, approximate, out, prefer):
+    """The room's result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
+
+    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    Under autocast some of them return float32 from a narrower x.
+    """
+    kernel = OP.select(x, prefer=prefer)
+    return None if kernel is None else _run(x, approximate, out, kernel)
+
+
+class GELU(nn.GELU):
+    """`torch.nn.GELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return gelu(input, self.approximate, prefer=self.prefer)
+
+
+OP.modules[nn.GELU] = GELU

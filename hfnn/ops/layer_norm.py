@@ -1,0 +1,170 @@
+"""Layer normalisation over the last dimensions.
+
+    y = (x - mean) * rstd * weight + bias,    rstd = 1 / sqrt(var + eps)
+
+Ba, Kiros and Hinton, "Layer Normalization", 2016. https://arxiv.org/abs/1607.06450
+
+Names end in their shape: R rows (every leading dimension, flattened), C columns (the normalised ones, flattened).
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+
+
+def reference(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """The definition, in the dtype of x."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    centred = x - x.mean(dims, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `layer_norm` for x of shape `case`."""
+    x = torch.randn(case, generator=generator).to(dtype).to(device)
+    weight, bias = (torch.randn(case[-1:], generator=generator).to(dtype).to(device) for _ in range(2))
+    return (x, case[-1:], weight, bias), {}
+
+
+OP = Op(
+    "layer_norm",
+    reference,
+    torch.layer_norm,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 18),
+        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+    ),
+    sample=sample,
+    cases=((1, 5), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),
+    probe=((1,),),
+    small=(3, 5),
+    bench=((131072, 1024), (65536, 4096), (32768, 8192), (8192, 32768)),
+)
+
+
+def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
+    """(y, mean_R, rstd_R)"""
+    x_RC = rows(x, normalized_shape)
+    # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    mean_R = torch.empty(x_RC.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    rstd_R = torch.empty_like(mean_R)
+    kernel.forward(x_RC, flat(weight), flat(bias), rows(y, normalized_shape), mean_R, rstd_R, eps, kernel.queue(x))
+    return y, mean_R, rstd_R
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, normalized_shape, out_dtype, kernel):
+        y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)
+        ctx.save_for_backward(x, weight, bias, mean_R, rstd_R)
+        ctx.eps, ctx.shape, ctx.kernel = eps, normalized_shape, kernel
+        return recipe.attach(y, _rebuild(normalized_shape, eps, out_dtype, kernel), x, weight, bias, mean_R, rstd_R)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean_R, rstd_R = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            formula = _formula(ctx.shape, ctx.eps, dy.dtype)
+            return (*double_backward(formula, (x, weight, bias), needs, dy), None, None, None, None)
+        x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
+        dx_RC = torch.empty_like(x_RC) if needs[0] else None
+        dweight = torch.empty_like(weight) if needs[1] else None
+        dbias = torch.empty_like(bias) if needs[2] else None
+        partials = None
+        if needs[1] or needs[2]:
+            num_partials = ctx.kernel.partials(*x_RC.shape)
+            partials = torch.empty(2, num_partials, x_RC.shape[1], dtype=mean_R.dtype, device=x.device)
+        ctx.kernel.backward(
+            dy_RC, x_RC, flat(weight), mean_R, rstd_R, dx_RC, flat(dweight), flat(dbias), partials, ctx.kernel.queue(x)
+        )
+        return None if dx_RC is None else dx_RC.view(x.shape), dweight, dbias, None, None, None, None
+
+
+def _rebuild(normalized_shape, eps, out_dtype, kernel):
+    def build(x, weight, bias, mean_R, rstd_R):
+        if torch.is_grad_enabled():
+            return _formula(normalized_shape, eps, out_dtype)(x, weight, bias)
+        x_RC = rows(x, normalized_shape)
+        y_RC = torch.empty_like(x_RC, dtype=out_dtype)
+        kernel.rebuild(x_RC, flat(weight), flat(bias), mean_R, rstd_R, y_RC, kernel.queue(x))
+        return y_RC.view(x.shape)
+
+    return build
+
+
+def _formula(normalized_shape, eps, out_dtype):
+    """torch's own op in the widest dtype at hand, returning what the kernel returned."""
+
+    def formula(x, weight, bias):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+        return torch.layer_norm(x.to(wide), normalized_shape, weight, bias, eps).to(out_dtype)
+
+    return formula
+
+
+def rows(x, normalized_shape):
+    """x (*, *normalized_shape) as a contiguous x_RC."""
+    return x.contiguous().view(-1, math.prod(normalized_shape))
+
+
+def flat(parameter):
+    """A parameter of normalized_shape, or its gradient, as (C,)."""
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.view(-1)
+
+
+def _run(*args):
+    return _LayerNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
+    """`torch.nn.functional.layer_norm`, keeping nothing that its consumer could rebuild.
+
+    Shapes: input (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the input's dtype. The
+    result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
+    Raises what torch raises. Statistics are float32.
+    """
+    kernel = OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
+    if kernel is None or not fits(input, normalized_shape, weight, bias):
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+    return _run(input, weight, bias, eps, normalized_shape, OP.out_dtype(input), kernel)
+
+
+def fits(x, normalized_shape, *parameters) -> bool:
+    """Whether the shapes agree; where they do not, torch's own op says so."""
+    shape = tuple(normalized_shape)
+    shapes = (x.shape[-len(shape) :], *(p.shape for p in parameters if p is not None))
+    return bool(shape) and 0 not in shape and all(tuple(given) == shape for given in shapes)
+
+
+def fused(x, weight, bias, eps, out, prefer):
+    """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
+
+    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    """
+    shape = x.shape[-1:]
+    kernel = OP.select(x, weight, bias, row=shape, out=out, prefer=prefer)
+    if kernel is None or not fits(x, shape, weight, bias):
+        return None
+    return _run(x, weight, bias, eps, tuple(shape), out, kernel)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, prefer=self.prefer)
+
+
+OP.modules[nn.LayerNorm] = LayerNorm

@@ -1,0 +1,122 @@
+"""Linear maps that keep a recipe of their input instead of the input.
+
+    y = x W^T + b    (`Linear`)          y = x W + b    (`Conv1D` of transformers)
+
+The products are torch's own, on the operands and in the layouts torch uses, so gradients are torch's to the bit. What
+differs is what backward needs: where the input comes with a recipe (hfnn/recipe.py), its sources are kept instead.
+Under autocast the input is cast once for all consumers and the weight's cast is not kept.
+"""
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import Op, context
+
+
+def reference(x, weight, bias=None):
+    """The definition, in the dtype of x."""
+    y = x @ weight.t()
+    return y if bias is None else y + bias
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `linear` for x of shape `case[:-1]`; the last entry of a case is the number of outputs."""
+    *shape, outputs = case
+    x, weight, bias = (torch.randn(s, generator=generator) for s in (shape, (outputs, shape[-1]), (outputs,)))
+    return tuple(t.to(dtype).to(device) for t in (x, weight, bias)), {}
+
+
+# No kernels of its own: the products are torch's. `convert` and the tests find the room here all the same.
+OP = Op("linear", reference, nn.functional.linear, kernels=(), sample=sample, cases=((3, 5, 64, 32), (7, 16, 1)))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x @ weight_IO + bias for an x that has a recipe; `weight_IO` is a view of the parameter, (in, out).
+
+    The view matters: its node tells whether the engine wants the weight's gradient in this pass (zero-bubble schedules
+    ask for the input's alone, then for the weight's, and no product may run twice).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight_IO, bias, tag, dtype, *sources):
+        low, weight = tag.cast(x, dtype), weight_IO.to(dtype)
+        ctx.save_for_backward(weight_IO, *sources)
+        ctx.recipe, ctx.dtype, ctx.x_dtype = tag.recipe, dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return nn.functional.linear(low, weight.t(), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight_IO, *sources = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = (_wanted(ctx, i) for i in range(3))
+        dx = dweight = dbias = None
+        dy_RO = dy.reshape(-1, dy.shape[-1])
+        if needs_x:
+            dx = (dy_RO @ weight_IO.to(ctx.dtype).t()).view(*dy.shape[:-1], -1).to(ctx.x_dtype)
+        if needs_weight:
+            x_RI = ctx.recipe.rebuild(sources, ctx.dtype).reshape(-1, weight_IO.shape[0])
+            dweight = _outer(x_RI, dy_RO, weight_IO).to(weight_IO.dtype)
+        if needs_bias:
+            dbias = dy_RO.sum(0).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None, None, *(None for _ in sources)
+
+
+def _outer(x_RI, dy_RO, weight_IO):
+    """x^T dy (in, out), computed in the weight's own layout, as torch does."""
+    if weight_IO.stride() == (1, weight_IO.shape[0]):  # the transpose of a contiguous (out, in)
+        return (dy_RO.t() @ x_RI).t()
+    return x_RI.t() @ dy_RO
+
+
+def _wanted(ctx, i: int) -> bool:
+    """Whether this pass of the engine uses the gradient of input i."""
+    if not ctx.needs_input_grad[i]:
+        return False
+    node = ctx.next_functions[i][0]
+    if not node.next_functions:  # a leaf: the engine cannot be asked, and says so by raising
+        return True
+    return torch._C._will_engine_execute_node(node)
+
+
+def _linear(x, weight_IO, bias):
+    """x @ weight_IO + bias through the recipe of x, or None where torch's own op is to run, or to raise."""
+    if not (torch.is_grad_enabled() and weight_IO.requires_grad):
+        return None
+    if context(weight_IO, bias) is not None or x.shape[-1] != weight_IO.shape[0]:
+        return None
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if not autocast and any(t is not None and t.dtype is not dtype for t in (weight_IO, bias)):
+        return None  # torch's own op raises
+    tag = recipe.take(x)
+    return _Linear.apply(x, weight_IO, bias, tag, dtype, *tag.sources)
+
+
+def linear(input, weight, bias=None):
+    """`torch.nn.functional.linear`, keeping a recipe of its input where the input has one.
+
+    Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). Raises what torch raises.
+    """
+    y = None
+    if not torch.compiler.is_compiling() and recipe.find(input) is not None and weight.dim() == 2:
+        y = _linear(input, weight.t(), bias)
+    return nn.functional.linear(input, weight, bias) if y is None else y
+
+
+def linear_io(input, weight, bias):
+    """`linear` for a weight stored as (in, out), or None where the input has no recipe that holds."""
+    if torch.compiler.is_compiling() or recipe.find(input) is None:
+        return None
+    return _linear(input, weight.view_as(weight), bias)
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`: the same arguments, defaults and state dict."""
+
+    def forward(self, input):
+        return linear(input, self.weight, self.bias)
+
+
+OP.modules[nn.Linear] = Linear

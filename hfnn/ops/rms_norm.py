@@ -1,0 +1,156 @@
+"""Root-mean-square layer normalisation over the last dimensions.
+
+    y = x * rstd * (offset + weight),    rstd = 1 / sqrt(mean(x^2) + eps)
+
+Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. https://arxiv.org/abs/1910.07467
+`offset` is 0 in torch; Gemma's weight is stored less 1.
+
+Names end in their shape: R rows (every leading dimension, flattened), C columns (the normalised ones, flattened).
+"""
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.ops.layer_norm import fits, flat, rows
+
+
+def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):
+    """The definition, in the dtype of x."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + _eps(eps, x.dtype))
+    return y if weight is None else y * (offset + weight)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `rms_norm` for x of shape `case`."""
+    x = torch.randn(case, generator=generator).to(dtype).to(device)
+    weight = torch.randn(case[-1:], generator=generator).to(dtype).to(device)
+    return (x, case[-1:], weight, 1e-6), {}
+
+
+OP = Op(
+    "rms_norm",
+    reference,
+    torch.rms_norm,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.rms_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 18),
+        Kernel("triton", "hfnn.kernels.rms_norm", "cuda", max_cols=65536, min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.rms_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+    ),
+    sample=sample,
+    cases=((1, 5), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),
+    probe=((1,),),
+    small=(3, 5),
+    bench=((131072, 1024), (65536, 4096), (32768, 8192), (8192, 32768)),
+)
+
+
+def _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel):
+    """(y, rstd_R)"""
+    x_RC = rows(x, normalized_shape)
+    # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    rstd_R = torch.empty(x_RC.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    kernel.forward(x_RC, flat(weight), rows(y, normalized_shape), rstd_R, eps, offset, kernel.queue(x))
+    return y, rstd_R
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, normalized_shape, out_dtype, kernel):
+        y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)
+        ctx.save_for_backward(x, weight, rstd_R)
+        ctx.eps, ctx.offset, ctx.shape, ctx.kernel = eps, offset, normalized_shape, kernel
+        return recipe.attach(y, _rebuild(normalized_shape, eps, offset, out_dtype, kernel), x, weight, rstd_R)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd_R = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        nothing = (None,) * 5
+        if torch.is_grad_enabled():
+            formula = _formula(ctx.shape, ctx.eps, ctx.offset, dy.dtype)
+            return (*double_backward(formula, (x, weight), needs, dy), *nothing)
+        x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
+        dx_RC = torch.empty_like(x_RC) if needs[0] else None
+        dweight = partials = None
+        if needs[1]:
+            dweight = torch.empty_like(weight)
+            num_partials = ctx.kernel.partials(*x_RC.shape)
+            partials = torch.empty(1, num_partials, x_RC.shape[1], dtype=rstd_R.dtype, device=x.device)
+        ctx.kernel.backward(
+            dy_RC, x_RC, flat(weight), rstd_R, dx_RC, flat(dweight), partials, ctx.offset, ctx.kernel.queue(x)
+        )
+        return None if dx_RC is None else dx_RC.view(x.shape), dweight, *nothing
+
+
+def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
+    def build(x, weight, rstd_R):
+        if torch.is_grad_enabled():
+            return _formula(normalized_shape, eps, offset, out_dtype)(x, weight)
+        x_RC = rows(x, normalized_shape)
+        y_RC = torch.empty_like(x_RC, dtype=out_dtype)
+        kernel.rebuild(x_RC, flat(weight), rstd_R, y_RC, offset, kernel.queue(x))
+        return y_RC.view(x.shape)
+
+    return build
+
+
+def _formula(normalized_shape, eps, offset, out_dtype):
+    """The definition in the widest dtype at hand, returning what the kernel returned."""
+
+    def formula(x, weight):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = None if weight is None else weight.to(wide)
+        return reference(x.to(wide), normalized_shape, weight, eps, offset).to(out_dtype)
+
+    return formula
+
+
+def _eps(eps, dtype):
+    """torch's default: that of the dtype it computes in."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
+
+
+def _run(*args):
+    return _RMSNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
+    """`torch.nn.functional.rms_norm`, keeping nothing that its consumer could rebuild.
+
+    Shapes: input (*, *normalized_shape); weight normalized_shape or None, float32 or of the input's dtype. The result
+    has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
+    Raises what torch raises. The statistic is float32.
+    """
+    kernel = OP.select(input, weight, row=normalized_shape, prefer=prefer)
+    if kernel is None or not fits(input, normalized_shape, weight):
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    eps = _eps(eps, input.dtype)
+    return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
+
+
+def fused(x, weight, eps, offset, out, prefer):
+    """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
+
+    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    """
+    shape = x.shape[-1:]
+    kernel = OP.select(x, weight, row=shape, out=out, prefer=prefer)
+    if kernel is None or not fits(x, shape, weight):
+        return None
+    return _run(x, weight, eps, offset, tuple(shape), out, kernel)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, x):
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, prefer=self.prefer)
+
+
+OP.modules[nn.RMSNorm] = RMSNorm

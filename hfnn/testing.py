@@ -1,0 +1,56 @@
+"""The accuracy rule, written once.
+
+Against a float64 reference, the error of a result is at most `at_most` times the error of torch's own op in the same
+dtype, or half an ulp of the result where torch's is smaller. Errors are measured twice: in the L2 norm relative to the
+reference, which sees a bias, and as the largest one relative to the largest value, which sees a single wrong element.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+OUTPUTS, GRADIENTS = 2.0, 3.0  # how many times torch's own error
+
+
+@dataclass(frozen=True)
+class Error:
+    """Distance from a float64 reference: relative L2, and largest absolute over largest reference value."""
+
+    l2: float
+    largest: float
+
+    def within(self, of: "Error", dtype: torch.dtype, at_most: float) -> bool:
+        half_ulp = torch.finfo(dtype).eps / 2
+        return self.l2 <= max(at_most * of.l2, half_ulp) and self.largest <= max(at_most * of.largest, half_ulp)
+
+
+def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
+    """How far `result` is from `reference` (float64, same shape); infinite where NaNs or infinities do not match."""
+    result, reference = result.detach().cpu().double(), reference.detach().cpu().double()
+    finite = reference.isfinite()
+    if result.shape != reference.shape or not torch.equal(
+        result.where(~finite, 0).nan_to_num(nan=1.0), reference.where(~finite, 0).nan_to_num(nan=1.0)
+    ):
+        return Error(float("inf"), float("inf"))
+    if not result.where(finite, 0).isfinite().all():
+        return Error(float("inf"), float("inf"))
+    difference, size = (result - reference).where(finite, 0), reference.where(finite, 0)
+    if size.numel() == 0:
+        return Error(0.0, 0.0)
+    smallest = torch.finfo(torch.float64).tiny
+    return Error(
+        (difference.norm() / size.norm().clamp_min(smallest)).item(),
+        (difference.abs().max() / size.abs().max().clamp_min(smallest)).item(),
+    )
+
+
+def assert_close(result, reference, of, at_most: float = OUTPUTS, name: str = "result") -> None:
+    """Raise AssertionError unless `result` keeps the accuracy rule; `of` is torch's own result in the same dtype."""
+    assert result.dtype is of.dtype, f"{name} is {result.dtype}, torch's is {of.dtype}"
+    assert result.shape == reference.shape, f"{name} has shape {tuple(result.shape)}, wanted {tuple(reference.shape)}"
+    mine, torchs = error(result, reference), error(of, reference)
+    assert mine.within(torchs, result.dtype, at_most), (
+        f"{name} {result.dtype} {tuple(result.shape)}: error {mine.l2:.3g} (largest {mine.largest:.3g}), torch's own "
+        f"{torchs.l2:.3g} ({torchs.largest:.3g}); at most {at_most:g} times that, or half an ulp "
+        f"{torch.finfo(result.dtype).eps / 2:.3g}"
+    )

@@ -1,0 +1,420 @@
+"""The semantic contract (docs/design.md, section 4), for every op x kernel x dtype x case of the index.
+
+Nothing here names an op: a new room is tested by being in `hfnn.ops.ALL`.
+"""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hfnn
+from hfnn import recipe, testing
+from hfnn.kernel import NoKernel, _interpreting
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+INTERPRETED_ELEMENTS = 8192  # the interpreter runs a program at a time, in numpy
+
+
+def runs_on(kernel, device):
+    return kernel.missing is None and (kernel.device == device or (kernel.name == "triton" and _interpreting()))
+
+
+def elements(op, case, dtype=torch.float32):
+    (x, *_), _ = op.sample(case, dtype, "meta")
+    return x.numel()
+
+
+def combinations():
+    for op in hfnn.ops.ALL:
+        for kernel in op.kernels:
+            for device in DEVICES:
+                if not runs_on(kernel, device):
+                    continue
+                for dtype in kernel.dtypes:
+                    for case in op.cases:
+                        if not (
+                            device == "cpu" and kernel.name == "triton" and elements(op, case) > INTERPRETED_ELEMENTS
+                        ):
+                            name = f"{op.name}-{kernel.name}-{device}-{str(dtype)[6:]}-{'x'.join(map(str, case))}"
+                            yield pytest.param(op, kernel, device, dtype, case, id=name)
+
+
+ALL = list(combinations())
+# Where the question does not depend on the shape: the cases whose rows no vector divides.
+RAGGED = [p for p in ALL if 769 in p.values[4]]
+# Against a float64 reference, float64 proves nothing: gradcheck is for that.
+NARROW = [p for p in ALL if p.values[3] is not torch.float64]
+each = pytest.mark.parametrize("op, kernel, device, dtype, case", NARROW)
+ragged = pytest.mark.parametrize("op, kernel, device, dtype, case", RAGGED)
+narrow = pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p in NARROW])
+
+
+def function(op):
+    return getattr(hfnn.functional, op.name)
+
+
+def is_float(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def leaves(args):
+    """Fresh leaves that require grad, in place of the floating tensors."""
+    return tuple(a.detach().clone().requires_grad_() if is_float(a) else a for a in args)
+
+
+def tensors(args):
+    return [a for a in args if is_float(a)]
+
+
+def to(args, dtype):
+    return tuple(a.detach().to(dtype).requires_grad_() if is_float(a) else a for a in args)
+
+
+def run(fn, args, kwargs, dy=None, seed=7):
+    """(y, gradients of the floating arguments) for a cotangent drawn once."""
+    torch.manual_seed(seed)
+    y = fn(*args, **kwargs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y) if dy is None else dy
+    return y, torch.autograd.grad(y, tensors(args), dy.to(y))
+
+
+def pinned(op, args, y):
+    """What the reference needs to know of a random op's result."""
+    return {} if op.pin is None else op.pin(args, y)
+
+
+def references(op, args, kwargs, y):
+    """(float64 result and gradients, torch's own in the dtype of args)."""
+    pin = pinned(op, args, y)
+    wide = run(op.reference, to(args, torch.float64), {**kwargs, **pin})
+    own = op.torch if op.pin is None else op.reference
+    return wide, run(own, leaves(args), {**kwargs, **pin})
+
+
+@each
+def test_matches_float64(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    args = leaves(args)
+    with hfnn.use(kernel.name):
+        y, grads = run(function(op), args, kwargs)
+    assert y.grad_fn.name().startswith("_"), "torch's own op ran"  # rooms' autograd.Functions are private
+    (wide, wide_grads), (own, own_grads) = references(op, args, kwargs, y)
+    testing.assert_close(y, wide, own, testing.OUTPUTS, "output")
+    for i, (grad, wide_grad, own_grad) in enumerate(zip(grads, wide_grads, own_grads, strict=True)):
+        testing.assert_close(grad, wide_grad, own_grad, testing.GRADIENTS, f"gradient {i}")
+
+
+@each
+def test_runs_are_bitwise_equal(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    with hfnn.use(kernel.name):
+        first, second = (run(function(op), leaves(args), kwargs) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(map(torch.equal, first[1], second[1]))
+
+
+@ragged
+def test_nothing_is_written_to(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    args = leaves(args)
+    copies = [a.detach().clone() for a in tensors(args)]
+    with hfnn.use(kernel.name):
+        y = function(op)(*args, **kwargs)
+        kept, dy = y.detach().clone(), torch.randn_like(y)
+        dy_kept = dy.clone()
+        first = torch.autograd.grad(y, tensors(args), dy, retain_graph=True)
+        second = torch.autograd.grad(y, tensors(args), dy)
+    assert all(map(torch.equal, first, second)), "the second backward of a retained graph differs"
+    assert torch.equal(y, kept) and y._version == 0
+    assert torch.equal(dy, dy_kept) and dy._version == 0
+    assert all(map(torch.equal, tensors(args), copies)) and all(a._version == 0 for a in tensors(args))
+
+
+@ragged
+def test_each_gradient_on_its_own(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    with hfnn.use(kernel.name):
+        _, together = run(function(op), leaves(args), kwargs)
+        for wanted in range(len(tensors(args))):
+            alone = [a.detach().clone() if is_float(a) else a for a in args]
+            target = tensors(alone)[wanted].requires_grad_()
+            torch.manual_seed(7)
+            y = function(op)(*alone, **kwargs)
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+            (grad,) = torch.autograd.grad(y, target, dy)
+            assert torch.equal(grad, together[wanted])
+
+
+def strided(x):
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def offset_by_one(x):
+    """Contiguous, but 16-byte loads would fault or read the neighbour."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@ragged
+@pytest.mark.parametrize("layout", [strided, transposed, offset_by_one])
+def test_any_layout(op, kernel, device, dtype, case, layout):
+    args, kwargs = op.sample(case, dtype, device)
+    with hfnn.use(kernel.name):
+        plain = run(function(op), leaves(args), kwargs)
+        x = layout(args[0].detach()).requires_grad_()
+        assert torch.equal(x, args[0])
+        y, grads = run(function(op), (x, *leaves(args[1:])), kwargs)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        laid = run(function(op), leaves(args), kwargs, layout(dy))
+    # An unaligned or strided x may take another path through a kernel: equal within rounding, not to the bit.
+    near = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for got, want in zip((y, *grads, laid[0], *laid[1]), (plain[0], *plain[1]) * 2, strict=True):
+        assert testing.error(got, want.double()).l2 <= near
+
+
+@ragged
+def test_expanded_inputs(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    x = args[0][:1].detach().expand(args[0].shape)
+    with hfnn.use(kernel.name):
+        y, grads = run(function(op), (x.requires_grad_(), *leaves(args[1:])), kwargs)
+        want, want_grads = run(function(op), leaves((x.contiguous(), *args[1:])), kwargs)
+    assert torch.equal(y, want) and all(map(torch.equal, grads, want_grads))
+    with hfnn.use(kernel.name):  # an expanded gradient, such as that of a sum
+        torch.manual_seed(7)
+        leaf = args[0].detach().requires_grad_()
+        (grad,) = torch.autograd.grad(function(op)(leaf, *args[1:], **kwargs).sum(), leaf)
+        _, want_grads = run(function(op), leaves(args), kwargs, torch.ones_like(y))
+    assert torch.equal(grad, want_grads[0])
+
+
+@narrow
+def test_double_backward(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+
+    def second(fn, args, kwargs):
+        torch.manual_seed(7)
+        y = fn(*args, **kwargs)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        first = torch.autograd.grad((y * y * weight).sum(), tensors(args), create_graph=True)
+        return y, torch.autograd.grad(sum(g.square().sum() for g in first), tensors(args))
+
+    with hfnn.use(kernel.name):
+        y, got = second(function(op), leaves(args), kwargs)
+    pin = pinned(op, args, y)
+    _, wide = second(op.reference, to(args, torch.float64), {**kwargs, **pin})
+    _, own = second(op.torch if op.pin is None else op.reference, leaves(args), {**kwargs, **pin})
+    for i, (g, w, o) in enumerate(zip(got, wide, own, strict=True)):
+        testing.assert_close(g, w, o, 2 * testing.GRADIENTS, f"second gradient {i}")
+
+
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float64])
+def test_gradcheck(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(op.small, dtype, device)
+    args = leaves(args)
+
+    def fn(*inputs):
+        rest = iter(inputs)
+        torch.manual_seed(7)
+        return function(op)(*(next(rest) if is_float(a) else a for a in args), **kwargs)
+
+    with hfnn.use(kernel.name):
+        assert torch.autograd.gradcheck(fn, tensors(args))
+        assert torch.autograd.gradgradcheck(fn, tensors(args))
+
+
+@ragged
+def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    x = args[0].detach().requires_grad_()
+    with hfnn.use(kernel.name):
+        ours = hfnn.memory.saved_bytes(lambda: function(op)(x, *args[1:], **kwargs))
+    theirs = hfnn.memory.saved_bytes(lambda: op.torch(x, *args[1:], **kwargs))
+    statistics = 8 * x.numel() // x.shape[-1]  # ours are float32, torch's of the dtype of x
+    assert ours.total <= theirs.total + statistics, f"{ours}\ntorch:\n{theirs}"
+
+
+@pytest.mark.parametrize("op", [op for op in hfnn.ops.ALL if op.kernels], ids=lambda op: op.name)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_shapes(op, data):
+    """Shapes nobody chose, on the device's first kernel: the rule holds for outputs and gradients."""
+    device = DEVICES[-1]
+    kernel = next(k for k in op.kernels if k.device == device and k.missing is None)
+    shape = [*data.draw(st.lists(st.integers(1, 70), max_size=2)), data.draw(st.integers(5, 70))]
+    if data.draw(st.booleans()):
+        shape[-1] = data.draw(st.sampled_from([127, 128, 129, 500, 1023, 1024, 1025, 2047, 4096, 5120]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    case = (*shape, *(extra for extra in op.cases[1] if not isinstance(extra, int)))
+    args, kwargs = op.sample(case, dtype, device)
+    args = leaves(args)
+    with hfnn.use(kernel.name):
+        y, grads = run(function(op), args, kwargs)
+    (wide, wide_grads), (own, own_grads) = references(op, args, kwargs, y)
+    # Few elements make torch's own error a matter of luck: an ulp and a half besides.
+    for got, want, torchs in zip((y, *grads), (wide, *wide_grads), (own, *own_grads), strict=True):
+        mine, theirs = testing.error(got, want), testing.error(torchs, want)
+        assert mine.l2 <= 3 * theirs.l2 + 1.5 * torch.finfo(dtype).eps
+
+
+# On a GPU only
+
+cuda_kernels = pytest.mark.parametrize(
+    "op, kernel, device, dtype, case",
+    [p for p in RAGGED if p.values[2] == "cuda" and p.values[3] is torch.bfloat16],
+)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@cuda_kernels
+def test_cuda_graph(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    args = leaves(args)
+
+    def step():
+        y = function(op)(*args, **kwargs)
+        return y, torch.autograd.grad(y, tensors(args), torch.ones_like(y))
+
+    torch.use_deterministic_algorithms(False)  # NaN-filling is not wanted inside a captured graph
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with hfnn.use(kernel.name):
+        with torch.cuda.stream(stream):
+            eager, eager_grads = step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, grads = step()
+    graph.replay()
+    first = y.clone()
+    if op.pin is None:
+        assert torch.equal(y, eager) and all(map(torch.equal, grads, eager_grads))
+    else:  # a random op: every replay draws anew, and backward repeats what forward drew
+        graph.replay()
+        assert not torch.equal(y != 0, first != 0)
+        assert torch.equal(grads[0] != 0, y != 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 40 GiB of GPU memory")
+@cuda_kernels
+def test_more_than_2_31_elements(op, kernel, device, dtype, case):
+    """The last rows of a tensor beyond int32 offsets equal those rows alone."""
+    shape = ((1 << 31) // 4096 + 16, 4096)
+    extras = tuple(extra for extra in op.cases[1] if not isinstance(extra, int))
+    (_, *rest), kwargs = op.sample((16, 4096, *extras), dtype, device)
+    x = torch.empty(shape, dtype=dtype, device=device).normal_().requires_grad_()
+    with hfnn.use(kernel.name):
+        y = function(op)(x, *rest, **kwargs)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        if op.pin is None:
+            tail = x[-16:].detach().requires_grad_()
+            y_tail = function(op)(tail, *rest, **kwargs)
+            (dx_tail,) = torch.autograd.grad(y_tail, tail, torch.ones_like(y_tail))
+            assert torch.equal(y[-16:], y_tail) and torch.equal(dx[-16:], dx_tail)
+        else:
+            tail = y[-16:]
+            assert torch.equal(dx[-16:] != 0, tail != 0) and 0 < tail.count_nonzero() < tail.numel()
+
+
+# Recipes
+
+
+def consumed(op, args, kwargs, weight, recipes=True):
+    """y of the op, through two consumers that share its recipe; gradients of everything."""
+    torch.manual_seed(7)
+    weight = weight.detach().requires_grad_()
+    with contextlib.nullcontext() if recipes else recipe.disabled():
+        x = args[0] if not op.recipe_needs_recipe else hfnn.functional.gelu(args[0], prefer="memory")
+        y = function(op)(x, *args[1:], **kwargs)
+        z = hfnn.functional.linear(y, weight) + hfnn.functional.linear(y, weight * 2)
+    return torch.autograd.grad(z.square().mean(), [*tensors(args), weight])
+
+
+@ragged
+def test_recipes_change_no_bit(op, kernel, device, dtype, case):
+    args, kwargs = op.sample(case, dtype, device)
+    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
+    with hfnn.use(kernel.name):
+        recipe.counter.reset()
+        alive = len(recipe._tags)
+        on = consumed(op, leaves(args), kwargs, weight)
+        assert recipe.counter.taken == 2 and recipe.counter.rebuilt == 1, "the recipe was not used, or not shared"
+        off = consumed(op, leaves(args), kwargs, weight, recipes=False)
+        assert recipe.counter.taken == 2
+    assert all(map(torch.equal, on, off))
+    assert len(recipe._tags) == alive, "a recipe outlived its tensor"
+
+
+@ragged
+def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch):
+    """The test above would fail if one element of a rebuilt tensor were one ulp off."""
+    args, kwargs = op.sample(case, dtype, device)
+    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
+    make = recipe.Recipe._make
+
+    def off_by_one_ulp(self, sources):
+        y = make(self, sources).clone()
+        flat = y.view(-1)
+        largest = flat.abs().argmax()
+        flat[largest] = torch.nextafter(flat[largest].float(), torch.tensor(math.inf, device=device)).to(dtype)
+        if dtype in (torch.bfloat16, torch.float16):  # nextafter in the tensor's own format
+            flat[largest] = (flat[largest : largest + 1].view(torch.int16) + 1).view(dtype)[0]
+        return y
+
+    with hfnn.use(kernel.name):
+        off = consumed(op, leaves(args), kwargs, weight, recipes=False)
+        monkeypatch.setattr(recipe.Recipe, "_make", off_by_one_ulp)
+        on = consumed(op, leaves(args), kwargs, weight)
+    assert not all(map(torch.equal, on, off))
+
+
+@ragged
+def test_changed_sources_are_not_trusted(op, kernel, device, dtype, case):
+    """In-place changes between producer and consumer: the gradients are those of what the consumer saw."""
+    args, kwargs = op.sample(case, dtype, device)
+    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
+    for changed in range(len(tensors(args))):
+        for change in (torch.Tensor.zero_, lambda t: t.data.copy_(t), lambda t: setattr(t, "data", t.data * 2)):
+            with hfnn.use(kernel.name):
+                torch.manual_seed(7)
+                inputs = [a.detach().clone() if is_float(a) else a for a in args]
+                if op.recipe_needs_recipe:
+                    inputs[0] = hfnn.functional.gelu(inputs[0].requires_grad_(), prefer="memory").detach()
+                y = function(op)(*inputs, **kwargs)
+                seen = y.clone()
+                with torch.no_grad():
+                    change(tensors(inputs)[changed])
+                w = weight.clone().requires_grad_()
+                (got,) = torch.autograd.grad(hfnn.functional.linear(y, w).square().mean(), w)
+            (want,) = torch.autograd.grad(torch.nn.functional.linear(seen, w).square().mean(), w)
+            assert torch.equal(got, want)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("op", [op for op in hfnn.ops.ALL if op.kernels], ids=lambda op: op.name)
+def test_forced_kernels_never_fall_back(op):
+    args, kwargs = op.sample(op.cases[1], torch.float32, "cpu")
+    integers = args[0].long()
+    for name in ("cpp", "cuda", "triton"):
+        with hfnn.use(name), pytest.raises(NoKernel, match=f"{op.name}: `{name}` was asked for"):
+            function(op)(integers, *args[1:], **kwargs)
+
+
+@pytest.mark.parametrize("op", [op for op in hfnn.ops.ALL if op.kernels], ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_parity(op, dtype, device):
+    args, kwargs = op.sample(op.cases[1], dtype, device)
+    for low in (torch.bfloat16, torch.float16):
+        with torch.autocast(device, dtype=low):
+            want = op.torch(*args, **kwargs).dtype
+            assert function(op)(*args, **kwargs, prefer="memory").dtype is want

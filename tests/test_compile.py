@@ -1,0 +1,37 @@
+"""Under torch.compile hfnn's plain ops step aside for Inductor, without a graph break."""
+
+import pytest
+import torch
+
+import hfnn
+
+CASES = {
+    "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),
+    "rms_norm": lambda x: hfnn.functional.rms_norm(x, (64,), prefer="memory"),
+    "gelu": lambda x: hfnn.functional.gelu(x, "tanh", prefer="memory"),
+    "dropout": lambda x: hfnn.functional.dropout(x, 0.0, prefer="memory"),
+    "linear": lambda x: hfnn.functional.linear(x, torch.eye(64)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fullgraph(name, dynamic):
+    torch._dynamo.reset()
+    x = torch.randn(64, 64, requires_grad=True)
+    compiled = torch.compile(CASES[name], fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, CASES[name](x))
+
+
+def test_a_module_compiles_and_runs_eagerly_alike():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(hfnn.LayerNorm(64), hfnn.Linear(64, 256), hfnn.GELU(), hfnn.Linear(256, 64))
+    x = torch.randn(8, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    for module in model:
+        module.prefer = "memory"
+    torch.testing.assert_close(compiled(x), model(x))
