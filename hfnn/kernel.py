@@ -295,13 +295,14 @@ def context(*tensors: torch.Tensor | None) -> str | None:
 
 def _mixture(x: torch.Tensor, others) -> str | None:
     """What about the further tensors does not go with x, or None."""
-    for other in others:
-        if other is None:
-            continue
+    present = [other for other in others if other is not None]
+    for other in present:
         if other.device != x.device:
             return f"tensors on {x.device} and {other.device}"
         if other.dtype is not x.dtype and other.dtype is not torch.float32:
             return f"takes parameters of dtype {x.dtype} or torch.float32, got {other.dtype}"
+        if other.dtype is not present[0].dtype:
+            return f"takes parameters of one dtype, got {present[0].dtype} and {other.dtype}"
     return None
 
 

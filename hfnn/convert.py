@@ -1,0 +1,199 @@
+"""`convert` and `revert`: hfnn in a model that is already built, by changing the classes of its modules.
+
+Parameters, buffers, hooks and names stay as they are, for nothing but `module.__class__` changes (and `prefer`, where
+it is not "auto"). Nothing outside the model is touched. `examine` gives the verdict on one module and is all that
+decides; `hfnn.report` prints it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from hfnn import adapters, lookalike
+from hfnn.dress import ROOMS, dress, is_converted, original
+from hfnn.kernel import PREFERENCES
+
+Filter = str | type | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A module of a model: every name it goes by, and every module around it under any of them."""
+
+    module: nn.Module
+    names: list[str]
+    around: list[nn.Module]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `convert` does with a module: the class it gets, or why it is left alone."""
+
+    room: type | None
+    why: str = ""
+
+
+NO_OP = "no op of hfnn computes this"
+
+
+def convert(
+    model: nn.Module,
+    only: Filter | Iterable[Filter] | None = None,
+    skip: Filter | Iterable[Filter] | None = None,
+    prefer: str = "auto",
+) -> nn.Module:
+    """Swap every module that hfnn has an op for, in place; returns the model.
+
+    Swapped are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were proved to
+    compute the same (hfnn/lookalike.py). `hfnn.report(model)` lists each module with the reason if it was left alone.
+    only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; what is inside a module is
+    selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
+    only where they are faster, "auto" where they are faster or save more than a megabyte. Converting again changes
+    nothing but `prefer`. Raises ValueError for an unknown `prefer`, and for a pattern that matches no module.
+    """
+    if prefer not in PREFERENCES:
+        raise ValueError(f"prefer={prefer!r}: choose one of {', '.join(map(repr, PREFERENCES))}")
+    found = sites(model)
+    chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
+    # All verdicts come first: should a proof fail in an unforeseen way, the model is still as it was.
+    verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
+    for module, room in verdicts:
+        if room is not None:
+            object.__setattr__(module, "__class__", room)
+        if is_converted(module) and hasattr(type(module), "prefer"):
+            _set_preference(module, prefer)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Give every converted module its original class again, in place; returns the model.
+
+    hfnn's own classes become torch's, also where the model was built with them. Raises ValueError, and changes
+    nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`).
+    """
+    modules = [module for module in model.modules() if is_converted(module)]
+    for module in modules:
+        if original(type(module)) is None:
+            raise ValueError(
+                f"cannot revert {type(module).__name__}: its class was changed after hfnn.convert; undo that first"
+            )
+    for module in modules:
+        object.__setattr__(module, "__class__", original(type(module)))
+        vars(module).pop("prefer", None)
+    return model
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Every module of the model once, in the order of `named_modules`."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
+    by_name = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, Site] = {}
+    for name, module in by_name.items():
+        site = found.setdefault(module, Site(module, [], []))
+        site.names.append(name)
+        site.around.extend(by_name[outer] for outer in _prefixes(name) if outer != name)
+    return list(found.values())
+
+
+def examine(site: Site) -> Verdict:
+    """Whether, how, or why not, to swap a module that is not converted yet."""
+    module, cls = site.module, type(site.module)
+    if is_converted(module):
+        return Verdict(None, "converted already")
+    base, room = _room(cls)
+    like, why = lookalike.recognise(module) if room is None else (None, None)
+    if room is None and like is None:
+        if why is None and base is not None:
+            why = f"{cls.__name__} has a forward of its own, which {base.__name__}'s room does not know"
+        return Verdict(None, why or NO_OP)
+    why = _obstacle(site)
+    if why is not None:
+        return Verdict(None, why)
+    if cls in ROOMS:
+        return Verdict(room)
+    try:
+        return Verdict(dress(cls, room or lookalike.LookAlike, like))
+    except TypeError as error:
+        return Verdict(None, f"its class cannot be derived from: {error}")
+
+
+def _room(cls: type) -> tuple[type | None, type | None]:
+    """(the class that hfnn knows, the room): the room is None for a subclass with a forward of its own."""
+    for base, room in {**ROOMS, **adapters.rooms()}.items():
+        if issubclass(cls, base):
+            return base, room if cls.forward is base.forward else None
+    return None, None
+
+
+def _obstacle(site: Site) -> str | None:
+    """Why this very module must be left alone although its class is known, or None."""
+    module = site.module
+    if "forward" in vars(module):
+        return (
+            "it has a forward of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
+        )
+    if "prefer" in vars(module):
+        return "it has an attribute named prefer, which hfnn uses"
+    if is_fsdp(module):
+        return "already wrapped by fully_shard: convert first, then wrap"
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized: convert first, then register parametrizations"
+    for name, p in module._parameters.items():
+        if p is not None and type(p) is not nn.Parameter and type(p) is not torch.Tensor:
+            return f"its {name} is a {type(p).__name__}, not a plain parameter{_ADVICE.get(type(p).__name__, '')}"
+    for outer in site.around:
+        if type(outer).__module__.startswith("peft.") and "base_layer" in outer._modules:
+            return f"inside {type(outer).__name__} of PEFT, which computes with its parts in its own way"
+        if isinstance(outer, nn.MultiheadAttention):
+            return "inside nn.MultiheadAttention, which reads its weights without calling it"
+    return None
+
+
+_ADVICE = {
+    "DTensor": ": convert before fully_shard or parallelize_module",
+    "UninitializedParameter": ": run the model once, then convert",
+}
+
+
+def is_fsdp(module) -> bool:
+    """Whether `fully_shard` was called on this very module: it changes the class too."""
+    return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
+
+
+def _set_preference(module, prefer: str) -> None:
+    """On the instance, and only where it is not the class's own: a module carries no state it does not need."""
+    vars(module).pop("prefer", None)
+    if prefer != "auto":
+        vars(module)["prefer"] = prefer
+
+
+def _prefixes(name: str) -> list[str]:
+    """ "a.b.c" -> ["", "a", "a.b", "a.b.c"]."""
+    parts = name.split(".") if name else []
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+def _select(found: list[Site], filters, argument: str, default: list[Site]) -> set[Site]:
+    """The sites that any of the filters takes."""
+    if filters is None:
+        return set(default)
+    filters = [filters] if isinstance(filters, (str, type)) or callable(filters) else list(filters)
+    for pattern in filters:
+        if isinstance(pattern, str) and not any(fnmatchcase(name, pattern) for s in found for name in s.names):
+            raise ValueError(f"{argument}={pattern!r} matches no module of this model; names are as in named_modules()")
+        if not isinstance(pattern, str) and not callable(pattern):
+            raise ValueError(f"{argument} takes names, patterns, classes and functions, got {pattern!r}")
+    return {site for site in found if any(_takes(f, site) for f in filters)}
+
+
+def _takes(wanted: Filter, site: Site) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(site.module, wanted)
+    if isinstance(wanted, str):
+        return any(fnmatchcase(outer, wanted) for name in site.names for outer in _prefixes(name))
+    return any(wanted(name, site.module) for name in site.names)

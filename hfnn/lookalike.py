@@ -1,0 +1,319 @@
+"""Modules that compute an op of ours in their own words: recognised by structure, then proved numerically.
+
+A class named like a norm or a GELU may be anything. Before its modules are swapped, its own `forward` is run on a fresh
+instance (random parameters, CPU, a generator of its own, no hooks) and held against the op's definition in float64:
+output and gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and very small
+values (there eps decides), two values of eps, two to four dimensions. What fails, raises or changes itself is refused.
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn import ops
+from hfnn.kernel import is_plain
+from hfnn.ops import gelu, layer_norm, rms_norm
+
+# Tried where no attribute is called eps: what authors write into the formula itself.
+CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
+MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
+# Errors in ulps of the largest value of a row. Honest code was measured to stay below 3 (float32) and 1.5 (bfloat16).
+ULPS = {torch.float32: 8, torch.bfloat16: 4}
+CONTAINERS = (list, dict, set)
+# (dtype of the parameters, of the input), training, factor of eps
+CASES = (
+    *itertools.product([(torch.float32, torch.float32)], (True, False), (1.0, 3.0)),
+    *itertools.product([(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)], (True, False), [1.0]),
+)
+
+
+@dataclass(frozen=True)
+class NormLike:
+    """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number."""
+
+    room: str
+    weight: str | None
+    bias: str | None
+    eps: str | float
+    offset: float = 0.0
+
+    @property
+    def op(self):
+        return next(op for op in ops.ALL if op.name == self.room)
+
+    def __str__(self) -> str:
+        return f"hfnn {self.room}" + (f", offset {self.offset:g}" if self.offset else "")
+
+    def numbers(self, module):
+        """(weight, bias, eps) of a module as it is now."""
+        weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
+        return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+    def fused(self, module, x, out):
+        weight, bias, eps = self.numbers(module)
+        if self.room == "rms_norm":
+            return rms_norm.fused(x, weight, eps, self.offset, out, module.prefer)
+        return layer_norm.fused(x, weight, bias, eps, out, module.prefer)
+
+    def exact(self, x, parameters, eps):
+        """The definition, on parameters by name."""
+        weight, bias = parameters.get(self.weight), parameters.get(self.bias)
+        if self.room == "rms_norm":
+            return rms_norm.reference(x, x.shape[-1:], weight, eps, self.offset)
+        return layer_norm.reference(x, x.shape[-1:], weight, bias, eps)
+
+
+@dataclass(frozen=True)
+class GELULike:
+    """An activation without parameters."""
+
+    approximate: str
+    eps = 1e-4  # only sets how small the smallest probes are
+
+    @property
+    def op(self):
+        return gelu.OP
+
+    def __str__(self) -> str:
+        return f"hfnn gelu, {'erf' if self.approximate == 'none' else 'tanh'} form"
+
+    def fused(self, module, x, out):
+        return gelu.fused(x, self.approximate, out, module.prefer)
+
+    def exact(self, x, parameters, eps):
+        return gelu.reference(x, approximate=self.approximate)
+
+
+class LookAlike:
+    """Goes before the class of a look-alike: the room where a kernel takes the call, else the class's own code."""
+
+    prefer = "auto"
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and is_plain(args[0]):
+            out = _out_dtype(self, super().forward, args[0])
+            # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
+            if out is args[0].dtype or out is torch.float32:
+                y = self._hfnn_like.fused(self, args[0], out)
+                if y is not None:
+                    return y
+        return super().forward(*args, **kwargs)
+
+
+_out_dtypes: dict[tuple, torch.dtype] = {}
+
+
+def _out_dtype(module, original, x) -> torch.dtype:
+    """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ."""
+    weight = next(iter(module._parameters.values()), None)
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key = type(module), x.dtype, None if weight is None else weight.dtype, device, autocast
+    if key not in _out_dtypes:
+        with torch.no_grad():
+            _out_dtypes[key] = original(x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype
+    return _out_dtypes[key]
+
+
+def recognise(module: nn.Module) -> tuple[NormLike | GELULike | None, str | None]:
+    """(how the module's class is to be read, None), or (None, why not); (None, None) where nothing hints at an op."""
+    cls = type(module)
+    name = cls.__name__.lower()
+    kind = "GELU" if "gelu" in name else "norm" if "norm" in name else None
+    if kind is None or cls.__module__.startswith("torch."):
+        return None, None
+    why = _unlike(module, kind)
+    if why is not None:
+        return None, f"named like a {kind}, but {why}"
+    key = cls, _shapes(module), tuple((name, _frozen(value)) for name, value in sorted(_attributes(module).items()))
+    try:
+        if key not in _proofs:
+            _proofs[key] = _prove(module, kind)
+        return _proofs[key]
+    except TypeError:  # an attribute that cannot be hashed: proved anew each time
+        return _prove(module, kind)
+
+
+_proofs: dict[tuple, tuple] = {}
+
+
+def _unlike(module, kind) -> str | None:
+    """What in the structure rules out a look-alike, or None."""
+    if module._modules:
+        return "it has modules inside"
+    if module._buffers or any(isinstance(value, torch.Tensor) for value in vars(module).values()):
+        return "it holds tensors that are no parameters"
+    try:
+        arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # compiled code
+        return "its forward does not tell its arguments"
+    required = [p for p in arguments if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return f"its forward needs {len(required)} arguments, not one tensor"
+    shapes = _shapes(module)
+    if kind == "GELU":
+        return "it has parameters" if shapes else None
+    if len(shapes) > 2 or any(len(shape) != 1 for _, shape in shapes) or len({shape for _, shape in shapes}) > 1:
+        return f"its parameters are not one weight (and bias) of one dimension: {dict(shapes)}"
+    if _cols(module) is None:
+        return "it normalises over several dimensions"
+    return f"rows of {_cols(module)} are too short to prove it" if _cols(module) < MIN_COLS else None
+
+
+def _shapes(module) -> tuple:
+    return tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
+
+
+def _cols(module) -> int | None:
+    """Length of a row for the probes; None where `normalized_shape` has several dimensions."""
+    shapes = _shapes(module)
+    shape = shapes[0][1] if shapes else vars(module).get("normalized_shape")
+    if isinstance(shape, (tuple, list)):
+        return shape[0] if len(shape) == 1 else None
+    return shape if isinstance(shape, int) else 64
+
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
+def _attributes(module) -> dict:
+    """What the author put on the module, besides parameters."""
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_STATE and name != "prefer"}
+
+
+def _frozen(value):
+    """A key that equal behaviour shares: instances often hold a `partial` or a bound method of their own."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
+        return value.__func__
+    return type(value), value
+
+
+def _candidates(module, kind):
+    """The readings worth a proof, likeliest first."""
+    if kind == "GELU":
+        return [GELULike("none"), GELULike("tanh")]
+    names = [name for name, _ in _shapes(module)]
+    bias = next((name for name in names if name.lower() in ("bias", "beta", "b", "shift")), None)
+    weight = next((name for name in names if name != bias), None)
+    floats = [name for name, value in _attributes(module).items() if isinstance(value, float)]
+    epsilons = [name for name in floats if "eps" in name.lower()] or [*floats, *CONSTANTS]
+    rms = [NormLike("rms_norm", weight, None, eps) for eps in epsilons] if bias is None else []
+    plain = [NormLike("layer_norm", weight, bias, eps) for eps in epsilons]
+    shifted = [NormLike("rms_norm", weight, None, eps, 1.0) for eps in epsilons] if bias is None and weight else []
+    return [*rms, *plain, *shifted]
+
+
+def _prove(module, kind):
+    """The first candidate that passes every case, or the reason why none does."""
+    best = None
+    for like in _candidates(module, kind):
+        for number, case in enumerate(CASES):
+            try:
+                with _seclusion():
+                    found = _compare(module, like, number, *case)
+            except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+                return None, f"named like a {kind}, but its forward raises on the probe: {error}"
+            if found is not None:
+                break
+        else:
+            return like, None
+        if best is None or number > best[0]:
+            best = number, like, found
+    return None, f"named like a {kind}, but no op of hfnn: unlike {str(best[1]).removeprefix('hfnn ')}, {best[2]}"
+
+
+@contextlib.contextmanager
+def _seclusion():
+    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _compare(module, like, number, dtypes, training, factor) -> str | None:
+    """What differs between the module's own code and a reading of it in one case, or None."""
+    generator = torch.Generator("cpu").manual_seed(number)
+    clone, eps = _fresh(module, like, dtypes[0], training, factor, generator)
+    x, dy = _probe(_cols(module), eps, 2 + number % 3, generator)
+    x, dy = x.to(dtypes[1]).requires_grad_(), dy.to(dtypes[1])
+    before = {name: (value, _shallow(value)) for name, value in vars(clone).items()}
+    own = type(clone).forward
+    y, grads = _differentiate(lambda x, _: own(clone, x), x, clone._parameters, dy)
+    with torch.no_grad():
+        again, empty = own(clone, x), own(clone, x[:0])
+    if vars(clone).keys() != before.keys() or any(
+        vars(clone)[name] is not value or (isinstance(value, CONTAINERS) and value != copy)
+        for name, (value, copy) in before.items()
+    ):
+        return "its forward changes attributes of the module"
+    if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, x[:0].shape):
+        return "its forward depends on more than its input (grad mode, number of rows or of calls)"
+    exact = {name: p.detach().double().requires_grad_() for name, p in clone._parameters.items() if p is not None}
+    y64, grads64 = _differentiate(lambda x, p: like.exact(x, p, eps), x.detach().double().requires_grad_(), exact, dy)
+    setting = f"input {dtypes[1]}, parameters {dtypes[0]}, {'training' if training else 'eval'}"
+    setting += "" if factor == 1 else f", eps times {factor:g}"
+    names = ("output", "gradient of the input", *(f"gradient of {name}" for name in exact))
+    for what, given, wanted in zip(names, (y, *grads), (y64, *grads64), strict=True):
+        error = float("inf") if given is None else _row_error(given, wanted)
+        if not error <= ULPS[dtypes[1]] * torch.finfo(dtypes[1]).eps:
+            return f"{what} off by {error:.1e} of a row's largest value ({setting})"
+    return None
+
+
+def _fresh(module, like, dtype, training, factor, generator):
+    """(a module of the same class and attributes with random parameters on the CPU and no hooks, its eps)."""
+    clone = object.__new__(type(module))
+    state = {**vars(nn.Module()), **{name: _shallow(value) for name, value in _attributes(module).items()}}
+    state["training"] = training
+    state["_parameters"] = {
+        name: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype))
+        for name, p in module._parameters.items()
+    }
+    eps = like.eps
+    if isinstance(eps, str):
+        state[eps] = eps = state[eps] * factor
+    vars(clone).update(state)
+    return clone, eps
+
+
+def _shallow(value):
+    return value.copy() if isinstance(value, CONTAINERS) else value
+
+
+def _probe(cols, eps, dims, generator):
+    """(x, dy): one row of ordinary values, two of large, and rows so small that eps decides; none centred on 0."""
+    small = eps**0.5 if eps > 0 else 1e-3
+    scales = torch.tensor([1.0, 100.0, 3.0, 0.5, small, 0.1 * small])
+    x = (torch.randn(6, cols, generator=generator) + 0.5) * scales[:, None]
+    dy = torch.randn(6, cols, generator=generator)
+    shape = {2: (6, cols), 3: (3, 2, cols), 4: (2, 3, 1, cols)}[dims]
+    return x.view(shape), dy.view(shape)
+
+
+def _differentiate(function, x, parameters, dy):
+    wanted = [x, *(p for p in parameters.values() if p is not None)]
+    y = function(x, parameters)
+    if y.shape != x.shape:
+        raise ValueError(f"returns shape {tuple(y.shape)} for {tuple(x.shape)}")
+    return y, torch.autograd.grad(y, wanted, dy.to(y.dtype), allow_unused=True)
+
+
+def _row_error(result, exact) -> float:
+    """Largest error relative to the largest value of its row; infinite where there is a NaN."""
+    difference = (result.double() - exact).abs().amax(-1)
+    error = difference / exact.abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
+    return error.nan_to_num(nan=float("inf")).max().item()

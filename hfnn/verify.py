@@ -1,0 +1,174 @@
+"""`verify`: a converted model against its original and against itself in float64, on inputs of yours."""
+
+import copy
+import dataclasses
+import io
+import statistics
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from hfnn.convert import convert, revert
+from hfnn.dress import is_converted
+from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
+
+# Where torch itself has no digit right (a gradient that is zero in theory), its error is noise, not a yardstick.
+NOISE = 10.0
+# A tensor of so few elements, a loss above all, may be right by luck: its yardstick is at least the median error.
+FEW = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output or gradient. difference: largest between the two versions; converted, original: their errors against
+    float64 (the original's is the yardstick); at_most: how many times the yardstick is allowed.
+    """
+
+    name: str
+    dtype: torch.dtype
+    difference: float
+    converted: Error
+    original: Error
+    at_most: float
+
+    @property
+    def ok(self) -> bool:
+        return self.converted.within(self.original, self.dtype, self.at_most)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`ok` where every row keeps the accuracy rule; print it, or read its `rows`, outputs first."""
+
+    rows: list[Row]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def __rich__(self) -> Table:
+        wrong = sum(not row.ok for row in self.rows)
+        caption = f"{len(self.rows)} tensors: " + (f"{wrong} break the accuracy rule" if wrong else "all within it")
+        table = Table("tensor", "dtype", "largest difference", "error", "torch's error", "allowed", "", caption=caption)
+        for row in self.rows:
+            errors = (f"{e.l2:.2e}" for e in (row.converted, row.original))
+            dtype = str(row.dtype).removeprefix("torch.")
+            table.add_row(
+                row.name, dtype, f"{row.difference:.2e}", *errors, f"x{row.at_most:g}", "" if row.ok else "NO"
+            )
+        return table
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=160).print(self)
+        return file.getvalue()
+
+
+def verify(model: nn.Module, *inputs, **kwargs) -> Verification:
+    """Run the model as it is and with its original classes, and compare outputs and gradients.
+
+    Both are held against a float64 copy: relative error at most 2 times (outputs) or 3 times (gradients) the
+    original's, or half an ulp. Gradients are of a sum of all floating outputs with fixed random signs, with respect to
+    the parameters and to inputs that require grad. Everything runs on copies without hooks, so the model, its
+    gradients and torch's generators stay as they are; it takes the memory of another model, in float64. A model that
+    is not converted is converted for the comparison. Raises ValueError where dropout is active, for the two versions
+    draw other masks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise ValueError(f"verify: dropout {name!r} is active (p={module.p}); call model.eval() or set its p to 0")
+    converted = _copy(model)
+    if not any(is_converted(module) for module in converted.modules()):
+        convert(converted)
+    ours = _run(converted, inputs, kwargs)
+    theirs = _run(revert(converted), inputs, kwargs)
+    exact = _run(converted.double(), *(_nest_map(_double, nest) for nest in (inputs, kwargs)))
+    if not ours:
+        raise ValueError("verify: the model returned no floating-point tensor to compare")
+    if not ours.keys() == theirs.keys() == exact.keys():
+        raise ValueError(f"verify: the two versions return different tensors: {sorted(ours.keys() ^ theirs.keys())}")
+    errors = {name: error(theirs[name], exact[name]) for name in ours}
+    median = Error(
+        *(statistics.median(values) for values in zip(*map(dataclasses.astuple, errors.values()), strict=True))
+    )
+    return Verification([_row(name, ours[name], theirs[name], exact[name], errors[name], median) for name in ours])
+
+
+def _row(name, ours, theirs, exact, of, median) -> Row:
+    at_most = GRADIENTS if name.startswith("grad ") else OUTPUTS
+    if of.l2 > 1:
+        at_most = NOISE
+    elif ours.numel() < FEW:
+        of = Error(max(of.l2, median.l2), max(of.largest, median.largest))
+    difference = (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
+    return Row(name, ours.dtype, difference, error(ours, exact), of, at_most)
+
+
+def _run(model, inputs, kwargs) -> dict[str, torch.Tensor]:
+    """Outputs by path and gradients by name, on the CPU. Leaves the model's buffers as they were."""
+    inputs, kwargs = _nest_map(_leaf, inputs), _nest_map(_leaf, kwargs)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        found = {name: y for name, y in _tensors("output", model(*inputs, **kwargs)) if y.is_floating_point()}
+    leaves = [*_tensors("input", inputs), *_tensors("input", kwargs), *model.named_parameters()]
+    leaves = {name: leaf for name, leaf in leaves if leaf.requires_grad}
+    outputs, grads = [y for y in found.values() if y.requires_grad], ()
+    if outputs and leaves:
+        generator = torch.Generator("cpu").manual_seed(0)
+        grads = torch.autograd.grad(
+            outputs, list(leaves.values()), [_signs(y, generator) for y in outputs], allow_unused=True
+        )
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    found |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=False) if g is not None}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def _signs(y, generator):
+    """Random 1 and -1: a direction for gradients that is the same in every dtype."""
+    return torch.randint(0, 2, y.shape, generator=generator, device="cpu").mul(2).sub(1).to(y.device, y.dtype)
+
+
+def _copy(model):
+    """A deep copy without hooks: they are another's code, and may hold half a program by reference."""
+    names = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
+    memo = {id(vars(module).get(name)): OrderedDict() for module in model.modules() for name in names}
+    return copy.deepcopy(model, memo)
+
+
+def _leaf(x):
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _double(x):
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+
+def _nest_map(function, nest):
+    if isinstance(nest, torch.Tensor):
+        return function(nest)
+    if isinstance(nest, dict):
+        return {key: _nest_map(function, value) for key, value in nest.items()}
+    if type(nest) in (tuple, list):
+        return type(nest)(_nest_map(function, value) for value in nest)
+    return nest
+
+
+def _tensors(name, nest):
+    """(path, tensor) for every tensor in a nest of dicts, sequences and dataclasses."""
+    if isinstance(nest, torch.Tensor):
+        yield name, nest
+    elif isinstance(nest, dict):
+        for key, value in nest.items():
+            yield from _tensors(f"{name}.{key}", value)
+    elif isinstance(nest, (tuple, list)):
+        for i, value in enumerate(nest):
+            yield from _tensors(f"{name}.{i}", value)
+    elif dataclasses.is_dataclass(nest):
+        for field in dataclasses.fields(nest):
+            yield from _tensors(f"{name}.{field.name}", getattr(nest, field.name))

@@ -1,0 +1,387 @@
+"""The proof: honest look-alikes are read right, liars are refused with a reason, and nobody's state moves."""
+
+import functools
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hfnn
+from hfnn import lookalike
+from hfnn.dress import is_converted, title
+from hfnn.testing import GRADIENTS, OUTPUTS, assert_close
+
+
+class Norm(nn.Module):
+    """Base of the specimens below: one weight, one eps."""
+
+    def __init__(self, width=32, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.eps = eps
+
+    def rstd(self, x):
+        return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class LlamaNorm(Norm):
+    def forward(self, x):
+        return self.weight * (x.float() * self.rstd(x.float())).to(x.dtype)
+
+
+class T5Norm(Norm):
+    """Rounds to the dtype of its weight."""
+
+    def forward(self, x):
+        x = x * self.rstd(x.float())
+        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype is torch.bfloat16 else x)
+
+
+class GemmaNorm(Norm):
+    def forward(self, x):
+        return (x.float() * self.rstd(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class CenteredNorm(Norm):
+    """A layer norm without a bias."""
+
+    def forward(self, x):
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        return (self.weight.float() * centred * self.rstd(centred)).to(x.dtype)
+
+
+class BiasNorm(nn.Module):
+    """Other names, and an eps that is written into the formula."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta, self.gamma = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x.float(), (32,), self.gamma.float(), self.beta.float(), 1e-5).to(x.dtype)
+
+
+class BareNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.variance_epsilon = 1e-5
+
+    def forward(self, hidden_states, scale=None):
+        x = hidden_states.float()
+        x = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)).type_as(hidden_states)
+        return x if scale is None else x * scale
+
+
+class SlowGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class HeldGELU(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.act = functools.partial(nn.functional.gelu, approximate=form)
+
+    def forward(self, x):
+        return self.act(x)
+
+
+HONEST = {
+    LlamaNorm: "hfnn rms_norm",
+    T5Norm: "hfnn rms_norm",
+    GemmaNorm: "hfnn rms_norm, offset 1",
+    CenteredNorm: "hfnn layer_norm",
+    BiasNorm: "hfnn layer_norm",
+    BareNorm: "hfnn rms_norm",
+    SlowGELU: "hfnn gelu, tanh form",
+    functools.partial(HeldGELU, "none"): "hfnn gelu, erf form",
+    functools.partial(HeldGELU, "tanh"): "hfnn gelu, tanh form",
+}
+
+
+@pytest.mark.parametrize("make", HONEST)
+def test_reading(make):
+    m = hfnn.convert(make())
+    assert is_converted(m) and title(type(m)) == HONEST[make]
+    assert type(m).__name__ == type(make()).__name__ and isinstance(m, type(make()))
+    assert type(hfnn.revert(m)) is type(make())
+
+
+def run(m, x, dy):
+    y = m(x)
+    return y, *torch.autograd.grad(y, [x, *m.parameters()], dy.to(y.dtype))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")], ids=str)
+@pytest.mark.parametrize("make", HONEST)
+def test_results(make, dtypes):
+    """The accuracy rule, with the author's own code in torch's place; the room ran, and the dtype is the author's."""
+    weight_dtype, dtype = (getattr(torch, name) for name in dtypes)
+    m = make().to(weight_dtype)
+    x = (torch.randn(5, 7, 32) * 1e-2 + 1e-3).to(dtype).requires_grad_()
+    dy = torch.randn(5, 7, 32)
+    theirs = run(m, x, dy)
+    hfnn.convert(m, prefer="memory")
+    ours = run(m, x, dy)
+    assert hfnn.recipe.find(ours[0]) is not None
+    weights = {name: p.detach().double().requires_grad_() for name, p in m.named_parameters()}
+    x64, like = x.detach().double().requires_grad_(), type(m)._hfnn_like
+    y64 = like.exact(x64, weights, None if like.op is hfnn.ops.gelu.OP else like.numbers(m)[2])
+    exact = y64, *torch.autograd.grad(y64, [x64, *weights.values()], dy.double())
+    for i, tensors in enumerate(zip(ours, exact, theirs, strict=True)):
+        assert_close(*tensors, at_most=GRADIENTS if i else OUTPUTS)
+
+
+def test_called_in_another_way():
+    m, x = hfnn.convert(BareNorm(), prefer="memory"), torch.randn(3, 32, requires_grad=True)
+    y = m(x)
+    assert hfnn.recipe.find(y) is not None
+    assert hfnn.recipe.find(m(hidden_states=x)) is None
+    torch.testing.assert_close(m(hidden_states=x), y)
+    torch.testing.assert_close(m(x, 2.0), 2 * y)
+
+
+def test_eps_is_read_when_called():
+    m, x = hfnn.convert(LlamaNorm(), prefer="memory"), torch.randn(3, 32) * 1e-3
+    before = m(x)
+    m.eps = 1.0
+    assert m(x).norm() < before.norm() / 100
+
+
+def test_autocast():
+    """The dtype under autocast is the author's too: asked of the author's code."""
+    for make in (LlamaNorm, T5Norm, GemmaNorm, SlowGELU):
+        m = make()
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(3, 32, dtype=dtype, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                wanted = hfnn.revert(m)(x).dtype
+                assert hfnn.convert(m, prefer="memory")(x).dtype is wanted
+
+
+def test_wider_gelu():
+    """A GELU that answers in float32 to bfloat16 keeps the bfloat16, as CUDA's autocast asks of `pow`."""
+
+    class WideGELU(nn.Module):
+        def forward(self, x):
+            return nn.functional.gelu(x.float())
+
+    x = torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True)
+    m = WideGELU()
+    wanted = m(x)
+    (dx,) = torch.autograd.grad(wanted.sum(), x)
+    y = hfnn.convert(m, prefer="memory")(x)
+    assert y.dtype is torch.float32 and hfnn.recipe.find(y).sources == (x,)
+    torch.testing.assert_close(y, wanted)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, dx)
+
+
+class EpsOutsideNorm(Norm):
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+class OwnEpsNorm(Norm):
+    """Has an eps, and uses another."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class UnbiasedNorm(Norm):
+    def forward(self, x):
+        return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+
+
+class FirstHalfNorm(Norm):
+    """Statistics of a part of the row."""
+
+    def forward(self, x):
+        return self.weight * x * self.rstd(x[..., :16])
+
+
+class TrainingNorm(Norm):
+    def forward(self, x):
+        y = self.weight * x * self.rstd(x)
+        return y * 1.001 if self.training else y
+
+
+class NoGradNorm(Norm):
+    def forward(self, x):
+        y = self.weight * x * self.rstd(x)
+        return y if torch.is_grad_enabled() else y * 1.001
+
+
+class DetachedNorm(Norm):
+    """The right values, another gradient."""
+
+    def forward(self, x):
+        return self.weight * x * self.rstd(x).detach()
+
+
+class BatchNorm(Norm):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean() + self.eps)
+
+
+class LowPrecisionNorm(Norm):
+    """Right in float32 only."""
+
+    def forward(self, x):
+        y = self.weight * x.float() * self.rstd(x.float())
+        return (y if x.dtype is torch.float32 else y * 1.1).to(x.dtype)
+
+
+class CountingNorm(Norm):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.weight * x * self.rstd(x)
+
+
+class ListNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(tuple(x.shape))
+        return self.weight * x * self.rstd(x)
+
+
+class RaisingNorm(Norm):
+    def forward(self, x):
+        raise RuntimeError("not today")
+
+
+class InPlaceNorm(Norm):
+    def forward(self, x):
+        return x.mul_(self.rstd(x)) * self.weight
+
+
+class ChannelsFirstNorm(Norm):
+    def forward(self, x):
+        return self.weight[:, None] * x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps)
+
+
+class GatedNorm(Norm):
+    def forward(self, x, gate):
+        return self.weight * x * self.rstd(x) * gate
+
+
+class BufferNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x):
+        return self.weight * x * self.rstd(x) * self.scale
+
+
+class MatrixNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x):
+        return x
+
+
+class ParentNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LayerNorm(32, elementwise_affine=False, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) * self.weight
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class ClippedGELU(nn.Module):
+    def forward(self, x):
+        return nn.functional.gelu(x).clip(-10, 10)
+
+
+LIARS = {
+    EpsOutsideNorm: "unlike rms_norm, output off by",
+    OwnEpsNorm: r"unlike rms_norm, output off by .*eps times 3",
+    UnbiasedNorm: "output off by",
+    FirstHalfNorm: "output off by",
+    TrainingNorm: "output off by",
+    NoGradNorm: "depends on more than its input",
+    DetachedNorm: "gradient of the input off by",
+    BatchNorm: "output off by",
+    LowPrecisionNorm: r"output off by .*input torch.bfloat16",
+    CountingNorm: "changes attributes of the module",
+    ListNorm: "changes attributes of the module",
+    RaisingNorm: "raises on the probe: not today",
+    InPlaceNorm: "raises on the probe: a view of a leaf Variable",
+    ChannelsFirstNorm: "raises on the probe: The size of tensor",
+    GatedNorm: "its forward needs 2 arguments",
+    BufferNorm: "tensors that are no parameters",
+    MatrixNorm: "not one weight",
+    ParentNorm: "it has modules inside",
+    functools.partial(LlamaNorm, 4): "rows of 4 are too short",
+    QuickGELU: "unlike gelu, .* form, output off by",
+    ClippedGELU: "unlike gelu, .* form, output off by",
+}
+
+
+@pytest.mark.parametrize("make", LIARS)
+def test_liars_are_left_alone(make):
+    m = make()
+    before = {name: value.copy() if isinstance(value, list) else value for name, value in vars(m).items()}
+    state = torch.get_rng_state()
+    hfnn.convert(m)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not is_converted(m) and vars(m) == before
+    like, why = lookalike.recognise(m)
+    assert like is None and re.search(LIARS[make], why), why
+
+
+def test_modes_around_the_proof():
+    class ModestNorm(LlamaNorm):
+        """A class that no other test has proved."""
+
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        m = ModestNorm()
+        assert is_converted(hfnn.convert(m))
+    assert m.weight.is_meta
+
+
+def test_modes_around_the_call():
+    m, x = hfnn.convert(LlamaNorm(), prefer="memory"), torch.randn(3, 32)
+    wanted = m(x)
+    torch.testing.assert_close(torch.vmap(m)(x), wanted)
+    tangent = torch.func.jvp(m, (x,), (x,))[1]
+    assert tangent.shape == x.shape
+    compiled = torch.compile(m, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert hfnn.convert(LlamaNorm(), prefer="memory")(torch.randn(3, 32)).shape == (3, 32)
+
+
+def test_the_proof_is_of_attributes_too():
+    """Two modules of a class may compute two things."""
+
+    class SwitchNorm(Norm):
+        centred = False
+
+        def forward(self, x):
+            x = x - x.mean(-1, keepdim=True) if self.centred else x
+            return self.weight * x * self.rstd(x)
+
+    one, two = SwitchNorm(), SwitchNorm()
+    two.centred = True
+    hfnn.convert(nn.ModuleList([one, two]))
+    assert title(type(one)) == "hfnn rms_norm" and title(type(two)) == "hfnn layer_norm"
+    assert len({type(hfnn.convert(SwitchNorm())) for _ in range(3)}) == 1
