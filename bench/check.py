@@ -1,0 +1,120 @@
+"""The inputs of a case, and whether what comes of them is right."""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import rivals
+import torch
+
+import hfnn
+from hfnn import testing
+
+CHECKED = 1 << 22  # elements of a tensor compared with float64
+say = functools.cache(print)  # a line is said once
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of arguments, as a training step has them: an activation first, then parameters."""
+
+    args: tuple
+    kwargs: dict
+    dy: torch.Tensor
+
+    @functools.cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        return [a for a in self.args if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def of(self, provider) -> "Inputs":
+        return Inputs(provider.prepare(self.args), self.kwargs, self.dy)
+
+    def forward(self, fn):
+        return fn(*self.args, **self.kwargs)
+
+    def backward(self, y):
+        return torch.autograd.grad(y, self.leaves, self.dy, retain_graph=True)
+
+
+def _is_float(a) -> bool:
+    return isinstance(a, torch.Tensor) and a.is_floating_point()
+
+
+def _leaf(a: torch.Tensor, parameter: bool = False) -> torch.Tensor:
+    return torch.nn.Parameter(a) if parameter else a.detach().requires_grad_()
+
+
+def draw(op, case, dtype, device: str) -> Inputs:
+    """Inputs of a case, drawn on the device."""
+    with torch.device(device):
+        args, kwargs = op.sample(case, dtype, device)
+        args = tuple(_leaf(a, parameter=i > 0) if _is_float(a) else a for i, a in enumerate(args))
+        with torch.no_grad():
+            y = op.torch(*args, **kwargs)
+        return Inputs(args, kwargs, torch.randn(y.shape, dtype=torch.float32).to(y.dtype))
+
+
+@contextlib.contextmanager
+def poisoned():
+    """What `torch.empty` returns is NaN: else memory left by another provider could pass for a kernel's output."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def result(provider, given: Inputs) -> list[torch.Tensor]:
+    """The output and the gradients."""
+    given = given.of(provider)
+    with provider.around(), poisoned() if provider.name == "hfnn" else contextlib.nullcontext():
+        y = given.forward(provider.fn)
+        return [y.detach(), *given.backward(y)]
+
+
+def exactly(op, given: Inputs, y: torch.Tensor) -> list[torch.Tensor]:
+    """The output and the gradients in float64. `y`: the result whose random draw a random op is to repeat."""
+    pin = {} if op.pin is None else op.pin(given.args, y)
+    wide = Inputs(tuple(_leaf(a.double()) if _is_float(a) else a for a in given.args), given.kwargs, given.dy.double())
+    exact = op.reference(*wide.args, **wide.kwargs, **pin)
+    return [exact.detach(), *wide.backward(exact)]
+
+
+def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[testing.Error]:
+    return [testing.error(_thin(r), _thin(e)) for r, e in zip(results, exact, strict=True)]
+
+
+def _thin(x: torch.Tensor) -> torch.Tensor:
+    """At most about CHECKED elements: every n-th, n odd, so that all columns and lanes have their turn."""
+    return x.flatten()[:: x.numel() // CHECKED | 1]
+
+
+def broken(results, mine, torchs) -> list[str]:
+    """The results that break the accuracy rule, in words."""
+    found = []
+    for i, (r, m, t) in enumerate(zip(results, mine, torchs, strict=True)):
+        if not m.within(t, r.dtype, testing.GRADIENTS if i else testing.OUTPUTS):
+            what = f"gradient {i - 1}" if i else "output"
+            found.append(f"{what}: error {m.l2:.3g} (largest {m.largest:.3g}), torch's {t.l2:.3g} ({t.largest:.3g})")
+    return found
+
+
+def judge(op, case, given: Inputs, providers) -> tuple[dict, bool]:
+    """({provider: errors} of those that can run, whether all of ours are right)."""
+    own = result(rivals.rival(op, "torch", ""), given)
+    exact = exactly(op, given, own[0])
+    torchs, able, right = errors(own, exact), {}, True
+    for provider in providers:
+        try:
+            results = result(provider, given)
+        except Exception as why:  # whatever a rival raises is its reason; ours may only say that it has no kernel
+            say(f"skipped: {provider} {op.name} {case}: {type(why).__name__}: {why}")
+            right = right and (provider.name != "hfnn" or isinstance(why, hfnn.NoKernel))
+            continue
+        able[provider] = errors(results, exact if op.pin is None else exactly(op, given, results[0]))
+        wrong = broken(results, able[provider], torchs) if provider.name == "hfnn" else []
+        for line in wrong:
+            print(f"RED: {provider} {op.name} {case} {given.args[0].dtype}: {line}")
+        right = right and not wrong
+    return able, right

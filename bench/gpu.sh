@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Build, test and measure on a machine with a GPU in one call:   bench/gpu.sh [test|bench|small|all]...
+#
+# Nothing is fetched: python3 has torch, triton, pytest and what pyproject.toml needs for a build. Wheels of rivals that
+# it lacks (liger-kernel, quack-kernels) are installed apart from it, from $WHEELS. Logs and result files go to $OUT.
+# Every part has its own limit, in seconds, so that one that hangs leaves the others their time; together 8 minutes.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+LIMIT_BUILD=90 LIMIT_TEST=170 LIMIT_BENCH=170 LIMIT_SMALL=40
+export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/site} WORKERS=${WORKERS:-12}
+export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper
+export PYTHONUNBUFFERED=1 PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$OUT" "$SITE"
+
+install_rivals() {
+  shopt -s nullglob
+  local wheels=($WHEELS)
+  ((${#wheels[@]} == 0)) || python3 -m pip install -q --no-index --no-deps --upgrade --target "$SITE" "${wheels[@]}"
+}
+
+build() {
+  install_rivals || echo "rivals were not installed: ${WHEELS}"
+  python3 -m pip install -q --no-build-isolation --no-index --no-deps -e . && python3 -m hfnn.info
+}
+
+tests() {
+  # One thread a worker, or the workers fight over the cores; plugins by name, or foreign ones warn and so fail tests;
+  # -P, or transformers takes the folder kernels/ for a package of that name.
+  OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -P -m pytest -q -p xdist -p timeout -p hypothesispytest \
+    -n "$WORKERS" --dist loadgroup --timeout 120 --maxfail 20 tests
+}
+
+bench() {
+  python3 bench/run.py --against torch compile liger quack --kernel cuda triton --results "$OUT"
+}
+
+small() {
+  python3 bench/run.py --small --results "$OUT"
+}
+
+export -f install_rivals build tests bench small
+failed=0 summary=
+
+# part <function> <limit> <lines>: runs it with its output in a log, and shows the last lines. SIGINT first: the
+# benchmark prints what it has.
+part() {
+  local begin=$SECONDS status
+  timeout --signal=INT --kill-after=10 "$2" bash -c "$1" >"$OUT/$1.log" 2>&1
+  status=$?
+  tail -n "$3" "$OUT/$1.log"
+  ((status == 0)) || failed=1
+  summary+=$(printf '%-6s status %3d (124, 137: over its limit)  %4d s of %d' "$1" $status $((SECONDS - begin)) "$2")$'\n'
+}
+
+what=" ${*:-all} "
+wants() { [[ $what == *" $1 "* || $what == *" all "* ]]; }
+
+part build $LIMIT_BUILD 20
+wants test && part tests $LIMIT_TEST 25
+wants small && part small $LIMIT_SMALL 40
+wants bench && part bench $LIMIT_BENCH 60
+printf '%s' "$summary"
+exit $failed

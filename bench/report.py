@@ -1,0 +1,200 @@
+"""Rows of results: one CSV file a device, tables and plots of it.
+
+A file only ever grows. Tables and plots take the newest row of each (op, case, dtype, provider, kernel, pass).
+"""
+
+import csv
+import datetime
+import functools
+import math
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+# fmt: off
+COLUMNS = (
+    "date", "op", "case", "dtype", "provider", "kernel", "pass", "device_us", "host_us", "spread_pct", "gbps",
+    "pct_of_copy", "copy_gbps", "saved_bytes", "rel_error", "torch", "triton", "driver", "cuda", "commit", "threads",
+)
+# fmt: on
+KEY = ("op", "case", "dtype", "provider", "kernel", "pass")
+
+
+# Writing
+
+
+def row(op: str, case: tuple, dtype, provider: str, name: str, timing, error: float | None, more: dict) -> dict:
+    """One line of the CSV file; `more` has whichever of the other columns are known."""
+    return {
+        **dict.fromkeys(COLUMNS, ""),
+        **_circumstances(),
+        "date": datetime.datetime.now().isoformat(" ", "seconds"),
+        "op": op,
+        "case": "x".join(map(str, case)),
+        "dtype": str(dtype).removeprefix("torch."),
+        "provider": provider,
+        "pass": name,
+        "device_us": _short(timing.device_us),
+        "host_us": _short(timing.host_us),
+        "spread_pct": _short(timing.spread_pct, 3),
+        "rel_error": _short(error, 3),
+        "threads": torch.get_num_threads(),
+        **{column: _short(value) for column, value in more.items()},
+    }
+
+
+def rates(nbytes: float, device_us: float, copy_gbps: float) -> dict:
+    """The columns that compare with the bandwidth of a copy."""
+    gbps = nbytes / device_us / 1e3
+    return {"gbps": gbps, "copy_gbps": copy_gbps, "pct_of_copy": 100 * gbps / copy_gbps}
+
+
+def kernel_of(y: torch.Tensor) -> str:
+    """The kernel that made y: hfnn's rooms keep it on their autograd node; without one, torch's own op ran."""
+    kernel = getattr(y.grad_fn, "kernel", None)
+    return "torch" if kernel is None else kernel.name
+
+
+def _short(value, digits: int = 5):
+    if value is None:
+        return ""
+    return f"{value:.{digits}g}" if isinstance(value, float) else value
+
+
+@functools.cache
+def _circumstances() -> dict:
+    """What does not change while a process runs."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", ""),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "cuda": torch.version.cuda or "",
+        "commit": os.environ.get("HFNN_COMMIT") or _output("git", "describe", "--always", "--dirty") or "unknown",
+    }
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing where it is not there or fails."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()
+
+
+def path(folder: Path, device: str, suffix: str = "") -> Path:
+    """The CSV file of this machine's device."""
+    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    return folder / f"{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}{suffix}.csv"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def append(path: Path, rows: list[dict]) -> list[dict]:
+    """Add rows to a file, as they come: an interrupted run loses one case. Returns the rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if not new and (header := path.read_text().partition("\n")[0]) != ",".join(COLUMNS):
+        raise SystemExit(f"{path} has the columns {header}; this version writes {','.join(COLUMNS)}: move it away")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+# Reading
+
+
+def newest(path: Path) -> list[dict]:
+    """The last row of each key, in the order in which the keys first came."""
+    with path.open(newline="") as file:
+        return list({tuple(r[k] for k in KEY): r for r in csv.DictReader(file)}.values())
+
+
+def show(folder: Path, column: str | None, plots: bool) -> int:
+    """A table of every CSV file, and its plots; exit status."""
+    files = sorted(folder.glob("*.csv"))
+    for file in files:
+        rows = newest(file)
+        if column:
+            table(rows, f"{file.stem}, {column}", column)
+        for name in _plot(rows, file) if plots else ():
+            print(name)
+    if not files:
+        print(f"no CSV file in {folder}")
+    return 0 if files else 1
+
+
+def table(rows: list[dict], title: str, column: str = "time") -> None:
+    """A line for each case and pass, a column for each provider."""
+    lines, labels = {}, {}
+    for r in rows:
+        label = labels.setdefault(_label(r), _label(r))
+        lines.setdefault(tuple(r[k] for k in ("op", "case", "dtype", "pass")), {})[label] = _cell(r, column)
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("op", "case", "dtype", "pass"):
+        found.add_column(heading)
+    for label in labels:
+        found.add_column(label, justify="right")
+    for key, cells in lines.items():
+        found.add_row(*key, *(cells.get(label, "") for label in labels))
+    console = Console()
+    console.width = console.width if console.is_terminal else 160
+    console.print(found)
+
+
+def _label(r: dict) -> str:
+    return f"{r['provider']} {r['kernel']}".strip()
+
+
+def _cell(r: dict, column: str) -> str:
+    if column != "time":
+        return str(r[column])
+    us = float(r["device_us"] or r["host_us"])
+    us = f"{us:.2f} us" if us < 100 else f"{us:.0f} us"
+    return f"{us} {float(r['pct_of_copy']):3.0f}%" if r["pct_of_copy"] else us
+
+
+def _plot(rows: list[dict], file: Path) -> list[Path]:
+    """One PNG an op and pass: per cent of the copy bandwidth, a group of bars for each case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in rows if r["pct_of_copy"]]
+    written = []
+    for op, name in dict.fromkeys((r["op"], r["pass"]) for r in rows):
+        mine = [r for r in rows if (r["op"], r["pass"]) == (op, name)]
+        groups = list(dict.fromkeys((r["case"], r["dtype"]) for r in mine))
+        labels = list(dict.fromkeys(map(_label, mine)))
+        figure, axes = pyplot.subplots(figsize=(max(6, 1.6 * len(groups)), 3.6), layout="constrained")
+        for i, label in enumerate(labels):
+            heights = {(r["case"], r["dtype"]): float(r["pct_of_copy"]) for r in mine if _label(r) == label}
+            at = [g + (i - (len(labels) - 1) / 2) * 0.8 / len(labels) for g in range(len(groups))]
+            axes.bar(at, [heights.get(group, math.nan) for group in groups], 0.8 / len(labels), label=label)
+        axes.set_xticks(range(len(groups)), ["\n".join(group) for group in groups], fontsize=8)
+        axes.set(title=f"{op} {name}, {file.stem}", ylabel="% of the bandwidth of a copy")
+        axes.axhline(100, color="grey", linewidth=0.8)
+        axes.legend(fontsize=8, ncols=3)
+        written.append(file.with_name(f"{file.stem}-{op}-{name}.png"))
+        figure.savefig(written[-1], dpi=120)
+        pyplot.close(figure)
+    return written

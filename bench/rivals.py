@@ -1,0 +1,115 @@
+"""Who runs an op: hfnn, torch, torch.compile, Liger, quack. All take the arguments of torch's op.
+
+A provider that cannot do an op raises `Skip` with the reason, which is printed: nobody is left out silently.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import hfnn
+
+AGAINST = ("torch", "compile", "compile-max", "liger", "quack")
+OURS = ("auto", *(name for name in hfnn.kernel.NAMES if name != "torch"))
+
+
+class Skip(Exception):
+    """Why a provider does not take part."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`fn(*prepare(args), **kwargs)` is the op; `around` is entered for the forward, outside the timed part."""
+
+    name: str
+    fn: Callable
+    label: str = ""  # of several providers with one name: hfnn's kernels
+    around: Callable = contextlib.nullcontext
+    prepare: Callable = tuple
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.label}".strip()
+
+
+def ours(op, kernel: str) -> Provider:
+    """hfnn's function with one kind of kernel, or with the one it would choose ("auto")."""
+    fn = getattr(hfnn.functional, op.name)
+    if kernel == "auto":
+        return Provider("hfnn", fn, "auto")
+    return Provider("hfnn", fn, kernel, around=functools.partial(hfnn.use, kernel))
+
+
+def rival(op, name: str, device: str) -> Provider:
+    """One of AGAINST for `op`. Raises Skip."""
+    if name == "torch":
+        return Provider("torch", op.torch)
+    if name.startswith("compile"):
+        return Provider(name, _compiled(op, "max-autotune-no-cudagraphs" if name == "compile-max" else None))
+    if device != "cuda":
+        raise Skip("runs on CUDA only")
+    make = {"liger": _liger, "quack": _quack}[name]().get(op.name)
+    if make is None:
+        raise Skip(f"has no {op.name}")
+    return make
+
+
+def _compiled(op, mode: str | None) -> Callable:
+    torch._dynamo.reset()  # each case is compiled for its own shape, and never counts as a recompilation
+    torch._functorch.config.donated_buffer = False  # else a retained graph cannot be run backward twice
+    return torch.compile(lambda *args, **kwargs: op.torch(*args, **kwargs), dynamic=False, mode=mode)
+
+
+def _liger() -> dict[str, Provider]:
+    """Liger Kernel's autograd functions, as its own functional interface calls them."""
+    try:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    except ImportError as error:
+        raise Skip(f"cannot be imported: {error}") from error
+
+    def layer_norm(x, shape, weight, bias, eps=1e-5):
+        return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+    def rms_norm(x, shape, weight, eps):
+        # in_place=False: by default Liger writes dx over dy, which a second backward of one graph would read.
+        return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+    return {name: Provider("liger", fn) for name, fn in {"layer_norm": layer_norm, "rms_norm": rms_norm}.items()}
+
+
+def _quack() -> dict[str, Provider]:
+    """quack's kernels. Its LayerNorm has no autograd function, and takes float32 parameters only."""
+    try:
+        from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
+    except ImportError as error:
+        raise Skip(f"cannot be imported: {error}") from error
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, eps):
+            y, rstd, mean = layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd, mean = ctx.saved_tensors
+            return *layernorm_bwd(x, weight, dy, rstd, mean), None
+
+    def layer_norm(x, shape, weight, bias, eps=1e-5):
+        return LayerNorm.apply(x, weight, bias, eps)
+
+    def rms_norm(x, shape, weight, eps):
+        return rmsnorm(x, weight, eps=eps)
+
+    def float32(args):
+        x, *rest = args
+        return x, *(torch.nn.Parameter(a.detach().float()) if isinstance(a, torch.Tensor) else a for a in rest)
+
+    return {
+        "layer_norm": Provider("quack", layer_norm, prepare=float32),
+        "rms_norm": Provider("quack", rms_norm),
+    }

@@ -1,0 +1,199 @@
+"""Time hfnn's ops beside torch, torch.compile and other libraries; see README.md here.
+
+    bench/run.py layer_norm gelu --against torch compile      # rows in bench/results/<device>.csv, and a table
+    bench/run.py --table                                      # the newest rows again
+    bench/run.py --small                                      # the rule for small shapes, host time included
+    bench/run.py --crossover                                  # from which size a kernel is worth its host time
+
+Correctness comes first: a kernel that breaks the accuracy rule of hfnn/testing.py on the very inputs to be timed is
+reported, nothing of that case is timed, and the exit status is 1.
+"""
+
+import argparse
+import functools
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import check
+import report
+import rivals
+import small
+import timing
+import torch
+
+import hfnn
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS = {op.name: op for op in hfnn.ops.ALL}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def participants(op, options) -> list[rivals.Provider]:
+    """Who is timed on a case; says who is not, and why."""
+    found = [rivals.ours(op, kernel) for kernel in options.kernel]
+    for name in options.against:
+        try:
+            found.append(rivals.rival(op, name, options.device))
+        except rivals.Skip as why:
+            check.say(f"skipped: {name} {op.name}: {why}")
+    return found
+
+
+def measure(op, case, dtype, options) -> list[dict] | None:
+    """Rows of one case, or None where one of our kernels is wrong."""
+    first = check.draw(op, case, dtype, options.device)
+    errors, right = check.judge(op, case, first, participants(op, options))
+    if not right:
+        print(f"refused: {op.name} {case}: not timed while a kernel is wrong")
+        return None
+    count = timing.input_sets(3 * first.args[0].nbytes, options.device)
+    sets = [first, *(check.draw(op, case, dtype, options.device) for _ in range(count - 1))]
+    forward, backward, notes = {}, {}, {}
+    for provider in errors:
+        forward[provider], backward[provider], notes[provider] = calls(provider, sets)
+    rows = []
+    for i, (name, timed) in enumerate((("forward", forward), ("backward", backward))):
+        timings = timing.interleaved({**timed, "copy": options.copy}, options.device, options.rounds, options.seconds)
+        copy = 2 * timing.COPY_BYTES[options.device] / timings.pop("copy").device_us / 1e3
+        for provider, found in timings.items():
+            rates = report.rates(op.traffic[i] * first.args[0].nbytes, found.device_us, copy)
+            error = max(e.l2 for e in (errors[provider][1:] if i else errors[provider][:1]))
+            rows.append(report.row(op.name, case, dtype, provider.name, name, found, error, rates | notes[provider]))
+    return rows
+
+
+def calls(provider, sets) -> tuple[timing.Call, timing.Call, dict]:
+    """(forward, backward alone on graphs that are kept, columns of the CSV file) of a provider."""
+    given = [s.of(provider) for s in sets]
+    with provider.around():
+        outputs = [g.forward(provider.fn) for g in given]
+        kernel = report.kernel_of(outputs[0]) if provider.name == "hfnn" else ""
+        notes = {"kernel": kernel, "saved_bytes": saved(provider, given[0])}
+    forward = tuple(functools.partial(g.forward, provider.fn) for g in given)
+    backward = tuple(functools.partial(g.backward, y) for g, y in zip(given, outputs, strict=True))
+    return timing.Call(forward, provider.around), timing.Call(backward), notes
+
+
+def saved(provider, given: check.Inputs) -> int | None:
+    """Bytes kept for backward, or None where they cannot be seen."""
+    try:
+        return hfnn.memory.saved_bytes(lambda: given.forward(provider.fn)).total
+    except Exception as why:
+        print(f"no saved bytes of {provider}: {why}")
+        return None
+
+
+def cases(op, options) -> list[tuple]:
+    """What was asked for; else the op's own, on a CPU with a sixteenth of the rows, and smaller still for --sweep."""
+    if options.case:
+        return [(*shape, *(rest or small.tail(op))) for shape, rest in options.case]
+    found = [c if options.device == "cuda" else (c[0] // 16, *c[1:]) for c in op.bench]
+    if options.sweep:
+        found = [(c[0] >> shift, *c[1:]) for c in found for shift in range(0, 32, 4) if c[0] >> shift]
+    return found
+
+
+def own_tests(op) -> bool:
+    """Whether the op's tests pass; slow, and asked for with --tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/ops", "-k", op.name]
+    return subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def compare(options) -> int:
+    """Time the ops asked for; exit status."""
+    check.say.cache_clear()
+    options.copy = timing.copy_call(options.device)
+    path, rows, red = report.path(options.results, options.device), [], False
+    try:
+        for op in options.ops or hfnn.ops.ALL:
+            if not op.kernels:
+                print(f"skipped: {op.name}: has no kernels of its own")
+            elif options.tests and not own_tests(op):
+                print(f"refused: {op.name}: its tests fail")
+                red = True
+            else:
+                for case, dtype in itertools.product(cases(op, options), options.dtype):
+                    found = measure(op, case, dtype, options)
+                    red = red or found is None
+                    if found:
+                        rows += report.append(path, found)
+    finally:  # an interrupted run shows what it has
+        if rows:
+            copy = rows[-1]["copy_gbps"]
+            report.table(rows, f"{path.stem}: time and per cent of the bandwidth of a copy ({copy} GB/s)")
+    return int(red)
+
+
+# Command line
+
+
+def _case(text: str) -> tuple[list, list]:
+    """The shape of x, and what an op's cases say besides: 8192x1024, 16384x8192x0.1, 16384x8192xtanh."""
+    parts = [_number(part) for part in text.split("x")]
+    rest = itertools.dropwhile(lambda part: isinstance(part, int), parts)
+    return [part for part in parts if isinstance(part, int)], list(rest)
+
+
+def _op(text: str):
+    if text not in OPS:
+        raise argparse.ArgumentTypeError(f"no op {text!r}; there are {', '.join(OPS)}")
+    return OPS[text]
+
+
+def _number(text: str):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def parse(argv=None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", type=_op, help=f"of {', '.join(OPS)}; all of them by default")
+    add("--against", nargs="*", default=["torch"], choices=rivals.AGAINST)
+    add("--kernel", nargs="*", default=["auto"], choices=rivals.OURS, help="hfnn's kernels to time; auto: its choice")
+    add("--case", nargs="*", type=_case, help="8192x1024, 8192x1024xtanh: as in the op's room")
+    add("--sweep", action="store_true", help="each case also with its rows divided by 16, 256, ...")
+    add("--dtype", nargs="*", default=["bfloat16" if cuda else "float32"], choices=DTYPES)
+    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    add("--rounds", type=int, default=5)
+    add("--seconds", type=float, default=0.3, help="spent on each provider and pass")
+    add("--threads", type=int, help="of a CPU; torch's default otherwise")
+    add("--tests", action="store_true", help="run the op's own tests first")
+    add("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the CSV files")
+    add("--small", action="store_true", help="the rule for small shapes")
+    add("--crossover", action="store_true", help="the smallest size worth a kernel")
+    add("--table", nargs="?", const="time", metavar="COLUMN", help="print the newest rows; default: time, %% of copy")
+    add("--plot", action="store_true", help="write PNG files beside the CSV files")
+    options = parser.parse_args(argv)
+    if options.rounds < 3:
+        parser.error("--rounds: at least 3, or the spread means nothing")
+    options.dtype = [getattr(torch, name) for name in options.dtype]
+    return options
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    if options.table or options.plot:
+        return report.show(options.results, options.table, options.plot)
+    torch.manual_seed(0)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.crossover:
+        return small.crossover(options)
+    if options.small:
+        return small.rule(options)
+    return compare(options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

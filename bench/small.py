@@ -1,0 +1,150 @@
+"""Small shapes, where the host decides: the rule that holds for them, and the size from which a kernel pays.
+
+Whole calls are timed, launches and synchronisation included, in interleaved blocks of many calls.
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import report
+import timing
+import torch
+
+import hfnn
+
+RULE = tuple(1 << n for n in (0, 4, 8, 12, 14, 16, 18, 20))  # elements
+CROSSOVER = {"cuda": tuple(1 << n for n in range(10, 27)), "cpu": tuple(1 << n for n in range(8, 23))}
+RATIO = 0.97  # at least as fast as torch, but for noise
+EXTRA_US = {"module": 0.3, "functional": 0.4}  # or at most this much slower
+PASSES = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A forward that needs no arguments, and the tensors that its backward gives gradients of."""
+
+    forward: Callable[[], torch.Tensor]
+    leaves: list[torch.Tensor]
+
+    def call(self, name: str, dy: torch.Tensor, around: Callable = contextlib.nullcontext) -> timing.Call:
+        """One of PASSES."""
+        if name == "forward":
+            return timing.Call((self.forward,), around)
+        return timing.Call((lambda: torch.autograd.grad(self.forward(), self.leaves, dy),), around)
+
+
+def case_of(op, elements: int) -> tuple:
+    """A case of `op` whose x has that many elements, in rows of at most 1024."""
+    cols = min(elements, 1024)
+    return (elements // cols, cols, *tail(op))
+
+
+def tail(op) -> tuple:
+    """What a case of `op` has besides the shape of x, as in its first case."""
+    (x, *_), _ = op.sample(op.cases[0], torch.float32, "meta")
+    return op.cases[0][x.dim() :]
+
+
+def draw(op, elements: int, dtype, device: str) -> tuple[list, dict]:
+    args, kwargs = op.sample(case_of(op, elements), dtype, device)
+    return [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args], kwargs
+
+
+def functionals(op, args, kwargs) -> tuple[Subject, Subject]:
+    """hfnn's function and torch.nn.functional's."""
+    leaves = [a for a in args if isinstance(a, torch.Tensor)]
+    fns = getattr(hfnn.functional, op.name), getattr(torch.nn.functional, op.name, op.torch)
+    return tuple(Subject(functools.partial(fn, *args, **kwargs), leaves) for fn in fns)
+
+
+def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
+    """hfnn's module and torch's, for each class that the op stands in for."""
+    given = inspect.signature(getattr(hfnn.functional, op.name)).bind(*args, **kwargs).arguments
+    if "weight" in given and given["weight"].dim() == 2:
+        given["out_features"], given["in_features"] = given["weight"].shape
+    x = args[0]
+    for original, room in op.modules.items():
+        wanted = inspect.signature(original).parameters
+        known = {name: a for name, a in given.items() if name in wanted and not isinstance(a, torch.Tensor)}
+        both = (cls(**known).to(x.device, x.dtype) for cls in (room, original))
+        yield tuple(Subject(functools.partial(m, x), [x, *m.parameters()]) for m in both)
+
+
+def rule(options) -> int:
+    """Measure every op as module and as function, against torch's; print what breaks the rule. Exit status."""
+    path, rows, broken = report.path(options.results, options.device, "-small"), [], []
+    try:
+        for op, dtype, elements in itertools.product(options.ops or hfnn.ops.ALL, options.dtype, RULE):
+            for kind, name, ours, theirs, found in _measured(op, elements, dtype, options.device):
+                rows += report.append(path, found)
+                if theirs / ours < RATIO and ours - theirs > EXTRA_US[kind]:
+                    what = f"{op.name} {kind} {name} of {elements} {dtype}"
+                    broken.append(f"SLOW: {what}: {ours:.2f} us, torch {theirs:.2f}")
+    finally:  # an interrupted run shows what it has
+        report.table(rows, f"{path.stem}, whole calls")
+        print(*broken, sep="\n")
+        print(f"{len(broken)} of {len(rows) // 2} slower than torch by more than the rule allows")
+    return 0
+
+
+def _measured(op, elements: int, dtype, device: str):
+    """(kind, pass, our microseconds, torch's, rows) of each comparison at one size."""
+    args, kwargs = draw(op, elements, dtype, device)
+    case = case_of(op, elements)
+    pairs = [("functional", functionals(op, args, kwargs)), *(("module", pair) for pair in modules(op, args, kwargs))]
+    for kind, (ours, theirs) in pairs:
+        y = ours.forward()
+        kernel, dy = report.kernel_of(y), torch.randn_like(y)
+        for name in PASSES:
+            times = timing.side_by_side(ours.call(name, dy), theirs.call(name, dy), device)
+            rows = [
+                report.row(op.name, case, dtype, provider, f"{kind} {name}", timing.Timing(None, us, None), None, more)
+                for provider, us, more in zip(("hfnn", "torch"), times, ({"kernel": kernel}, {}), strict=True)
+            ]
+            yield kind, name, *times, rows
+
+
+def crossover(options) -> int:
+    """Print, for each kernel, the smallest size of input from which it is no slower than torch's op. Exit status."""
+    for op in options.ops or hfnn.ops.ALL:
+        for kernel in op.kernels:
+            if kernel.device != options.device or kernel.missing:
+                print(f"skipped: {op.name} {kernel.name}: {kernel.missing or f'runs on {kernel.device}'}")
+                continue
+            for dtype in options.dtype:
+                _crossover(op, kernel, dtype, options.device)
+    return 0
+
+
+def _crossover(op, kernel, dtype, device: str) -> None:
+    sizes, ratios = CROSSOVER[device], {name: [] for name in PASSES}
+    for elements in sizes:
+        args, kwargs = draw(op, elements, dtype, device)
+        ours, theirs = functionals(op, args, kwargs)
+        dy = torch.randn_like(theirs.forward())
+        for name, found in ratios.items():
+            with_kernel = ours.call(name, dy, functools.partial(hfnn.use, kernel.name))
+            mine, torchs = timing.side_by_side(with_kernel, theirs.call(name, dy), device, rounds=15)
+            found.append(torchs / mine)
+    for name, found in ratios.items():
+        first = _first(sizes, found)
+        from_there = "at no size" if first is None else f"from 2^{first.bit_length() - 1} elements"
+        series = " ".join(f"{ratio:.2f}" for ratio in found)
+        print(
+            f"{op.name} {kernel.name} {dtype} {name}: no slower than torch {from_there}; "
+            f"torch's time / ours from 2^{sizes[0].bit_length() - 1} up: {series}"
+        )
+
+
+def _first(sizes, ratios) -> int | None:
+    """The smallest size from which every ratio keeps RATIO."""
+    first = None
+    for elements, ratio in zip(reversed(sizes), reversed(ratios), strict=True):
+        if ratio < RATIO:
+            break
+        first = elements
+    return first

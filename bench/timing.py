@@ -1,0 +1,177 @@
+"""Clocks: what a call costs the device, what it costs the host, and how far the numbers can be trusted.
+
+Every provider of one comparison is timed in the same rounds, one after the other, so that clocks and neighbours that
+drift during the run meet all of them alike. A round gives one median for each; the result is the median over rounds,
+its spread the distance between the best and the worst round.
+"""
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # of the tensor copied to learn the bandwidth
+FEWEST, MOST = 3, 50  # samples in a round
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call; None where there is no such number: a CPU has one clock, device_us."""
+
+    device_us: float | None
+    host_us: float | None
+    spread_pct: float | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed. `runs` do the same on different inputs, in turn; `around` is entered outside the timed part."""
+
+    runs: tuple[Callable[[], object], ...]
+    around: Callable = contextlib.nullcontext
+
+
+def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3) -> dict:
+    """A Timing for each of `calls`, by the same keys; about `seconds` are spent on each."""
+    sampler = _Cuda() if device == "cuda" else _Cpu()
+    runs = {key: itertools.cycle(call.runs) for key, call in calls.items()}
+    plans = {}
+    for key, call in calls.items():
+        with call.around():
+            plans[key] = _plan(sampler, runs[key], len(call.runs), seconds / rounds)
+    medians = {key: [] for key in calls}
+    with _no_collection():
+        for i in range(rounds):
+            for key in list(calls)[:: -1 if i % 2 else 1]:  # there and back: no provider always follows the same one
+                with calls[key].around():
+                    medians[key].append(sampler.sample(runs[key], *plans[key]))
+    return {key: _timing(of_rounds) for key, of_rounds in medians.items()}
+
+
+def _plan(sampler, runs: Iterator, sets: int, seconds: float) -> tuple[int, float]:
+    """(samples in a round, microseconds that the host needs for a call), after every input set was seen once."""
+    for _ in range(max(FEWEST, sets)):
+        next(runs)()
+    device_us, host_us = sampler.sample(runs, FEWEST, 1000.0)
+    count = int(seconds * 1e6 / max(device_us, host_us or 0.0, 1.0))
+    return min(max(count, FEWEST), MOST), host_us or 0.0
+
+
+def _timing(rounds: list[tuple[float, float | None]]) -> Timing:
+    device = [device_us for device_us, _ in rounds]
+    host = [host_us for _, host_us in rounds if host_us is not None]
+    middle = statistics.median(device)
+    spread = 100 * (max(device) - min(device)) / middle
+    return Timing(middle, statistics.median(host) if host else None, spread)
+
+
+class _Cpu:
+    """Wall time. Cold caches are the caller's affair: enough input sets to outgrow them (`input_sets`)."""
+
+    def sample(self, runs: Iterator, count: int, host_us: float) -> tuple[float, None]:
+        """Median over `count` calls."""
+        times = []
+        for run in itertools.islice(runs, count):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times) * 1e6, None
+
+
+class _Cuda:
+    """Device time between two events, host time until the call returns; both of the same call, with a cold L2.
+
+    A short spin goes first: while the device is busy with it the host runs ahead, and no gap in the launches is counted
+    as device time. The L2 is then overwritten rather than read. That leaves it full of dirty lines, as the op itself
+    does at its end; with clean ones an op could leave the last 50 MB of its output unwritten for free.
+    """
+
+    def __init__(self):
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.scratch = torch.empty(2 * device.L2_cache_size, dtype=torch.int8, device="cuda")
+        self.cycles_per_us = (getattr(device, "clock_rate", 0) or 2_000_000) / 1000
+
+    def sample(self, runs: Iterator, count: int, host_us: float) -> tuple[float, float]:
+        """Medians over `count` calls."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        spin, host = int(self.cycles_per_us * (1.5 * host_us + 20)), []
+        torch.cuda.synchronize()
+        for (start, end), run in zip(events, runs, strict=False):
+            torch.cuda._sleep(spin)
+            self.scratch.zero_()
+            start.record()
+            begin = time.perf_counter()
+            run()
+            host.append(time.perf_counter() - begin)
+            end.record()
+        torch.cuda.synchronize()
+        device_us = statistics.median(start.elapsed_time(end) for start, end in events) * 1e3
+        return device_us, statistics.median(host) * 1e6
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside a timed call."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def per_call(call: Callable, calls: int, device: str) -> float:
+    """Microseconds a call of a whole block, launches and synchronisation included: the larger of host and device."""
+    synchronise = torch.cuda.synchronize if device == "cuda" else _nothing
+    synchronise()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronise()
+    return (time.perf_counter() - begin) / calls * 1e6
+
+
+def _nothing() -> None:
+    pass
+
+
+def side_by_side(ours: Call, theirs: Call, device: str, rounds: int = 41, block_us: float = 500.0):
+    """(our, their) microseconds a call, by medians over many short interleaved blocks."""
+    blocks = []
+    for call in (ours, theirs):
+        with call.around():
+            per_call(call.runs[0], 10, device)
+            once = per_call(call.runs[0], 5, device)
+        blocks.append((call, min(max(int(block_us / once), 1), 500), []))
+    with _no_collection():
+        for i in range(rounds):
+            for call, count, times in blocks[:: -1 if i % 2 else 1]:
+                with call.around():
+                    times.append(per_call(call.runs[0], count, device))
+    return tuple(statistics.median(times) for *_, times in blocks)
+
+
+def copy_call(device: str) -> Call:
+    """torch's copy of one large tensor, of random data: the roof for whatever only moves bytes."""
+    source = torch.empty(COPY_BYTES[device], dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return Call((lambda: target.copy_(source),))
+
+
+def input_sets(nbytes: int, device: str) -> int:
+    """How many sets of inputs of `nbytes` to rotate among, so that none is in a cache when its turn comes."""
+    if device == "cuda":
+        return 1  # the L2 is flushed instead
+    return min(max(-(-2 * _last_level_cache() // max(nbytes, 1)), 1), 64)
+
+
+def _last_level_cache() -> int:
+    """Bytes; 32 MiB where Linux does not say."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes), default=32 << 20)
