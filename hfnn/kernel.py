@@ -18,6 +18,9 @@ from torch.autograd import forward_ad
 
 log = logging.getLogger("hfnn")
 
+# By their own names, for each look-up counts in a small call. Dynamo knows the function by its identity.
+Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERENCES = ("auto", "memory", "speed")
 NAMES = ("torch", "cpp", "triton", "cuda")
@@ -188,15 +191,22 @@ class Op:
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
 
+    def passes(self, x: torch.Tensor, prefer: str = "auto") -> bool:
+        """Whether torch's own op runs without further questions; all that a small call pays for hfnn.
+
+        It does while Dynamo compiles, for Inductor fuses these ops better, and for small inputs: there host time decides.
+        """
+        if compiling():
+            return True
+        return type(x) is Tensor and _forced is None and x.numel() < self.floors[prefer][x.is_cuda]
+
     def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto"):
         """The first kernel that takes the call, or None for torch's own op.
 
         `others` are the further tensors (None where absent); `row` the dimensions an op works along; `out` the output's
-        dtype where it is not torch's choice. What comes before `_choose` is all that a small call pays.
+        dtype where it is not torch's choice.
         """
-        if torch.compiler.is_compiling():  # first: Dynamo should see nothing else. Inductor fuses these ops better.
-            return None
-        if type(x) is torch.Tensor and _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
+        if self.passes(x, prefer):
             return None
         return self._choose(x, others, math.prod(row), out, prefer)
 
@@ -214,7 +224,7 @@ class Op:
         why = context(x, *others) or _mixture(x, others)
         if why is None:
             if _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
-                return None  # a Parameter or a FakeTensor; select saw to plain tensors
+                return None  # a Parameter or a FakeTensor; `passes` saw to plain tensors
             out = self.out_dtype(x) if out is None else out
             fake = type(x).__name__ == "FakeTensor"
             key = (x.device.type, x.dtype, cols, out, fake, _forced)
@@ -285,12 +295,17 @@ def context(*tensors: torch.Tensor | None) -> str | None:
         return "inside a functorch transform (vmap, grad, jvp)"
     if forward_ad._current_level >= 0:
         return "forward-mode AD is on"
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace is recording"
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling() or _proxies():
+        return "a tracer is recording torch's own ops"
     for x in tensors:
         if x is not None and not is_plain(x):
             return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
     return None
+
+
+def _proxies() -> bool:
+    """Whether make_fx is recording: its FakeTensors stand for values, not just for shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _mixture(x: torch.Tensor, others) -> str | None:

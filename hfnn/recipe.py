@@ -102,7 +102,7 @@ class _Tag:
 
 # By id() of the tensor, each with a weak reference that proves it is the same one. Not an attribute of the tensor: a
 # copy, a pickle or a saved file of it must not carry a recipe.
-_tags: dict[int, _Tag] = {}
+tags: dict[int, _Tag] = {}
 
 
 def _marks(y: torch.Tensor, sources: tuple) -> tuple:
@@ -123,7 +123,7 @@ def _stream(x: torch.Tensor):
 
 def find(x: torch.Tensor) -> _Tag | None:
     """The recipe of x if it still holds, without counting a consumer."""
-    tag = _tags.get(id(x))
+    tag = tags.get(id(x))
     if tag is None or not _enabled or tag.ref() is not x or tag.marks != _marks(x, tag.sources):
         return None
     return tag
@@ -150,8 +150,8 @@ def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> t
     kept = tuple(kept)
     tag = _Tag(Recipe(build, tuple(parts)), kept, _marks(y, kept))
     key = id(y)
-    tag.ref = weakref.ref(y, lambda _: _tags.pop(key, None))
-    _tags[key] = tag
+    tag.ref = weakref.ref(y, lambda _: tags.pop(key, None))
+    tags[key] = tag
     return y
 
 

@@ -35,3 +35,20 @@ def test_a_module_compiles_and_runs_eagerly_alike():
     for module in model:
         module.prefer = "memory"
     torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_make_fx_records_torchs_ops():
+    """Its FakeTensors stand for values: a room that left the kernel out would record nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.randn(64, 64)
+    graph = make_fx(CASES["layer_norm"], tracing_mode="fake")(x)
+    torch.testing.assert_close(graph(x), CASES["layer_norm"](x))
+    exported = torch.export.export(torch.nn.Sequential(hfnn.LayerNorm(64), hfnn.Linear(64, 8)), (x,), strict=False)
+    assert "layer_norm" in str(exported.graph)
+
+
+def test_fx_traces_a_model():
+    model = torch.nn.Sequential(hfnn.LayerNorm(64), hfnn.GELU(), hfnn.Linear(64, 8))
+    x = torch.randn(4, 64)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))

@@ -106,7 +106,7 @@ def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
     """
     if not training or inplace or not 0 < p < 1:
         return nn.functional.dropout(input, p, training, inplace)
-    kernel = OP.select(input, prefer=prefer)
+    kernel = None if OP.passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None:
         return torch.dropout(input, p, training)
     seed, offset, pair = draw(input)

@@ -133,7 +133,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, pre
     result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. Statistics are float32.
     """
-    kernel = OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
+    kernel = None if OP.passes(input, prefer) else OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
     if kernel is None or not fits(input, normalized_shape, weight, bias):
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     return _run(input, weight, bias, eps, normalized_shape, OP.out_dtype(input), kernel)

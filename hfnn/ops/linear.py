@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import Op, context
+from hfnn.kernel import Op, compiling, context
+
+_linear_of_torch = nn.functional.linear
 
 
 def reference(x, weight, bias=None):
@@ -28,7 +30,7 @@ def sample(case, dtype, device, generator=None):
 
 
 # No kernels of its own: the products are torch's. `convert` and the tests find the room here all the same.
-OP = Op("linear", reference, nn.functional.linear, kernels=(), sample=sample, cases=((3, 5, 64, 32), (7, 16, 1)))
+OP = Op("linear", reference, _linear_of_torch, kernels=(), sample=sample, cases=((3, 5, 64, 32), (7, 16, 1)))
 
 
 class _Linear(torch.autograd.Function):
@@ -91,6 +93,8 @@ def _linear(x, weight_IO, bias):
     if not autocast and any(t is not None and t.dtype is not dtype for t in (weight_IO, bias)):
         return None  # torch's own op raises
     tag = recipe.take(x)
+    if tag is None:
+        return None
     return _Linear.apply(x, weight_IO, bias, tag, dtype, *tag.sources)
 
 
@@ -99,15 +103,17 @@ def linear(input, weight, bias=None):
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). Raises what torch raises.
     """
-    y = None
-    if not torch.compiler.is_compiling() and recipe.find(input) is not None and weight.dim() == 2:
+    # An input without a recipe pays for no more than this line.
+    if not compiling() and id(input) in recipe.tags and weight.dim() == 2:
         y = _linear(input, weight.t(), bias)
-    return nn.functional.linear(input, weight, bias) if y is None else y
+        if y is not None:
+            return y
+    return _linear_of_torch(input, weight, bias)
 
 
 def linear_io(input, weight, bias):
     """`linear` for a weight stored as (in, out), or None where the input has no recipe that holds."""
-    if torch.compiler.is_compiling() or recipe.find(input) is None:
+    if compiling() or id(input) not in recipe.tags:
         return None
     return _linear(input, weight.view_as(weight), bias)
 

@@ -125,7 +125,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
     has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. The statistic is float32.
     """
-    kernel = OP.select(input, weight, row=normalized_shape, prefer=prefer)
+    kernel = None if OP.passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
     if kernel is None or not fits(input, normalized_shape, weight):
         return torch.rms_norm(input, normalized_shape, weight, eps)
     eps = _eps(eps, input.dtype)

@@ -343,13 +343,13 @@ def test_recipes_change_no_bit(op, kernel, device, dtype, case):
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     with hfnn.use(kernel.name):
         recipe.counter.reset()
-        alive = len(recipe._tags)
+        alive = len(recipe.tags)
         on = consumed(op, leaves(args), kwargs, weight)
         assert recipe.counter.taken == 2 and recipe.counter.rebuilt == 1, "the recipe was not used, or not shared"
         off = consumed(op, leaves(args), kwargs, weight, recipes=False)
         assert recipe.counter.taken == 2
     assert all(map(torch.equal, on, off))
-    assert len(recipe._tags) == alive, "a recipe outlived its tensor"
+    assert len(recipe.tags) == alive, "a recipe outlived its tensor"
 
 
 @ragged
