@@ -160,7 +160,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--kernel", nargs="*", default=["auto"], choices=rivals.OURS, help="hfnn's kernels to time; auto: its choice")
     add("--case", nargs="*", type=_case, help="8192x1024, 8192x1024xtanh: as in the op's room")
     add("--sweep", action="store_true", help="each case also with its rows divided by 16, 256, ...")
-    add("--dtype", nargs="*", default=["bfloat16" if cuda else "float32"], choices=DTYPES)
+    add("--dtype", nargs="*", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=0.3, help="spent on each provider and pass")
@@ -174,7 +174,8 @@ def parse(argv=None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.rounds < 3:
         parser.error("--rounds: at least 3, or the spread means nothing")
-    options.dtype = [getattr(torch, name) for name in options.dtype]
+    usual = "bfloat16" if options.device == "cuda" else "float32"
+    options.dtype = [getattr(torch, name) for name in options.dtype or [usual]]
     return options
 
 

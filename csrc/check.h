@@ -28,14 +28,14 @@ template <class A, class B>
 
 }  // namespace hfnn
 
-#define HFNN_CHECK_EQ(a, b)                                  \
-  do {                                                       \
-    const auto hfnn_a = (a);                                 \
-    const auto hfnn_b = (b);                                 \
+#define HFNN_CHECK_EQ(a, b)                                           \
+  do {                                                                \
+    const auto hfnn_a = (a);                                          \
+    const auto hfnn_b = (b);                                          \
     if (!(hfnn_a == hfnn_b)) ::hfnn::fail_eq(#a, #b, hfnn_a, hfnn_b); \
   } while (0)
 
-#define HFNN_CHECK(condition)                \
-  do {                                       \
+#define HFNN_CHECK(condition)                   \
+  do {                                          \
     if (!(condition)) ::hfnn::fail(#condition); \
   } while (0)

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -67,17 +69,6 @@ class DeviceGuard {
   int ordinal_, before_ = 0;
 };
 
-// A constant of the launch. A build with -DHFNN_TUNE reads it from the environment: HFNN_TUNE="bs=3,br=2".
-#ifdef HFNN_TUNE
-inline int tuned(const char* key, int value) {
-  const char* text = std::getenv("HFNN_TUNE");
-  const char* found = text ? std::strstr(text, key) : nullptr;
-  return found ? std::atoi(found + std::strlen(key) + 1) : value;
-}
-#else
-constexpr int tuned(const char*, int value) { return value; }
-#endif
-
 struct Launch {
   int device;
   int64_t queue;  // the raw stream
@@ -87,21 +78,21 @@ struct Launch {
   bool early = false;    // may start before the kernel in front of it has ended, and waits for it by itself
 };
 
-// One kernel that takes one struct. More than 48 KiB of shared memory are allowed to a kernel once per device.
-template <auto kKernel, class Args>
-void launch(const Launch& how, const Args& args) {
-  if (how.shared > 48 << 10) {
-    static std::atomic<uint64_t> allowed{0};
-    const uint64_t bit = uint64_t(1) << how.device % 64;
-    if (!(allowed & bit)) {
-      HFNN_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           device_of(how.device).shared_per_block));
-      HFNN_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           cudaSharedmemCarveoutMaxShared));
-      allowed |= bit;
-    }
-  }
-  cudaLaunchAttribute attributes[2];
+// More than 48 KiB of shared memory are allowed to a kernel once per device.
+template <auto kKernel>
+void allow_shared(const Launch& how) {
+  static std::atomic<uint64_t> allowed{0};
+  const uint64_t bit = uint64_t(1) << how.device % 64;
+  if (how.shared <= 48 << 10 || (allowed & bit)) return;
+  HFNN_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       device_of(how.device).shared_per_block));
+  HFNN_CUDA_CHECK(
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  allowed |= bit;
+}
+
+// `attributes` has room for two, and lives as long as what comes back.
+inline cudaLaunchConfig_t configure(const Launch& how, cudaLaunchAttribute* attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = how.grid;
   config.blockDim = how.block;
@@ -116,7 +107,34 @@ void launch(const Launch& how, const Args& args) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
+  return config;
+}
+
+// One kernel that takes one struct.
+template <auto kKernel, class Args>
+void launch(const Launch& how, const Args& args) {
+  allow_shared<kKernel>(how);
+  cudaLaunchAttribute attributes[2];
+  const cudaLaunchConfig_t config = configure(how, attributes);
   HFNN_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, args));
+}
+
+// Clusters that the device can have at work at a time. Fewer than its multiprocessors would hold: a cluster lies within
+// one group of multiprocessors, and the groups differ in size.
+template <auto kKernel>
+int resident_clusters(const Launch& how) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, unsigned, size_t>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [at, missing] = known.try_emplace({how.device, how.cluster, how.shared}, 1);
+  if (missing) {
+    allow_shared<kKernel>(how);
+    cudaLaunchAttribute attributes[2];
+    const cudaLaunchConfig_t config = configure(how, attributes);
+    HFNN_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&at->second, kKernel, &config));
+    at->second = std::max(at->second, 1);
+  }
+  return at->second;
 }
 
 // f(T{}) with the C++ type of a dtype; `what` names the tensor in the error.
@@ -135,6 +153,11 @@ void with_floating(const char* what, Dtype dtype, F&& f) {
   throw std::invalid_argument(std::string(what) + " is " + name(dtype) +
                               "; the CUDA kernels take float32, bfloat16 and float16");
 }
+
+template <class T>
+constexpr Dtype dtype_of = std::is_same_v<T, float>           ? Dtype::float32
+                           : std::is_same_v<T, __nv_bfloat16> ? Dtype::bfloat16
+                                                              : Dtype::float16;
 
 inline bool aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
@@ -168,11 +191,49 @@ __device__ inline void store1(float* to, float a) { *to = a; }
 __device__ inline void store1(__nv_bfloat16* to, float a) { *to = __float2bfloat16_rn(a); }
 __device__ inline void store1(__half* to, float a) { *to = __float2half_rn(a); }
 
-template <int N, class T>
-__device__ inline void load(const T* from, float (&x)[N]) {
-  const auto vec = *reinterpret_cast<const Vec<T, N>*>(from);
+template <class T, int N>
+__device__ inline void to_float(const Vec<T, N>& vec, float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = to_float(vec.at[i]);
+}
+// A bfloat16 is the upper half of a float32: one instruction each, where the compiler would need three for two.
+template <int N>
+__device__ inline void to_float(const Vec<__nv_bfloat16, N>& vec, float (&x)[N]) {
+  if constexpr (N == 1) {
+    x[0] = to_float(vec.at[0]);
+  } else {
+    const unsigned* pairs = reinterpret_cast<const unsigned*>(vec.at);
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      x[i] = __uint_as_float(pairs[i / 2] << 16);
+      x[i + 1] = __uint_as_float(pairs[i / 2] & 0xffff0000u);
+    }
+  }
+}
+
+template <int N, class T>
+__device__ inline void load(const T* from, float (&x)[N]) {
+  to_float(*reinterpret_cast<const Vec<T, N>*>(from), x);
+}
+
+// N elements that no kernel writes while this one runs. Not by __ldg: the compiler takes those for safe anywhere, and
+// moves them out of the branch that knows whether there is memory behind the pointer.
+template <int N, class T>
+__device__ inline Vec<T, N> load_constant(const T* from) {
+  if constexpr (N == 1) {
+    return {*from};
+  } else {
+    union {
+      uint4 quads[sizeof(T) * N / 16];
+      Vec<T, N> vec;
+    } raw;
+#pragma unroll
+    for (int q = 0; q < int(sizeof(T) * N / 16); ++q)
+      asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(raw.quads[q].x), "=r"(raw.quads[q].y), "=r"(raw.quads[q].z), "=r"(raw.quads[q].w)
+          : "l"(reinterpret_cast<const uint4*>(from) + q));
+    return raw.vec;
+  }
 }
 
 template <int N, class T>

@@ -6,17 +6,36 @@
 namespace hfnn {
 namespace {
 
+// The keys of Philox's ten rounds. They are the same for every element, and as operands from the constant bank they
+// cost nothing; only a seed that is on the device has its keys computed there.
+constexpr int kRounds = 10;
+struct Keys {
+  uint32_t low[kRounds], high[kRounds];
+
+  __host__ __device__ explicit Keys(uint64_t seed) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (uint32_t r = 0; r < kRounds; ++r) {
+      low[r] = uint32_t(seed) + r * kPhiloxLow;
+      high[r] = uint32_t(seed >> 32) + r * kPhiloxHigh;
+    }
+  }
+};
+
 // A group of N elements takes N / 4 counters.
+template <bool kPair>
 struct Drop {
   uint32_t limit;  // threshold - 1: a word is kept when it is greater, which can drop everything too
   bool all;        // threshold 0, which keeps everything
   float scale;
-  uint64_t seed, offset;
-  const uint64_t* pair;  // {seed, offset} on the device, or null
+  Keys keys;
+  uint64_t offset;
+  const uint64_t* pair;  // {seed, offset} on the device
 
   __device__ void begin() {
-    if (!pair) return;
-    seed = pair[0];
+    if (!kPair) return;
+    keys = Keys(pair[0]);
     offset = pair[1];
   }
   __device__ float apply(float x, uint32_t word) const { return word > limit || all ? x * scale : 0.0f; }
@@ -25,7 +44,9 @@ struct Drop {
   __device__ void operator()(float (&x)[N], const float (&)[N], int64_t group) const {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      const Words words = dropout_words(seed, offset + uint64_t(group) * (N / 4) + i / 4);
+      Words words = dropout_counter(offset + uint64_t(group) * (N / 4) + i / 4);
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) words = philox_round(words, keys.low[r], keys.high[r]);
       x[i] = apply(x[i], words.a);
       x[i + 1] = apply(x[i + 1], words.b);
       x[i + 2] = apply(x[i + 2], words.c);
@@ -46,9 +67,17 @@ void forward(const Tensor& x, const Tensor& y, int64_t threshold, double scale, 
   }
   if (x.numel() == 0) return;
   DeviceGuard guard(x.device);
-  const Drop drop = {uint32_t(threshold - 1), threshold == 0,   float(scale),
-                     uint64_t(seed),          uint64_t(offset), pair.as<const uint64_t>()};
-  with_floating("x", x.dtype, [&](auto type) { map<decltype(type), false>(x, Tensor{}, y, queue, drop); });
+  with_floating("x", x.dtype, [&](auto type) {
+    const auto start = [&](auto paired) {
+      const Drop<paired> drop = {uint32_t(threshold - 1), threshold == 0,           float(scale), Keys(seed),
+                                 uint64_t(offset),        pair.as<const uint64_t>()};
+      map<decltype(type), false, 2>(x, Tensor{}, y, queue, drop);
+    };
+    if (pair)
+      start(std::true_type{});
+    else
+      start(std::false_type{});
+  });
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 // y = f(x) or f(a, b) over contiguous tensors of one dtype: what gelu.cu and dropout.cu share.
 //
-// A thread takes kUnroll groups of 16 bytes, all loaded before the first is used. Blocks are many and short, so that
-// the hardware evens out their finish.
+// A thread takes kUnroll groups of 16 bytes, all loaded before the first is used. Blocks are many and short: the device
+// hands them out in the order of the memory and evens out their finish.
 #pragma once
 #include "cuda.cuh"
 
 namespace hfnn {
 
-constexpr int kMapThreads = 256;
+constexpr int kMapThreads = 128;
 
 template <class F>
 struct MapArgs {
@@ -62,16 +62,11 @@ __global__ void __launch_bounds__(kMapThreads) map_kernel(const __grid_constant_
   }
 }
 
-template <class T, bool kTwo, class F>
+template <class T, bool kTwo, int kUnroll, class F>
 void map(const Tensor& a, const Tensor& b, const Tensor& y, int64_t queue, const F& f) {
   const MapArgs<F> args = {a.data, b.data, y.data, y.numel(), aligned({a.data, b.data, y.data}), f};
-  const auto blocks = [&](int unroll) { return dim3(ceil_div(args.numel, kMapThreads * unroll * kWidth<T>)); };
-#ifdef HFNN_TUNE
-  const int unroll = tuned("mu", 2);
-  if (unroll == 1) return launch<map_kernel<T, kTwo, 1, F>>({y.device, queue, blocks(1), kMapThreads}, args);
-  if (unroll == 4) return launch<map_kernel<T, kTwo, 4, F>>({y.device, queue, blocks(4), kMapThreads}, args);
-#endif
-  launch<map_kernel<T, kTwo, 2, F>>({y.device, queue, blocks(2), kMapThreads}, args);
+  const int64_t blocks = ceil_div(args.numel, int64_t(kMapThreads) * kUnroll * kWidth<T>);
+  launch<map_kernel<T, kTwo, kUnroll, F>>({y.device, queue, dim3(blocks), dim3(kMapThreads)}, args);
 }
 
 inline void expect_like(const char* what, const Tensor& t, const Tensor& x) {

@@ -2,15 +2,31 @@
 // RMSNorm is LayerNorm with a mean of 0 and no bias.
 //
 // x and y have one dtype (rebuild takes any pair with a float32 in it, too); weight and bias may have another. Rows of
-// whole 16-byte vectors at aligned addresses go to the kernels with teams, up to 65536 columns of 16 bits or 32768 of
-// 32; the rest, and rows wider than a block on devices without clusters, go to the plain kernels: right, and slow.
+// whole 16-byte vectors at aligned addresses go fast. In forward and rebuild the rest goes an element at a time. In
+// backward it goes to the plain kernels, as do rows above 65536 columns of 16 bits or 32768 of 32, and rows wider than
+// a block on devices without clusters: right, and slow.
 #pragma once
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"
 
 namespace hfnn {
 
-// How the rows of a call are shared out.
+// The blocks of forward and rebuild: threads of a row, rows.
+struct RowBlock {
+  unsigned team, rows;
+  Launch launch(const NormArgs& args, int device, int64_t queue) const {
+    return {device, queue, dim3(ceil_div(args.rows, rows)), dim3(team, rows)};
+  }
+};
+
+constexpr int kLoopUnits = 2;
+
+inline RowBlock row_block(int64_t vectors, int units, int threads) {
+  const unsigned warps = std::min<int64_t>(ceil_div(vectors, units * 32), threads / 32);
+  return {32 * warps, warps == 1 ? 8u : 1u};
+}
+
+// How the rows of a backward call are shared out.
 struct NormPlan {
   int team = 0;  // threads of a row; 0: the plain kernels
   int cluster = 1, stages = 0;
@@ -18,36 +34,34 @@ struct NormPlan {
   size_t shared = 0;
 };
 
-// Blocks at work at a time on a multiprocessor, and stages of the ring where the shared memory allows: two of either
-// keep more bytes in flight than the memory needs to stay busy.
-struct NormShape {
-  int tensors, parameters;  // that pass through the ring; that stay in shared memory
-  int resident, waves, stages;
-};
-
-inline NormShape forward_shape(bool centred) {
-  return {1, centred ? 2 : 1, tuned("fr", kResident), tuned("fw", 1), tuned("fs", 3)};
+// Blocks of a cluster that have the threads for a row; above kMaxCluster where none has.
+inline int norm_cluster(int64_t vectors) {
+  int cluster = 1;
+  while (vectors > int64_t(cluster) * kThreads * kVectors && cluster <= kMaxCluster) cluster *= 2;
+  return cluster;
 }
-inline NormShape backward_shape() { return {2, 1, tuned("br", kResident), tuned("bw", 1), tuned("bs", 3)}; }
 
-inline NormPlan norm_plan(const Device& device, const NormShape& shape, int64_t rows, int64_t cols, int width) {
+// Blocks at work at a time on a multiprocessor and stages of the ring, by measurement on an H200: either way the rows
+// that come in keep the memory busy. One block is better where it has the instructions to spare.
+inline NormPlan norm_plan(const Device& device, bool centred, int64_t rows, int64_t cols, int width) {
   NormPlan plan;
-  if (rows >= 1 << 30) return plan;            // the kernels count them in 32 bits, a few steps ahead
-  constexpr int kBlock = kThreads * kVectors;  // vectors of a row that a block holds
   const int64_t vectors = cols / width;
-  while (vectors > int64_t(plan.cluster) * kBlock && plan.cluster < kMaxCluster) plan.cluster *= 2;
-  if (vectors > int64_t(plan.cluster) * kBlock || (plan.cluster > 1 && device.major < 9)) return NormPlan{};
+  plan.cluster = norm_cluster(vectors);
+  if (rows >= 1 << 30) return NormPlan{};  // the kernels count them in 32 bits, a few steps ahead
+  if (plan.cluster > (device.major < 9 ? 1 : kMaxCluster)) return NormPlan{};
   plan.team = vectors <= 32 * kVectors ? 32 : vectors <= 128 * kVectors ? 128 : 256;
 
-  const int stage = shape.tensors * kBlock * 16;
+  const bool one = plan.cluster == 1 && (!centred || plan.team == 32);
+  const int resident = one ? 1 : 2, stages = one ? 3 : 2;
+  const int stage = 2 * kThreads * kVectors * 16;
   const int scratch = plan.cluster > 1 ? kScratchBytes<true> : kScratchBytes<false>;
-  const int fixed = scratch + shape.parameters * plan.team * kVectors * width * 4;
+  const int fixed = scratch + plan.team * kVectors * width * 4;
   // The device keeps 1 KiB of each block for itself.
-  const int share = std::min(device.shared_per_multiprocessor / shape.resident - 1024, device.shared_per_block);
-  plan.stages = std::clamp((share - fixed) / stage, Ring<1>::kMinStages, std::min(shape.stages, Ring<1>::kMaxStages));
+  const int share = std::min(device.shared_per_multiprocessor / resident - 1024, device.shared_per_block);
+  plan.stages = std::clamp((share - fixed) / stage, Ring<1>::kMinStages, std::min(stages, Ring<1>::kMaxStages));
   plan.shared = fixed + plan.stages * stage;
   if (plan.shared > size_t(device.shared_per_block)) return NormPlan{};
-  const int64_t at_once = int64_t(device.multiprocessors) * shape.resident * shape.waves / plan.cluster;
+  const int64_t at_once = int64_t(device.multiprocessors) * resident / plan.cluster;
   plan.groups = std::min(ceil_div(rows, kThreads / plan.team), at_once);
   return plan;
 }
@@ -56,13 +70,13 @@ inline Launch norm_launch(const NormPlan& plan, int device, int64_t queue) {
   return {device, queue, dim3(plan.groups * plan.cluster), kThreads, plan.shared, unsigned(plan.cluster)};
 }
 
-// Rows of a plane of partials: one for each block that works on rows of its own.
-inline int64_t norm_partials(int64_t rows, int64_t) {
+// Rows of a plane of partials: one for each block or cluster that works on rows of its own, at most kResident a
+// multiprocessor. Clusters are smallest for 16-bit rows.
+inline int64_t norm_partials(int64_t rows, int64_t cols) {
   int device = 0;
   HFNN_CUDA_CHECK(cudaGetDevice(&device));
-  const NormShape shape = backward_shape();
-  const int64_t at_once = int64_t(device_of(device).multiprocessors) * shape.resident * shape.waves;
-  return std::clamp<int64_t>(rows, 1, at_once);
+  const int64_t at_once = int64_t(device_of(device).multiprocessors) * kResident;
+  return std::clamp<int64_t>(at_once / std::min(norm_cluster(cols / 8), kMaxCluster), 1, std::max<int64_t>(rows, 1));
 }
 
 inline void norm_expect(const char* what, const Tensor& t, std::initializer_list<int64_t> shape, const Tensor& x) {
@@ -82,7 +96,7 @@ inline void norm_expect_floating(const char* what, const Tensor& t) {
 
 // What all three calls check; `y` is dy in backward.
 inline void norm_check(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias) {
-  HFNN_CHECK(x.device >= 0 && x.dims == 2 && x.shape[1] > 0 && x.shape[1] < int64_t(1) << 31 && x.contiguous());
+  HFNN_CHECK(x.device >= 0 && x.dims == 2 && x.shape[1] > 0 && x.shape[1] < 1 << 30 && x.contiguous());
   norm_expect("y", y, {x.shape[0], x.shape[1]}, x);
   for (const Tensor* parameter : {&weight, &bias}) {
     if (!*parameter) continue;
@@ -96,7 +110,7 @@ inline void norm_check_statistic(const char* what, const Tensor& t, const Tensor
   norm_expect_dtype(what, t, Dtype::float32);
 }
 
-// RMSNorm's `offset` goes with its weight; -0 is the bias that leaves every float as it is.
+// RMSNorm's `offset` goes with its weight. -0 is the bias, and the offset, that leaves every float as it is.
 inline NormArgs norm_args(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias,
                           const Tensor& mean, const Tensor& rstd, double offset) {
   NormArgs args = {};
@@ -104,23 +118,58 @@ inline NormArgs norm_args(const Tensor& x, const Tensor& y, const Tensor& weight
   args.y = y.data;
   args.mean = mean.as<float>();
   args.rstd = rstd.as<float>();
-  args.weight = {weight.data, weight.dtype, float(offset), 1};
-  args.bias = {bias.data, bias.dtype, 0, -0.0f};
+  args.weight = {weight.data, weight.dtype, weight && offset != 0 ? float(offset) : -0.0f, 1};
+  args.bias = {bias.data, bias.dtype, -0.0f, -0.0f};
   args.rows = x.shape[0];
   args.cols = x.shape[1];
   args.inverse = float(1.0 / double(args.cols));
   return args;
 }
 
-inline bool whole_vectors(int64_t cols, int width, std::initializer_list<const void*> pointers) {
-  return cols % width == 0 && aligned(pointers);
+// Whether rows of T can be worked on in vectors. Null is aligned.
+template <class T>
+bool whole_vectors(const NormArgs& args) {
+  return args.cols % kWidth<T> == 0 &&
+         aligned({args.x, args.y, args.dx, args.partials, args.weight.data, args.bias.data});
 }
 
-// Blocks of a plain kernel: teams of 32 threads for short rows, of 256 for long ones.
+// Blocks of a plain backward kernel: teams of 32 threads for short rows, of 256 for long ones.
 constexpr int64_t kPlainShort = 2048;
 inline Launch norm_launch_plain(const NormArgs& args, int device, int64_t queue) {
   const int64_t blocks = ceil_div(args.rows, args.cols <= kPlainShort ? kThreads / 32 : 1);
   return {device, queue, dim3(std::min<int64_t>(blocks, 8 * device_of(device).multiprocessors)), kThreads};
+}
+
+// Rows in vectors of T, parameters of dtype W.
+template <class T, class W, bool kCentred>
+void norm_launch_forward(const NormArgs& args, int device, int64_t queue) {
+  constexpr int N = kWidth<T>;
+  constexpr bool kWide = kWider<W, T>;
+  constexpr int kUnits = kRowUnits<kCentred>;
+  const int64_t vectors = args.cols / N;
+  const auto start = [&](auto units, auto loop) {
+    launch<norm_forward_kernel<T, W, N, units, loop, kCentred>>(
+        row_block(vectors, units, row_threads(units, kWide)).launch(args, device, queue), args);
+  };
+  if (vectors <= kUnits * row_threads(kUnits, kWide))
+    start(std::integral_constant<int, kUnits>{}, std::false_type{});
+  else if (vectors <= kWideRowUnits * row_threads(kWideRowUnits, kWide))
+    start(std::integral_constant<int, kWideRowUnits>{}, std::false_type{});
+  else
+    start(std::integral_constant<int, kLoopUnits>{}, std::true_type{});
+}
+
+template <class T, bool kCentred>
+void norm_launch_forward(const NormArgs& args, int device, int64_t queue) {
+  const Dtype weights = args.weight.data ? args.weight.dtype : args.bias.data ? args.bias.dtype : dtype_of<T>;
+  const bool vectors = whole_vectors<T>(args) && (!args.bias.data || args.bias.dtype == weights);
+  if (vectors && weights == dtype_of<T>)
+    norm_launch_forward<T, T, kCentred>(args, device, queue);
+  else if (vectors && weights == Dtype::float32)
+    norm_launch_forward<T, float, kCentred>(args, device, queue);
+  else
+    launch<norm_forward_kernel<T, void, 1, kLoopUnits, true, kCentred>>(
+        row_block(args.cols, kLoopUnits, row_threads(kLoopUnits, true)).launch(args, device, queue), args);
 }
 
 template <bool kCentred>
@@ -134,38 +183,15 @@ void norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, con
   DeviceGuard guard(x.device);
   NormArgs args = norm_args(x, y, weight, bias, mean, rstd, offset);
   args.eps = float(eps);
-  with_floating("x", x.dtype, [&](auto type) {
-    using T = decltype(type);
-    NormPlan plan;
-    if (whole_vectors(args.cols, kWidth<T>, {x.data, y.data}))
-      plan = norm_plan(device_of(x.device), forward_shape(kCentred), args.rows, args.cols, kWidth<T>);
-    args.stages = plan.stages;
-    const Launch how = norm_launch(plan, x.device, queue), plain = norm_launch_plain(args, x.device, queue);
-    if (plan.cluster > 1)
-      launch<norm_forward_kernel<T, 256, true, kCentred>>(how, args);
-    else if (plan.team == 256)
-      launch<norm_forward_kernel<T, 256, false, kCentred>>(how, args);
-    else if (plan.team == 128)
-      launch<norm_forward_kernel<T, 128, false, kCentred>>(how, args);
-    else if (plan.team == 32)
-      launch<norm_forward_kernel<T, 32, false, kCentred>>(how, args);
-    else if (args.cols <= kPlainShort)
-      launch<norm_forward_plain_kernel<T, 32, kCentred>>(plain, args);
-    else
-      launch<norm_forward_plain_kernel<T, 256, kCentred>>(plain, args);
-  });
+  with_floating("x", x.dtype, [&](auto type) { norm_launch_forward<decltype(type), kCentred>(args, x.device, queue); });
 }
 
 // X and Y of two types: only pairs with at least one float32, or of one dtype, exist.
 template <bool kCentred, class X, class Y>
 void norm_launch_rebuild(const NormArgs& args, int device, int64_t queue) {
-  const bool vectors = whole_vectors(args.cols, kWidth<X>, {args.x, args.y});
-  const int64_t units = vectors ? args.cols / kWidth<X> : args.cols;
-  unsigned across = 1;
-  while (across < units && across < kThreads) across *= 2;
-  const int64_t wide = ceil_div(units, across), down = kThreads / across;
-  const int64_t high = std::clamp<int64_t>(8 * device_of(device).multiprocessors / wide, 1, ceil_div(args.rows, down));
-  const Launch how = {device, queue, dim3(wide, std::min<int64_t>(high, 65535)), dim3(across, down)};
+  const bool vectors = whole_vectors<X>(args);
+  const Launch how =
+      row_block(vectors ? args.cols / kWidth<X> : args.cols, 1, kRebuildThreads).launch(args, device, queue);
   if (vectors)
     launch<norm_rebuild_kernel<X, Y, kWidth<X>, kCentred>>(how, args);
   else
@@ -197,8 +223,7 @@ void norm_rebuild(const Tensor& x, const Tensor& weight, const Tensor& bias, con
 template <class T, bool kCentred>
 int64_t norm_launch_backward(NormArgs& args, int device, int64_t queue) {
   NormPlan plan;
-  if (whole_vectors(args.cols, kWidth<T>, {args.x, args.y, args.dx, args.partials}))
-    plan = norm_plan(device_of(device), backward_shape(), args.rows, args.cols, kWidth<T>);
+  if (whole_vectors<T>(args)) plan = norm_plan(device_of(device), kCentred, args.rows, args.cols, kWidth<T>);
   if (plan.team == 0) {
     const Launch how = norm_launch_plain(args, device, queue);
     if (args.dx && args.cols <= kPlainShort) launch<norm_backward_plain_kernel<T, 32, kCentred>>(how, args);
@@ -207,8 +232,13 @@ int64_t norm_launch_backward(NormArgs& args, int device, int64_t queue) {
     if (args.partials) launch<norm_partials_plain_kernel<T, kCentred>>({device, queue, grid, kThreads}, args);
     return grid.y;
   }
-  if (args.partials) plan.groups = std::min(plan.groups, args.planes);
   args.stages = plan.stages;
+  if (plan.cluster > 1) {
+    constexpr auto kKernel = norm_backward_kernel<T, 256, true, kCentred>;
+    const int64_t at_once = resident_clusters<kKernel>(norm_launch(plan, device, queue));
+    plan.groups = std::min(plan.groups, at_once);
+  }
+  if (args.partials) plan.groups = std::min(plan.groups, args.planes);
   const Launch how = norm_launch(plan, device, queue);
   if (plan.cluster > 1)
     launch<norm_backward_kernel<T, 256, true, kCentred>>(how, args);

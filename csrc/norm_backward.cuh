@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(cons
   using Params = Slice<kTeam, N>;
   extern __shared__ __align__(1024) char shared[];
   char* free = shared + kScratchBytes<kCluster>;
-  Team<kTeam, kCluster> team(args.cols / N, N, shared);
+  Team<kTeam, kCluster> team(args.cols / N, shared);
   const int rows = args.rows, step = gridDim.x / team.ranks() * kTeams, block = blockIdx.x / team.ranks();
   int row = block * kTeams + team.index();
 
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(cons
 template <class T, int kTeam, bool kCentred>
 __global__ void __launch_bounds__(kThreads) norm_backward_plain_kernel(const __grid_constant__ NormArgs args) {
   __shared__ __align__(128) char shared[kScratchBytes<false>];
-  Team<kTeam, false> team(args.cols, 1, shared);
+  Team<kTeam, false> team(args.cols, shared);
   const int64_t step = int64_t(gridDim.x) * (kThreads / kTeam);
   for (int64_t row = int64_t(blockIdx.x) * (kThreads / kTeam) + team.index(); row < args.rows; row += step) {
     const T *x = static_cast<const T*>(args.x) + row * args.cols, *dy = static_cast<T*>(args.y) + row * args.cols;

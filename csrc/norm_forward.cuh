@@ -1,160 +1,187 @@
-// Forward and rebuild of the norms; norm_team.cuh says how rows are shared out.
+// Forward and rebuild of the norms.
+//
+// Blocks are many and short: one row each, or one row per warp where rows are short. The device hands rows out in the
+// order of the memory and evens out the finish by itself; enough blocks are at work on a multiprocessor that some load
+// while others reduce and store. Rings of rows in blocks that stay were tried: they left a tenth of the bandwidth.
+//
+// Units: a vector is N elements of a row, 16 bytes where rows allow it, else one element. A thread takes kUnits of them
+// at a time, blockDim.x apart, all loaded before the first is used.
 #pragma once
-#include "norm_team.cuh"
+#include "norm_row.cuh"
 
 namespace hfnn {
 
-// A row stays in the registers from its mean to its output.
-template <class T, int kTeam, bool kCluster, bool kCentred>
-__global__ void __launch_bounds__(kThreads, kResident) norm_forward_kernel(const __grid_constant__ NormArgs args) {
-  constexpr int N = kWidth<T>, kTeams = kThreads / kTeam;
-  using Params = Slice<kTeam, N>;
-  extern __shared__ __align__(1024) char shared[];
-  char* free = shared + kScratchBytes<kCluster>;
-  Team<kTeam, kCluster> team(args.cols / N, N, shared);
-  const int rows = args.rows, step = gridDim.x / team.ranks() * kTeams;
-  int row = blockIdx.x / team.ranks() * kTeams + team.index();
+// Units of a thread, by measurement on an H200: LayerNorm's second pass wants more of them in one thread, RMSNorm more
+// threads; and for the widest rows that stay in registers.
+template <bool kCentred>
+constexpr int kRowUnits = kCentred ? 4 : 2;
+constexpr int kWideRowUnits = 8;
 
-  Ring<1> ring(free + (kCentred ? 2 : 1) * Params::kBytes, args.stages);
-  const auto fetch = [&](int from_row) {
-    const T* x = static_cast<const T*>(args.x) + from_row * args.cols + team.first * N;
+template <class W, class T>
+constexpr bool kWider = std::is_void_v<W>;
+template <>
+constexpr bool kWider<float, __nv_bfloat16> = true;
+template <>
+constexpr bool kWider<float, __half> = true;
+
+// Threads on a multiprocessor that the registers must leave room for, and threads of a row at most. `wide`: weight and
+// bias have a wider dtype than x.
+constexpr int row_residents(int units, bool wide) {
+  const int need = units * (wide ? 2 : 1);
+  return need <= 2 ? 2048 : need <= 4 ? 1536 : 1024;
+}
+constexpr int row_threads(int units, bool wide) { return row_residents(units, wide) == 2048 ? 1024 : 512; }
+
+// Of some elements of a row: how many, their sum, and the sum of their squared differences from their own mean, which
+// for RMSNorm is from 0. Two passes over a few elements, then unions by the formula of Chan, Golub and LeVeque: as
+// exact as two passes over the row, for one barrier.
+template <bool kCentred>
+struct Moments {
+  int count = 0;
+  float sum = 0, squares = 0;
+
+  __device__ float mean() const { return __fdividef(sum, fmaxf(float(count), 1)); }
+
+  template <int N>
+  __device__ void add(const float (&x)[N]) {
+    count += N;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int unit = team.unit(v);
-      if (from_row < rows && unit < team.count) ring.fetch(0, v, x + unit * N);
-    }
-    ring.commit();
-  };
-  for (int s = 0; s < args.stages; ++s) fetch(row + s * step);
-  const Params scales(free, args.weight, team.first, team.count);
-  const Params shifts = kCentred ? Params(free + Params::kBytes, args.bias, team.first, team.count) : scales;
-  if constexpr (kCluster)
-    cluster_sync();  // also: nobody writes into a block that has not started
-  else
+    for (int i = 0; i < N; ++i) kCentred ? sum += x[i] : squares = fmaf(x[i], x[i], squares);
+  }
+  // The second pass.
+  template <int N>
+  __device__ void add_squares(const float (&x)[N], float about) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) squares = fmaf(x[i] - about, x[i] - about, squares);
+  }
+
+  __device__ void unite(const Moments& other) {
+    const float apart = mean() - other.mean(), both = float(count) * float(other.count);
+    squares += other.squares;
+    if constexpr (!kCentred) return;
+    squares = fmaf(apart * apart, __fdividef(both, fmaxf(float(count + other.count), 1)), squares);
+    count += other.count;
+    sum += other.sum;
+  }
+  __device__ Moments over_lanes() const {
+    if constexpr (!kCentred) return {0, 0, lanes_sum<32>(squares)};
+    Moments all = {__reduce_add_sync(~0u, count), lanes_sum<32>(sum), 0};
+    const float apart = mean() - all.mean();
+    all.squares = lanes_sum<32>(fmaf(float(count) * apart, apart, squares));
+    return all;
+  }
+  // Of the whole row, the same bits in every thread. A block has more than one row only when these have a warp each.
+  __device__ Moments over_team() const {
+    const Moments own = over_lanes();
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warps == 1) return own;
+    __shared__ Moments all[1024 / 32];
+    if (lane == 0) all[warp] = own;
     __syncthreads();
+    return (lane < warps ? all[lane] : Moments{}).over_lanes();
+  }
+};
 
-  for (; row < rows; row += step) {
-    ring.wait();
-    float x[kVectors][N] = {}, sum = 0;
+// kLoop: a row of any length, read once for its moments and once more, from the L2 cache, for its output. Else it stays
+// in registers, where blockDim.x * kUnits vectors fit. W: the dtype of weight and bias; void: any.
+template <class T, class W, int N, int kUnits, bool kLoop, bool kCentred>
+__global__ void __launch_bounds__(row_threads(kUnits, kWider<W, T>),
+                                  row_residents(kUnits, kWider<W, T>) / row_threads(kUnits, kWider<W, T>))
+    norm_forward_kernel(const __grid_constant__ NormArgs args) {
+  constexpr bool kTyped = !std::is_void_v<W>;
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= args.rows) return;
+  const int team = blockDim.x, vectors = args.cols / N, thread = threadIdx.x;
+  const T* x = static_cast<const T*>(args.x) + row * args.cols;
+  T* y = static_cast<T*>(args.y) + row * args.cols;
+
+  Vec<T, N> held[kUnits];
+  const auto fetch = [&](int first) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      if (team.unit(v) < team.count) ring.template read<N, T>(0, v, x[v]);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum += kCentred ? x[v][i] : x[v][i] * x[v][i];
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = first + u * team;
+      if (unit < vectors) held[u] = load_constant<N>(x + int64_t(unit) * N);
     }
-    fetch(row + args.stages * step);
-
-    float mean = 0, squares;
+  };
+  // f(place, elements) for each vector of the thread that is held.
+  const auto over_held = [&](int first, auto&& f) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = first + u * team;
+      if (unit >= vectors) continue;
+      float at[N];
+      to_float(held[u], at);
+      f(unit, at);
+    }
+  };
+  const auto moments_of_held = [&](int first) {
+    Moments<kCentred> some;
+    over_held(first, [&](int, float (&at)[N]) { some.add(at); });
     if constexpr (kCentred) {
-      const float2 moments = team.moments(sum, args.inverse, [&](float m) {
-        float about = 0;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          float vector = 0;
-#pragma unroll
-          for (int i = 0; i < N; ++i) vector = fmaf(x[v][i] - m, x[v][i] - m, vector);
-          about += team.unit(v) < team.count ? vector : 0;
-        }
-        return about;
-      });
-      mean = moments.x;
-      squares = moments.y;
-    } else {
-      squares = team.sum(sum);
+      const float about = some.mean();
+      over_held(first, [&](int, float (&at)[N]) { some.add_squares(at, about); });
     }
-    const float rstd = norm_rstd(squares, args.inverse, args.eps);
-    if (team.leads()) {
-      if (kCentred && args.mean) args.mean[row] = mean;
-      if (args.rstd) args.rstd[row] = rstd;
-    }
+    return some;
+  };
 
-    T* y = static_cast<T*>(args.y) + row * args.cols + team.first * N;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int unit = team.unit(v);
-      if (unit >= team.count) continue;
+  Moments<kCentred> moments;
+  if constexpr (kLoop) {
+    for (int first = thread; first < vectors; first += kUnits * team) {
+      fetch(first);
+      moments.unite(moments_of_held(first));
+    }
+  } else {
+    fetch(thread);
+    moments = moments_of_held(thread);
+  }
+  moments = moments.over_team();
+  const float mean = kCentred ? moments.sum * args.inverse : 0;
+  const float rstd = norm_rstd(moments.squares, args.inverse, args.eps);
+  if (thread == 0) {
+    if (kCentred && args.mean) args.mean[row] = mean;
+    if (args.rstd) args.rstd[row] = rstd;
+  }
+
+  for (int first = thread; first < vectors; first += kUnits * team) {
+    if constexpr (kLoop) fetch(first);
+    over_held(first, [&](int unit, float (&at)[N]) {
       float scale[N], shift[N] = {};
-      scales.read(unit, scale);
-      if constexpr (kCentred) shifts.read(unit, shift);
+      if constexpr (kTyped) {
+        to_float(args.weight.fetch<W, N>(int64_t(unit) * N), scale);
+        if constexpr (kCentred) to_float(args.bias.fetch<W, N>(int64_t(unit) * N), shift);
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[v][i] = norm_output<kCentred>(x[v][i], mean, rstd, scale[i], shift[i]);
-      store<N>(y + unit * N, x[v]);
-    }
-  }
-}
-
-// Any number of columns, any alignment, any device; the row is read from memory or the L2 cache in every pass.
-template <class T, int kTeam, bool kCentred>
-__global__ void __launch_bounds__(kThreads) norm_forward_plain_kernel(const __grid_constant__ NormArgs args) {
-  __shared__ __align__(128) char shared[kScratchBytes<false>];
-  Team<kTeam, false> team(args.cols, 1, shared);
-  const int64_t step = int64_t(gridDim.x) * (kThreads / kTeam);
-  for (int64_t row = int64_t(blockIdx.x) * (kThreads / kTeam) + team.index(); row < args.rows; row += step) {
-    const T* x = static_cast<const T*>(args.x) + row * args.cols;
-    T* y = static_cast<T*>(args.y) + row * args.cols;
-    const auto over_row = [&](auto&& f) {
-      for (int64_t c = team.thread(); c < args.cols; c += kTeam) f(c, to_float(x[c]));
-    };
-    float mean = 0, squares = 0;
-    if constexpr (kCentred) {
-      float sum = 0;
-      over_row([&](int64_t, float at) { sum += at; });
-      const float2 moments = team.moments(sum, args.inverse, [&](float m) {
-        float about = 0;
-        over_row([&](int64_t, float at) { about = fmaf(at - m, at - m, about); });
-        return about;
-      });
-      mean = moments.x;
-      squares = moments.y;
-    } else {
-      over_row([&](int64_t, float at) { squares = fmaf(at, at, squares); });
-      squares = team.sum(squares);
-    }
-    const float rstd = norm_rstd(squares, args.inverse, args.eps);
-    if (team.leads()) {
-      if (kCentred && args.mean) args.mean[row] = mean;
-      if (args.rstd) args.rstd[row] = rstd;
-    }
-    over_row([&](int64_t c, float at) {
-      store1(y + c, norm_output<kCentred>(at, mean, rstd, args.weight[c], args.bias[c]));
+        for (int i = 0; i < N; ++i) scale[i] += kCentred ? -0.0f : args.weight.offset;
+      } else {
+        args.weight.read(int64_t(unit) * N, scale);
+        if constexpr (kCentred) args.bias.read(int64_t(unit) * N, shift);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) at[i] = norm_output<kCentred>(at[i], mean, rstd, scale[i], shift[i]);
+      store<N>(y + int64_t(unit) * N, at);
     });
+    if constexpr (!kLoop) break;
   }
 }
 
-// A thread keeps the parameters of N columns and goes down the rows, kRows of them in flight.
+// The blocks of forward, without its reduction.
+constexpr int kRebuildThreads = 256;
 template <class X, class Y, int N, bool kCentred>
-__global__ void __launch_bounds__(kThreads) norm_rebuild_kernel(const __grid_constant__ NormArgs args) {
-  constexpr int kRows = 4;
-  const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-  if (column >= args.cols) return;
-  float scale[N], shift[N];
+__global__ void __launch_bounds__(kRebuildThreads, 6) norm_rebuild_kernel(const __grid_constant__ NormArgs args) {
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= args.rows) return;
+  const int team = blockDim.x, vectors = args.cols / N;
+  const X* x = static_cast<const X*>(args.x) + row * args.cols;
+  Y* y = static_cast<Y*>(args.y) + row * args.cols;
+  const float mean = kCentred ? args.mean[row] : 0, rstd = args.rstd[row];
+  for (int unit = threadIdx.x; unit < vectors; unit += team) {
+    const int64_t column = int64_t(unit) * N;
+    float at[N], scale[N], shift[N] = {};
+    to_float(load_constant<N>(x + column), at);
+    args.weight.read(column, scale);
+    if constexpr (kCentred) args.bias.read(column, shift);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    scale[i] = args.weight[column + i];
-    shift[i] = kCentred ? args.bias[column + i] : 0;
-  }
-  const int64_t step = int64_t(gridDim.y) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < args.rows; row += kRows * step) {
-    Vec<X, N> x[kRows];
-    float mean[kRows], rstd[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = row + r * step < args.rows ? row + r * step : row;
-      x[r] = *reinterpret_cast<const Vec<X, N>*>(static_cast<const X*>(args.x) + at * args.cols + column);
-      mean[r] = kCentred ? args.mean[at] : 0;
-      rstd[r] = args.rstd[at];
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (row + r * step >= args.rows) break;
-      float y[N];
-      load<N>(x[r].at, y);
-#pragma unroll
-      for (int i = 0; i < N; ++i) y[i] = norm_output<kCentred>(y[i], mean[r], rstd[r], scale[i], shift[i]);
-      store<N>(static_cast<Y*>(args.y) + (row + r * step) * args.cols + column, y);
-    }
+    for (int i = 0; i < N; ++i) at[i] = norm_output<kCentred>(at[i], mean, rstd, scale[i], shift[i]);
+    store<N>(y + column, at);
   }
 }
 

@@ -1,5 +1,5 @@
-// The parts of the row kernels of layer_norm.cu and rms_norm.cu: the team that works on a row, the ring through which
-// rows come in, and the parameters in shared memory.
+// The parts of the backward kernels of the norms: the team that works on a row, the ring through which rows come in,
+// and the parameters in shared memory.
 //
 // A team of 32, 128 or 256 threads takes a row, or a cluster of up to eight blocks does; a block of 256 threads holds
 // eight teams, two, or one. Blocks stay for many rows. Every thread copies its own 16-byte vectors of the rows to come
@@ -8,28 +8,18 @@
 //
 // Units: a vector is 16 bytes of a row, N elements. A row has `vectors` of them; a block of a cluster has a slice.
 #pragma once
-#include "cuda.cuh"
+#include "norm_row.cuh"
 
 namespace hfnn {
 
-constexpr int kThreads = 256;  // of a block
-#ifndef HFNN_NORM_VECTORS
-#define HFNN_NORM_VECTORS 4
-#endif
-constexpr int kVectors = HFNN_NORM_VECTORS;  // of a row, per thread
-constexpr int kResident = 8 / kVectors;      // blocks per multiprocessor that the registers must leave room for
-constexpr int kMaxCluster = 8;               // more is not portable
+constexpr int kThreads = 256;   // of a block
+constexpr int kVectors = 4;     // of a row, per thread
+constexpr int kResident = 2;    // blocks per multiprocessor that the registers must leave room for
+constexpr int kMaxCluster = 8;  // more is not portable
 
 // Bytes for the partial sums of a block's teams, in two sets each, so that one barrier per reduction is enough.
 template <bool kCluster>
 constexpr int kScratchBytes = 2 * sizeof(float2) * (kThreads / 32) * (kCluster ? kMaxCluster : 1);
-
-template <int kLanes>
-__device__ inline float lanes_sum(float v) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-  return v;
-}
 
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
@@ -46,26 +36,14 @@ struct Team {
   static constexpr int kHeld = kCluster ? ceil_div(kWarps * kMaxCluster, 32) : 1;
   static constexpr int kApart = kCluster ? 32 : kWarps;
 
-  int first, count;        // this block's vectors of the row
-  float own, held[kHeld];  // elements of the row in this warp, and in the warps whose sums this lane holds
-  unsigned scratch;        // address of the set of partial sums that comes next
+  int first, count;  // this block's vectors of the row
+  unsigned scratch;  // address of the set of partial sums that comes next
 
-  // `width` elements in each of `vectors` units, dealt to the threads in turns. `shared` is aligned to its size.
-  __device__ Team(int64_t vectors, int width, void* shared) {
+  // `shared` is aligned to its size.
+  __device__ Team(int64_t vectors, void* shared) {
     const int slice = (vectors + ranks() - 1) / ranks();
-    const auto units = [&](int of_rank) { return int(min(int64_t(slice), vectors - int64_t(slice) * of_rank)); };
-    const auto elements = [&](int of_rank, int of_warp) {
-      const int n = units(of_rank);
-      return float(width * (n / kTeam * 32 + min(max(n % kTeam - of_warp * 32, 0), 32)));
-    };
     first = slice * rank();
-    count = units(rank());
-    own = elements(rank(), warp());
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
-      const int entry = (kCluster ? lane() : lane() % kWarps) + 32 * h;
-      held[h] = entry < ranks() * kWarps ? elements(entry / kWarps, entry % kWarps) : 0;
-    }
+    count = min(int64_t(slice), vectors - first);
     scratch = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + index() * 2 * kSet;
   }
 
@@ -129,31 +107,6 @@ struct Team {
       v = lanes_sum<kApart>(v);
     }
     return v;
-  }
-
-  // Mean of the row and sum of the squared differences from it; squares(m) is the thread's sum of those from m, and
-  // `inverse` one over the elements.
-  //
-  // Two passes inside a warp, about the warp's mean. The warps then meet once, by the formula of Chan, Golub and
-  // LeVeque for the variance of a union, instead of once per pass.
-  template <class Squares>
-  __device__ float2 moments(float v, float inverse, Squares&& squares) {
-    const float mean = lanes_sum<32>(v) * (1 / fmaxf(own, 1));
-    const float about = lanes_sum<32>(squares(mean));
-    if constexpr (kWarps == 1) return {mean, about};
-    float2 all[kHeld];
-    exchange({mean, about}, all);
-    float sums = 0;
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) sums = fmaf(held[h], all[h].x, sums);
-    const float middle = lanes_sum<kApart>(sums) * inverse;
-    float apart = 0;
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
-      const float d = all[h].x - middle;
-      apart += fmaf(held[h] * d, d, all[h].y);
-    }
-    return {middle, lanes_sum<kApart>(apart)};
   }
 
  private:
@@ -221,23 +174,6 @@ struct Ring {
   }
 };
 
-// A weight, a bias, or one that is absent, of any floating dtype.
-struct Parameter {
-  const void* data;
-  Dtype dtype;
-  float offset, absent;  // what is added to each element; what stands for the whole when there is none
-
-  template <class T>
-  __device__ float at(int64_t i) const {
-    return to_float(static_cast<const T*>(data)[i]) + offset;
-  }
-  __device__ float operator[](int64_t i) const {
-    if (!data) return absent;
-    if (dtype == Dtype::float32) return at<float>(i);
-    return dtype == Dtype::bfloat16 ? at<__nv_bfloat16>(i) : at<__half>(i);
-  }
-};
-
 // A parameter's slice in float32 in shared memory. Planes of float4, so that lanes read neighbouring 16 bytes.
 template <int kTeam, int N>
 struct Slice {
@@ -249,9 +185,9 @@ struct Slice {
 #pragma unroll 8
     for (int e = threadIdx.x; e < kUnits * N; e += kThreads) {
       const int unit = e / N, i = e % N;
-      float value = 0;
-      if (unit < count) value = from.data ? from.at<T>(int64_t(first) * N + e) : from.absent;
-      reinterpret_cast<float*>(planes + i / 4 * kUnits + unit)[i % 4] = value;
+      float value[1] = {0};
+      if (unit < count) from.read<T>(int64_t(first) * N + e, value);
+      reinterpret_cast<float*>(planes + i / 4 * kUnits + unit)[i % 4] = value[0];
     }
   }
   __device__ Slice(void* shared, const Parameter& from, int first, int count) : planes(static_cast<float4*>(shared)) {
@@ -266,29 +202,6 @@ struct Slice {
 #pragma unroll
     for (int p = 0; p < kPlanes; ++p) *reinterpret_cast<float4*>(w + 4 * p) = planes[p * kUnits + unit];
   }
-};
-
-// Forward and rebuild both come here: the same bits, however the compiler contracts.
-template <bool kCentred>
-__device__ inline float norm_output(float x, float mean, float rstd, float scale, float shift) {
-  if constexpr (!kCentred) return __fmul_rn(__fmul_rn(x, rstd), scale);
-  return __fmaf_rn(__fmul_rn(__fsub_rn(x, mean), rstd), scale, shift);
-}
-
-__device__ inline float norm_rstd(float squares, float inverse, float eps) {
-  return rsqrtf(fmaf(squares, inverse, eps));
-}
-
-// A call; the kernels take what they need of it. y is dy in backward.
-struct NormArgs {
-  const void* x;
-  void *y, *dx;
-  float *mean, *rstd, *partials;
-  Parameter weight, bias;
-  int64_t rows, cols;
-  int64_t planes;      // rows of a plane of partials
-  float inverse, eps;  // 1 / cols
-  int stages;
 };
 
 }  // namespace hfnn

@@ -16,26 +16,43 @@ struct Words {
   uint32_t a, b, c, d;
 };
 
+// One instruction on the device, where nvcc adds a zero to the high half of a product written as in C++.
+HFNN_HOST_DEVICE inline uint64_t wide_product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return uint64_t(a) * b;
+#endif
+}
+
 HFNN_HOST_DEVICE inline Words philox_round(Words x, uint32_t key_low, uint32_t key_high) {
-  const uint64_t p = uint64_t(x.a) * 0xD2511F53u, q = uint64_t(x.c) * 0xCD9E8D57u;
+  const uint64_t p = wide_product(x.a, 0xD2511F53u), q = wide_product(x.c, 0xCD9E8D57u);
   return {uint32_t(q >> 32) ^ x.b ^ key_low, uint32_t(q), uint32_t(p >> 32) ^ x.d ^ key_high, uint32_t(p)};
 }
 
+// What the keys grow by from round to round: the golden ratio and sqrt(3) - 1.
+constexpr uint32_t kPhiloxLow = 0x9E3779B9u, kPhiloxHigh = 0xBB67AE85u;
+
 HFNN_HOST_DEVICE inline Words philox(Words x, uint32_t key_low, uint32_t key_high) {
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
   for (int round = 0; round < 10; ++round) {
     x = philox_round(x, key_low, key_high);
-    key_low += 0x9E3779B9u;  // Weyl steps: the golden ratio and sqrt(3) - 1
-    key_high += 0xBB67AE85u;
+    key_low += kPhiloxLow;
+    key_high += kPhiloxHigh;
   }
   return x;
 }
 
 // The words of four elements in a row; dropout.h says which, and why the last word of the counter is not 0.
+HFNN_HOST_DEVICE inline Words dropout_counter(uint64_t counter) {
+  return {uint32_t(counter), uint32_t(counter >> 32), 0u, 0x68666e6eu};
+}
 HFNN_HOST_DEVICE inline Words dropout_words(uint64_t seed, uint64_t counter) {
-  return philox({uint32_t(counter), uint32_t(counter >> 32), 0u, 0x68666e6eu}, uint32_t(seed), uint32_t(seed >> 32));
+  return philox(dropout_counter(counter), uint32_t(seed), uint32_t(seed >> 32));
 }
 
 }  // namespace hfnn
