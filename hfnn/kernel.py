@@ -194,7 +194,7 @@ class Op:
     def passes(self, x: torch.Tensor, prefer: str = "auto") -> bool:
         """Whether torch's own op runs without further questions; all that a small call pays for hfnn.
 
-        It does while Dynamo compiles, for Inductor fuses these ops better, and for small inputs: there host time decides.
+        It does while Dynamo compiles, for Inductor fuses these ops better, and for small inputs, where host time wins.
         """
         if compiling():
             return True

@@ -1,0 +1,90 @@
+# Everything is set up in .venv on first use, from Python >= 3.10 and (for the C++ kernels) a C++ compiler.
+#   make test PYTHON=python3.12     another Python: its torch >= 2.11 is reused where it has one
+#   make test TORCH="torch==2.11.0"     which torch is installed if not
+#   make test ARGS="-k gelu -x"     further arguments of the command that the target runs
+#   make CUDAARCHS=90-real ...      CUDA kernels for these architectures only
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test bench lint format info clean
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIN := -c $(VENV)/constraints.txt
+CXX_FILES = csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(VENV)/.built ## what every other target does first: .venv, torch, hfnn in place
+
+demo: setup ## examples/train_gpt.py: train a small GPT, plain and converted, and compare
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+# Plugins of a Python that lends its torch stay out. One thread a worker, or the workers fight over the cores.
+test: setup ## all tests
+	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p timeout -p hypothesispytest \
+	  -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
+
+bench: setup ## the benchmark: this machine's kernels against torch
+	$(BIN)/python bench/run.py $(ARGS)
+
+lint: $(VENV)/.lint ## ruff and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(wildcard $(CXX_FILES))
+
+format: $(VENV)/.lint ## let ruff and clang-format change the files
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard $(CXX_FILES))
+
+info: setup ## what hfnn can do on this machine, and why not more
+	$(BIN)/python -m hfnn.info
+
+clean: ## remove the build, caches and .venv
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A .pth file lends the torch of $(PYTHON), which may itself be a virtual environment (--system-site-packages would pass
+# that one by). Without such a torch nothing is lent, and packages of the machine cannot disturb. The setuptools that
+# Python 3.10 and 3.11 put into a new environment is older than torch wants, and would hide a newer one.
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), f"hfnn needs Python >= 3.10, this is {sys.version}"'
+	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m virtualenv $(VENV) \
+	  || { echo "cannot make $(VENV): install python3-venv, or set PYTHON"; exit 1; }
+	$(PIP) uninstall --quiet --yes setuptools
+	lent=$$($(PYTHON) -c 'import torch, pathlib; assert torch.__version__ >= "2.11"; \
+	  print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null) \
+	  && echo "$$lent" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth" || true
+	touch $@
+
+# torch and Triton are written down as found, so that no later install replaces them: they are large.
+$(VENV)/constraints.txt: $(VENV)/.python
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install "$(TRITON); platform_system == 'Linux'"
+	$(BIN)/python -c 'from importlib.metadata import packages_distributions as found, version; \
+	  print(*(f"{name}=={version(name)}" for name in ("torch", "triton") if name in found()), sep="\n")' > $@
+
+# What builds hfnn: the backend named in pyproject.toml, and cmake and ninja where the machine's are missing or too old.
+$(VENV)/.tools: $(VENV)/constraints.txt pyproject.toml
+	$(PIP) install --quiet $$(sed -n 's/^requires = //p' pyproject.toml | tr -d '[]",')
+	$(PIP) install --quiet pip $$($(BIN)/python -c 'import scikit_build_core.build as b; print(*b.get_requires_for_build_wheel())')
+	touch $@
+
+# In place: Python files are live, and the build folder stays, so that only changed C++ is compiled again.
+$(VENV)/.built: $(VENV)/.tools CMakeLists.txt $(shell find csrc)
+	$(PIP) install --quiet --no-build-isolation $(PIN) -e '.[examples,test]'
+	touch $@
+
+# Into .venv even where $(PYTHON) lends them: their commands are wanted.
+$(VENV)/.lint: $(VENV)/.python pyproject.toml
+	$(PIP) install --quiet --ignore-installed $$(sed -n 's/^lint = //p' pyproject.toml | tr -d '[]",')
+	touch $@

@@ -1,0 +1,75 @@
+"""Compile the GPU kernels before training does: `python -m hfnn.warmup [--widths 768 3072] [--dtypes bfloat16]`.
+
+Triton compiles a kernel at its first use, once for each dtype and block of columns, and keeps the result on disk
+(TRITON_CACHE_DIR, ~/.triton otherwise). This runs every op forward, rebuilt and backward at common widths, so that the
+first training step finds its kernels there.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from hfnn import functional, ops
+from hfnn.kernel import Kernel, NoKernel, Op, use
+
+WIDTHS = (768, 1024, 1280, 1600, 2048, 4096, 8192)
+DTYPES = ("float32", "bfloat16")
+ROWS = 4096  # enough that the kernels divide the work as they do in training
+
+
+def cases(op: Op, rows: int, width: int) -> Iterator[tuple]:
+    """A case of (rows, width) for each way of calling the op: what its own cases hold besides sizes."""
+    ways = dict.fromkeys(tuple(entry for entry in case if not isinstance(entry, int)) for case in op.cases)
+    return ((rows, width, *way) for way in ways)
+
+
+def step(op: Op, case: tuple, dtype: torch.dtype, params: torch.dtype, device: str) -> None:
+    """The op with a consumer that rebuilds its output, forward and backward; parameters in the dtype `params`."""
+    (x, *others), options = op.sample(case, dtype, device)
+    others = [t.to(params).requires_grad_() if isinstance(t, torch.Tensor) else t for t in others]
+    y = getattr(functional, op.name)(x.requires_grad_(), *others, **options)
+    weight = torch.ones(1, y.shape[-1], dtype=y.dtype, device=device, requires_grad=True)
+    functional.linear(y, weight).sum().backward()
+
+
+def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int = ROWS) -> int:
+    """Run the kernel at each width and dtype that it takes, with parameters of that dtype and of float32: how many."""
+    runs = 0
+    for width in widths:
+        for dtype, params in dict.fromkeys((d, p) for d in dtypes for p in (d, torch.float32)):
+            for case in cases(op, rows, width):
+                try:
+                    with use(kernel.name):
+                        step(op, case, dtype, params, device)
+                    runs += 1
+                except NoKernel:  # outside its limits: it will not run in training either
+                    continue
+    return runs
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hfnn.warmup", description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="columns of a row")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=("float32", "bfloat16", "float16"))
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("torch sees no CUDA device: nothing to compile. The C++ kernels of the CPU need no warming up.")
+        return
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    for op in ops.ALL:
+        for kernel in (k for k in op.kernels if k.device == "cuda"):
+            if kernel.missing:
+                print(f"{op.name:<12}{kernel.name:<8}{kernel.missing}")
+                continue
+            start = time.perf_counter()
+            runs = warm(op, kernel, args.widths, dtypes)
+            torch.cuda.synchronize()
+            print(f"{op.name:<12}{kernel.name:<8}{runs:4} steps in {time.perf_counter() - start:.1f} s")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What is installed: sdist -> wheel -> a clean folder, without the repository in reach. And with no compiler at all."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hfnn
+
+ROOT = Path(__file__).parents[1]
+KERNELS = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
+
+
+def run(*command, cwd=ROOT, **environment):
+    result = subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result.stdout
+
+
+def pip(*arguments, **environment):
+    return run(sys.executable, "-m", "pip", *arguments, PIP_NO_INDEX="1", PIP_NO_CACHE_DIR="1", **environment)
+
+
+def python(target, *arguments):
+    """Python at / that sees `target` and this environment's packages, but not what is installed in place here.
+
+    -S leaves out the .pth files, and with them the import hook of an editable install.
+    """
+    path = [str(target), *(p for p in sys.path if p and Path(p) not in (ROOT, ROOT / "tests"))]
+    return run(sys.executable, "-S", *arguments, cwd="/", PYTHONPATH=os.pathsep.join(path))
+
+
+# One test from the sdist to the end, and not one a claim: the wheel is built once, whatever worker has which test.
+@pytest.mark.timeout(600)
+def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
+    run(sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})")
+    (sdist,) = tmp_path.glob("hfnn-*.tar.gz")
+    no_cuda = ("-C", "cmake.define.HFNN_CUDA=OFF")
+    pip("wheel", "--no-build-isolation", "--no-deps", *no_cuda, "-w", str(tmp_path), str(sdist))
+    (wheel,) = tmp_path.glob("hfnn-*.whl")
+    holds_hfnn_and_nothing_else(zipfile.ZipFile(wheel).namelist())
+
+    target = tmp_path / "installed"
+    pip("install", "--no-deps", "--target", str(target), str(wheel))
+    python(target, "-c", CLEAN_AND_COMPILED, str(target))
+    report = python(target, "-m", "hfnn.info")
+    assert "OpenMP" in report and "switched off (HFNN_CUDA)" in report
+
+
+def holds_hfnn_and_nothing_else(names):
+    metadata = f"hfnn-{hfnn.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"hfnn", metadata}
+    modules = {name for name in names if name.startswith("hfnn/") and name.endswith(".py")}
+    source = {str(path.relative_to(ROOT)) for path in (ROOT / "hfnn").rglob("*.py")}
+    assert modules == source | {f"hfnn/kernels/{stem}.py" for stem in KERNELS} | {"hfnn/_build.py"}
+    (extension,) = {name for name in names if name.startswith("hfnn/")} - modules
+    assert re.fullmatch(r"hfnn/_C\..*so", extension)
+    assert f"{metadata}/licenses/LICENSE" in names
+
+
+CLEAN_AND_COMPILED = """
+import importlib, importlib.metadata, sys, torch, hfnn, hfnn.kernels
+from hfnn import _C
+assert hfnn.__file__.startswith(sys.argv[1]) and _C.__file__.startswith(sys.argv[1])
+assert hfnn.__version__ == importlib.metadata.version("hfnn")
+for name in ("kernels", "csrc", "tests", "bench", "examples"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    raise AssertionError(name + " is importable")
+norm, x = hfnn.LayerNorm(8), torch.randn(2, 8, requires_grad=True)
+with hfnn.use("cpp"):
+    y = norm(x)
+assert type(y.grad_fn).__name__ == "_LayerNormBackward"
+y.sum().backward()
+torch.testing.assert_close(y, torch.layer_norm(x, (8,), norm.weight, norm.bias))
+"""
+
+
+def test_without_a_compiler_torch_runs_and_hfnn_says_so(tmp_path):
+    none = {"CXX": "/nonexistent", "CC": "/nonexistent", "CUDACXX": "/nonexistent"}
+    in_target = ("--target", str(tmp_path / "installed"), "-C", f"build-dir={tmp_path / 'build'}")
+    pip("install", "--no-build-isolation", "--no-deps", *in_target, str(ROOT), **none)
+    said = python(tmp_path / "installed", "-c", ONLY_TORCH)
+    assert "install hfnn where there is a C++ compiler" in said
+    assert "no working C++ compiler was found" in python(tmp_path / "installed", "-m", "hfnn.info")
+
+
+ONLY_TORCH = """
+import torch, hfnn
+norm, x = hfnn.LayerNorm(8), torch.randn(2, 8)
+assert torch.equal(norm(x), torch.layer_norm(x, (8,), norm.weight, norm.bias))
+try:
+    with hfnn.use("cpp"):
+        norm(x)
+except hfnn.NoKernel as error:
+    print(error)
+"""
+
+
+def test_transformers_works_from_the_root():
+    """There it finds our folder where it looks for a package named kernels; the folder must not stop it."""
+    pytest.importorskip("transformers")
+    run(sys.executable, "-c", "import kernels; from transformers.models.gpt2 import modeling_gpt2", cwd=ROOT)
