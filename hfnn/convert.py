@@ -52,7 +52,7 @@ def convert(
     compute the same (hfnn/lookalike.py). `hfnn.report(model)` lists each module with the reason if it was left alone.
     only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; what is inside a module is
     selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
-    only where they are faster, "auto" where they are faster or save more than a megabyte. Converting again changes
+    only where they are faster, "auto" where they are faster or save megabytes. Converting again changes
     nothing but `prefer`. Raises ValueError for an unknown `prefer`, and for a pattern that matches no module.
     """
     if prefer not in PREFERENCES:

@@ -26,7 +26,7 @@ PREFERENCES = ("auto", "memory", "speed")
 NAMES = ("torch", "cpp", "triton", "cuda")
 
 # A room keeps fewer bytes than torch: worth its host time from this size of input on, even where it is not faster.
-WORTH_ELEMENTS = 1 << 19
+WORTH_ELEMENTS = 1 << 21
 
 
 class NoKernel(RuntimeError):
@@ -191,14 +191,25 @@ class Op:
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
 
-    def passes(self, x: torch.Tensor, prefer: str = "auto") -> bool:
-        """Whether torch's own op runs without further questions; all that a small call pays for hfnn.
+    @functools.cached_property
+    def passes(self) -> Callable[[torch.Tensor, str], bool]:
+        """`passes(x, prefer)`: whether torch's own op runs without further questions.
 
         It does while Dynamo compiles, for Inductor fuses these ops better, and for small inputs, where host time wins.
+        This is all that a small call pays for hfnn, so it is a closure: a look-up of an attribute counts here.
         """
-        if compiling():
-            return True
-        return type(x) is Tensor and _forced is None and x.numel() < self.floors[prefer][x.is_cuda]
+        floors = self.floors
+        lowest = {prefer: min(both) for prefer, both in floors.items()}
+
+        def passes(x, prefer="auto"):
+            if compiling():
+                return True
+            if type(x) is not Tensor or _forced is not None:
+                return False
+            size = x.numel()
+            return size < lowest[prefer] or size < floors[prefer][x.is_cuda]
+
+        return passes
 
     def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto"):
         """The first kernel that takes the call, or None for torch's own op.

@@ -56,9 +56,9 @@ def test_small_inputs_are_torchs():
 
 
 def test_auto_takes_a_room_that_saves_much():
-    """From half a million elements on, bytes decide, unless speed is preferred."""
+    """From two million elements on, bytes decide, unless speed is preferred."""
     op = an_op(Kernel("cpp", "math", "cpu", min_elements=1 << 60))
-    x = torch.zeros(1 << 19)
+    x = torch.zeros(1 << 21)
     assert op.select(x) is not None and op.select(x[1:]) is None
     assert op.select(x, prefer="speed") is None
 

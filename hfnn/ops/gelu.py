@@ -35,15 +35,16 @@ OP = Op(
     reference,
     _gelu,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 18),
-        Kernel("triton", "hfnn.kernels.gelu", "cuda", min_elements=1 << 18),
-        Kernel("cpp", "hfnn._C:cpu.gelu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 14),
+        Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 21),
+        Kernel("triton", "hfnn.kernels.gelu", "cuda", min_elements=1 << 21),
+        Kernel("cpp", "hfnn._C:cpu.gelu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
     ),
     sample=sample,
     cases=tuple((*shape, form) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for form in ("none", "tanh")),
     small=(3, 5, "none"),
     bench=((16384, 8192, "none"), (16384, 8192, "tanh")),
 )
+_passes = OP.passes
 
 
 class _GELU(torch.autograd.Function):
@@ -91,7 +92,7 @@ def gelu(input, approximate="none", *, prefer="auto"):
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises.
     """
-    kernel = None if OP.passes(input, prefer) else OP.select(input, prefer=prefer)
+    kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None or approximate not in ("none", "tanh"):
         # A keyword costs torch a third of a microsecond.
         return _gelu(input) if approximate == "none" else _gelu(input, approximate=approximate)

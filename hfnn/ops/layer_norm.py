@@ -37,16 +37,17 @@ OP = Op(
     reference,
     torch.layer_norm,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 18),
-        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 18),
-        Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+        Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 21),
+        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 21),
+        Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 17),
     ),
     sample=sample,
-    cases=((1, 5), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),
+    cases=((1, 257), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),
     probe=((1,),),
     small=(3, 5),
     bench=((131072, 1024), (65536, 4096), (32768, 8192), (8192, 32768)),
 )
+_passes = OP.passes
 
 
 def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
@@ -133,7 +134,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, pre
     result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. Statistics are float32.
     """
-    kernel = None if OP.passes(input, prefer) else OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
+    kernel = None if _passes(input, prefer) else OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
     if kernel is None or not fits(input, normalized_shape, weight, bias):
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     return _run(input, weight, bias, eps, normalized_shape, OP.out_dtype(input), kernel)
