@@ -54,34 +54,32 @@ def _words(seed, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
 
 
+@triton.jit
+def _tile(x_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    x = tl.load(x_N, mask=mask)  # on its way while the words are made
+    keep = _words(seed, first, BLOCK, WIDE) >= threshold
+    # Dropped before it is scaled: after, the compiler would select among packed 16-bit numbers, one by one.
+    tl.store(y_N, (tl.where(keep, x.to(tl.float32), 0.0) * scale).to(y_N.dtype.element_ty), mask=mask)
+
+
 # Only the last program is masked, so that the others load whole vectors whatever n is.
 @triton.jit(do_not_specialize=["n", "threshold", "seed", "offset"])
 def forward_kernel(
-    x_N,
-    y_N,
-    n,
-    threshold: tl.uint32,
-    scale,
-    seed: tl.int64,
-    offset: tl.int64,
-    pair_2,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_N, y_N, n, threshold: tl.uint32, scale, seed: tl.int64, offset: tl.int64, pair_2,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     if pair_2 is not None:
         seed = tl.load(pair_2)
         offset = tl.load(pair_2 + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    keep = _words(seed.to(tl.int64), offset + start // 4, BLOCK, WIDE) >= threshold.to(tl.uint32)
+    first = offset + start // 4
     i = tl.arange(0, BLOCK)
-    x_N += start
-    y_N += start
+    x_N += start + i
+    y_N += start + i
     if start + BLOCK <= n:
-        x = tl.load(x_N + i).to(tl.float32)
-        tl.store(y_N + i, tl.where(keep, x * scale, 0.0).to(y_N.dtype.element_ty))
+        _tile(x_N, y_N, None, threshold.to(tl.uint32), scale, seed.to(tl.int64), first, WIDE, BLOCK)
     else:
-        x = tl.load(x_N + i, mask=i < n - start).to(tl.float32)
-        tl.store(y_N + i, tl.where(keep, x * scale, 0.0).to(y_N.dtype.element_ty), mask=i < n - start)
+        _tile(x_N, y_N, i < n - start, threshold.to(tl.uint32), scale, seed.to(tl.int64), first, WIDE, BLOCK)
 
 
 def forward(x, y, threshold, scale, seed, offset, pair, queue):

@@ -3,10 +3,13 @@
 Letters: R rows, C columns, P rows of partial sums. CENTER is layer norm, with a mean; without it, RMS norm, whose
 weight is offset + w. Absent tensors are None, and the kernel is compiled without them.
 
-A program works on tiles of BLOCK_R whole rows, C padded to the power of two BLOCK_C, and keeps a tile in registers
-between its reductions: each element is read once. It walks over tiles a grid apart, so that the weight is loaded once
-and the next tile is on its way to shared memory (`num_stages`) while this one is reduced. Rows too wide for registers
-are read again from the caches. Nothing is dealt out by arrival: one shape always adds in one order.
+Forward and rebuild: one program, one tile of BLOCK_R whole rows, C padded to the power of two BLOCK_C. It stays in
+registers between its reductions, so each element is read once, or, where that is faster, is read again from the caches.
+Many small programs in the order of the rows keep every multiprocessor loading, reducing and storing at the same time.
+
+Backward adds up parameter gradients: as many programs as fit at once, each over tiles a grid apart, the next tile on
+its way to shared memory (`num_stages`) while this one is reduced. Nothing is dealt out by arrival: one shape always
+adds in one order.
 """
 
 import functools
@@ -39,7 +42,7 @@ def _rows(tile, R, BLOCK_R: tl.constexpr):
 @triton.jit
 def _load_scale(w_C, offset, col, exists, CENTER: tl.constexpr):
     if w_C is not None:
-        w = tl.load(w_C + col, mask=exists, other=0.0).to(tl.float32)
+        w = tl.load(w_C + col, mask=exists, other=0.0, eviction_policy="evict_last").to(tl.float32)
         return w if CENTER else w + offset
     else:
         return 1.0
@@ -48,7 +51,7 @@ def _load_scale(w_C, offset, col, exists, CENTER: tl.constexpr):
 @triton.jit
 def _load_bias(b_C, col, exists):
     if b_C is not None:
-        return tl.load(b_C + col, mask=exists, other=0.0).to(tl.float32)
+        return tl.load(b_C + col, mask=exists, other=0.0, eviction_policy="evict_last").to(tl.float32)
     else:
         return 0.0
 
@@ -57,6 +60,18 @@ def _load_bias(b_C, col, exists):
 def _mean(sum, C):
     # Rounded as it is stored: a multiplication by 1 / C could melt into the subtraction that follows.
     return tl.div_rn(sum, C.to(tl.float32))
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sum_both(a, b):
+    """Row sums of both, (BLOCK_R, 1), over one exchange between the warps."""
+    a, b = tl.reduce((a, b), 1, _add_pairs)
+    return a[:, None], b[:, None]
 
 
 @triton.jit
@@ -76,37 +91,29 @@ def _normalise(x, mean, rstd, scale, bias, CENTER: tl.constexpr, SCALE: tl.const
 @triton.jit(do_not_specialize=["R", "units"])
 def forward_kernel(
     x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, R, units,
-    CENTER: tl.constexpr, HOIST: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
+    tile = tl.program_id(0)
+    row, exists = _rows(tile, R, BLOCK_R)
     col, in_row = _columns(0, C, EVEN, BLOCK_C)
+    start = tile.to(tl.int64) * BLOCK_R * C
     inside = tl.arange(0, BLOCK_R)[:, None] * C + col
-    if HOIST:
-        scale = _load_scale(w_C, offset, col, in_row, CENTER)
-        bias = _load_bias(b_C, col, in_row)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
-        start = tl.cast(tile, tl.int64) * BLOCK_R * C
-        row, exists = _rows(tile, R, BLOCK_R)
-        x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
-        mean = 0.0
-        d = x
-        if CENTER:
-            mean = _mean(tl.sum(x, 1)[:, None], C)
-            d = tl.where(in_row, x - mean, 0.0)
-        var = _mean(tl.sum(d * d, 1)[:, None], C)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
-        # The compiler copies every load of the loop's own body ahead; behind a branch, the weight stays in the cache.
-        if R > 0:
-            if not HOIST:
-                scale = _load_scale(w_C, offset, col, in_row, CENTER)
-                bias = _load_bias(b_C, col, in_row)
-            y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
-            tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
-            if mean_R is not None:
-                tl.store(mean_R + row, mean, mask=exists)
-            if rstd_R is not None:
-                tl.store(rstd_R + row, rstd, mask=exists)
+    x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+    mean = 0.0
+    d = x
+    if CENTER:
+        mean = _mean(tl.sum(x, 1)[:, None], C)
+        d = tl.where(in_row, x - mean, 0.0)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(_mean(tl.sum(d * d, 1)[:, None], C) + eps))
+    scale = _load_scale(w_C, offset, col, in_row, CENTER)
+    bias = _load_bias(b_C, col, in_row)
+    y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
+    tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
+    if mean_R is not None:
+        tl.store(mean_R + row, mean, mask=exists)
+    if rstd_R is not None:
+        tl.store(rstd_R + row, rstd, mask=exists)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -114,6 +121,7 @@ def forward_wide_kernel(
     x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, units,
     CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """Forward of one row, read from memory and then from the caches."""
     C = units * UNIT
     row = tl.program_id(0)
     x_RC += row.to(tl.int64) * C
@@ -123,12 +131,12 @@ def forward_wide_kernel(
         total = tl.zeros([1, BLOCK_C], tl.float32)
         for column in tl.range(0, C, BLOCK_C):
             col, in_row = _columns(column, C, EVEN, BLOCK_C)
-            total += tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+            total += tl.load(x_RC + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
         mean = _mean(tl.sum(total), C)
     total = tl.zeros([1, BLOCK_C], tl.float32)
     for column in tl.range(0, C, BLOCK_C):
         col, in_row = _columns(column, C, EVEN, BLOCK_C)
-        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
         d = tl.where(in_row, x - mean, 0.0) if CENTER else x
         total += d * d
     rstd = tl.div_rn(1.0, tl.sqrt_rn(_mean(tl.sum(total), C) + eps))
@@ -138,7 +146,7 @@ def forward_wide_kernel(
         tl.store(rstd_R + row, rstd)
     for column in tl.range(0, C, BLOCK_C):
         col, in_row = _columns(column, C, EVEN, BLOCK_C)
-        x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
+        x = tl.load(x_RC + col, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
         scale = _load_scale(w_C, offset, col, in_row, CENTER)
         bias = _load_bias(b_C, col, in_row)
         y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
@@ -148,22 +156,23 @@ def forward_wide_kernel(
 @triton.jit(do_not_specialize=["R", "units"])
 def rebuild_kernel(
     x_RC, w_C, b_C, mean_R, rstd_R, y_RC, offset: tl.float32, R, units,
-    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    col, in_row = _columns(tl.program_id(1) * BLOCK_C, C, EVEN, BLOCK_C)
+    # Column blocks of a tile before the next tile: programs in the order of memory.
+    blocks = tl.cdiv(C, BLOCK_C)
+    tile = tl.program_id(0) // blocks
+    row, exists = _rows(tile, R, BLOCK_R)
+    col, in_row = _columns(tl.program_id(0) % blocks * BLOCK_C, C, EVEN, BLOCK_C)
+    start = tile.to(tl.int64) * BLOCK_R * C
     inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    mean = tl.load(mean_R + row, mask=exists, other=0.0) if CENTER else 0.0
+    rstd = tl.load(rstd_R + row, mask=exists, other=0.0)
     scale = _load_scale(w_C, offset, col, in_row, CENTER)
     bias = _load_bias(b_C, col, in_row)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
-        start = tl.cast(tile, tl.int64) * BLOCK_R * C
-        row, exists = _rows(tile, R, BLOCK_R)
-        x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
-        mean = tl.load(mean_R + row, mask=exists, other=0.0) if CENTER else 0.0
-        rstd = tl.load(rstd_R + row, mask=exists, other=0.0)
-        y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
-        tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
+    y = _normalise(x, mean, rstd, scale, bias, CENTER, w_C is not None, b_C is not None)
+    tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
 
 
 # With dx_RC, column blocks are whole rows; without, axis 1 of the grid is the column blocks.
@@ -197,9 +206,11 @@ def backward_kernel(
             db += dy
         if dx_RC is not None:
             g = dy * scale
-            dx = g - xhat * _mean(tl.sum(g * xhat, 1)[:, None], C)
             if CENTER:
-                dx -= _mean(tl.sum(g, 1)[:, None], C)
+                g_xhat, g_alone = _sum_both(g * xhat, g)
+                dx = g - xhat * _mean(g_xhat, C) - _mean(g_alone, C)
+            else:
+                dx = g - xhat * _mean(tl.sum(g * xhat, 1)[:, None], C)
             tl.store(dx_RC + start + inside, (dx * rstd).to(dx_RC.dtype.element_ty), mask=exists & in_row)
     if DW:
         tl.store(sums_2PC + p.to(tl.int64) * C + col, tl.sum(dw, 0)[None, :], mask=in_row)
@@ -230,8 +241,13 @@ def backward_wide_kernel(
         g_xhat = tl.fma(g, (x - mean) * rstd, g_xhat)
         if CENTER:
             g_alone += g
-    slope = _mean(tl.sum(g_xhat), C)
-    shift = _mean(tl.sum(g_alone), C) if CENTER else 0.0
+    if CENTER:
+        slope, shift = _sum_both(g_xhat, g_alone)
+        shift = _mean(shift, C)
+    else:
+        slope = tl.sum(g_xhat, 1)[:, None]
+        shift = 0.0
+    slope = _mean(slope, C)
     for column in tl.range(0, C, BLOCK_C):
         col, in_row = _columns(column, C, EVEN, BLOCK_C)
         x = tl.load(x_RC + col, mask=in_row, other=0.0).to(tl.float32)
@@ -263,7 +279,7 @@ def sum_kernel(sums_2PC, dw_C, db_C, P, planes, C, BLOCK_P: tl.constexpr, BLOCK_
 class Plan(NamedTuple):
     """How the tiles of one C look."""
 
-    wide: bool  # for the wide kernels: block_c columns at a time
+    wide: bool  # block_c columns of a row at a time
     rows: int
     block_c: int
     warps: int
@@ -275,79 +291,77 @@ class Plan(NamedTuple):
     units: int
 
 
-# (columns up to, warps, stages, programs per multiprocessor); a tile has 512 elements a warp (1024 in FORWARD's last
-# line). A backward program keeps its sums for dweight and dbias in registers: exactly as many run as fit at once, each
-# over its share of all rows. Forward leaves nothing behind and takes several times as many, for the sake of
-# multiprocessors that are shared or slow.
-FORWARD = ((2048, 4, 3, 24), (4096, 8, 3, 12), (8192, 16, 2, 8), (16384, 32, 2, 4), (32768, 32, 2, 4))
-FORWARD_32_BIT = FORWARD[:-1]
-BACKWARD = ((2048, 4, 2, 4), (4096, 8, 2, 2), (8192, 16, 2, 1))
-COLUMNS = ((1024, 4, 2, 8),)  # what needs no row whole: rebuild, and parameter gradients alone
-WIDE = (8192, 32, 1, 1)
-HOIST_COLS = 4096  # up to here forward holds weight and bias in registers
+# (columns up to, elements of a tile, warps[, stages, programs of one multiprocessor]) for 16 bits, as measured on an
+# H200; forward has more warps for more bits. Rows wider than their tile, or than a table's last line, go by blocks.
+# A backward program keeps its sums for dweight and dbias in registers: as many run as fit at once.
+FORWARD = {  # by CENTER
+    True: ((2048, 2048, 2), (4096, 4096, 4), (8192, 8192, 4), (16384, 4096, 16), (8192, 8192, 32)),
+    False: ((1024, 2048, 2), (2048, 1024, 4), (4096, 2048, 8), (16384, 4096, 16), (8192, 8192, 32)),
+}
+BACKWARD = {
+    CENTER: ((2048, 2048, 4, 3, 4), (4096, 4096, 8, 3, 2), (8192, 8192, 32, 4 if CENTER else 3, 1), (4096, 4096, 32))
+    for CENTER in (True, False)
+}
+REBUILD = ((2048, 2048, 4),)  # no row is needed whole
+COLUMNS = ((1024, 2048, 4, 2, 8),)  # parameter gradients alone
 SUM_P, SUM_C = (8, 4096) if triton.knobs.runtime.interpret else (256, 16)  # a tile of partial sums
 
 
-def _plan(table, cols, whole=True):
-    block_c = max(16, triton.next_power_of_2(cols))
-    if not whole:
-        block_c = min(block_c, table[-1][0])
-    wide = block_c > table[-1][0]
-    limit, warps, stages, programs = WIDE if wide else next(line for line in table if block_c <= line[0])
-    block_c = min(block_c, limit)
-    unit = math.gcd(cols, 16)
-    rows = max(1, 512 * warps // block_c)
-    blocks = triton.cdiv(cols, block_c)
-    return Plan(wide, rows, block_c, warps, stages, programs, blocks, cols % block_c == 0, unit, cols // unit)
+@functools.cache
+def plan_for(cols, table):
+    padded = max(16, triton.next_power_of_2(cols))
+    limit, tile, warps, *rest = next((line for line in table if padded <= line[0]), table[-1])
+    block_c = min(padded, limit, tile)
+    unit, blocks = math.gcd(cols, 16), triton.cdiv(cols, block_c)
+    rows, even = max(1, tile // block_c), cols % block_c == 0
+    return Plan(padded > block_c, rows, block_c, warps, *(rest or (1, 0)), blocks, even, unit, cols // unit)
 
 
 @functools.cache
-def forward_plan(cols, element_size):
-    return _plan(FORWARD_32_BIT if element_size == 4 else FORWARD, cols)
-
-
-@functools.cache
-def backward_plan(cols):
-    return _plan(BACKWARD, cols)
-
-
-@functools.cache
-def columns_plan(cols):
-    return _plan(COLUMNS, cols, whole=False)
-
-
-@functools.cache
-def multiprocessors():
+def device():
+    """Multiprocessors, and bytes of shared memory of each."""
     if triton.knobs.runtime.interpret:
-        return 1
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        return 1, 1 << 17
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.multi_processor_count, found.shared_memory_per_multiprocessor
 
 
 def _programs(plan, rows):
     """How many programs share the rows: no more than there are tiles."""
-    return min(-(-rows // plan.rows), max(1, multiprocessors() * plan.programs // plan.blocks))
+    return min(-(-rows // plan.rows), max(1, device()[0] * plan.programs // plan.blocks))
+
+
+def _registers(plan):
+    """Of a thread, at most, for all programs of a multiprocessor to fit into its 65536."""
+    return min(255, 65536 // (32 * plan.warps * plan.programs)) // 8 * 8
+
+
+def _stages(plan, dy, x):
+    """As planned, for 16 bits and 228 KiB of shared memory, or as many as fit into it."""
+    tile = plan.rows * plan.block_c * (dy.element_size() + x.element_size())
+    return max(2, min(plan.stages, device()[1] // (plan.programs * tile)))
 
 
 def partials(rows, cols):
-    plan = backward_plan(cols)
-    return _programs(columns_plan(cols) if plan.wide else plan, rows)
+    plan = plan_for(cols, BACKWARD[True])  # or False: what is in flight differs, not how rows are shared
+    return _programs(plan_for(cols, COLUMNS) if plan.wide else plan, rows)
 
 
 def forward(x, weight, bias, y, mean, rstd, eps, offset, center):
     R, C = x.shape
     if R == 0:
         return
-    plan = forward_plan(C, max(x.element_size(), y.element_size()))
+    plan = plan_for(C, FORWARD[center])
     if plan.wide:
         forward_wide_kernel[(R,)](
             x, weight, bias, y, mean, rstd, eps, offset, plan.units,
             center, plan.unit, plan.even, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        forward_kernel[(_programs(plan, R),)](
+        forward_kernel[(-(-R // plan.rows),)](
             x, weight, bias, y, mean, rstd, eps, offset, R, plan.units,
-            center, plan.block_c <= HOIST_COLS, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages,
-            num_warps=plan.warps, enable_fp_fusion=False,
+            center, plan.unit, plan.even, plan.rows, plan.block_c,
+            num_warps=plan.warps * x.element_size() // 2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -355,18 +369,17 @@ def rebuild(x, weight, bias, mean, rstd, y, offset, center):
     R, C = x.shape
     if R == 0:
         return
-    plan = columns_plan(C)
-    rebuild_kernel[(_programs(plan, R), plan.blocks)](
+    plan = plan_for(C, REBUILD)
+    rebuild_kernel[(-(-R // plan.rows) * plan.blocks,)](
         x, weight, bias, mean, rstd, y, offset, R, plan.units,
-        center, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages,
-        num_warps=plan.warps, enable_fp_fusion=False,
+        center, plan.unit, plan.even, plan.rows, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def backward(dy, x, weight, mean, rstd, dx, dweight, dbias, sums, offset, center):
     R, C = x.shape
     dw, db = dweight is not None, dbias is not None
-    plan = backward_plan(C)
+    plan = plan_for(C, BACKWARD[center])
     if dx is not None and plan.wide and R:
         backward_wide_kernel[(R,)](
             dy, x, weight, mean, rstd, dx, offset, plan.units,
@@ -374,12 +387,13 @@ def backward(dy, x, weight, mean, rstd, dx, dweight, dbias, sums, offset, center
         )  # fmt: skip
         dx = None
     if dx is None:
-        plan = columns_plan(C)
+        plan = plan_for(C, COLUMNS)
     if R and (dw or db or dx is not None):
         P = sums.shape[1] if dw or db else _programs(plan, R)
         backward_kernel[(P, plan.blocks)](
             dy, x, weight, mean, rstd, dx, sums, offset, R, plan.units,
-            center, dw, db, plan.unit, plan.even, plan.rows, plan.block_c, plan.stages, num_warps=plan.warps,
+            center, dw, db, plan.unit, plan.even, plan.rows, plan.block_c, _stages(plan, dy, x),
+            num_warps=plan.warps, maxnreg=None if dx is None else _registers(plan),
         )  # fmt: skip
     if dw or db:
         P = sums.shape[1]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ triton = pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
+SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}  # bytes of a multiprocessor
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -58,26 +60,44 @@ def launch_rms_norm(x_dtype, y_dtype, w_dtype, cols, rows=100_000):
     op.backward(dy, x, w, rstd, dx, dw, sums, 0.0, 0)
 
 
-def launch_elementwise(dtype):
-    x, y, dy = (torch.empty(1 << 20, dtype=dtype, device="meta") for _ in range(3))
-    for tanh in (False, True):
-        kernels("gelu").forward(x, y, tanh, 0)
-        kernels("gelu").backward(dy, x, y, tanh, 0)
-    for pair in (None, torch.empty(2, dtype=torch.int64, device="meta")):
-        kernels("dropout").forward(x, y, 1 << 31, 2.0, 1, 1, pair, 0)
+def launch_dropout_in_a_graph(dtype):
+    x, y = (torch.empty(1 << 20, dtype=dtype, device="meta") for _ in range(2))
+    kernels("dropout").forward(x, y, 1 << 31, 2.0, 1, 1, torch.empty(2, dtype=torch.int64, device="meta"), 0)
+
+
+def launch_rooms(dtype):
+    """What every room of the index launches, forward, rebuilt and backward, in each way of calling it."""
+    from hfnn import functional, kernel, ops, recipe, warmup
+
+    def choose(op, *_):
+        return types.SimpleNamespace(**vars(kernels(op.name)), queue=lambda x: 0)
+
+    kernel.Op._choose = choose
+    for op in (op for op in ops.ALL if any(k.name == "triton" for k in op.kernels)):
+        for case in warmup.cases(op, 1024, 1024):
+            args, options = op.sample(case, dtype, "meta")
+            args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+            y = getattr(functional, op.name)(*args, **options, prefer="memory")
+            tag = recipe.find(y)
+            if tag is not None:
+                with torch.no_grad():
+                    tag.recipe.rebuild(tag.sources)
+            y.sum().backward()
 
 
 def launch_all():
-    for cols in (64, 1000, 1024, 4096, 8192, 32768):
+    for cols in (64, 1000, 1024, 2048, 4096, 8192, 32768):
         launch_layer_norm(BF16, BF16, BF16, cols)
         launch_layer_norm(F32, F32, F32, cols)
         launch_rms_norm(BF16, BF16, BF16, cols)
-    for cols in (1024, 8192, 32768):
+    for cols in (1024, 4096, 8192, 32768):
         launch_layer_norm(F16, F32, F32, cols)
         launch_rms_norm(F32, BF16, F32, cols)
+    launch_layer_norm(BF16, BF16, BF16, 1 << 14)
     launch_layer_norm(BF16, BF16, BF16, 1 << 16)
     for dtype in (BF16, F16, F32):
-        launch_elementwise(dtype)
+        launch_rooms(dtype)
+        launch_dropout_in_a_graph(dtype)
 
 
 def compile_launches(capability):
@@ -103,7 +123,7 @@ def compile_launches(capability):
                           **resources(code.asm["cubin"])}  # fmt: skip
 
     JITFunction.run = run
-    kernels("rows").multiprocessors = lambda: 132
+    kernels("rows").device = lambda: (132, SHARED[capability])
     launch_all()
     return list(found.values())
 
@@ -120,8 +140,7 @@ def resources(cubin):
 def resident(launch, capability):
     """How many programs of a launch one multiprocessor holds."""
     registers = -(-launch["REG"] // 8) * 8 * 32 * launch["warps"]
-    shared = (164 if capability == 80 else 228) * 1024
-    return min(65536 // registers, 64 // launch["warps"], shared // (launch["shared"] + 1024))
+    return min(65536 // registers, 64 // launch["warps"], SHARED[capability] // (launch["shared"] + 1024))
 
 
 def entry_kernels():
