@@ -6,6 +6,7 @@
 #include "gelu.h"
 #include "layer_norm.h"
 #include "rms_norm.h"
+#include "silu.h"
 
 namespace py = pybind11;
 using namespace hfnn;
@@ -36,6 +37,11 @@ static void bind(py::module_ m, const Gelu& op) {
   m.def("backward", op.backward, Unlocked());
 }
 
+static void bind(py::module_ m, const Silu& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
 static void bind(py::module_ m, const Dropout& op) { m.def("forward", op.forward, Unlocked()); }
 
 PYBIND11_MODULE(_C, m) {
@@ -43,6 +49,7 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("layer_norm"), layer_norm_cpu);
   bind(cpu.def_submodule("rms_norm"), rms_norm_cpu);
   bind(cpu.def_submodule("gelu"), gelu_cpu);
+  bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");

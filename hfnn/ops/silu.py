@@ -1,0 +1,101 @@
+"""Sigmoid linear unit, also called swish.
+
+    y = x * sigmoid(x) = x / (1 + exp(-x))
+
+Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016. https://arxiv.org/abs/1606.08415
+Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
+Learning", 2017. https://arxiv.org/abs/1702.03118
+"""
+
+import torch
+from torch import nn
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+
+_silu = torch._C._nn.silu
+
+
+def reference(x):
+    """The definition, in the dtype of x."""
+    return x * torch.sigmoid(x)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `silu` for x of shape `case`."""
+    return (torch.randn(case, generator=generator).mul(2).to(dtype).to(device),), {}
+
+
+OP = Op(
+    "silu",
+    reference,
+    _silu,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.silu", "cuda", min_elements=1 << 21),
+        Kernel("cpp", "hfnn._C:cpu.silu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 18),
+    ),
+    sample=sample,
+    cases=((1,), (3, 769), (64, 1024), (0, 4)),
+    small=(3, 5),
+    bench=((16384, 14336),),
+)
+_passes = OP.passes
+
+
+class _SiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.save_for_backward(x)
+        ctx.kernel = kernel
+        build = _build(kernel)
+        return recipe.attach(build(x), build, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *double_backward(_silu, (x,), ctx.needs_input_grad[:1], dy), None
+        x, dy = x.contiguous(), dy.contiguous()
+        dx = torch.empty_like(x)
+        ctx.kernel.backward(dy, x, dx, ctx.kernel.queue(x))
+        return dx, None
+
+
+def _build(kernel):
+    """y of x: in forward, and again in backward."""
+
+    def build(x):
+        if torch.is_grad_enabled():
+            return _silu(x)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        kernel.forward(x, y, kernel.queue(x))
+        return y
+
+    return build
+
+
+def silu(input, inplace=False, *, prefer="auto"):
+    """`torch.nn.functional.silu`, keeping its input and letting its consumer rebuild the output.
+
+    Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
+    With inplace=True torch's own op runs. Raises what torch raises.
+    """
+    if inplace:
+        return torch._C._nn.silu_(input)
+    kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
+    if kernel is None:
+        return _silu(input)
+    return _SiLU.apply(input, kernel) if torch.is_grad_enabled() else _build(kernel)(input)
+
+
+class SiLU(nn.SiLU):
+    """`torch.nn.SiLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return silu(input, self.inplace, prefer=self.prefer)
+
+
+OP.modules[nn.SiLU] = SiLU
