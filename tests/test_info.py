@@ -106,7 +106,8 @@ def test_warmup_rebuilds(monkeypatch):
     rebuild = kernel.rebuild
     object.__setattr__(kernel, "rebuild", lambda *args: (called.append(True), rebuild(*args)))
     try:
-        warmup.step(ops.ALL[0], (64, 1024), torch.float32, torch.float32, "cpu")
+        with hfnn.use("cpp"):
+            warmup.step(ops.ALL[0], (64, 1024), torch.float32, torch.float32, "cpu")
     finally:
         object.__setattr__(kernel, "rebuild", rebuild)
     assert called
