@@ -32,8 +32,8 @@ OP = Op(
     reference,
     torch.dropout,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 21),
-        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 21),
+        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
         Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
     ),
     sample=sample,

@@ -35,8 +35,8 @@ OP = Op(
     reference,
     _gelu,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 21),
-        Kernel("triton", "hfnn.kernels.gelu", "cuda", min_elements=1 << 21),
+        Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.gelu", "cuda", min_elements=1 << 24),
         Kernel("cpp", "hfnn._C:cpu.gelu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
     ),
     sample=sample,

@@ -37,8 +37,8 @@ OP = Op(
     reference,
     torch.layer_norm,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 21),
-        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 21),
+        Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 24),
         Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 17),
     ),
     sample=sample,

@@ -35,8 +35,8 @@ OP = Op(
     reference,
     torch.rms_norm,
     kernels=(
-        Kernel("cuda", "hfnn._C:cuda.rms_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 21),
-        Kernel("triton", "hfnn.kernels.rms_norm", "cuda", max_cols=65536, min_elements=1 << 21),
+        Kernel("cuda", "hfnn._C:cuda.rms_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.rms_norm", "cuda", max_cols=65536, min_elements=1 << 24),
         Kernel("cpp", "hfnn._C:cpu.rms_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
     ),
     sample=sample,

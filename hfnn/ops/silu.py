@@ -31,7 +31,7 @@ OP = Op(
     reference,
     _silu,
     kernels=(
-        Kernel("triton", "hfnn.kernels.silu", "cuda", min_elements=1 << 21),
+        Kernel("triton", "hfnn.kernels.silu", "cuda", min_elements=1 << 24),
         Kernel("cpp", "hfnn._C:cpu.silu", "cpu", (*FLOATS, torch.float64), min_elements=1 << 18),
     ),
     sample=sample,

@@ -276,28 +276,30 @@ cuda_kernels = pytest.mark.parametrize(
 @cuda_kernels
 def test_cuda_graph(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)
-    args = leaves(args)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # leaves accumulate on the stream they were made on
+        args = leaves(args)
 
     def step():
         y = function(op)(*args, **kwargs)
         return y, torch.autograd.grad(y, tensors(args), torch.ones_like(y))
 
     torch.use_deterministic_algorithms(False)  # NaN-filling is not wanted inside a captured graph
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     with hfnn.use(kernel.name):
         with torch.cuda.stream(stream):
             eager, eager_grads = step()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             y, grads = step()
     graph.replay()
+    torch.cuda.synchronize()
     first = y.clone()
     if op.pin is None:
         assert torch.equal(y, eager) and all(map(torch.equal, grads, eager_grads))
     else:  # a random op: every replay draws anew, and backward repeats what forward drew
         graph.replay()
+        torch.cuda.synchronize()
         assert not torch.equal(y != 0, first != 0)
         assert torch.equal(grads[0] != 0, y != 0)
 
