@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 log = logging.getLogger("hfnn")
 
 # By their own names, for each look-up counts in a small call. Dynamo knows the function by its identity.
 Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+_UNKNOWN = object()
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERENCES = ("auto", "memory", "speed")
@@ -237,12 +240,12 @@ class Op:
             if _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
                 return None  # a Parameter or a FakeTensor; `passes` saw to plain tensors
             out = self.out_dtype(x) if out is None else out
-            fake = type(x).__name__ == "FakeTensor"
-            key = (x.device.type, x.dtype, cols, out, fake, _forced)
-            if key not in self._choices:
-                self._choices[key] = self._first(*key)
-            if self._choices[key] is not None:
-                return self._choices[key]
+            key = (x.is_cuda, x.is_cpu, x.dtype, cols, out, type(x) is FakeTensor, _forced)
+            kernel = self._choices.get(key, _UNKNOWN)
+            if kernel is _UNKNOWN:
+                kernel = self._choices[key] = self._first(x.device.type, *key[2:])
+            if kernel is not None:
+                return kernel
         return self._refuse(x, cols, out, why)
 
     def _first(self, device, dtype, cols, out, fake, forced):
@@ -296,8 +299,7 @@ class Op:
 
 def is_plain(x) -> bool:
     """Whether x is a tensor that rooms work on: no subclass, but for FakeTensor."""
-    kind = type(x)
-    return kind is torch.Tensor or kind is torch.nn.Parameter or kind.__name__ == "FakeTensor"
+    return type(x) in _PLAIN
 
 
 def context(*tensors: torch.Tensor | None) -> str | None:
@@ -309,7 +311,7 @@ def context(*tensors: torch.Tensor | None) -> str | None:
     if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling() or _proxies():
         return "a tracer is recording torch's own ops"
     for x in tensors:
-        if x is not None and not is_plain(x):
+        if x is not None and type(x) not in _PLAIN:
             return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
     return None
 
@@ -321,14 +323,17 @@ def _proxies() -> bool:
 
 def _mixture(x: torch.Tensor, others) -> str | None:
     """What about the further tensors does not go with x, or None."""
-    present = [other for other in others if other is not None]
-    for other in present:
-        if other.device != x.device:
+    place, dtype = x.get_device(), None
+    for other in others:
+        if other is None:
+            continue
+        if other.get_device() != place or other.is_cpu != x.is_cpu:
             return f"tensors on {x.device} and {other.device}"
-        if other.dtype is not x.dtype and other.dtype is not torch.float32:
-            return f"takes parameters of dtype {x.dtype} or torch.float32, got {other.dtype}"
-        if other.dtype is not present[0].dtype:
-            return f"takes parameters of one dtype, got {present[0].dtype} and {other.dtype}"
+        if dtype is not None and other.dtype is not dtype:
+            return f"takes parameters of one dtype, got {dtype} and {other.dtype}"
+        dtype = other.dtype
+        if dtype is not torch.float32 and dtype is not x.dtype:
+            return f"takes parameters of dtype {x.dtype} or torch.float32, got {dtype}"
     return None
 
 

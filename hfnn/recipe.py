@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch._subclasses import FakeTensor
 
 _enabled = True
 
@@ -87,7 +88,7 @@ class _Tag:
 
     __slots__ = ("_casts", "marks", "recipe", "ref", "sources")
 
-    def __init__(self, recipe: Recipe, sources: tuple, marks: tuple):
+    def __init__(self, recipe: Recipe, sources: tuple, marks: list):
         self.recipe, self.sources, self.marks = recipe, sources, marks
         self._casts = {}
 
@@ -105,12 +106,11 @@ class _Tag:
 tags: dict[int, _Tag] = {}
 
 
-def _marks(y: torch.Tensor, sources: tuple) -> tuple:
-    return tuple((t._version, _address(t)) for t in (y, *sources) if t is not None)
-
-
-def _address(t: torch.Tensor) -> int:
-    return 0 if type(t).__name__ == "FakeTensor" else t.data_ptr()
+def _marks(y: torch.Tensor, sources: tuple) -> list:
+    """What changes when y or a source is written to (`_version`), or given other memory (`data_ptr`)."""
+    if type(y) is FakeTensor:  # has no memory
+        return [t._version for t in (y, *sources) if t is not None]
+    return [(t._version, t.data_ptr()) for t in (y, *sources) if t is not None]
 
 
 def _cast(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -135,17 +135,18 @@ def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> t
     A source that has a recipe itself is replaced by that recipe's sources. None is handed on as None. Does nothing
     where no backward can follow, or where a version cannot be read (inference tensors).
     """
-    if not _enabled or any(s is not None and s.is_inference() for s in sources):
+    if not _enabled:
         return y
-    parts, kept = [], []
+    parts, kept = [None] * len(sources), []
     sharded = _parameters_may_be_resharded()
-    for source in sources:
-        tag = None if source is None else find(source)
+    for i, source in enumerate(sources):
+        if source is not None and source.is_inference():
+            return y
+        tag = find(source) if id(source) in tags else None
         if tag is not None:
-            parts.append((tag.recipe, len(tag.sources)))
+            parts[i] = tag.recipe, len(tag.sources)
             kept.extend(tag.sources)
         else:
-            parts.append(None)
             kept.append(_own_copy(source) if sharded and isinstance(source, torch.nn.Parameter) else source)
     kept = tuple(kept)
     tag = _Tag(Recipe(build, tuple(parts)), kept, _marks(y, kept))

@@ -10,6 +10,7 @@ generator, so `torch.manual_seed` and the recomputation of activation checkpoint
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op
@@ -87,7 +88,7 @@ def draw(x):
     On CUDA the generator's own seed and offset, which moves on by what the mask uses. Inside CUDA graph capture a fresh
     `pair` {seed, offset} is drawn on the device at every replay. On the CPU a seed.
     """
-    if type(x).__name__ == "FakeTensor":
+    if type(x) is FakeTensor:
         return 0, 0, None
     if not x.is_cuda:
         return torch.empty((), dtype=torch.int64).random_().item(), 0, None

@@ -55,9 +55,9 @@ def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
     x_RC = rows(x, normalized_shape)
     # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    mean_R = torch.empty(x_RC.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    mean_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
     rstd_R = torch.empty_like(mean_R)
-    kernel.forward(x_RC, flat(weight), flat(bias), rows(y, normalized_shape), mean_R, rstd_R, eps, kernel.queue(x))
+    kernel.forward(x_RC, flat(weight), flat(bias), y.view(x_RC.shape), mean_R, rstd_R, eps, kernel.queue(x))
     return y, mean_R, rstd_R
 
 
@@ -118,6 +118,11 @@ def rows(x, normalized_shape):
     return x.contiguous().view(-1, math.prod(normalized_shape))
 
 
+def statistics_dtype(x):
+    """float32, whatever narrower x is."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
 def flat(parameter):
     """A parameter of normalized_shape, or its gradient, as (C,)."""
     return parameter if parameter is None or parameter.dim() == 1 else parameter.view(-1)
@@ -143,8 +148,9 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, pre
 def fits(x, normalized_shape, *parameters) -> bool:
     """Whether the shapes agree; where they do not, torch's own op says so."""
     shape = tuple(normalized_shape)
-    shapes = (x.shape[-len(shape) :], *(p.shape for p in parameters if p is not None))
-    return bool(shape) and 0 not in shape and all(tuple(given) == shape for given in shapes)
+    if not shape or 0 in shape or x.shape[-len(shape) :] != shape:
+        return False
+    return all(p is None or p.shape == shape for p in parameters)
 
 
 def fused(x, weight, bias, eps, out, prefer):

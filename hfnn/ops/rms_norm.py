@@ -13,7 +13,7 @@ from torch import nn
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
-from hfnn.ops.layer_norm import fits, flat, rows
+from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 
 
 def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):
@@ -53,8 +53,8 @@ def _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel):
     x_RC = rows(x, normalized_shape)
     # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    rstd_R = torch.empty(x_RC.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    kernel.forward(x_RC, flat(weight), rows(y, normalized_shape), rstd_R, eps, offset, kernel.queue(x))
+    rstd_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
+    kernel.forward(x_RC, flat(weight), y.view(x_RC.shape), rstd_R, eps, offset, kernel.queue(x))
     return y, rstd_R
 
 
