@@ -193,6 +193,7 @@ class Op:
     pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
+    likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
 
     @functools.cached_property
     def passes(self) -> Callable[[torch.Tensor, str], bool]:

@@ -1,9 +1,10 @@
 """Modules that compute an op of ours in their own words: recognised by structure, then proved numerically.
 
-A class named like a norm or a GELU may be anything. Before its modules are swapped, its own `forward` is run on a fresh
-instance (random parameters, CPU, a generator of its own, no hooks) and held against the op's definition in float64:
-output and gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and very small
-values (there eps decides), two values of eps, two to four dimensions. What fails, raises or changes itself is refused.
+A class named like a norm or an activation may be anything. Before its modules are swapped, its own `forward` is run on
+a fresh instance (random parameters, CPU, a generator of its own, no hooks) and held against the op's definition in
+float64: output and gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and
+very small values (there eps decides), two values of eps, two to four dimensions. What fails, raises or changes itself
+is refused.
 """
 
 import contextlib
@@ -18,13 +19,15 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.kernel import is_plain
-from hfnn.ops import gelu, layer_norm, rms_norm
+from hfnn.ops import layer_norm, rms_norm
 
 # Tried where no attribute is called eps: what authors write into the formula itself.
 CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
 # Errors in ulps of the largest value of a row. Honest code was measured to stay below 3 (float32) and 1.5 (bfloat16).
 ULPS = {torch.float32: 8, torch.bfloat16: 4}
+# What a class is named like: a norm, or one of these.
+ACTIVATIONS = {op.name: op for op in ops.ALL if op.likes}
 CONTAINERS = (list, dict, set)
 # (dtype of the parameters, of the input), training, factor of eps
 CASES = (
@@ -70,24 +73,25 @@ class NormLike:
 
 
 @dataclass(frozen=True)
-class GELULike:
-    """An activation without parameters."""
+class ActivationLike:
+    """An activation without parameters. form: one of the op's `likes`."""
 
-    approximate: str
+    room: str
+    form: str
     eps = 1e-4  # only sets how small the smallest probes are
 
     @property
     def op(self):
-        return gelu.OP
+        return ACTIVATIONS[self.room]
 
     def __str__(self) -> str:
-        return f"hfnn gelu, {'erf' if self.approximate == 'none' else 'tanh'} form"
+        return f"hfnn {self.room}" + (f", {self.form}" if self.form else "")
 
     def fused(self, module, x, out):
-        return gelu.fused(x, self.approximate, out, module.prefer)
+        return getattr(ops, self.room).fused(x, out, module.prefer, **self.op.likes[self.form])
 
     def exact(self, x, parameters, eps):
-        return gelu.reference(x, approximate=self.approximate)
+        return self.op.reference(x, **self.op.likes[self.form])
 
 
 class LookAlike:
@@ -121,11 +125,11 @@ def _out_dtype(module, original, x) -> torch.dtype:
     return _out_dtypes[key]
 
 
-def recognise(module: nn.Module) -> tuple[NormLike | GELULike | None, str | None]:
+def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str | None]:
     """(how the module's class is to be read, None), or (None, why not); (None, None) where nothing hints at an op."""
     cls = type(module)
     name = cls.__name__.lower()
-    kind = "GELU" if "gelu" in name else "norm" if "norm" in name else None
+    kind = next((kind for kind in (*ACTIVATIONS, "norm") if kind in name), None)
     if kind is None or cls.__module__.startswith("torch."):
         return None, None
     why = _unlike(module, kind)
@@ -157,7 +161,7 @@ def _unlike(module, kind) -> str | None:
     if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return f"its forward needs {len(required)} arguments, not one tensor"
     shapes = _shapes(module)
-    if kind == "GELU":
+    if kind in ACTIVATIONS:
         return "it has parameters" if shapes else None
     if len(shapes) > 2 or any(len(shape) != 1 for _, shape in shapes) or len({shape for _, shape in shapes}) > 1:
         return f"its parameters are not one weight (and bias) of one dimension: {dict(shapes)}"
@@ -198,8 +202,8 @@ def _frozen(value):
 
 def _candidates(module, kind):
     """The readings worth a proof, likeliest first."""
-    if kind == "GELU":
-        return [GELULike("none"), GELULike("tanh")]
+    if kind in ACTIVATIONS:
+        return [ActivationLike(kind, form) for form in ACTIVATIONS[kind].likes]
     names = [name for name, _ in _shapes(module)]
     bias = next((name for name in names if name.lower() in ("bias", "beta", "b", "shift")), None)
     weight = next((name for name in names if name != bias), None)

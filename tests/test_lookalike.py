@@ -89,6 +89,11 @@ class HeldGELU(nn.Module):
         return self.act(x)
 
 
+class OwnSiLU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x)
+
+
 HONEST = {
     LlamaNorm: "hfnn rms_norm",
     T5Norm: "hfnn rms_norm",
@@ -99,6 +104,7 @@ HONEST = {
     SlowGELU: "hfnn gelu, tanh form",
     functools.partial(HeldGELU, "none"): "hfnn gelu, erf form",
     functools.partial(HeldGELU, "tanh"): "hfnn gelu, tanh form",
+    OwnSiLU: "hfnn silu",
 }
 
 
@@ -129,7 +135,7 @@ def test_results(make, dtypes):
     assert hfnn.recipe.find(ours[0]) is not None
     weights = {name: p.detach().double().requires_grad_() for name, p in m.named_parameters()}
     x64, like = x.detach().double().requires_grad_(), type(m)._hfnn_like
-    y64 = like.exact(x64, weights, None if like.op is hfnn.ops.gelu.OP else like.numbers(m)[2])
+    y64 = like.exact(x64, weights, None if like.op.likes else like.numbers(m)[2])
     exact = y64, *torch.autograd.grad(y64, [x64, *weights.values()], dy.double())
     for i, tensors in enumerate(zip(ours, exact, theirs, strict=True)):
         assert_close(*tensors, at_most=GRADIENTS if i else OUTPUTS)
@@ -306,6 +312,11 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class HardSiLU(nn.Module):
+    def forward(self, x):
+        return nn.functional.hardswish(x)
+
+
 class ClippedGELU(nn.Module):
     def forward(self, x):
         return nn.functional.gelu(x).clip(-10, 10)
@@ -333,6 +344,7 @@ LIARS = {
     functools.partial(LlamaNorm, 4): "rows of 4 are too short",
     QuickGELU: "unlike gelu, .* form, output off by",
     ClippedGELU: "unlike gelu, .* form, output off by",
+    HardSiLU: "unlike silu, output off by",
 }
 
 

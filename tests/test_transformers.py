@@ -76,6 +76,7 @@ SWAPPED = {
     "LlamaForCausalLM": {
         *((f"model.layers.*.self_attn.{name}_proj", 2, "hfnn.Linear") for name in "qkvo"),
         *((f"model.layers.*.mlp.{name}_proj", 2, "hfnn.Linear") for name in ("gate", "up", "down")),
+        ("model.layers.*.mlp.act_fn", 2, "hfnn silu"),
         ("model.layers.*.input_layernorm", 2, "hfnn rms_norm"),
         ("model.layers.*.post_attention_layernorm", 2, "hfnn rms_norm"),
         ("model.norm", 1, "hfnn rms_norm"),
@@ -101,7 +102,7 @@ SWAPPED = {
     },
 }
 # What is left alone in any of the models, by class. Whatever else appears there must be looked at.
-LEFT = r"Embedding|Conv2d|SiLU|ReLU|Tanh|Identity"
+LEFT = r"Embedding|Conv2d|ReLU|Tanh|Identity"
 
 
 def build(name):

@@ -1,4 +1,4 @@
-"""Hugging Face transformers. Its norms and GELUs are recognised by structure (hfnn/lookalike.py)."""
+"""Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/lookalike.py)."""
 
 import sys
 

@@ -43,6 +43,7 @@ OP = Op(
     cases=tuple((*shape, form) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for form in ("none", "tanh")),
     small=(3, 5, "none"),
     bench=((16384, 8192, "none"), (16384, 8192, "tanh")),
+    likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
 )
 _passes = OP.passes
 
@@ -99,7 +100,7 @@ def gelu(input, approximate="none", *, prefer="auto"):
     return _run(input, approximate, input.dtype, kernel)
 
 
-def fused(x, approximate, out, prefer):
+def fused(x, out, prefer, *, approximate):
     """The room's result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
 
     For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.

@@ -38,33 +38,35 @@ OP = Op(
     cases=((1,), (3, 769), (64, 1024), (0, 4)),
     small=(3, 5),
     bench=((16384, 14336),),
+    likes={"": {}},
 )
 _passes = OP.passes
 
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kernel):
+    def forward(ctx, x, out, kernel):
         ctx.save_for_backward(x)
-        ctx.kernel = kernel
-        build = _build(kernel)
+        ctx.out, ctx.kernel = out, kernel
+        build = _build(out, kernel)
         return recipe.attach(build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *double_backward(_silu, (x,), ctx.needs_input_grad[:1], dy), None
-        x, dy = x.contiguous(), dy.contiguous()
-        dx = torch.empty_like(x)
-        ctx.kernel.backward(dy, x, dx, ctx.kernel.queue(x))
-        return dx, None
+            return *double_backward(lambda x: _silu(x.to(ctx.out)), (x,), ctx.needs_input_grad[:1], dy), None, None
+        x_, dy = x.to(ctx.out).contiguous(), dy.contiguous()
+        dx = torch.empty_like(x_)
+        ctx.kernel.backward(dy, x_, dx, ctx.kernel.queue(x))
+        return dx.to(x.dtype), None, None
 
 
-def _build(kernel):
+def _build(out, kernel):
     """y of x: in forward, and again in backward."""
 
     def build(x):
+        x = x.to(out)  # the kernels compute in one dtype; x itself, often the narrower, is what is kept
         if torch.is_grad_enabled():
             return _silu(x)
         x = x.contiguous()
@@ -73,6 +75,10 @@ def _build(kernel):
         return y
 
     return build
+
+
+def _run(x, *how):
+    return _SiLU.apply(x, *how) if torch.is_grad_enabled() else _build(*how)(x)
 
 
 def silu(input, inplace=False, *, prefer="auto"):
@@ -84,9 +90,16 @@ def silu(input, inplace=False, *, prefer="auto"):
     if inplace:
         return torch._C._nn.silu_(input)
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
-    if kernel is None:
-        return _silu(input)
-    return _SiLU.apply(input, kernel) if torch.is_grad_enabled() else _build(kernel)(input)
+    return _silu(input) if kernel is None else _run(input, input.dtype, kernel)
+
+
+def fused(x, out, prefer):
+    """The room's result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
+
+    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    """
+    kernel = OP.select(x, prefer=prefer)
+    return None if kernel is None else _run(x, out, kernel)
 
 
 class SiLU(nn.SiLU):
