@@ -269,15 +269,24 @@ def test_frozen_weights_keep_nothing(block, x):
     assert recipe.counter.taken == 0
 
 
-def test_fsdp2_norm_in_its_own_group(tmp_path):
-    """Its weight is gone when the consumer's backward runs: the recipe holds a copy."""
-    worker, store = Path(__file__).parent / "workers" / "fsdp2.py", tmp_path / "store"
+def run_ranks(worker, count, store):
+    """Run tests/workers/<worker>.py once a rank; every one must succeed."""
+    script = Path(__file__).parent / "workers" / worker
     ranks = [
         subprocess.Popen(
-            [sys.executable, worker, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, script, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     for rank, process in enumerate(ranks):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}:\n{output}"
+
+
+def test_fsdp2_norm_in_its_own_group(tmp_path):
+    """Its weight is gone when the consumer's backward runs: the recipe holds a copy."""
+    run_ranks("fsdp2.py", 2, tmp_path / "store")
+
+
+def test_ddp_and_tensor_parallel(tmp_path):
+    run_ranks("ddp_tp.py", 1, tmp_path / "store")
