@@ -269,24 +269,19 @@ def test_frozen_weights_keep_nothing(block, x):
     assert recipe.counter.taken == 0
 
 
-def run_ranks(worker, count, store):
-    """Run tests/workers/<worker>.py once a rank; every one must succeed."""
-    script = Path(__file__).parent / "workers" / worker
+@pytest.mark.parametrize("way", ["fsdp2", "ddp", "tensor_parallel"])
+def test_parallelised(way, tmp_path):
+    """fsdp2: a norm in a group of its own; its weight is gone in the consumer's backward, the recipe holds a copy."""
+    script, world_size = Path(__file__).parent / "workers" / "parallel.py", 2
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, script, way, str(rank), str(world_size), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        for rank in range(count)
+        for rank in range(world_size)
     ]
     for rank, process in enumerate(ranks):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}:\n{output}"
-
-
-def test_fsdp2_norm_in_its_own_group(tmp_path):
-    """Its weight is gone when the consumer's backward runs: the recipe holds a copy."""
-    run_ranks("fsdp2.py", 2, tmp_path / "store")
-
-
-def test_ddp_and_tensor_parallel(tmp_path):
-    run_ranks("ddp_tp.py", 1, tmp_path / "store")

@@ -1,0 +1,82 @@
+"""One gloo rank: a converted model, parallelised, has the gradients of the plain model.
+
+python parallel.py fsdp2|ddp|tensor_parallel RANK WORLD_SIZE STORE
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hfnn
+from hfnn import recipe
+
+
+class Block(nn.Module):
+    """A norm whose output two linear layers share."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.act = nn.GELU()
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.query(h) + self.down(self.act(self.up(h)))
+
+
+def fsdp2(model, mesh):
+    """The norm in a group of its own, then with its consumer in another, then all in one."""
+    for groups in (["norm"], ["norm", "query"], []):
+        sharded = copy.deepcopy(model)
+        for name in groups:
+            fully_shard(getattr(sharded, name), mesh=mesh, reshard_after_forward=True)
+        yield fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+
+
+def ddp(model, mesh):
+    yield nn.parallel.DistributedDataParallel(model)
+
+
+def tensor_parallel(model, mesh):
+    """The split weights are DTensors: torch's own product runs there, and the norm and query stay converted."""
+    yield parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+# How, and how many recipes are taken at least.
+WAYS = {"fsdp2": (fsdp2, 2), "ddp": (ddp, 3), "tensor_parallel": (tensor_parallel, 1)}
+
+
+def gradients(model, x):
+    """Gradients of every parameter, whole."""
+    model(x).square().mean().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def main(way, rank, world_size, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    plain, x = Block(), torch.randn(4, 16, 32)
+    want = gradients(copy.deepcopy(plain), x)
+    parallelise, least = WAYS[way]
+    for model in parallelise(hfnn.convert(plain, prefer="memory"), init_device_mesh("cpu", (world_size,))):
+        recipe.counter.reset()
+        got = gradients(model, x)
+        assert recipe.counter.taken >= least, recipe.counter.taken
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    dist.barrier()  # a rank that leaves early takes the other's connections down
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
