@@ -276,6 +276,7 @@ cuda_kernels = pytest.mark.parametrize(
 @cuda_kernels
 def test_cuda_graph(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)
+    torch.cuda.synchronize()  # the sample was drawn on another stream than the one that copies it
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # leaves accumulate on the stream they were made on
         args = leaves(args)
