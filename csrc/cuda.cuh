@@ -222,6 +222,8 @@ template <int N, class T>
 __device__ inline Vec<T, N> load_constant(const T* from) {
   if constexpr (N == 1) {
     return {*from};
+  } else if constexpr (sizeof(T) * N < 16) {
+    return *reinterpret_cast<const Vec<T, N>*>(from);
   } else {
     union {
       uint4 quads[sizeof(T) * N / 16];

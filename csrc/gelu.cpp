@@ -1,21 +1,9 @@
 // GELU on the CPU. float32 and the 16-bit dtypes use approximations that vectorise, float64 the standard library.
 #include "gelu.h"
 
-#include "cpu.h"
+#include "exp_cpu.h"
 
 namespace hfnn {
-
-// exp(z) for z <= 0, to 1e-7: 2^n * exp(r) with |r| <= log(2) / 2. What would be subnormal is 0.
-HFNN_INLINE float exp_negative(float z) {
-  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const float shifted = madd(z, 1.44269504f, kRound), n = shifted - kRound;
-  const float r = madd(n, 2.12194440e-4f, madd(n, -0.693359375f, z));  // log(2) in two parts
-  const float tail =
-      madd(madd(madd(madd(0.00139504857f, r, 0.00836888794f), r, 0.041666206f), r, 0.166665182f), r, 0.5f);
-  const float power = float_of((bits_of(shifted) + 127) << 23);
-  return z < -87 ? 0 : (madd(tail, r * r, r) + 1) * power;
-}
-HFNN_INLINE double exp_negative(double z) { return std::exp(z); }
 
 // The normal distribution: cdf = Phi(x), pdf = exp(-x^2 / 2) / sqrt(2 pi).
 template <class T>

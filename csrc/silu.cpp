@@ -1,23 +1,9 @@
 // SiLU on the CPU. float32 and the 16-bit dtypes use an exponential that vectorises, float64 the standard library.
 #include "silu.h"
 
-#include "cpu.h"
+#include "exp_cpu.h"
 
 namespace hfnn {
-
-// exp(-x) to 1e-7 for every x: 2^n * exp(r) with |r| <= log(2) / 2. Infinite where float32 overflows, as torch's is;
-// what would be subnormal is 0. Half of 2^n is a float32 for every n that is left, 2^128 is not.
-HFNN_INLINE float exp_minus(float x) {
-  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const float z = x < -89 ? 89 : -x;
-  const float shifted = madd(z, 1.44269504f, kRound), n = shifted - kRound;
-  const float r = madd(n, 2.12194440e-4f, madd(n, -0.693359375f, z));  // log(2) in two parts
-  const float tail =
-      madd(madd(madd(madd(0.00139504857f, r, 0.00836888794f), r, 0.041666206f), r, 0.166665182f), r, 0.5f);
-  const float half_power = float_of((bits_of(shifted) + 126) << 23);
-  return z < -87 ? 0 : (madd(tail, r * r, r) + 1) * 2 * half_power;
-}
-HFNN_INLINE double exp_minus(double x) { return std::exp(-x); }
 
 template <class T>
 HFNN_INLINE T silu(T x) {
