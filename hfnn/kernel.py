@@ -60,6 +60,11 @@ def use(name: str) -> Iterator[None]:
         _forced = before
 
 
+def forced() -> str | None:
+    """The kind of kernel that `use` asks for, or None."""
+    return _forced
+
+
 @functools.cache
 def _load(source: str) -> tuple[object, str | None]:
     """(module, None), or (None, why it is not to be had). `source` is "module" or "module:attribute.attribute"."""
@@ -147,7 +152,7 @@ class Kernel:
         if function.startswith("_"):
             raise AttributeError(function)
         found = getattr(_load(self.source)[0], function)
-        if self.name == "triton" and function != "partials" and torch.cuda.device_count() > 1:
+        if self.name == "triton" and function not in _SIZES and torch.cuda.device_count() > 1:
             found = _with_device(found)
         object.__setattr__(self, function, found)
         return found
@@ -157,15 +162,20 @@ class Kernel:
         return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else torch.get_num_threads()
 
 
+# Functions of numbers, which tell a room the size of what a kernel needs; all others are launches.
+_SIZES = ("partials", "column_splits")
+
+
 class _FakeKernel:
     """Stands in for `kernel` on FakeTensors: shapes and saved tensors are the room's, nothing is launched."""
 
     def __init__(self, kernel: Kernel):
         self.name = kernel.name
-        self.forward = self.rebuild = self.backward = lambda *args: None
 
-    def partials(self, rows: int, cols: int) -> int:
-        return 1
+    def __getattr__(self, function: str):
+        if function.startswith("_"):
+            raise AttributeError(function)
+        return (lambda *sizes: 1) if function in _SIZES else lambda *args: None
 
     def queue(self, x: torch.Tensor) -> int:
         return 0
@@ -188,10 +198,13 @@ class Op:
     cases: tuple = ()
     bench: tuple = ()
     traffic: tuple[float, float] = (2, 3)
-    probe: tuple = ()  # what torch's op needs besides an input of shape (0, 1)
+    probe: tuple | Callable = ()  # what torch's op needs besides an input of shape (0, 1), or a function of that input
     small: tuple = ()  # a case small enough for gradcheck
     pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
+    saves: bool = True  # whether a room keeps fewer bytes than torch's op
+    recipe: bool = True  # whether the output carries a recipe
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
+    like_input: bool = True  # whether the output has the input's shape; a loss does not
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
     likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
 
@@ -215,15 +228,27 @@ class Op:
 
         return passes
 
-    def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto"):
+    def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto", dtype=None):
         """The first kernel that takes the call, or None for torch's own op.
 
         `others` are the further tensors (None where absent); `row` the dimensions an op works along; `out` the output's
-        dtype where it is not torch's choice.
+        dtype where it is not torch's choice; `dtype` what the kernel is to work on where that is not x's.
         """
         if self.passes(x, prefer):
             return None
-        return self._choose(x, others, math.prod(row), out, prefer)
+        return self._choose(x, others, math.prod(row), out, prefer, dtype)
+
+    def find(self, x: torch.Tensor, dtype: torch.dtype | None = None, cols: int = 0) -> Kernel | None:
+        """The first kernel for tensors on x's device, of `dtype` where it is not x's, whatever was asked for.
+
+        For rooms that make such tensors themselves, after `select` has said that a kernel is to run.
+        """
+        dtype = x.dtype if dtype is None else dtype
+        key = (x.is_cuda, x.is_cpu, dtype, cols, dtype, type(x) is FakeTensor, _forced)
+        if key not in self._choices:
+            forced = _forced if any(k.name == _forced for k in self.kernels) else None
+            self._choices[key] = self._first(x.device.type, *key[2:-1], forced)
+        return self._choices[key]
 
     @functools.cached_property
     def floors(self) -> dict[str, tuple[int, int]]:
@@ -231,9 +256,10 @@ class Op:
         speed = tuple(
             min((k.min_elements for k in self.kernels if k.device == device), default=0) for device in ("cpu", "cuda")
         )
-        return {"speed": speed, "auto": tuple(min(n, WORTH_ELEMENTS) for n in speed), "memory": (0, 0)}
+        auto = tuple(min(n, WORTH_ELEMENTS) for n in speed) if self.saves else speed
+        return {"speed": speed, "auto": auto, "memory": (0, 0)}
 
-    def _choose(self, x, others, cols, out, prefer):
+    def _choose(self, x, others, cols, out, prefer, dtype=None):
         if _forced == "torch":
             return None
         why = context(x, *others) or _mixture(x, others)
@@ -241,7 +267,8 @@ class Op:
             if _forced is None and x.numel() < self.floors[prefer][x.is_cuda]:
                 return None  # a Parameter or a FakeTensor; `passes` saw to plain tensors
             out = self.out_dtype(x) if out is None else out
-            key = (x.is_cuda, x.is_cpu, x.dtype, cols, out, type(x) is FakeTensor, _forced)
+            dtype = x.dtype if dtype is None else dtype
+            key = (x.is_cuda, x.is_cpu, dtype, cols, out, type(x) is FakeTensor, _forced)
             kernel = self._choices.get(key, _UNKNOWN)
             if kernel is _UNKNOWN:
                 kernel = self._choices[key] = self._first(x.device.type, *key[2:])
@@ -286,7 +313,8 @@ class Op:
         if key not in self._probed:
             with torch.no_grad():
                 empty = torch.empty(0, 1, dtype=x.dtype, device=x.device)
-                self._probed[key] = self.torch(empty, *self.probe).dtype
+                others = self.probe(empty) if callable(self.probe) else self.probe
+                self._probed[key] = self.torch(empty, *others).dtype
         return self._probed[key]
 
     @functools.cached_property

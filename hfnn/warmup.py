@@ -29,10 +29,18 @@ def cases(op: Op, rows: int, width: int) -> Iterator[tuple]:
 def step(op: Op, case: tuple, dtype: torch.dtype, params: torch.dtype, device: str) -> None:
     """The op with a consumer that rebuilds its output, forward and backward; parameters in the dtype `params`."""
     (x, *others), options = op.sample(case, dtype, device)
-    others = [t.to(params).requires_grad_() if isinstance(t, torch.Tensor) else t for t in others]
+    # A matrix goes by the dtype of x, as torch wants it.
+    others = [t.to(params if t.dim() == 1 else dtype).requires_grad_() if is_float(t) else t for t in others]
     y = getattr(functional, op.name)(x.requires_grad_(), *others, **options)
+    if not op.recipe:
+        y.sum().backward()
+        return
     weight = torch.ones(1, y.shape[-1], dtype=y.dtype, device=device, requires_grad=True)
     functional.linear(y, weight).sum().backward()
+
+
+def is_float(t) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
 
 
 def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int = ROWS) -> int:

@@ -48,9 +48,11 @@ ALL = list(combinations())
 RAGGED = [p for p in ALL if 769 in p.values[4]]
 # Against a float64 reference, float64 proves nothing: gradcheck is for that.
 NARROW = [p for p in ALL if p.values[3] is not torch.float64]
+RECIPES = [p for p in RAGGED if p.values[0].recipe]
 each = pytest.mark.parametrize("op, kernel, device, dtype, case", NARROW)
 ragged = pytest.mark.parametrize("op, kernel, device, dtype, case", RAGGED)
 narrow = pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p in NARROW])
+with_recipe = pytest.mark.parametrize("op, kernel, device, dtype, case", RECIPES)
 
 
 def function(op):
@@ -113,8 +115,8 @@ def test_runs_are_bitwise_equal(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)
     with hfnn.use(kernel.name):
         first, second = (run(function(op), leaves(args), kwargs) for _ in range(2))
-    assert torch.equal(first[0], second[0])
-    assert all(map(torch.equal, first[1], second[1]))
+    for a, b in zip((first[0], *first[1]), (second[0], *second[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)  # the mean of nothing is NaN
 
 
 @ragged
@@ -124,12 +126,12 @@ def test_nothing_is_written_to(op, kernel, device, dtype, case):
     copies = [a.detach().clone() for a in tensors(args)]
     with hfnn.use(kernel.name):
         y = function(op)(*args, **kwargs)
-        kept, dy = y.detach().clone(), torch.randn_like(y)
+        kept, version, dy = y.detach().clone(), y._version, torch.randn_like(y)
         dy_kept = dy.clone()
         first = torch.autograd.grad(y, tensors(args), dy, retain_graph=True)
         second = torch.autograd.grad(y, tensors(args), dy)
     assert all(map(torch.equal, first, second)), "the second backward of a retained graph differs"
-    assert torch.equal(y, kept) and y._version == 0
+    assert torch.equal(y, kept) and y._version == version
     assert torch.equal(dy, dy_kept) and dy._version == 0
     assert all(map(torch.equal, tensors(args), copies)) and all(a._version == 0 for a in tensors(args))
 
@@ -237,7 +239,7 @@ def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
     with hfnn.use(kernel.name):
         ours = hfnn.memory.saved_bytes(lambda: function(op)(x, *args[1:], **kwargs))
     theirs = hfnn.memory.saved_bytes(lambda: op.torch(x, *args[1:], **kwargs))
-    statistics = 8 * x.numel() // x.shape[-1]  # ours are float32, torch's of the dtype of x
+    statistics = 8 * x.numel() // x.shape[-1] + 8  # ours are float32, torch's of the dtype of x
     assert ours.total <= theirs.total + statistics, f"{ours}\ntorch:\n{theirs}"
 
 
@@ -266,10 +268,8 @@ def test_random_shapes(op, data):
 
 # On a GPU only
 
-cuda_kernels = pytest.mark.parametrize(
-    "op, kernel, device, dtype, case",
-    [p for p in RAGGED if p.values[2] == "cuda" and p.values[3] is torch.bfloat16],
-)
+ON_CUDA = [p for p in RAGGED if p.values[2] == "cuda" and p.values[3] is torch.bfloat16]
+cuda_kernels = pytest.mark.parametrize("op, kernel, device, dtype, case", ON_CUDA)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -306,7 +306,7 @@ def test_cuda_graph(op, kernel, device, dtype, case):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 40 GiB of GPU memory")
-@cuda_kernels
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in ON_CUDA if p.values[0].like_input])
 def test_more_than_2_31_elements(op, kernel, device, dtype, case):
     """The last rows of a tensor beyond int32 offsets equal those rows alone."""
     shape = ((1 << 31) // 4096 + 16, 4096)
@@ -340,7 +340,7 @@ def consumed(op, args, kwargs, weight, recipes=True):
     return torch.autograd.grad(z.square().mean(), [*tensors(args), weight])
 
 
-@ragged
+@with_recipe
 def test_recipes_change_no_bit(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
@@ -355,7 +355,7 @@ def test_recipes_change_no_bit(op, kernel, device, dtype, case):
     assert len(recipe.tags) == alive, "a recipe outlived its tensor"
 
 
-@ragged
+@with_recipe
 def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch):
     """The test above would fail if one element of a rebuilt tensor were one ulp off."""
     args, kwargs = op.sample(case, dtype, device)
@@ -378,7 +378,7 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
     assert not all(map(torch.equal, on, off))
 
 
-@ragged
+@with_recipe
 def test_changed_sources_are_not_trusted(op, kernel, device, dtype, case):
     """In-place changes between producer and consumer: the gradients are those of what the consumer saw."""
     args, kwargs = op.sample(case, dtype, device)

@@ -1,0 +1,402 @@
+"""Cross-entropy of a linear map, without its logits.
+
+    loss = cross_entropy(hidden weight^T + bias, target)
+
+The logits are made a chunk of tokens at a time (head.py) and turned into their gradient at once, so that forward ends
+with the gradients of hidden, weight and bias instead of with a tensor of tokens x vocabulary. Backward multiplies them
+by the gradient of the loss, which costs nothing where that is 1, and gives them away; a second backward of a retained
+graph, and reduction="none", whose gradient is not known in forward, make the logits once more.
+
+head.py decides how many tokens at a time, says what that costs, and how exact the gradient of the weight is.
+
+Each process of a `group` may have a shard of the vocabulary: rows of the weight, in the order of the ranks. Of a chunk,
+two numbers a token then travel (Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053).
+
+Names end in their shape: T tokens, V vocabulary, H hidden.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hfnn.kernel import Kernel, Op
+from hfnn.ops import cross_entropy as logits_room
+from hfnn.ops import head
+from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
+
+
+def reference(input, linear_weight, target, linear_bias=None, **options):
+    """The definition, in the dtype of the input."""
+    logits = input @ linear_weight.t()
+    logits = logits if linear_bias is None else logits + linear_bias
+    return logits_room.reference(logits.flatten(0, -2), target.flatten(), **options)
+
+
+def composed(input, linear_weight, target, linear_bias=None, **options):
+    """torch's own ops."""
+    logits = nn.functional.linear(input, linear_weight, linear_bias)
+    return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments for hidden of shape `case`; a last entry "V128256" is the vocabulary."""
+    shape = [n for n in case if isinstance(n, int)]
+    vocabulary = int(case[-1][1:]) if isinstance(case[-1], str) else shape[-1] + 37
+    hidden = torch.randn(shape if len(shape) > 1 else (1, *shape), generator=generator)
+    weight = torch.randn(vocabulary, shape[-1], generator=generator) * shape[-1] ** -0.5
+    target = torch.randint(vocabulary, hidden.shape[:-1], generator=generator)
+    if target.numel() > 1:
+        target.view(-1)[0] = -100
+    return (hidden.to(dtype).to(device), weight.to(dtype).to(device), target.to(device)), {}
+
+
+# The kernels are those of the logits; the products are torch's.
+OP = Op(
+    "linear_cross_entropy",
+    reference,
+    composed,
+    kernels=tuple(Kernel(k.name, k.source, k.device, k.dtypes, k.max_cols) for k in logits_room.OP.kernels),
+    sample=sample,
+    cases=((1, 64), (3, 769), (5, 3, 64), (257, 40), (0, 8)),
+    traffic=(0, 0),
+    probe=lambda x: (x.new_empty(3, 1), x.new_empty(0, dtype=torch.int64)),
+    small=(3, 5),
+    recipe=False,
+    like_input=False,
+)
+
+
+class Call(NamedTuple):
+    """What does not change between forward and backward. `options` are those of the kernels (csrc/cross_entropy.h)."""
+
+    options: tuple
+    reduction: str
+    dtype: torch.dtype  # of the products and the logits
+    out_dtype: torch.dtype
+    max_bytes: int | None
+    compact: bool
+    group: object
+    kernel: object
+    ahead: bool  # whether forward makes the gradients
+
+    @property
+    def late(self) -> bool:
+        """Whether 1 / total waits for backward: in float16 the small gradients of a mean would vanish."""
+        return self.dtype is torch.float16
+
+
+class Rows(NamedTuple):
+    """What is known of each token before its logits are."""
+
+    target: torch.Tensor  # (T,) int64
+    share: torch.Tensor  # (T,) what a token counts in a mean; 0 where ignored
+    scale: torch.Tensor | None  # (T,) token_weight, or None for 1
+    total: torch.Tensor  # sum of share
+    kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order
+
+
+def _rows(target, class_weight, token_weight, call: Call) -> Rows:
+    wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
+    scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
+    kept = (target != call.options[0]).nonzero().view(-1) if call.compact else None
+    if kept is not None:
+        target, scale = target[kept], None if scale is None else scale[kept]
+    share = _class_weights(target, class_weight, call).to(wide)
+    share = share if scale is None else share * scale
+    return Rows(target, share, scale, share.sum(), kept)
+
+
+def _class_weights(target, class_weight, call: Call):
+    """The weight of each token's class, 1 without weights; 0 where ignored."""
+    counted = target != call.options[0]
+    return counted if class_weight is None else counted * class_weight[target.where(counted, 0)]
+
+
+def _operands(hidden, weight, bias, call: Call, rows: Rows) -> head.Operands:
+    given = head.operands(hidden, weight, bias, call.dtype)
+    return given if rows.kept is None else replace(given, hidden=given.hidden[rows.kept])
+
+
+def _factor(rows: Rows, call: Call, dy=None):
+    """What the gradient of a row is multiplied by: (T,), or (1,) for one number. dy: that of reduction="none"."""
+    factor = rows.total.new_ones(1) if dy is None else dy.reshape(-1).to(rows.total.dtype).contiguous()
+    if dy is not None and rows.kept is not None:
+        factor = factor[rows.kept]
+    if call.reduction == "mean" and not call.late:
+        factor = factor / rows.total
+    return factor if rows.scale is None else factor * rows.scale
+
+
+def _part(t, tokens: slice):
+    """The part of a factor, or of what may be None, that goes with some tokens."""
+    return t if t is None or t.numel() == 1 else t[tokens]
+
+
+class _Pass:
+    """One way through the tokens: losses where `loss_T` is given, gradients where `factor` is."""
+
+    def __init__(self, given: head.Operands, rows: Rows, class_weight, call: Call, needs, weight_dtype):
+        self.given, self.rows, self.class_weight, self.call = given, rows, class_weight, call
+        self.needs, self.weight_dtype = needs, weight_dtype
+        # What makes gradients of the sums of rows alone knows nothing of smoothing.
+        self.sums = LOG_PROBS.find(given.hidden, cols=given.shape[1]) if not call.options[1] else None
+        inside = self.sums is not None and self.sums.name == "triton"
+        self.plan = head.plan_for(given, needs, weight_dtype, call.max_bytes, inside, call.group)
+
+    def run(self, loss_T, factor):
+        """(gradients of hidden, weight and bias), None where not wanted."""
+        if self.call.group is not None:
+            return self._over_group(loss_T, factor)
+        if factor is None:
+            for tokens, logits in head.chunks(self.given, self.plan.step):
+                self._chunk(tokens, logits, loss_T, None)
+            return None, None, None
+        if self.plan.by_slabs and self.sums is not None:
+            return self._by_sums(loss_T, factor)
+        gradients, first = head.Gradients(self.given, self.needs, self.weight_dtype), self.plan.inside
+        if first:
+            gradients.inside(first, lambda logits_VT: self._columns(slice(0, first), logits_VT, loss_T, factor))
+        for tokens, logits in head.chunks(self.given, self.plan.step, first):
+            self._chunk(tokens, logits, loss_T, factor)
+            gradients.add(tokens, logits)
+        return gradients.all()
+
+    def _columns(self, tokens, logits_VT, loss_T, factor):
+        """The gradient of logits that have a column a token, in place."""
+        kernel, numbers, target = self.sums, self.call.options[-2:], self.rows.target[tokens]
+        picked, lse = (logits_VT.new_empty(target.shape, dtype=d) for d in (torch.float32, torch.float64))
+        partials = picked.new_empty(2, kernel.column_splits(*logits_VT.shape), *target.shape)
+        queue = kernel.queue(logits_VT)
+        kernel.forward_columns(logits_VT, target, partials, picked, lse, *numbers, queue)
+        a, t = self._coefficients(tokens, picked, lse, None if loss_T is None else loss_T[tokens], factor)
+        kernel.backward_columns(logits_VT, target, lse, a, t, logits_VT, *numbers, queue)
+
+    def _chunk(self, tokens, logits, loss_T, factor):
+        kernel, options, target = self.call.kernel, self.call.options, self.rows.target[tokens]
+        loss = logits.new_empty(logits.shape[0], dtype=self.rows.share.dtype) if loss_T is None else loss_T[tokens]
+        queue = kernel.queue(logits)
+        if factor is not None:
+            factor = _part(factor, tokens)
+            kernel.fused(logits, target, self.class_weight, loss, None, None, None, factor, logits, *options, queue)
+            return
+        lse = torch.empty_like(loss, dtype=torch.float64)
+        slope = torch.empty_like(loss) if self.class_weight is not None and options[1] else None
+        kernel.forward(logits, target, self.class_weight, loss, None, lse, slope, *options, queue)
+
+    def _by_sums(self, loss_T, factor):
+        """The sums of the rows by chunks, then the logits again for the gradients."""
+        kernel, numbers = self.sums, self.call.options[-2:]
+        picked, lse = (torch.empty_like(self.rows.share, dtype=dtype) for dtype in (None, torch.float64))
+        target = self.rows.target
+        for tokens, logits in head.chunks(self.given, self.plan.step):
+            picked[tokens], lse[tokens], _ = sums_of(kernel, logits, target[tokens], numbers, mean=False)
+        a, t = self._coefficients(slice(None), picked, lse, loss_T, factor)
+
+        def backward(tokens, slab, logits):
+            kernel.backward(logits, target - slab.start, lse, a, None, t, logits, *numbers, kernel.queue(logits))
+
+        return head.gradients(self.given, self.needs, self.weight_dtype, self.call.max_bytes, backward)
+
+    def _coefficients(self, tokens, picked, lse, loss, factor):
+        """a and t of csrc/log_probs.h from what is known of some rows; fills `loss` where given."""
+        z_loss, target = self.call.options[2], self.rows.target[tokens]
+        counted = target != self.call.options[0]
+        weight = _class_weights(target, self.class_weight, self.call).to(picked.dtype)
+        if loss is not None:
+            loss.copy_((weight * (lse - picked) + z_loss * lse.square()).where(counted, 0))
+        if factor is None:
+            return None, None
+        factor, slope = _part(factor, tokens), (weight + 2 * z_loss * lse).to(picked.dtype)
+        return (factor * slope).where(counted, 0), (-factor * weight).where(counted, 0)
+
+    def _over_group(self, loss_T, factor):
+        """Chunks of tokens over this process's shard of the vocabulary."""
+        group, numbers, vocabulary = self.call.group, self.call.options[-2:], self.given.shape[1]
+        kernel, target = self.sums, self.rows.target
+        local = local_target(target, vocabulary, group)
+        gradients = head.Gradients(self.given, self.needs, self.weight_dtype) if factor is not None else None
+        for tokens, logits in head.chunks(self.given, self.plan.step):
+            picked, lse, _ = sums_of(kernel, logits, local[tokens], numbers, mean=False, group=group)
+            loss = None if loss_T is None else loss_T[tokens]
+            a, t = self._coefficients(tokens, picked, lse, loss, factor)
+            if gradients is not None:
+                kernel.backward(logits, local[tokens], lse, a, None, t, logits, *numbers, kernel.queue(logits))
+                gradients.add(tokens, logits)
+        if gradients is None:
+            return None, None, None
+        if gradients.hidden is not None:
+            torch.distributed.all_reduce(gradients.hidden, group=group)
+        return gradients.all()
+
+
+def _losses(loss_T, rows: Rows, call: Call, shape):
+    """The result from the losses of the tokens."""
+    loss_T = loss_T if rows.scale is None else loss_T * rows.scale
+    if call.reduction == "none":
+        if rows.kept is not None:
+            loss_T = loss_T.new_zeros(shape.numel()).index_copy_(0, rows.kept, loss_T)
+        return loss_T.view(shape).to(call.out_dtype)
+    loss = loss_T.sum()
+    return (loss / rows.total if call.reduction == "mean" else loss).to(call.out_dtype)
+
+
+def _spread(dhidden, rows: Rows, hidden):
+    """The gradient of all tokens from that of the kept ones, in hidden's shape and dtype."""
+    if dhidden is None:
+        return None
+    if rows.kept is not None:
+        every = dhidden.new_zeros(hidden.shape[:-1].numel(), hidden.shape[-1])
+        dhidden = every.index_copy_(0, rows.kept, dhidden)
+    return dhidden.view(hidden.shape).to(hidden.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, token_weight, call):
+        needs = ctx.needs_input_grad[:3]
+        with head.no_autocast(hidden):
+            rows = _rows(target, class_weight, token_weight, call)
+            given = _operands(hidden, weight, bias, call, rows)
+            loss_T = torch.empty_like(rows.share)
+            one_pass = _Pass(given, rows, class_weight, call, needs, weight.dtype)
+            grads = one_pass.run(loss_T, _factor(rows, call) if call.ahead else None)
+            loss = _losses(loss_T, rows, call, target.shape)
+        ctx.grads = (_spread(grads[0], rows, hidden), *grads[1:], rows.total) if call.ahead else None
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight, token_weight)
+        ctx.call, ctx.kernel = call, call.kernel
+        return loss
+
+    @staticmethod
+    def backward(ctx, dy):
+        hidden, weight, bias, target, class_weight, token_weight = ctx.saved_tensors
+        call, needs, nothing = ctx.call, ctx.needs_input_grad[:3], (None,) * 4
+        if torch.is_grad_enabled():
+            formula = _formula(target, class_weight, token_weight, call)
+            inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
+            with torch.enable_grad():
+                grads = iter(torch.autograd.grad(formula(hidden, weight, bias), inputs, dy, create_graph=True))
+            return (*(next(grads) if need else None for need in needs), *nothing)
+        # Given away: autograd makes them the .grad of the parameters, and nobody else may hold them then.
+        grads, ctx.grads = ctx.grads, None
+        factor = None
+        with head.no_autocast(hidden):
+            if grads is None:
+                dy_T = dy if call.reduction == "none" else None
+                grads = _gradients(hidden, weight, bias, target, class_weight, token_weight, call, needs, dy_T)
+            if call.reduction != "none":
+                total = grads[3]
+                factor = dy.to(total.dtype)
+                if call.late and call.reduction == "mean":
+                    factor = factor / total.where(total != 0, 1)  # of no token at all, whose gradients are 0
+            dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            return *(head.finished(g, factor, dtype) for g, dtype in zip(grads, dtypes, strict=False)), *nothing
+
+
+def _gradients(hidden, weight, bias, target, class_weight, token_weight, call, needs, dy_T):
+    """(gradients of hidden, weight and bias, total of the shares), from logits made for them alone."""
+    rows = _rows(target, class_weight, token_weight, call)
+    given = _operands(hidden, weight, bias, call, rows)
+    grads = _Pass(given, rows, class_weight, call, needs, weight.dtype).run(None, _factor(rows, call, dy_T))
+    return _spread(grads[0], rows, hidden), *grads[1:], rows.total
+
+
+def _formula(target, class_weight, token_weight, call: Call):
+    """torch's own ops, in the widest dtype at hand."""
+    ignore_index, smoothing, z_loss, logit_scale, softcap = call.options
+    options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+    options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+
+    def formula(hidden, weight, bias):
+        wide = torch.promote_types(call.dtype, torch.float32)
+        logits = nn.functional.linear(*(t if t is None else t.to(wide) for t in (hidden, weight, bias)))
+        loss = _of_logits(logits, target, class_weight, token_weight, call.reduction, options)
+        return loss.to(call.out_dtype)
+
+    return formula
+
+
+def _of_logits(logits, target, class_weight, token_weight, reduction, options):
+    """The result from logits that are there."""
+    logits, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    each = reduction if token_weight is None else "none"
+    class_weight = None if class_weight is None else class_weight.to(logits.dtype)
+    loss = logits_room.cross_entropy(logits, flat, class_weight, reduction=each, **options)
+    if token_weight is None:
+        return loss.view(target.shape) if reduction == "none" else loss
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    counted = flat != options["ignore_index"]
+    scale = token_weight.reshape(-1).to(wide)
+    share = counted * scale
+    if class_weight is not None:
+        share = share * class_weight[flat.where(counted, 0)]
+    loss = loss.to(wide) * scale
+    if reduction == "none":
+        return loss.view(target.shape).to(logits.dtype)
+    return (loss.sum() / share.sum() if reduction == "mean" else loss.sum()).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    input,
+    linear_weight,
+    target,
+    linear_bias=None,
+    *,
+    weight=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    token_weight=None,
+    compact=False,
+    dtype=None,
+    group=None,
+    max_bytes=None,
+    prefer="auto",
+):
+    """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without a tensor of logits.
+
+    The names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. Shapes: input (*, in), linear_weight
+    (V, in), linear_bias (V,) or None, target (*) int64, weight (V,) or None, token_weight (*) or None. The result is a
+    scalar, or (*) for reduction="none", of `dtype`: by default that of `cross_entropy(linear(...))`.
+
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale: as in `hfnn.functional.cross_entropy` (ignore_index
+    None is -100, as in torch). token_weight multiplies the loss of each token and what it counts in a mean.
+    compact=True works on the tokens that are not ignored alone; the host waits for their number once. group: a
+    process group, each process of which has input and target in full, and its rows of linear_weight and linear_bias;
+    no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at any time; None takes an
+    eighth of them, or enough for fast products. prefer: "auto" | "memory" | "speed"; small problems are torch's.
+    Raises ValueError for shapes and options that do not fit, and what torch raises.
+    """
+    ignore_index = -100 if ignore_index is None else ignore_index
+    linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
+    _check(input, linear_weight, target, token_weight, label_smoothing, reduction, group)
+    chosen = head.choose(OP, input, linear_weight, linear_bias, target, group, prefer)
+    if chosen is None or (token_weight is not None and token_weight.requires_grad):
+        logits = nn.functional.linear(input, linear_weight, linear_bias)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        options |= {"z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+        return _of_logits(logits.to(dtype or logits.dtype), target, weight, token_weight, reduction, options)
+    kernel, product = chosen
+    options = (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale), float(softcap or 0))
+    ahead = torch.is_grad_enabled() and reduction != "none"
+    ahead = ahead and any(t is not None and t.requires_grad for t in (input, linear_weight, linear_bias))
+    out_dtype = dtype or OP.out_dtype(input)
+    call = Call(options, reduction, product, out_dtype, max_bytes, compact, group, kernel, ahead)
+    weight = None if weight is None else weight.detach().contiguous()
+    return _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, weight, token_weight, call)
+
+
+def _check(input, linear_weight, target, token_weight, smoothing, reduction, group):
+    head.check(input, linear_weight, target)
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: choose one of 'none', 'mean', 'sum'")
+    if group is not None and smoothing:
+        raise ValueError("label_smoothing over a vocabulary shared by a group is not supported: set one of them aside")

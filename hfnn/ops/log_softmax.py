@@ -1,0 +1,52 @@
+"""The logarithm of the softmax over the last dimension, by the kernels of softmax.py.
+
+y = x - lse,    lse = log(sum(exp(x)));    dx = dy - exp(y) * sum(dy)
+"""
+
+from torch import nn
+
+from hfnn.kernel import Op
+from hfnn.ops import softmax
+
+
+def reference(x, dim=None, _stacklevel=3, dtype=None):
+    """The definition, in the dtype of x or in `dtype`."""
+    x = x if dtype is None else x.to(dtype)
+    return x - x.logsumexp(dim, keepdim=True)
+
+
+OP = Op(
+    "log_softmax",
+    reference,
+    nn.functional.log_softmax,
+    kernels=softmax.KERNELS,
+    sample=softmax.sample,
+    cases=softmax.CASES,
+    probe=(-1,),
+    small=(3, 5),
+    bench=((32768, 8192),),
+    saves=False,
+    recipe=False,
+)
+
+
+def log_softmax(input, dim=None, _stacklevel=3, dtype=None, *, prefer="auto"):
+    """`torch.nn.functional.log_softmax`; kernels work along the last dimension, torch's own op along others.
+
+    Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
+    "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+    """
+    y = softmax.along_last(OP, input, dim, dtype, True, prefer)
+    return nn.functional.log_softmax(input, dim, _stacklevel, dtype) if y is None else y
+
+
+class LogSoftmax(nn.LogSoftmax):
+    """`torch.nn.LogSoftmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return log_softmax(input, self.dim, _stacklevel=5, prefer=self.prefer)
+
+
+OP.modules[nn.LogSoftmax] = LogSoftmax

@@ -1,0 +1,100 @@
+"""Negative log-likelihood of classes, for those who make the logarithms of the probabilities themselves.
+
+    loss_r = -w[t_r] x[r, t_r]
+
+The arithmetic is torch's own, and there is nothing to gain in it. But torch keeps the input for backward, which needs
+no more than its shape: here it is not kept. `cross_entropy` is the faster way to the same number.
+"""
+
+import torch
+from torch import nn
+from torch.nn import _reduction
+
+from hfnn.kernel import Op, compiling, context, double_backward, forced
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def reference(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+    """The definition, in the dtype of the input."""
+    x = input.movedim(min(1, input.dim() - 1), -1)
+    counted = target != ignore_index
+    index = target.where(counted, 0)
+    share = counted.to(x.dtype) if weight is None else weight.to(x.dtype)[index] * counted
+    loss = -share * x.gather(-1, index.unsqueeze(-1)).squeeze(-1).where(counted, 0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / share.sum() if reduction == "mean" else loss.sum()
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `nll_loss` for x of shape `case`, (N, C, ...)."""
+    x = torch.randn(case, generator=generator).log_softmax(1)
+    target = torch.randint(case[1], (case[0], *case[2:]), generator=generator)
+    return (x.to(dtype).to(device), target.to(device)), {}
+
+
+# No kernels of its own, as `linear` has none.
+OP = Op(
+    "nll_loss",
+    reference,
+    nn.functional.nll_loss,
+    kernels=(),
+    sample=sample,
+    cases=((3, 5),),
+    recipe=False,
+    like_input=False,
+)
+
+
+class _NLLLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, target, weight, reduction, ignore_index):
+        many = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
+        loss, total = many(x, target, weight, reduction, ignore_index)
+        ctx.save_for_backward(target, weight, total)
+        ctx.rest, ctx.shape, ctx.dtype = (reduction, ignore_index), x.shape, x.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, dy):
+        target, weight, total = ctx.saved_tensors
+        nothing = (None,) * 4
+        # Of the input, the shape and the dtype are asked for, and never an element.
+        x = dy.new_empty(()).to(ctx.dtype).expand(ctx.shape)
+        if torch.is_grad_enabled():  # the loss is linear in the input: its gradient depends on dy alone
+            like = torch.zeros(ctx.shape, dtype=ctx.dtype, device=dy.device, requires_grad=True)
+            names = {value: name for name, value in _REDUCTIONS.items()}
+
+            def formula(x):
+                return nn.functional.nll_loss(x, target, weight, ignore_index=ctx.rest[1], reduction=names[ctx.rest[0]])
+
+            return (*double_backward(formula, (like,), (True,), dy), *nothing)
+        many = torch.ops.aten.nll_loss2d_backward if len(ctx.shape) == 4 else torch.ops.aten.nll_loss_backward
+        return many(dy, x, target, weight, *ctx.rest, total), *nothing
+
+
+def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+    """`torch.nn.functional.nll_loss`, which does not keep its input for backward.
+
+    Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 without the classes' dimension; weight (C,) or None. The
+    result is a scalar, or has target's shape for reduction="none". Raises what torch raises.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    plain = torch.is_grad_enabled() and not compiling() and forced() != "torch" and reduction in _REDUCTIONS
+    if plain and input.dim() in (1, 2, 4) and input.requires_grad and context(input, target, weight) is None:
+        autocast = torch.is_autocast_enabled(input.device.type)
+        x = input.float() if autocast and input.dtype.itemsize < 4 else input
+        return _NLLLoss.apply(x, target, weight, _REDUCTIONS[reduction], ignore_index)
+    return nn.functional.nll_loss(input, target, weight, None, ignore_index, None, reduction)
+
+
+class NLLLoss(nn.NLLLoss):
+    """`torch.nn.NLLLoss`: the same arguments and defaults."""
+
+    def forward(self, input, target):
+        return nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
+
+
+OP.modules[nn.NLLLoss] = NLLLoss

@@ -1,0 +1,116 @@
+"""Softmax over the last dimension; log_softmax.py is its logarithm, by the same kernels.
+
+    y = exp(x - lse),    lse = log(sum(exp(x)));    dx = y * (dy - sum(dy * y))
+
+Backward needs y alone, which is what torch keeps too. What differs is the time, and that a 16-bit x whose result is to
+be float32 (`dtype=torch.float32`, autocast) is not copied to float32 first.
+
+Names end in their shape: R rows (every leading dimension, flattened), C columns.
+"""
+
+import torch
+from torch import nn
+
+from hfnn.kernel import FLOATS, Kernel, Op
+
+
+def reference(x, dim=None, _stacklevel=3, dtype=None):
+    """The definition, in the dtype of x or in `dtype`."""
+    x = x if dtype is None else x.to(dtype)
+    return torch.exp(x - x.logsumexp(dim, keepdim=True))
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `softmax` for x of shape `case`."""
+    return (torch.randn(case, generator=generator).mul_(3).to(dtype).to(device), -1), {}
+
+
+KERNELS = (
+    Kernel("cuda", "hfnn._C:cuda.softmax", "cuda", min_elements=1 << 24),
+    Kernel("triton", "hfnn.kernels.softmax", "cuda", max_cols=1 << 20, min_elements=1 << 24),
+    Kernel("cpp", "hfnn._C:cpu.softmax", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+)
+CASES = ((30, 257), (10, 769), (5, 3, 64), (257, 1024), (0, 8), (8, 8192), (1, 1))
+OP = Op(
+    "softmax",
+    reference,
+    nn.functional.softmax,
+    kernels=KERNELS,
+    sample=sample,
+    cases=CASES,
+    probe=(-1,),
+    small=(3, 5),
+    bench=((32768, 8192), (131072, 1024), (8192, 32768)),
+    saves=False,
+    recipe=False,
+)
+
+
+def _compute(x, out_dtype, log, kernel):
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    cols = x.shape[-1]
+    kernel.forward(x.contiguous().view(-1, cols), y.view(-1, cols), log, kernel.queue(x))
+    return y
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, out_dtype, log, kernel):
+        y = _compute(x, out_dtype, log, kernel)
+        ctx.save_for_backward(y)
+        ctx.dtype, ctx.log, ctx.kernel = x.dtype, log, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable(dy, y, ctx.log).to(ctx.dtype), None, None, None
+        dx = torch.empty(y.shape, dtype=ctx.dtype, device=y.device)
+        dy_RC, y_RC, dx_RC = (t.contiguous().view(-1, y.shape[-1]) for t in (dy, y, dx))
+        ctx.kernel.backward(dy_RC, y_RC, dx_RC, ctx.log, ctx.kernel.queue(y))
+        return dx, None, None, None
+
+
+def _differentiable(dy, y, log):
+    """dx as a formula of dy and the saved output, whose own graph leads on to x."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    dy, y = dy.to(wide), y.to(wide)
+    if log:
+        return dy - y.exp() * dy.sum(-1, keepdim=True)
+    return y * (dy - (dy * y).sum(-1, keepdim=True))
+
+
+def along_last(op, input, dim, dtype, log, prefer):
+    """softmax or log_softmax by a kernel, or None where torch's own op is to run, or to raise."""
+    if op.passes(input, prefer) or dim is None or input.dim() == 0 or dim not in (-1, input.dim() - 1):
+        return None
+    out = op.out_dtype(input) if dtype is None else dtype
+    if out is not input.dtype and (out is not torch.float32 or input.dtype is torch.float64):
+        return None
+    kernel = op.select(input, row=input.shape[-1:], out=out, prefer=prefer)
+    if kernel is None or input.shape[-1] == 0:
+        return None
+    return (_Softmax.apply if torch.is_grad_enabled() else _compute)(input, out, log, kernel)
+
+
+def softmax(input, dim=None, _stacklevel=3, dtype=None, *, prefer="auto"):
+    """`torch.nn.functional.softmax`; kernels work along the last dimension, torch's own op along others.
+
+    Shapes: input (*, C); the result has its shape, and `dtype` or the dtype torch returns. prefer: "auto" | "memory" |
+    "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+    """
+    y = along_last(OP, input, dim, dtype, False, prefer)
+    return nn.functional.softmax(input, dim, _stacklevel, dtype) if y is None else y
+
+
+class Softmax(nn.Softmax):
+    """`torch.nn.Softmax`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return softmax(input, self.dim, _stacklevel=5, prefer=self.prefer)
+
+
+OP.modules[nn.Softmax] = Softmax
