@@ -31,7 +31,7 @@ KEY = ("op", "case", "dtype", "provider", "kernel", "pass")
 
 
 def row(op: str, case: tuple, dtype, provider: str, name: str, timing, error: float | None, more: dict) -> dict:
-    """One line of the CSV file; `more` has whichever of the other columns are known."""
+    """One line of the CSV file; `more` has whichever of the other columns are known, and columns of a file's own."""
     return {
         **dict.fromkeys(COLUMNS, ""),
         **_circumstances(),
@@ -57,8 +57,8 @@ def rates(nbytes: float, device_us: float, copy_gbps: float) -> dict:
 
 
 def kernel_of(y: torch.Tensor) -> str:
-    """The kernel that made y: hfnn's rooms keep it on their autograd node; without one, torch's own op ran."""
-    kernel = getattr(y.grad_fn, "kernel", None)
+    """The kernel that made y: hfnn's rooms keep it on their autograd node, some with the rest of the call."""
+    kernel = getattr(getattr(y.grad_fn, "call", y.grad_fn), "kernel", None)
     return "torch" if kernel is None else kernel.name
 
 
@@ -108,11 +108,11 @@ def _cpu_name() -> str:
 def append(path: Path, rows: list[dict]) -> list[dict]:
     """Add rows to a file, as they come: an interrupted run loses one case. Returns the rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    if not new and (header := path.read_text().partition("\n")[0]) != ",".join(COLUMNS):
-        raise SystemExit(f"{path} has the columns {header}; this version writes {','.join(COLUMNS)}: move it away")
+    new, columns = not path.exists(), list(rows[0])
+    if not new and (header := path.read_text().partition("\n")[0]) != ",".join(columns):
+        raise SystemExit(f"{path} has the columns {header}; this version writes {','.join(columns)}: move it away")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)
@@ -155,9 +155,14 @@ def table(rows: list[dict], title: str, column: str = "time") -> None:
         found.add_column(label, justify="right")
     for key, cells in lines.items():
         found.add_row(*key, *(cells.get(label, "") for label in labels))
+    put(found)
+
+
+def put(table: Table) -> None:
+    """Print a table, as wide as it likes where nobody looks."""
     console = Console()
     console.width = console.width if console.is_terminal else 160
-    console.print(found)
+    console.print(table)
 
 
 def _label(r: dict) -> str:

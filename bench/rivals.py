@@ -29,6 +29,7 @@ class Provider:
     label: str = ""  # of several providers with one name: hfnn's kernels
     around: Callable = contextlib.nullcontext
     prepare: Callable = tuple
+    whole: bool = False  # forward makes the gradient as well: only forward and backward together compare
 
     def __str__(self) -> str:
         return f"{self.name} {self.label}".strip()
@@ -65,8 +66,10 @@ def _compiled(op, mode: str | None) -> Callable:
 def _liger() -> dict[str, Provider]:
     """Liger Kernel's autograd functions, as its own functional interface calls them."""
     try:
+        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.softmax import LigerSoftmaxFunction
     except ImportError as error:
         raise Skip(f"cannot be imported: {error}") from error
 
@@ -77,14 +80,33 @@ def _liger() -> dict[str, Provider]:
         # in_place=False: by default Liger writes dx over dy, which a second backward of one graph would read.
         return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
 
-    return {name: Provider("liger", fn) for name, fn in {"layer_norm": layer_norm, "rms_norm": rms_norm}.items()}
+    def softmax(x, dim):
+        return LigerSoftmaxFunction.apply(x)
+
+    def cross_entropy(x, target):
+        return LigerCrossEntropyFunction.apply(x, target, None)[0]
+
+    def own_logits(args):
+        # The forward writes the gradient over the logits. They are a copy, made before the clock starts, or everybody
+        # else would get gradients for logits; from the second call on Liger itself does, which costs it the same time.
+        x, *rest = args
+        return x.detach().clone().requires_grad_(), *rest
+
+    return {
+        "layer_norm": Provider("liger", layer_norm),
+        "rms_norm": Provider("liger", rms_norm),
+        "softmax": Provider("liger", softmax),
+        "cross_entropy": Provider("liger", cross_entropy, prepare=own_logits, whole=True),
+    }
 
 
 def _quack() -> dict[str, Provider]:
     """quack's kernels. Its LayerNorm has no autograd function, and takes float32 parameters only."""
     try:
+        import quack
         from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
-    except ImportError as error:
+    # It compiles and inspects as it is imported: a driver or a folder that it does not know is no ImportError.
+    except Exception as error:
         raise Skip(f"cannot be imported: {error}") from error
 
     class LayerNorm(torch.autograd.Function):
@@ -105,6 +127,12 @@ def _quack() -> dict[str, Provider]:
     def rms_norm(x, shape, weight, eps):
         return rmsnorm(x, weight, eps=eps)
 
+    def softmax(x, dim):
+        return quack.softmax(x)
+
+    def cross_entropy(x, target):
+        return quack.cross_entropy(x, target)  # inplace_backward=False: the logits stay as they are
+
     def float32(args):
         x, *rest = args
         return x, *(torch.nn.Parameter(a.detach().float()) if isinstance(a, torch.Tensor) else a for a in rest)
@@ -112,4 +140,6 @@ def _quack() -> dict[str, Provider]:
     return {
         "layer_norm": Provider("quack", layer_norm, prepare=float32),
         "rms_norm": Provider("quack", rms_norm),
+        "softmax": Provider("quack", softmax),
+        "cross_entropy": Provider("quack", cross_entropy),
     }

@@ -2,6 +2,7 @@
 
     bench/run.py layer_norm gelu --against torch compile      # rows in bench/results/<device>.csv, and a table
     bench/run.py --table                                      # the newest rows again
+    bench/run.py --head                                       # linear and cross-entropy without logits: time, memory
     bench/run.py --small                                      # the rule for small shapes, host time included
     bench/run.py --crossover                                  # from which size a kernel is worth its host time
 
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 
 import check
+import heads
 import report
 import rivals
 import small
@@ -25,6 +27,9 @@ import torch
 
 import hfnn
 
+# What a pass has of (output, gradients...) and of Op.traffic. A loss is also timed as a whole, for it is a choice where
+# its gradient is made: in forward or in backward.
+PASSES = {"forward": slice(0, 1), "backward": slice(1, None), "both": slice(None)}
 ROOT = Path(__file__).resolve().parent.parent
 OPS = {op.name: op for op in hfnn.ops.ALL}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -50,30 +55,33 @@ def measure(op, case, dtype, options) -> list[dict] | None:
         return None
     count = timing.input_sets(3 * first.args[0].nbytes, options.device)
     sets = [first, *(check.draw(op, case, dtype, options.device) for _ in range(count - 1))]
-    forward, backward, notes = {}, {}, {}
-    for provider in errors:
-        forward[provider], backward[provider], notes[provider] = calls(provider, sets)
+    found = {provider: calls(provider, sets) for provider in errors}
     rows = []
-    for i, (name, timed) in enumerate((("forward", forward), ("backward", backward))):
+    for name in PASSES if not op.like_input else ("forward", "backward"):
+        timed = {provider: of_pass[name] for provider, (of_pass, _) in found.items() if name in of_pass}
         timings = timing.interleaved({**timed, "copy": options.copy}, options.device, options.rounds, options.seconds)
         copy = 2 * timing.COPY_BYTES[options.device] / timings.pop("copy").device_us / 1e3
-        for provider, found in timings.items():
-            rates = report.rates(op.traffic[i] * first.args[0].nbytes, found.device_us, copy)
-            error = max(e.l2 for e in (errors[provider][1:] if i else errors[provider][:1]))
-            rows.append(report.row(op.name, case, dtype, provider.name, name, found, error, rates | notes[provider]))
+        for provider, clocks in timings.items():
+            part = PASSES[name]
+            rates = report.rates(sum(op.traffic[part]) * first.args[0].nbytes, clocks.device_us, copy)
+            error, notes = max(e.l2 for e in errors[provider][part]), found[provider][1]
+            rows.append(report.row(op.name, case, dtype, provider.name, name, clocks, error, rates | notes))
     return rows
 
 
-def calls(provider, sets) -> tuple[timing.Call, timing.Call, dict]:
-    """(forward, backward alone on graphs that are kept, columns of the CSV file) of a provider."""
+def calls(provider, sets) -> tuple[dict[str, timing.Call], dict]:
+    """({pass: its calls}, columns of the CSV file) of a provider. Backward alone runs on graphs that are kept."""
     given = [s.of(provider) for s in sets]
+    found = {"both": timing.Call(tuple(functools.partial(g.step, provider.fn) for g in given), provider.around)}
     with provider.around():
         outputs = [g.forward(provider.fn) for g in given]
         kernel = report.kernel_of(outputs[0]) if provider.name == "hfnn" else ""
         notes = {"kernel": kernel, "saved_bytes": saved(provider, given[0])}
-    forward = tuple(functools.partial(g.forward, provider.fn) for g in given)
-    backward = tuple(functools.partial(g.backward, y) for g, y in zip(given, outputs, strict=True))
-    return timing.Call(forward, provider.around), timing.Call(backward), notes
+    if not provider.whole:
+        forward = tuple(functools.partial(g.forward, provider.fn) for g in given)
+        backward = tuple(functools.partial(g.backward, y) for g, y in zip(given, outputs, strict=True))
+        found |= {"forward": timing.Call(forward, provider.around), "backward": timing.Call(backward)}
+    return found, notes
 
 
 def saved(provider, given: check.Inputs) -> int | None:
@@ -167,6 +175,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--threads", type=int, help="of a CPU; torch's default otherwise")
     add("--tests", action="store_true", help="run the op's own tests first")
     add("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the CSV files")
+    add("--head", action="store_true", help="linear_cross_entropy; cases are tokens x hidden x vocabulary")
     add("--small", action="store_true", help="the rule for small shapes")
     add("--crossover", action="store_true", help="the smallest size worth a kernel")
     add("--table", nargs="?", const="time", metavar="COLUMN", help="print the newest rows; default: time, %% of copy")
@@ -190,6 +199,8 @@ def main(argv=None) -> int:
         return small.crossover(options)
     if options.small:
         return small.rule(options)
+    if options.head:
+        return heads.compare(options)
     return compare(options)
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import check
 import report
 import timing
 import torch
@@ -45,18 +46,20 @@ def case_of(op, elements: int) -> tuple:
 
 def tail(op) -> tuple:
     """What a case of `op` has besides the shape of x, as in its first case."""
+    if not op.cases:
+        return ()
     (x, *_), _ = op.sample(op.cases[0], torch.float32, "meta")
     return op.cases[0][x.dim() :]
 
 
 def draw(op, elements: int, dtype, device: str) -> tuple[list, dict]:
     args, kwargs = op.sample(case_of(op, elements), dtype, device)
-    return [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args], kwargs
+    return [a.requires_grad_() if check.is_float(a) else a for a in args], kwargs
 
 
 def functionals(op, args, kwargs) -> tuple[Subject, Subject]:
     """hfnn's function and torch.nn.functional's."""
-    leaves = [a for a in args if isinstance(a, torch.Tensor)]
+    leaves = [a for a in args if check.is_float(a)]
     fns = getattr(hfnn.functional, op.name), getattr(torch.nn.functional, op.name, op.torch)
     return tuple(Subject(functools.partial(fn, *args, **kwargs), leaves) for fn in fns)
 
@@ -69,9 +72,11 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
     x = args[0]
     for original, room in op.modules.items():
         wanted = inspect.signature(original).parameters
+        _, _, *names = inspect.signature(original.forward).parameters  # after self and x: the target of a loss
+        others = [given[name] for name in names if name in given]
         known = {name: a for name, a in given.items() if name in wanted and not isinstance(a, torch.Tensor)}
         both = (cls(**known).to(x.device, x.dtype) for cls in (room, original))
-        yield tuple(Subject(functools.partial(m, x), [x, *m.parameters()]) for m in both)
+        yield tuple(Subject(functools.partial(m, x, *others), [x, *m.parameters()]) for m in both)
 
 
 def rule(options) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # of the tensor copied to learn the bandwidth
-FEWEST, MOST = 3, 50  # samples in a round
+FEWEST, MOST = 3, 50  # samples in a round, unless said otherwise
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Call:
     around: Callable = contextlib.nullcontext
 
 
-def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3) -> dict:
-    """A Timing for each of `calls`, by the same keys; about `seconds` are spent on each."""
+def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3, fewest: int = FEWEST) -> dict:
+    """A Timing for each of `calls`, by the same keys; about `seconds` are spent on each, or `fewest` calls a round."""
     sampler = _Cuda() if device == "cuda" else _Cpu()
     runs = {key: itertools.cycle(call.runs) for key, call in calls.items()}
     plans = {}
     for key, call in calls.items():
         with call.around():
-            plans[key] = _plan(sampler, runs[key], len(call.runs), seconds / rounds)
+            plans[key] = _plan(sampler, runs[key], len(call.runs), seconds / rounds, fewest)
     medians = {key: [] for key in calls}
     with _no_collection():
         for i in range(rounds):
@@ -54,13 +54,13 @@ def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3)
     return {key: _timing(of_rounds) for key, of_rounds in medians.items()}
 
 
-def _plan(sampler, runs: Iterator, sets: int, seconds: float) -> tuple[int, float]:
+def _plan(sampler, runs: Iterator, sets: int, seconds: float, fewest: int) -> tuple[int, float]:
     """(samples in a round, microseconds that the host needs for a call), after every input set was seen once."""
-    for _ in range(max(FEWEST, sets)):
+    for _ in range(max(fewest, sets)):
         next(runs)()
-    device_us, host_us = sampler.sample(runs, FEWEST, 1000.0)
+    device_us, host_us = sampler.sample(runs, fewest, 1000.0)
     count = int(seconds * 1e6 / max(device_us, host_us or 0.0, 1.0))
-    return min(max(count, FEWEST), MOST), host_us or 0.0
+    return min(max(count, fewest), MOST), host_us or 0.0
 
 
 def _timing(rounds: list[tuple[float, float | None]]) -> Timing:

@@ -98,11 +98,124 @@ def test_small_shapes(bench, capsys):
     assert status == 0
     ((name, rows),) = files.items()
     assert name.endswith("-small.csv")
-    wanted = {(op.name, p, k) for op in hfnn.ops.ALL for p in ("hfnn", "torch") for k in ("functional", "module")}
+    kinds = {op.name: ("functional", "module") if op.modules else ("functional",) for op in hfnn.ops.ALL}
+    wanted = {(name, p, k) for name in kinds for p in ("hfnn", "torch") for k in kinds[name]}
     found = {(r["op"], r["provider"], r["pass"].split()[0]) for r in rows if float(r["host_us"]) > 0}
     assert found == wanted
     assert {r["pass"].split()[1] for r in rows} == {"forward", "forward+backward"}
     assert f"of {len(rows) // 2} slower" in capsys.readouterr().out
+
+
+@needs_kernel
+def test_a_loss_is_timed_as_a_whole_too(bench):
+    _, files = bench("cross_entropy", "--case", "8x64", "--kernel", KERNEL, "--against", "torch", "--rounds", "3")
+    (rows,) = files.values()
+    assert [r["pass"] for r in rows] == ["forward"] * 2 + ["backward"] * 2 + ["both"] * 2
+    forward, backward, both = (float(r["gbps"]) * float(r["device_us"]) for r in rows[::2])
+    assert both == pytest.approx(forward + backward, rel=1e-3), "the bytes of a whole are those of its parts"
+    assert float(rows[4]["rel_error"]) == max(float(r["rel_error"]) for r in rows[:4:2])
+
+
+def test_who_makes_the_gradient_in_forward_is_timed_as_a_whole_only(bench, monkeypatch):
+    """And has logits of its own to write it to."""
+    rivals = importlib.import_module("rivals")
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, target):
+            loss = torch.nn.functional.cross_entropy(x, target)
+            x.detach().sub_(x.logsumexp(1, keepdim=True)).exp_()
+            ctx.save_for_backward(x.detach())
+            return loss
+
+        @staticmethod
+        def backward(ctx, dy):
+            return ctx.saved_tensors[0] * dy, None
+
+    def rival(op, name, device):
+        def own_logits(args):
+            return args[0].detach().clone().requires_grad_(), *args[1:]
+
+        return rivals.Provider(name, InPlace.apply, prepare=own_logits, whole=True)
+
+    own = rivals.rival
+    monkeypatch.setattr(rivals, "rival", lambda *a: (rival if a[1] == "liger" else own)(*a))
+    arguments = ("--case", "8x64", "--kernel", "--against", "liger", "torch", "--rounds", "3")
+    _, files = bench("cross_entropy", *arguments)
+    (rows,) = files.values()
+    assert [r["pass"] for r in rows if r["provider"] == "liger"] == ["both"]
+    errors = [float(r["rel_error"]) for r in rows if r["provider"] == "torch"]
+    assert max(errors) < 1e-6, "another's logits were written over"
+
+
+@pytest.fixture
+def head(bench, monkeypatch):
+    """`bench --head` on tiny heads."""
+    heads = importlib.import_module("heads")
+    monkeypatch.setitem(heads.TOKENS, "cpu", (8, 40))
+    monkeypatch.setitem(heads.SIZES, "cpu", (16, 300))
+    monkeypatch.setitem(heads.AUTOCAST, "cpu", 8)
+    return lambda *arguments: bench("--head", "--rounds", "3", *arguments)
+
+
+@needs_kernel
+def test_heads(head, capsys):
+    status, files = head("--kernel", "auto", KERNEL, "--against", "torch", "liger")
+    assert status == 0
+    ((name, rows),) = files.items()
+    assert name.endswith("-heads.csv")
+    mine = ["hfnn", "hfnn 1MiB", "hfnn 16MiB", f"hfnn {KERNEL}"]
+    chunked = ["torch chunked"] if hasattr(torch.nn, "LinearCrossEntropyOptions") else []
+    found = {}
+    for r in rows:
+        found.setdefault((r["case"], r["dtype"]), []).append(r["provider"])
+        assert r["op"] == "linear_cross_entropy" and r["pass"] == "both"
+        assert float(r["device_us"]) > 0 and float(r["tflops"]) > 0
+        assert max(float(r[f"{what}_error"]) for what in ("loss", "dx", "dw")) < (
+            1e-6 if r["dtype"] == "float32" else 0.1
+        )
+        gradients = 4 * (16 * int(r["case"].split("x")[0]) + 16 * 300)
+        assert float(r["peak_mib"]) * 2**20 >= gradients
+    cases = [("8x16x300", "float32"), ("8x16x300", "autocast"), ("40x16x300", "float32")]
+    assert found == {case: ["torch", *mine, *chunked] for case in cases}
+    assert {r["kernel"] for r in rows if r["provider"] == mine[-1]} == {KERNEL}
+    assert {float(r[f"{what}_ratio"]) for r in rows if r["provider"] == "torch" for what in ("dx", "dw")} == {1.0}
+    out = capsys.readouterr().out
+    assert "skipped: liger linear_cross_entropy: runs on CUDA only" in out
+    assert "40x16x300" in out and f"hfnn {KERNEL}" in out
+
+
+def test_a_head_that_is_wrong_is_not_timed(head, monkeypatch, capsys):
+    own = hfnn.functional.linear_cross_entropy
+    monkeypatch.setattr(hfnn.functional, "linear_cross_entropy", lambda *a, **kw: own(*a, **kw) * 1.001)
+    status, files = head("--case", "8x16x300")
+    assert status == 1 and not files
+    out = capsys.readouterr().out
+    assert "RED: hfnn 1MiB" in out and "gradient 1: error 0.001" in out and "refused: linear_cross_entropy" in out
+
+
+def test_a_head_without_memory_is_skipped(head, monkeypatch, capsys):
+    def short(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", short)
+    status, files = head("--case", "8x16x300", "--kernel", "--against")
+    assert status == 0 and not files
+    assert "skipped: torch linear_cross_entropy (8, 16, 300)" in capsys.readouterr().out
+
+
+def test_a_head_has_three_sizes(head):
+    with pytest.raises(SystemExit, match="tokens x hidden x vocabulary, got 8x16"):
+        head("--case", "8x16")
+
+
+def test_one_number_may_be_an_ulp_off(bench):
+    """torch's own may be exact by luck."""
+    broken, error = importlib.import_module("check").broken, hfnn.testing.Error
+    loss, exact = torch.ones(()), error(0.0, 0.0)
+    assert not broken([loss], [error(1.2e-7, 1.2e-7)], [exact])
+    assert broken([loss], [error(3e-7, 3e-7)], [exact])
+    assert broken([torch.ones(9)], [error(1.2e-7, 1.2e-7)], [exact])
 
 
 @needs_kernel
