@@ -103,6 +103,11 @@ def sites(model: nn.Module) -> list[Site]:
 def examine(site: Site) -> Verdict:
     """Whether, how, or why not, to swap a module that is not converted yet."""
     module, cls = site.module, type(site.module)
+    placed = adapters.room_of(module, site.around)
+    if placed is not None:
+        cls, room = placed
+        why = _obstacle(site)
+        return Verdict(dress(cls, room, None)) if why is None else Verdict(None, why)
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)

@@ -59,6 +59,7 @@ MODELS = {
 # Every norm, activation, dropout and linear of the model, layers folded: (name, how many, what it becomes).
 SWAPPED = {
     "GPT2LMHeadModel": {
+        ("", 1, "hfnn linear_cross_entropy"),
         ("transformer.drop", 1, "hfnn.Dropout"),
         ("transformer.h.*.ln_1", 2, "hfnn.LayerNorm"),
         ("transformer.h.*.attn.c_attn", 2, "hfnn linear"),
@@ -74,6 +75,7 @@ SWAPPED = {
         ("lm_head", 1, "hfnn.Linear"),
     },
     "LlamaForCausalLM": {
+        ("", 1, "hfnn linear_cross_entropy"),
         *((f"model.layers.*.self_attn.{name}_proj", 2, "hfnn.Linear") for name in "qkvo"),
         *((f"model.layers.*.mlp.{name}_proj", 2, "hfnn.Linear") for name in ("gate", "up", "down")),
         ("model.layers.*.mlp.act_fn", 2, "hfnn silu"),
@@ -83,6 +85,7 @@ SWAPPED = {
         ("lm_head", 1, "hfnn.Linear"),
     },
     "BertForMaskedLM": {
+        ("", 1, "hfnn linear_cross_entropy"),
         ("bert.embeddings.LayerNorm", 1, "hfnn.LayerNorm"),
         ("bert.embeddings.dropout", 1, "hfnn.Dropout"),
         *((f"bert.encoder.layer.*.attention.self.{n}", 2, "hfnn.Linear") for n in ("query", "key", "value")),
@@ -123,7 +126,8 @@ def run(model, batch):
     loss = out.logits.square().mean() if out.loss is None else out.loss
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {"logits": out.logits.detach(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
+    # A copy: logits are computed when they are read, which must be before the weights change.
+    return {"logits": out.logits.detach().clone(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
 
 
 @pytest.mark.parametrize("name", SWAPPED)

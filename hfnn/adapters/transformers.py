@@ -1,8 +1,26 @@
-"""Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/lookalike.py)."""
+"""Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/lookalike.py).
 
+A language model that is given labels returns a loss and logits. Its forward and its loss function run as they are; only
+the logits are `hfnn.deferred.Deferred`, so that the loss is `linear_cross_entropy` and the logits are computed if
+somebody looks at them.
+"""
+
+import contextvars
+import functools
+import inspect
 import sys
+from dataclasses import dataclass
 
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hfnn import ops
+from hfnn.deferred import defer
+from hfnn.kernel import compiling
 from hfnn.ops import linear
+
+# What their classes are called; MarianMTModel is BART by another name.
+NAMES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MarianMTModel")
 
 
 class Conv1D:
@@ -15,6 +33,128 @@ class Conv1D:
         return super().forward(x) if y is None else y
 
 
+@dataclass(frozen=True)
+class _Deferring:
+    """A language model in forward, with labels. compact: whether most labels are ignored."""
+
+    head: nn.Module
+    compact: bool
+    prefer: str
+
+
+_deferring: contextvars.ContextVar[_Deferring | None] = contextvars.ContextVar("hfnn_deferring", default=None)
+
+
+class Head(linear.Linear):
+    """The product into the vocabulary of a language model: deferred while that has labels, else `hfnn.Linear`."""
+
+    def forward(self, input):
+        if not compiling():
+            now = _deferring.get()
+            if now is not None and now.head is self:
+                logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
+                if logits is not None:
+                    return logits
+        return super().forward(input)
+
+
+class LanguageModel:
+    """A model whose loss is `linear_cross_entropy`, where it is given labels."""
+
+    op = ops.linear_cross_entropy.OP
+    prefer = "auto"
+
+    @property
+    def _hfnn_when(self) -> str:
+        """For `hfnn.report`: when the op is used."""
+        if isinstance(self.get_output_embeddings(), Head):
+            return "when labels are given; the logits are computed if they are read"
+        return "never: its output embedding is not converted"
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "_hfnn_original" in vars(cls):
+            # Trainer, PEFT and generate read the signature.
+            cls.forward = _with_deferred_logits(cls._hfnn_original)
+
+
+def _with_deferred_logits(original: type):
+    """The forward of a language model's class, with the same signature."""
+    names = list(inspect.signature(original.forward).parameters)
+    place = names.index("labels") - 1 if "labels" in names else len(names)
+
+    @functools.wraps(original.forward)
+    def forward(self, *args, **kwargs):
+        labels = args[place] if place < len(args) else kwargs.get("labels")
+        head = None if labels is None or compiling() else _deferrable(self)
+        if head is None:
+            return original.forward(self, *args, **kwargs)
+        compact = original.__name__.endswith("ForMaskedLM")
+        token = _deferring.set(_Deferring(head, compact, self.prefer))
+        try:
+            return original.forward(self, *args, **kwargs)
+        finally:
+            _deferring.reset(token)
+
+    return forward
+
+
+def _deferrable(model) -> nn.Module | None:
+    """The head of the model if its logits may be deferred in this call."""
+    head = model.get_output_embeddings()
+    # A hook, that of fully_shard or accelerate's as well, is there to see the logits or to take the weight away; and
+    # DataParallel gathers outputs in C++.
+    hooks = (
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_hooks,
+        torch_module._global_backward_pre_hooks,
+    )
+    if (
+        not isinstance(head, Head)
+        or head._forward_hooks
+        or head._backward_hooks
+        or head._backward_pre_hooks
+        or any(hooks)
+        or "forward" in vars(head)
+        or vars(model).get("_is_replica")
+    ):
+        return None
+    return head
+
+
 def rooms() -> dict[type, type]:
     found = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return {} if found is None else {found: Conv1D}
+
+
+def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
+    """(its original class, the room) for a module that is told by its place and not by its class, or None."""
+    if _is_language_model(module) and not isinstance(module, LanguageModel):
+        return type(module), LanguageModel
+    if type(module) in (nn.Linear, linear.Linear):
+        for outer in around:
+            if _is_language_model(outer) and outer.get_output_embeddings() is module:
+                return nn.Linear, Head
+    return None
+
+
+def _is_language_model(module) -> bool:
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return (
+        base is not None
+        and isinstance(module, base)
+        and type(module).__name__.endswith(NAMES)
+        and _is_plain(_head(module))
+    )
+
+
+def _is_plain(head) -> bool:
+    """Whether this is a linear map on plain parameters: not quantised, not LoRA, not sharded."""
+    return type(head) in (nn.Linear, linear.Linear) or isinstance(head, Head)
+
+
+def _head(module):
+    try:
+        return module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # a model that has none says so in either way
+        return None

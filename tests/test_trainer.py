@@ -1,0 +1,153 @@
+"""transformers.Trainer, unmodified, on a converted model: it trains, evaluates and scores as on the plain one.
+
+Whether a converted run of 200 steps is as good as a plain one is judged as in examples/train_gpt.py: its losses lie in
+a band around those of a plain run, as wide as correct runs differ from each other. Here they differ in their seeds
+(order of the data and dropout masks) and, for a narrower band, in their dropout masks alone.
+"""
+
+import statistics
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hfnn
+from hfnn.deferred import Deferred
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers and accelerate warn of is theirs
+
+SEQ, STEPS, SEEDS = 64, 200, (0, 1, 2)
+LAST = 10  # losses of single batches scatter: the first and the last loss are means of this many steps
+SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": SEQ, "attn_pdrop": 0.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The model is tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Bytes of the standard library's sources, a row each SEQ."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    text = np.frombuffer(b"".join(path.read_bytes() for path in paths)[: 2200 * SEQ], np.uint8)
+    tokens = torch.from_numpy(text[: len(text) // SEQ * SEQ].copy()).long().view(-1, SEQ)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def build(dropout: float, converted: bool):
+    """The same random weights each time."""
+    torch.manual_seed(0)
+    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "bos_token_id": None, "eos_token_id": None}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **drop))
+    return hfnn.convert(model, prefer="memory") if converted else model
+
+
+def trainer(model, rows, tmp_path, seed=0, steps=STEPS, **how):
+    arguments = {
+        "output_dir": str(tmp_path),
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 2e-3,
+        "warmup_steps": 10,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": seed,
+    }
+    settings = {key: how.pop(key) for key in list(how) if hasattr(transformers.TrainingArguments, key)}
+    args = transformers.TrainingArguments(**arguments | settings)
+    return transformers.Trainer(model=model, args=args, train_dataset=rows, **how)
+
+
+def losses(run) -> list[float]:
+    run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def gaps(a, b) -> list[float]:
+    return [abs(x - y) for x, y in zip(a, b, strict=True)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """One entry for each call of linear_cross_entropy."""
+    seen, function = [], hfnn.functional.linear_cross_entropy
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(hfnn.functional, "linear_cross_entropy", counted)
+    return seen
+
+
+def test_losses_lie_in_the_band_of_seeds(rows, tmp_path, calls):
+    plain = [losses(trainer(build(0.1, converted=False), rows, tmp_path, seed)) for seed in SEEDS]
+    masks = losses(trainer(build(0.1, converted=False), rows, tmp_path, seed=3, data_seed=SEEDS[0]))
+    assert not calls
+    found = losses(trainer(build(0.1, converted=True), rows, tmp_path, seed=SEEDS[0]))
+    assert len(found) == len(calls) == STEPS
+    gap, between = gaps(plain[0], found), [gaps(plain[0], other) for other in plain[1:]]
+    assert max(gap) <= max(map(max, between)), "outside the band of seeds"
+    assert statistics.fmean(gap) <= min(map(statistics.fmean, between))
+    # Correct runs on the same batches are closer: hfnn's masks are not torch's, though, so the band is not of width 0.
+    assert statistics.fmean(gap) <= max(gaps(plain[0], masks)), "outside the band of dropout masks"
+    for run in (*plain, found):
+        assert statistics.fmean(run[-LAST:]) < statistics.fmean(run[:LAST]) - 1  # it learns
+
+
+def test_without_dropout_only_rounding_differs(rows, tmp_path, calls):
+    plain, found = (losses(trainer(build(0.0, converted), rows, tmp_path, steps=60)) for converted in (False, True))
+    assert max(gaps(plain, found)) <= 1e-4 and len(calls) == 60
+
+
+def test_accumulation_and_label_smoothing(rows, tmp_path):
+    """num_items_in_batch counts over the accumulated batches; with smoothing, Trainer computes the loss itself."""
+    for how in ({"gradient_accumulation_steps": 3}, {"label_smoothing_factor": 0.1}, {"bf16": True}):
+        runs = [losses(trainer(build(0.0, converted), rows, tmp_path, steps=6, **how)) for converted in (False, True)]
+        assert max(gaps(*runs)) <= (2e-2 if "bf16" in how else 1e-4), (how, runs)
+
+
+def test_evaluation(rows, tmp_path):
+    """The logits that metrics are made of are the plain ones; where no one asks for them, none are computed."""
+
+    def metrics(prediction):
+        logits, labels = prediction
+        assert isinstance(logits, np.ndarray) and logits.shape == (*labels.shape, 256)
+        return {"accuracy": (logits[:, :-1].argmax(-1) == labels[:, 1:]).mean(), "mean": logits.mean()}
+
+    scores, computed = [], []
+    for converted in (False, True):
+        how = {"eval_dataset": rows[:40], "eval_strategy": "steps", "eval_steps": 5, "compute_metrics": metrics}
+        run = trainer(build(0.0, converted), rows, tmp_path, steps=5, **how)
+        run.train()
+        (score,) = [entry for entry in run.state.log_history if "eval_accuracy" in entry]
+        scores.append([score[key] for key in ("eval_loss", "eval_accuracy", "eval_mean")])
+        assert run.predict(rows[:3]).predictions.shape == (3, SEQ, 256)
+        run.compute_metrics = None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Deferred, "computed", lambda self: computed.append(self))
+            scores[-1].append(run.evaluate()["eval_loss"])
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4) and not computed
+
+
+def test_signature_columns(rows, tmp_path):
+    """Trainer keeps the columns that forward names, and asks whether forward takes num_items_in_batch."""
+    runs = [trainer(build(0.0, converted), rows, tmp_path) for converted in (False, True)]
+    for run in runs:
+        run._set_signature_columns_if_needed()
+    assert runs[0]._signature_columns == runs[1]._signature_columns
+    assert runs[0].model_accepts_loss_kwargs == runs[1].model_accepts_loss_kwargs
+    assert runs[0].label_names == runs[1].label_names and runs[0].can_return_loss == runs[1].can_return_loss

@@ -1,0 +1,110 @@
+"""One gloo rank: a converted language model, parallelised, has the loss and the gradients of the plain one.
+
+python language_model.py fsdp2|ddp RANK WORLD_SIZE STORE
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hfnn
+from hfnn.deferred import Deferred
+
+SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 257, "n_positions": 64}
+
+
+def untouched(out) -> bool:
+    return type(out.logits) is Deferred and out.logits._value is None
+
+
+def whole(model):
+    """Gradients of every parameter; clears them."""
+    found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def check(model, plain, batch, low=False):
+    """Two steps' worth of backward: of the loss, then of loss and logits."""
+    tolerance = {"rtol": 5e-2, "atol": 5e-3} if low else {"rtol": 1e-4, "atol": 1e-6}
+    for read in (False, True, False):
+        grads = []
+        for m in (plain, model):
+            out = m(**batch)
+            assert m is plain or untouched(out)
+            loss = out.loss + out.logits.float().softmax(-1).square().sum(-1).mean() if read else out.loss
+            loss.backward()
+            grads.append([loss.detach(), *whole(m)])
+        assert len(grads[0]) == len(grads[1])
+        for wanted, found in zip(*grads, strict=True):
+            torch.testing.assert_close(found, wanted, **tolerance)
+
+
+def ddp(plain, model, batch, mesh):
+    for how in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        check(DistributedDataParallel(copy.deepcopy(model), **how), copy.deepcopy(plain), batch)
+
+
+def fsdp2(plain, model, batch, mesh):
+    sharded = copy.deepcopy(model)
+    for block in sharded.transformer.h:
+        fully_shard(block, mesh=mesh)
+    check(fully_shard(sharded, mesh=mesh), plain, batch)
+
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    sharded = fully_shard(copy.deepcopy(model), mesh=mesh, mp_policy=low)
+    out = sharded(**batch)
+    assert untouched(out) and out.logits.dtype is out.loss.dtype is torch.float32
+    check(sharded, plain, batch, low=True)
+
+    # The weights are gone after forward: reading the logits says so.
+    sharded = fully_shard(copy.deepcopy(model), mesh=mesh, reshard_after_forward=True)
+    out = sharded(**batch)
+    try:
+        out.logits.argmax(-1)
+        raise AssertionError("the logits were computed from weights that are gone")
+    except RuntimeError as error:
+        assert "a weight was resharded" in str(error), error
+    out.loss.backward()
+    for wanted, found in zip(gradients(plain, batch), whole(sharded), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+    # A head that is sharded on its own has its weight during its own forward alone.
+    untied = copy.deepcopy(model)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    reference = hfnn.revert(copy.deepcopy(untied))
+    fully_shard(untied.lm_head, mesh=mesh)
+    fully_shard(untied, mesh=mesh)
+    out = untied(**batch)
+    assert type(out.logits) is torch.Tensor
+    out.loss.backward()
+    for wanted, found in zip(gradients(reference, batch), whole(untied), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def gradients(model, batch):
+    model(**batch).loss.backward()
+    return whole(model)
+
+
+def main(way, rank, world_size, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE)).eval()
+    model = hfnn.convert(copy.deepcopy(plain), prefer="memory")
+    ids = torch.randint(257, (4, 40))
+    mesh = init_device_mesh("cpu", (world_size,))
+    {"ddp": ddp, "fsdp2": fsdp2}[way](plain, model, {"input_ids": ids, "labels": ids}, mesh)
+    dist.barrier()  # a rank that leaves early takes the other's connections down
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
