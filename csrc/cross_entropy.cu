@@ -16,7 +16,7 @@ using Args = CrossEntropyArgs;
 // Vectors that a thread loads at a time; threads of a row's block at most.
 template <int N, bool kOptions>
 constexpr int kRowUnits = N == 1 && !kOptions ? 8 : 4;
-constexpr int kRowThreads = 512, kBackThreads = 256;
+constexpr int kRowThreads = 256, kBackThreads = 256;
 
 template <class T>
 constexpr bool kFast = sizeof(T) == 2;
@@ -37,7 +37,7 @@ __device__ float origin_of(const Logit<kCap>& logit, float x_target) {
 
 // Forward, and with kGradient fused in two reads. x is read plainly there: dx may be its memory.
 template <class T, int N, bool kSmooth, bool kCap, bool kGradient>
-__global__ void __launch_bounds__(kRowThreads, kSmooth || kCap || kGradient || N == 1 ? 2 : 3)
+__global__ void __launch_bounds__(kRowThreads, kSmooth || kCap || kGradient || N == 1 ? 4 : 6)
     cross_entropy_row_kernel(const __grid_constant__ Args args) {
   constexpr int kHeld = kRowUnits < N, kSmooth || kCap > ;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;

@@ -368,7 +368,8 @@ def linear_cross_entropy(
     compact=True works on the tokens that are not ignored alone; the host waits for their number once. group: a
     process group, each process of which has input and target in full, and its rows of linear_weight and linear_bias;
     no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at any time; None takes an
-    eighth of them, or enough for fast products. prefer: "auto" | "memory" | "speed"; small problems are torch's.
+    eighth to a quarter of them, as exact gradients and fast products ask for. prefer: "auto" | "memory" | "speed";
+    small problems are torch's.
     Raises ValueError for shapes and options that do not fit, and what torch raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
