@@ -42,7 +42,7 @@ def _log(v):
 
 
 @triton.jit
-def _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, KIND: tl.constexpr, CHEAP: tl.constexpr):
+def _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, rest, KIND: tl.constexpr, CHEAP: tl.constexpr):
     """p, q, d and a; d and a are finite where they are multiplied by 0."""
     log_p = (z - m) - log_s
     log_q = (u - teacher_m) - teacher_log_s
@@ -51,7 +51,7 @@ def _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, KIND: tl.constexpr,
     if KIND == BETWEEN:
         # Beyond the bounds one of p and q is nothing beside the other, and its terms are the same to the last bit.
         d = tl.where((p == 0) & (q == 0), 0.0, tl.where(d < -80.0, -80.0, tl.where(d > 80.0, 80.0, d)))
-        a = -_log(tl.fma(exp(d, False), beta, 1.0 - beta))
+        a = -_log(tl.fma(exp(d, False), beta, rest))
     elif KIND == FORWARD_KL:
         d = tl.where(q == 0, 0.0, d)
         a = -d
@@ -63,7 +63,7 @@ def _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, KIND: tl.constexpr,
 
 @triton.jit(do_not_specialize=["units"])
 def fused_kernel(
-    x_RC, teacher_RC, loss_R, factor_R, dx_RC, beta: tl.float32, scale: tl.float32, units,
+    x_RC, teacher_RC, loss_R, factor_R, dx_RC, beta: tl.float32, rest: tl.float32, scale: tl.float32, units,
     KIND: tl.constexpr, CHEAP: tl.constexpr, FACTORS: tl.constexpr,
     UNIT: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
@@ -85,12 +85,12 @@ def fused_kernel(
     factor = 0.0
     if dx_RC is not None:
         dx_RC += row.to(tl.int64) * C
-        factor = tl.load(factor_R + row * FACTORS) * scale * (1.0 - beta if KIND == BETWEEN else 1.0)
+        factor = tl.load(factor_R + row * FACTORS) * scale * (rest if KIND == BETWEEN else 1.0)
     kl_p_L, kl_q_L = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
     for column in tl.range(0, C, G * L):
         col, in_row = columns(column, C, False, L, G)
         z, u = _load(x_RC, teacher_RC, col, in_row, scale)
-        p, q, d, a = _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, KIND, CHEAP)
+        p, q, d, a = _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, rest, KIND, CHEAP)
         if KIND == FORWARD_KL:
             kl_q_L += tl.sum(q * d, 0)
             if dx_RC is not None:
@@ -101,13 +101,13 @@ def fused_kernel(
                 kl_q_L += tl.sum(q * (d + a), 0)
     kl_p, kl_q = tl.sum(kl_p_L, 0), tl.sum(kl_q_L, 0)
     if loss_R is not None:
-        tl.store(loss_R + row, beta * kl_q + (1.0 - beta) * kl_p if KIND == BETWEEN else kl_p + kl_q)
+        tl.store(loss_R + row, beta * kl_q + rest * kl_p if KIND == BETWEEN else kl_p + kl_q)
 
     if dx_RC is not None and KIND != FORWARD_KL:
         for column in tl.range(0, C, G * L):
             col, in_row = columns(column, C, False, L, G)
             z, u = _load(x_RC, teacher_RC, col, in_row, scale)
-            p, q, d, a = _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, KIND, CHEAP)
+            p, q, d, a = _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, rest, KIND, CHEAP)
             tl.store(dx_RC + col, (p * (a - kl_p) * factor).to(dx_RC.dtype.element_ty), mask=in_row)
 
 
@@ -119,6 +119,6 @@ def fused(x, teacher, loss, factor, dx, beta, scale, queue):
     plan = plan_for(C, x.element_size(), FUSED, rows=False)
     factors = factor is not None and factor.numel() > 1
     fused_kernel[(R,)](
-        x, teacher, loss, factor, dx, beta, scale, plan.units, kind, x.element_size() == 2, factors, plan.unit,
-        plan.groups, plan.lanes, num_warps=plan.warps, maxnreg=REGISTERS, enable_fp_fusion=False,
+        x, teacher, loss, factor, dx, beta, 1 - beta, scale, plan.units, kind, x.element_size() == 2, factors,
+        plan.unit, plan.groups, plan.lanes, num_warps=plan.warps, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -65,6 +65,12 @@ def operands(hidden, weight, bias, dtype) -> Operands:
     return Operands(hidden.contiguous(), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
 
 
+def gradient_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """In what the gradient of a weight is added up for products in `dtype`: its own, but not in another 16 bits."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide if weight.dtype in (wide, torch.float64) else dtype
+
+
 def gathered(weight):
     """A weight sharded by fully_shard or parallelize_module as a plain one, differentiably; a plain one as it is.
 

@@ -5,9 +5,8 @@
 The logits are made a chunk of tokens at a time (head.py) and turned into their gradient at once, so that forward ends
 with the gradients of hidden, weight and bias instead of with a tensor of tokens x vocabulary. Backward multiplies them
 by the gradient of the loss, which costs nothing where that is 1, and gives them away; a second backward of a retained
-graph, and reduction="none", whose gradient is not known in forward, make the logits once more.
-
-head.py decides how many tokens at a time, says what that costs, and how exact the gradient of the weight is.
+graph, and reduction="none", whose gradient is not known in forward, make the logits once more. head.py decides how many
+tokens at a time, says what that costs, and how exact the gradient of the weight is.
 
 Each process of a `group` may have a shard of the vocabulary: rows of the weight, in the order of the ranks. Of a chunk,
 two numbers a token then travel (Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053).
@@ -29,8 +28,7 @@ from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
 
 def reference(input, linear_weight, target, linear_bias=None, **options):
     """The definition, in the dtype of the input."""
-    logits = input @ linear_weight.t()
-    logits = logits if linear_bias is None else logits + linear_bias
+    logits = nn.functional.linear(input, linear_weight, linear_bias)
     return logits_room.reference(logits.flatten(0, -2), target.flatten(), **options)
 
 
@@ -260,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = _rows(target, class_weight, token_weight, call)
             given = _operands(hidden, weight, bias, call, rows)
             loss_T = torch.empty_like(rows.share)
-            one_pass = _Pass(given, rows, class_weight, call, needs, weight.dtype)
+            one_pass = _Pass(given, rows, class_weight, call, needs, head.gradient_dtype(weight, call.dtype))
             grads = one_pass.run(loss_T, _factor(rows, call) if call.ahead else None)
             loss = _losses(loss_T, rows, call, target.shape)
         ctx.grads = (_spread(grads[0], rows, hidden), *grads[1:], rows.total) if call.ahead else None
@@ -298,7 +296,9 @@ def _gradients(hidden, weight, bias, target, class_weight, token_weight, call, n
     """(gradients of hidden, weight and bias, total of the shares), from logits made for them alone."""
     rows = _rows(target, class_weight, token_weight, call)
     given = _operands(hidden, weight, bias, call, rows)
-    grads = _Pass(given, rows, class_weight, call, needs, weight.dtype).run(None, _factor(rows, call, dy_T))
+    grads = _Pass(given, rows, class_weight, call, needs, head.gradient_dtype(weight, call.dtype)).run(
+        None, _factor(rows, call, dy_T)
+    )
     return _spread(grads[0], rows, hidden), *grads[1:], rows.total
 
 

@@ -251,7 +251,7 @@ def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, ne
     with head.no_autocast(hidden):
         student = head.operands(hidden, weight, bias, call.dtype)
         taught = head.operands(*teacher, call.teacher_dtype)
-        return _pass(student, taught, counted_T, factor_T, loss_T, needs, weight.dtype, call)
+        return _pass(student, taught, counted_T, factor_T, loss_T, needs, head.gradient_dtype(weight, call.dtype), call)
 
 
 def _formula(hidden, weight, bias, teacher, target, call: Call):

@@ -127,7 +127,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 rows = (t[tokens] for t in (lse, a, b, d))
                 kernel.backward(logits, local[tokens] - slab.start, *rows, logits, *numbers, kernel.queue(logits))
 
-            grads = head.gradients(given, needs, weight.dtype, max_bytes, backward, group)
+            weight_dtype = head.gradient_dtype(weight, dtype)
+            grads = head.gradients(given, needs, weight_dtype, max_bytes, backward, group)
             dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
             dhidden, *rest = (head.finished(g, None, dtype) for g, dtype in zip(grads, dtypes, strict=True))
         return None if dhidden is None else dhidden.view(hidden.shape), *rest, *nothing

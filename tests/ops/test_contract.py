@@ -76,12 +76,16 @@ def to(args, dtype):
     return tuple(a.detach().to(dtype).requires_grad_() if is_float(a) else a for a in args)
 
 
+def cotangent(y):
+    """Numbers of bfloat16, which every dtype has: one that is rounded would be an error of the whole gradient."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y)
+
+
 def run(fn, args, kwargs, dy=None, seed=7):
     """(y, gradients of the floating arguments) for a cotangent drawn once."""
     torch.manual_seed(seed)
     y = fn(*args, **kwargs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y) if dy is None else dy
-    return y, torch.autograd.grad(y, tensors(args), dy.to(y))
+    return y, torch.autograd.grad(y, tensors(args), cotangent(y) if dy is None else dy.to(y))
 
 
 def pinned(op, args, y):
@@ -146,7 +150,7 @@ def test_each_gradient_on_its_own(op, kernel, device, dtype, case):
             target = tensors(alone)[wanted].requires_grad_()
             torch.manual_seed(7)
             y = function(op)(*alone, **kwargs)
-            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+            dy = cotangent(y)
             (grad,) = torch.autograd.grad(y, target, dy)
             assert torch.equal(grad, together[wanted])
 
@@ -173,7 +177,7 @@ def test_any_layout(op, kernel, device, dtype, case, layout):
         x = layout(args[0].detach()).requires_grad_()
         assert torch.equal(x, args[0])
         y, grads = run(function(op), (x, *leaves(args[1:])), kwargs)
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        dy = cotangent(y)
         laid = run(function(op), leaves(args), kwargs, layout(dy))
     # An unaligned or strided x may take another path through a kernel: equal within rounding, not to the bit.
     near = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
@@ -204,7 +208,7 @@ def test_double_backward(op, kernel, device, dtype, case):
     def second(fn, args, kwargs):
         torch.manual_seed(7)
         y = fn(*args, **kwargs)
-        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        weight = cotangent(y)
         first = torch.autograd.grad((y * y * weight).sum(), tensors(args), create_graph=True)
         return y, torch.autograd.grad(sum(g.square().sum() for g in first), tensors(args))
 

@@ -37,7 +37,7 @@ def example(shape, dtype, device, soft=False, scale=3.0):
 
 def run(fn, x, *args, dy=None, **options):
     y = fn(x, *args, **options)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y) if dy is None else dy
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16() if dy is None else dy
     return y, torch.autograd.grad(y, x, dy.to(y))[0]
 
 
@@ -56,13 +56,14 @@ def judge(kernel, x, target, weight=None, own=None, **options):
     else:  # few and small numbers: torch's own error is a matter of luck, and may be none
         for got, want, torchs_own in zip((y, dx), exact, torchs, strict=True):
             mine, theirs = testing.error(got, want), testing.error(torchs_own, want)
-            assert mine.l2 <= 3 * theirs.l2 + 1.5 * torch.finfo(dtype).eps
+            assert mine.l2 <= 3 * theirs.l2 + 2 * torch.finfo(dtype).eps
 
 
 SHAPES = ((7,), (5, 7), (3, 769), (2, 5, 3), (2, 4, 3, 5), (33, 64))
 
 
 @each_kernel
+@pytest.mark.filterwarnings("ignore:nll_loss2d")  # torch's own, which is not deterministic on CUDA
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
 def test_signature_of_torch(kernel, device, shape, soft):

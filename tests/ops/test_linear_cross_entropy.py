@@ -170,7 +170,7 @@ def test_gradient_of_a_16_bit_weight(device, max_bytes):
 @on_each
 def test_peak_memory(device):
     """Above inputs and gradients, less than 0.15 of the logits: also where they are those of a 16-bit weight."""
-    dtype, sizes = {"cpu": (torch.float32, (2044, 256, 8190)), "cuda": (torch.bfloat16, (8190, 4096, 32000))}[device]
+    dtype, sizes = {"cpu": (torch.float32, (2044, 256, 8190)), "cuda": (torch.bfloat16, (8190, 4096, 128256))}[device]
     inputs, target = problem(dtype, device, *sizes, bias=False)
     grads = sum(t.nbytes for t in inputs[:2])
     logits = target.numel() * sizes[2] * dtype.itemsize
