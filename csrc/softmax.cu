@@ -11,9 +11,9 @@
 namespace hfnn {
 namespace {
 
-constexpr int kUnits = 2, kWideUnits = 8, kLoopUnits = 4;              // of forward
-constexpr int kBackUnits = 2, kWideBackUnits = 4, kLoopBackUnits = 2;  // of each tensor in backward
-constexpr int kScalarUnits = 8, kScalarBackUnits = 4;                  // of one element each
+constexpr int kUnits = 2, kMoreUnits = 4, kWideUnits = 8, kLoopUnits = 4;  // of forward
+constexpr int kBackUnits = 2, kWideBackUnits = 4, kLoopBackUnits = 2;      // of each tensor in backward
+constexpr int kScalarUnits = 8, kScalarBackUnits = 4;                      // of one element each
 
 struct Args {
   const void *dy, *y, *x;
@@ -181,8 +181,10 @@ void launch_forward(const Args& args, int device, int64_t queue) {
   const int64_t vectors = args.cols / N;
   if (args.cols % N || !aligned({args.x, args.out}))
     run(integral_constant<int, 1>{}, integral_constant<int, kScalarUnits>{}, std::true_type{});
-  else if (vectors <= kUnits * softmax_threads(kUnits))
+  else if (vectors <= 512)
     run(vector, integral_constant<int, kUnits>{}, std::false_type{});
+  else if (vectors <= kMoreUnits * softmax_threads(kMoreUnits))
+    run(vector, integral_constant<int, kMoreUnits>{}, std::false_type{});
   else if (vectors <= kWideUnits * softmax_threads(kWideUnits))
     run(vector, integral_constant<int, kWideUnits>{}, std::false_type{});
   else

@@ -38,12 +38,15 @@ def exp(z, CHEAP: tl.constexpr):
     elif CHEAP:
         return tl.exp2(z * 1.4426950408889634)
     else:
-        # What the exponent is rounded by goes into a factor beside exp2. The bound, where exp is 0, keeps infinity
-        # minus infinity out of it, and lets NaN through.
-        z = tl.where(z < -128.0, -128.0, z)
-        t = z * 1.4426950408889634
-        rest = tl.fma(z, 1.925963e-8, tl.fma(z, 1.4426950408889634, -t))
-        return tl.exp2(t) * tl.fma(rest, 0.6931471805599453, 1.0)
+        # exp2 of the hardware is off by two ulps. 2^n exp(r) with |r| <= log(2) / 2 is not, and reaches 88; what would
+        # be subnormal is 0. Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+        shifted = tl.fma(z, 1.44269504, 12582912.0)
+        n = shifted - 12582912.0
+        r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, z))  # log(2) in two parts
+        tail = tl.fma(tl.fma(0.00139504857, r, 0.00836888794), r, 0.041666206)
+        tail = tl.fma(tl.fma(tail, r, 0.166665182), r, 0.5)
+        power = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(z < -87.0, 0.0, (tl.fma(tail, r * r, r) + 1.0) * power)
 
 
 @triton.jit

@@ -91,7 +91,7 @@ def chunks_at_most(share: float, narrow: bool) -> int:
     sum_k (share + (1 - share) k / chunks), and 1.3 (1 - share) more as measured: cuBLAS rounds a product before it is
     added. Below 4.4 of that, errors were measured to be at most twice those of one product.
     """
-    return int((2.6 + 0.8 * share) / (0.5 + 0.5 * share)) if narrow else CHUNKS
+    return int((2.605 + 0.8 * share) / (0.5 + 0.5 * share)) if narrow else CHUNKS
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class _PointwiseLoss(torch.autograd.Function):
     def forward(ctx, x, target, loss, parameter, mean, out_dtype, kernel):
         y, g = _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=True)
         ctx.save_for_backward(g, target if loss.keeps_target else None)
+        ctx.kernel = kernel
         ctx.set_materialize_grads(False)  # dg is None but for a second backward
         ctx.loss, ctx.parameter, ctx.count, ctx.scale = loss, parameter, x.numel() if mean else 1, head.SCALE.find(g)
         return y, g
