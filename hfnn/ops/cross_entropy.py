@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward, is_plain
 from hfnn.ops.layer_norm import statistics_dtype
 
 
@@ -136,8 +136,7 @@ class _CrossEntropy(torch.autograd.Function):
         nothing = (None,) * 6
         if torch.is_grad_enabled():
             formula = _formula(target, weight, ctx.options, ctx.reduction, dy.dtype)
-            with torch.enable_grad():
-                return (*torch.autograd.grad(formula(x), x, dy, create_graph=True), *nothing)
+            return (*double_backward(formula, (x,), (True,), dy), *nothing)
         x_RC = rows(x)
         if total is not None:
             factor = (dy / total).reshape(1)  # in the dtype of total, by one launch

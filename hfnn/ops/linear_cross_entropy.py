@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.kernel import Kernel, Op
+from hfnn.kernel import Kernel, Op, double_backward
 from hfnn.ops import cross_entropy as logits_room
 from hfnn.ops import head
 from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
@@ -28,8 +28,8 @@ from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
 
 def reference(input, linear_weight, target, linear_bias=None, **options):
     """The definition, in the dtype of the input."""
-    logits = nn.functional.linear(input, linear_weight, linear_bias)
-    return logits_room.reference(logits.flatten(0, -2), target.flatten(), **options)
+    logits = nn.functional.linear(input, linear_weight, linear_bias).flatten(0, -2)
+    return logits_room.reference(logits, target.flatten(), **options)
 
 
 def composed(input, linear_weight, target, linear_bias=None, **options):
@@ -271,11 +271,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, class_weight, token_weight = ctx.saved_tensors
         call, needs, nothing = ctx.call, ctx.needs_input_grad[:3], (None,) * 4
         if torch.is_grad_enabled():
+            if call.group is not None:
+                raise NotImplementedError("no double backward over a vocabulary shared by a group")
             formula = _formula(target, class_weight, token_weight, call)
-            inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
-            with torch.enable_grad():
-                grads = iter(torch.autograd.grad(formula(hidden, weight, bias), inputs, dy, create_graph=True))
-            return (*(next(grads) if need else None for need in needs), *nothing)
+            return (*double_backward(formula, (hidden, weight, bias), needs, dy), *nothing)
         # Given away: autograd makes them the .grad of the parameters, and nobody else may hold them then.
         grads, ctx.grads = ctx.grads, None
         factor = None
@@ -369,8 +368,7 @@ def linear_cross_entropy(
     process group, each process of which has input and target in full, and its rows of linear_weight and linear_bias;
     no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at any time; None takes an
     eighth to a quarter of them, as exact gradients and fast products ask for. prefer: "auto" | "memory" | "speed";
-    small problems are torch's.
-    Raises ValueError for shapes and options that do not fit, and what torch raises.
+    small problems are torch's. Raises ValueError for what does not fit together, and what torch raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
@@ -383,8 +381,8 @@ def linear_cross_entropy(
         return _of_logits(logits.to(dtype or logits.dtype), target, weight, token_weight, reduction, options)
     kernel, product = chosen
     options = (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale), float(softcap or 0))
-    ahead = torch.is_grad_enabled() and reduction != "none"
-    ahead = ahead and any(t is not None and t.requires_grad for t in (input, linear_weight, linear_bias))
+    wanted = any(t is not None and t.requires_grad for t in (input, linear_weight, linear_bias))
+    ahead = wanted and torch.is_grad_enabled() and reduction != "none"
     out_dtype = dtype or OP.out_dtype(input)
     call = Call(options, reduction, product, out_dtype, max_bytes, compact, group, kernel, ahead)
     weight = None if weight is None else weight.detach().contiguous()
@@ -394,10 +392,11 @@ def linear_cross_entropy(
 def _check(input, linear_weight, target, token_weight, smoothing, reduction, group):
     head.check(input, linear_weight, target)
     if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(
-            f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
-        )
+        shapes = f"{tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        raise ValueError(f"token_weight must have target's shape {shapes}")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: choose one of 'none', 'mean', 'sum'")
-    if group is not None and smoothing:
-        raise ValueError("label_smoothing over a vocabulary shared by a group is not supported: set one of them aside")
+    if group is not None and (smoothing or (token_weight is not None and token_weight.requires_grad)):
+        raise ValueError(
+            "over a vocabulary shared by a group there is no label_smoothing and no gradient of token_weight"
+        )

@@ -226,7 +226,7 @@ def test_wrong_arguments():
         ((hidden, weight, target[:3]), {}, "one class a token"),
         ((hidden, weight, target), {"token_weight": torch.rand(3)}, "token_weight must have"),
         ((hidden, weight, target), {"reduction": "average"}, "choose one of"),
-        ((hidden, weight, target), {"group": object(), "label_smoothing": 0.1}, "set one of them aside"),
+        ((hidden, weight, target), {"group": object(), "label_smoothing": 0.1}, "no label_smoothing and no gradient"),
     ]
     for args, options, message in wrong:
         with pytest.raises(ValueError, match=message):
