@@ -285,6 +285,18 @@ def check(input, linear_weight, target) -> None:
         )
 
 
+def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise IndexError for a class that is none, as torch does; on CUDA a failed assertion, for which nobody waits.
+
+    For plans whose kernels take a class out of bounds for one that another process has.
+    """
+    wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    if target.is_cuda:
+        torch._assert_async(~wrong.any(), f"a target is out of bounds: there are {vocabulary} classes")
+    elif wrong.any():
+        raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+
+
 def choose(op: Op, input, weight, bias, target, group, prefer):
     """(kernel of `op` for the logits, dtype of the products), or None where torch's own ops are to run, or to raise.
 

@@ -151,7 +151,10 @@ class _Pass:
             for tokens, logits in head.chunks(self.given, self.plan.step):
                 self._chunk(tokens, logits, loss_T, None)
             return None, None, None
-        if self.plan.by_slabs and self.sums is not None:
+        by_sums = self.plan.by_slabs and self.sums is not None
+        if by_sums or self.plan.inside:
+            head.check_classes(self.rows.target, self.given.shape[1], self.call.options[0])
+        if by_sums:
             return self._by_sums(loss_T, factor)
         gradients, first = head.Gradients(self.given, self.needs, self.weight_dtype), self.plan.inside
         if first:

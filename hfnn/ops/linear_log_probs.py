@@ -90,6 +90,8 @@ class _LinearLogProbs(torch.autograd.Function):
             wide = torch.promote_types(dtype, torch.float32)
             picked, mean = given.hidden.new_empty(2, flat.numel(), dtype=wide)
             lse = torch.empty_like(picked, dtype=torch.float64)
+            if group is None:
+                head.check_classes(flat, given.shape[1], ignore_index)
             local = local_target(flat, given.shape[1], group)
             plan = head.plan_for(given, (False, False, False), dtype, max_bytes, group=group)
             for tokens, logits in head.chunks(given, plan.step):
