@@ -25,10 +25,16 @@ struct DLApi {
 };
 
 struct Torch {  // looked up at the first conversion, kept for ever
-  static constexpr const char* kDtypes[] = {"float32", "bfloat16", "float16", "float64", "int64"};
+  static constexpr int kDtypes = 9;
+  static constexpr const char* kNames[kDtypes] = {"float32", "bfloat16", "float16", "float64", "int64",
+                                                  "uint8",   "int32",    "int16",   "bool"};
+  static constexpr Dtype kOurs[kDtypes] = {Dtype::float32, Dtype::bfloat16, Dtype::float16, Dtype::float64, Dtype::int64,
+                                           Dtype::uint8,   Dtype::int32,    Dtype::int16,   Dtype::uint8};
+  static constexpr int kCodes[kDtypes] = {2 << 8 | 32, 4 << 8 | 16, 2 << 8 | 16, 2 << 8 | 64, 0 << 8 | 64,
+                                          1 << 8 | 8,  0 << 8 | 32, 0 << 8 | 16, 6 << 8 | 8};  // DLPack: code, bits
   PyTypeObject* tensor;
   const DLApi* api = nullptr;
-  PyObject *data_ptr, *shape, *stride, *dtype, *get_device, *is_complex, *dtypes[5];
+  PyObject *data_ptr, *shape, *stride, *dtype, *get_device, *is_complex, *dtypes[kDtypes];
 
   Torch() {
     py::module_ torch = py::module_::import("torch");
@@ -45,7 +51,7 @@ struct Torch {  // looked up at the first conversion, kept for ever
     dtype = PyUnicode_InternFromString("dtype");
     get_device = PyUnicode_InternFromString("get_device");
     is_complex = PyUnicode_InternFromString("is_complex");
-    for (int i = 0; i < 5; ++i) dtypes[i] = keep(kDtypes[i]);
+    for (int i = 0; i < kDtypes; ++i) dtypes[i] = keep(kNames[i]);
   }
   static const Torch& get() {
     static const Torch* torch = new Torch;
@@ -61,11 +67,9 @@ inline bool from_api(const Torch& torch, PyObject* source, Tensor& t) {
   t.data = static_cast<char*>(d.data) + d.byte_offset;
   t.dims = d.ndim;
   t.device = d.device_type == 1 ? -1 : d.device_id;
-  constexpr int kinds[] = {2 << 8 | 32, 4 << 8 | 16, 2 << 8 | 16, 2 << 8 | 64,
-                           0 << 8 | 64};  // code, bits in Dtype's order
   t.dtype = Dtype::other;
-  for (int i = 0; i < 5; ++i)
-    if ((d.code << 8 | d.bits) == kinds[i] && d.lanes == 1) t.dtype = static_cast<Dtype>(i + 1);
+  for (int i = 0; i < Torch::kDtypes; ++i)
+    if ((d.code << 8 | d.bits) == Torch::kCodes[i] && d.lanes == 1) t.dtype = Torch::kOurs[i];
   for (int i = 0; i < d.ndim; ++i) {
     t.shape[i] = d.shape[i];
     t.strides[i] = d.strides[i];
@@ -87,8 +91,8 @@ inline bool from_attributes(const Torch& torch, PyObject* source, Tensor& t) {
   t.dims = int(PyTuple_GET_SIZE(shape.ptr()));
   t.device = int(PyLong_AsLong(device.ptr()));
   t.dtype = Dtype::other;
-  for (int i = 0; i < 5; ++i)
-    if (dtype.ptr() == torch.dtypes[i]) t.dtype = static_cast<Dtype>(i + 1);
+  for (int i = 0; i < Torch::kDtypes; ++i)
+    if (dtype.ptr() == torch.dtypes[i]) t.dtype = Torch::kOurs[i];
   for (int i = 0; i < t.dims; ++i) {
     t.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
     t.strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));

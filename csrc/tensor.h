@@ -5,7 +5,8 @@
 
 namespace hfnn {
 
-enum class Dtype : uint8_t { none, float32, bfloat16, float16, float64, int64, other };
+// A bool is a uint8 that is 0 or 1.
+enum class Dtype : uint8_t { none, float32, bfloat16, float16, float64, int64, uint8, int32, int16, other };
 
 struct Tensor {
   static constexpr int kMaxDims = 8;

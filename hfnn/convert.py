@@ -39,6 +39,10 @@ class Verdict:
 
 NO_OP = "no op of hfnn computes this"
 
+# Each takes a module whose class is not known and gives (how it is to be read, None), (None, why not) where something
+# hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
+RECOGNISERS = (lookalike.recognise,)
+
 
 def convert(
     model: nn.Module,
@@ -111,7 +115,7 @@ def examine(site: Site) -> Verdict:
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)
-    like, why = lookalike.recognise(module) if room is None else (None, None)
+    like, why = _recognise(module) if room is None else (None, None)
     if room is None and like is None:
         if why is None and base is not None:
             why = f"{cls.__name__} has a forward of its own, which {base.__name__}'s room does not know"
@@ -122,9 +126,20 @@ def examine(site: Site) -> Verdict:
     if cls in ROOMS:
         return Verdict(room)
     try:
-        return Verdict(dress(cls, room or lookalike.LookAlike, like))
+        return Verdict(dress(cls, room or like.mixin, like))
     except TypeError as error:
         return Verdict(None, f"its class cannot be derived from: {error}")
+
+
+def _recognise(module):
+    """The first reading that any of RECOGNISERS has, else the first reason against one."""
+    reason = None
+    for recognise in RECOGNISERS:
+        like, why = recognise(module)
+        if like is not None:
+            return like, None
+        reason = reason or why
+    return None, reason
 
 
 def _room(cls: type) -> tuple[type | None, type | None]:

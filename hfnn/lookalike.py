@@ -47,6 +47,10 @@ class NormLike:
     offset: float = 0.0
 
     @property
+    def mixin(self):
+        return LookAlike
+
+    @property
     def op(self):
         return next(op for op in ops.ALL if op.name == self.room)
 
@@ -79,6 +83,10 @@ class ActivationLike:
     room: str
     form: str
     eps = 1e-4  # only sets how small the smallest probes are
+
+    @property
+    def mixin(self):
+        return LookAlike
 
     @property
     def op(self):

@@ -9,6 +9,8 @@ save y for its backward calls `take(y)` and saves the sources instead, most of w
     forward     ctx.recipe, sources = found; ctx.save_for_backward(weight, *sources)
     backward    x = ctx.recipe.rebuild(sources)                    # shared by siblings, freed by the last one
 
+A room that keeps its input is a consumer too: `save(ctx, x)` in forward and `saved(ctx)` in backward do both halves.
+
 A recipe belongs to one Python tensor object. Whatever does not carry it along (a view, a copy, a stock consumer, no
 grad mode) simply keeps the tensor as torch would. `take` hands a recipe out only while the output and every source are
 what they were when it was attached (`_version` and `data_ptr`): after an in-place change the tensor is saved.
@@ -42,11 +44,12 @@ class Recipe:
     `build(*tensors)` runs in backward; where grad mode is on there (create_graph=True) it must be differentiable.
     """
 
-    __slots__ = ("_cache", "_parts", "_served", "_stream", "_users", "build")
+    __slots__ = ("_cache", "_dtype", "_parts", "_served", "_stream", "_users", "build")
 
-    def __init__(self, build: Callable, parts: tuple):
+    def __init__(self, build: Callable, parts: tuple, dtype: torch.dtype):
         self.build = build
         self._parts = parts  # for each tensor of build: None, or (recipe, n) when that recipe makes it of n sources
+        self._dtype = dtype
         self._users = self._served = 0
         self._cache = self._stream = None
 
@@ -61,22 +64,29 @@ class Recipe:
         self._served += 1
         if self._served >= self._users:
             self._free()
-        elif self._cache is not y:
-            self._cache, self._stream = y, stream
-            # A partial backward may never reach the last consumer; the end of this one comes for certain.
-            torch.autograd.Variable._execution_engine.queue_callback(self._free)
+        else:
+            self._keep(y, stream)
         return y
 
     def _make(self, sources) -> torch.Tensor:
-        tensors, rest = [], list(sources)
-        for part in self._parts:
-            if part is None:
-                tensors.append(rest.pop(0))
-            else:
-                recipe, count = part
-                tensors.append(recipe._make(rest[:count]))
-                del rest[:count]
-        return self.build(*tensors)
+        return self.build(*_collect(self._parts, sources, Recipe._ingredient))
+
+    def _ingredient(self, sources) -> torch.Tensor:
+        """The tensor as a source of another one: shared with the consumers of its own that are still to come."""
+        if torch.is_grad_enabled() or self._served >= self._users:
+            return self._make(sources)
+        y, stream = self._cache, _stream(sources[0])
+        if y is None or stream != self._stream or y.dtype is not self._dtype:
+            y = self._make(sources)
+            counter.rebuilt += 1
+            self._keep(y, stream)
+        return y
+
+    def _keep(self, y, stream) -> None:
+        if self._cache is not y:
+            self._cache, self._stream = y, stream
+            # A partial backward may never reach the last consumer; the end of this one comes for certain.
+            torch.autograd.Variable._execution_engine.queue_callback(self._free)
 
     def _free(self) -> None:
         self._cache = self._stream = None
@@ -149,7 +159,7 @@ def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> t
         else:
             kept.append(_own_copy(source) if sharded and isinstance(source, torch.nn.Parameter) else source)
     kept = tuple(kept)
-    tag = _Tag(Recipe(build, tuple(parts)), kept, _marks(y, kept))
+    tag = _Tag(Recipe(build, tuple(parts), y.dtype), kept, _marks(y, kept))
     key = id(y)
     tag.ref = weakref.ref(y, lambda _: tags.pop(key, None))
     tags[key] = tag
@@ -166,6 +176,39 @@ def take(x: torch.Tensor) -> _Tag | None:
         tag.recipe._users += 1
         counter.taken += 1
     return tag
+
+
+def save(ctx, *tensors: torch.Tensor | None) -> None:
+    """`ctx.save_for_backward`, with the sources of a recipe in place of each tensor that has one. Goes with `saved`."""
+    parts, kept = [None] * len(tensors), []
+    for i, x in enumerate(tensors):
+        tag = take(x) if id(x) in tags else None
+        if tag is not None:
+            parts[i] = tag.recipe, len(tag.sources)
+            kept.extend(tag.sources)
+        else:
+            kept.append(x)
+    ctx.parts = parts
+    ctx.save_for_backward(*kept)
+
+
+def saved(ctx) -> list[torch.Tensor | None]:
+    """What was given to `save`, rebuilt where that is needed."""
+    return _collect(ctx.parts, ctx.saved_tensors, Recipe.rebuild)
+
+
+def _collect(parts, sources, rebuild) -> list:
+    """The tensors that `parts` tell of: each is the next of the sources, or a recipe makes it of the next n."""
+    tensors, at = [], 0
+    for part in parts:
+        if part is None:
+            tensors.append(sources[at])
+            at += 1
+        else:
+            recipe, count = part
+            tensors.append(rebuild(recipe, sources[at : at + count]))
+            at += count
+    return tensors
 
 
 def _parameters_may_be_resharded() -> bool:

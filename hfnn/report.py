@@ -79,7 +79,8 @@ def _row(site, first) -> Row:
         verdict = examine(site)
         return Row(name, label, None, None, verdict.why or "not converted: hfnn.convert would swap it")
     weight = next((p for p in module._parameters.values() if p is not None), first)
-    kernel, why = _kernel(module, op_of(cls), weight)
+    op = op_of(cls)
+    kernel, why = (None, "") if op is None else _kernel(module, op, weight)
     if hasattr(module, "_hfnn_when"):
         why = module._hfnn_when
     return Row(name, label, title(cls), kernel, why)

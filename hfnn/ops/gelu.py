@@ -51,14 +51,14 @@ _passes = OP.passes
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, approximate, out, kernel):
-        ctx.save_for_backward(x)
+        recipe.save(ctx, x)
         ctx.approximate, ctx.out, ctx.kernel = approximate, out, kernel
         build = _build(approximate, out, kernel)
         return recipe.attach(build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        (x,) = recipe.saved(ctx)
         if torch.is_grad_enabled():
             formula = lambda x: _gelu(x.to(ctx.out), approximate=ctx.approximate)  # noqa: E731
             return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None

@@ -46,14 +46,14 @@ _passes = OP.passes
 class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, out, kernel):
-        ctx.save_for_backward(x)
+        recipe.save(ctx, x)
         ctx.out, ctx.kernel = out, kernel
         build = _build(out, kernel)
         return recipe.attach(build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        (x,) = recipe.saved(ctx)
         if torch.is_grad_enabled():
             return *double_backward(lambda x: _silu(x.to(ctx.out)), (x,), ctx.needs_input_grad[:1], dy), None, None
         x_, dy = x.to(ctx.out).contiguous(), dy.contiguous()
