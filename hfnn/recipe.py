@@ -148,7 +148,7 @@ def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> t
     if not _enabled:
         return y
     parts, kept = [None] * len(sources), []
-    sharded = _parameters_may_be_resharded()
+    sharded = parameters_may_be_resharded()
     for i, source in enumerate(sources):
         if source is not None and source.is_inference():
             return y
@@ -211,7 +211,42 @@ def _collect(parts, sources, rebuild) -> list:
     return tensors
 
 
-def _parameters_may_be_resharded() -> bool:
+class _Cast(torch.autograd.Function):
+    """x in another dtype, of which `low` holds the values: one tensor for all who cast x, a gradient for each."""
+
+    @staticmethod
+    def forward(ctx, x, low):
+        ctx.dtype = x.dtype
+        return low.view_as(low)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.to(ctx.dtype), None
+
+
+# (id of the tensor, dtype of the cast): (weak reference to the tensor, its marks, weak reference to the cast).
+_casts: dict[tuple, tuple] = {}
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`, differentiable; one copy serves all consumers for as long as any of them keeps it."""
+    if x.dtype is dtype or x.is_inference():
+        return x.to(dtype)
+    key, marks = (id(x), dtype), _marks(x, ())
+    ref, before, kept = _casts.get(key, (None, None, lambda: None))
+    low = kept()
+    if low is None or ref() is not x or before != marks:
+        low = x.detach().to(dtype)
+        _casts[key] = weakref.ref(x), marks, weakref.ref(low, lambda kept: _forget(key, kept))
+    return _Cast.apply(x, low) if x.requires_grad else low
+
+
+def _forget(key, kept) -> None:
+    if key in _casts and _casts[key][2] is kept:
+        del _casts[key]
+
+
+def parameters_may_be_resharded() -> bool:
     """Whether fully_shard was used in this process: a parameter's memory may then be gone before backward."""
     states = sys.modules.get("torch.distributed._composable_state")
     return bool(states is not None and states._module_state_mapping)

@@ -65,13 +65,13 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, normalized_shape, out_dtype, kernel):
         y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)
-        ctx.save_for_backward(x, weight, bias, mean_R, rstd_R)
+        recipe.save(ctx, x, weight, bias, mean_R, rstd_R)
         ctx.eps, ctx.shape, ctx.kernel = eps, normalized_shape, kernel
         return recipe.attach(y, _rebuild(normalized_shape, eps, out_dtype, kernel), x, weight, bias, mean_R, rstd_R)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, mean_R, rstd_R = ctx.saved_tensors
+        x, weight, bias, mean_R, rstd_R = recipe.saved(ctx)
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             formula = _formula(ctx.shape, ctx.eps, dy.dtype)

@@ -62,13 +62,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, normalized_shape, out_dtype, kernel):
         y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)
-        ctx.save_for_backward(x, weight, rstd_R)
+        recipe.save(ctx, x, weight, rstd_R)
         ctx.eps, ctx.offset, ctx.shape, ctx.kernel = eps, offset, normalized_shape, kernel
         return recipe.attach(y, _rebuild(normalized_shape, eps, offset, out_dtype, kernel), x, weight, rstd_R)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, rstd_R = ctx.saved_tensors
+        x, weight, rstd_R = recipe.saved(ctx)
         needs = ctx.needs_input_grad[:2]
         nothing = (None,) * 5
         if torch.is_grad_enabled():
