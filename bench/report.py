@@ -133,7 +133,7 @@ def show(folder: Path, column: str | None, plots: bool) -> int:
     files = sorted(folder.glob("*.csv"))
     for file in files:
         rows = newest(file)
-        if column:
+        if column and (column != "time" or any(map(_timed, rows))):
             table(rows, f"{file.stem}, {column}", column)
         for name in _plot(rows, file) if plots else ():
             print(name)
@@ -169,9 +169,16 @@ def _label(r: dict) -> str:
     return f"{r['provider']} {r['kernel']}".strip()
 
 
+def _timed(r: dict) -> bool:
+    """Whether the row has a time: what failed has none, nor have rows about memory alone."""
+    return bool(r["device_us"] or r["host_us"])
+
+
 def _cell(r: dict, column: str) -> str:
     if column != "time":
         return str(r[column])
+    if not _timed(r):
+        return "-"
     us = float(r["device_us"] or r["host_us"])
     us = f"{us:.2f} us" if us < 100 else f"{us:.0f} us"
     return f"{us} {float(r['pct_of_copy']):3.0f}%" if r["pct_of_copy"] else us

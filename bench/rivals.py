@@ -67,9 +67,11 @@ def _liger() -> dict[str, Provider]:
     """Liger Kernel's autograd functions, as its own functional interface calls them."""
     try:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.softmax import LigerSoftmaxFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except ImportError as error:
         raise Skip(f"cannot be imported: {error}") from error
 
@@ -86,6 +88,16 @@ def _liger() -> dict[str, Provider]:
     def cross_entropy(x, target):
         return LigerCrossEntropyFunction.apply(x, target, None)[0]
 
+    def swiglu(gate, up):
+        return LigerSiLUMulFunction.apply(gate, up)
+
+    def geglu(gate, up, approximate="none"):
+        return LigerGELUMulFunction.apply(gate, up)  # the tanh form, whatever is asked for: it has no other
+
+    def own_inputs(args):
+        # The backward writes the gradients over gate and up: copies, for everybody else has the same ones.
+        return tuple(t.detach().clone().requires_grad_() for t in args)
+
     def own_logits(args):
         # The forward writes the gradient over the logits. They are a copy, made before the clock starts, or everybody
         # else would get gradients for logits; from the second call on Liger itself does, which costs it the same time.
@@ -97,6 +109,8 @@ def _liger() -> dict[str, Provider]:
         "rms_norm": Provider("liger", rms_norm),
         "softmax": Provider("liger", softmax),
         "cross_entropy": Provider("liger", cross_entropy, prepare=own_logits, whole=True),
+        "swiglu": Provider("liger", swiglu, prepare=own_inputs),
+        "geglu": Provider("liger", geglu, "tanh form", prepare=own_inputs),
     }
 
 

@@ -1,18 +1,27 @@
 // hfnn._C: `_C.cpu.<op>` and, when built with nvcc, `_C.cuda.<op>`; one bind() per op, whatever the device.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "add_norm.h"
+#include "bits.h"
 #include "caster.h"
+#include "compare.h"
 #include "cross_entropy.h"
 #include "distillation.h"
 #include "dropout.h"
+#include "gated.h"
 #include "gelu.h"
 #include "layer_norm.h"
 #include "log_probs.h"
+#include "piecewise.h"
 #include "pointwise_loss.h"
+#include "pool.h"
+#include "recode.h"
 #include "rms_norm.h"
 #include "scale.h"
 #include "silu.h"
 #include "softmax.h"
+#include "unary.h"
 
 namespace py = pybind11;
 using namespace hfnn;
@@ -40,6 +49,7 @@ static void bind(py::module_ m, const RmsNorm& op) {
 
 static void bind(py::module_ m, const Gelu& op) {
   m.def("forward", op.forward, Unlocked());
+  m.def("rebuild", op.rebuild, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }
 
@@ -48,7 +58,13 @@ static void bind(py::module_ m, const Silu& op) {
   m.def("backward", op.backward, Unlocked());
 }
 
-static void bind(py::module_ m, const Dropout& op) { m.def("forward", op.forward, Unlocked()); }
+static void bind(py::module_ m, const Dropout& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("add", op.add, Unlocked());
+}
+
+static void bind(py::module_ m, const AddLayerNorm& op) { m.def("add", op.add, Unlocked()); }
+static void bind(py::module_ m, const AddRmsNorm& op) { m.def("add", op.add, Unlocked()); }
 
 static void bind(py::module_ m, const Softmax& op) {
   m.def("forward", op.forward, Unlocked());
@@ -73,12 +89,49 @@ static void bind(py::module_ m, const PointwiseLoss& op) {
   m.def("forward", op.forward, Unlocked());
 }
 
+static void bind(py::module_ m, const Bits& op) {
+  m.def("pack", op.pack, Unlocked());
+  m.def("unpack", op.unpack, Unlocked());
+}
+
+static void bind(py::module_ m, const Piecewise& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
 static void bind(py::module_ m, const Scale& op) { m.def("forward", op.forward, Unlocked()); }
+
+static void bind(py::module_ m, const Pool& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
+static void bind(py::module_ m, const Compare& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
+static void bind(py::module_ m, const Gated& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
+static void bind(py::module_ m, const Unary& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
+static void bind(py::module_ m, const Recode& op) {
+  m.def("encode", op.encode, Unlocked());
+  m.def("decode", op.decode, Unlocked());
+}
 
 PYBIND11_MODULE(_C, m) {
   py::module_ cpu = m.def_submodule("cpu");
   bind(cpu.def_submodule("layer_norm"), layer_norm_cpu);
+  bind(cpu.def_submodule("layer_norm"), add_layer_norm_cpu);
   bind(cpu.def_submodule("rms_norm"), rms_norm_cpu);
+  bind(cpu.def_submodule("rms_norm"), add_rms_norm_cpu);
   bind(cpu.def_submodule("gelu"), gelu_cpu);
   bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);
@@ -88,6 +141,13 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("distillation"), distillation_cpu);
   bind(cpu.def_submodule("pointwise_loss"), pointwise_loss_cpu);
   bind(cpu.def_submodule("scale"), scale_cpu);
+  bind(cpu.def_submodule("unary"), unary_cpu);
+  bind(cpu.def_submodule("recode"), recode_cpu);
+  bind(cpu.def_submodule("gated"), gated_cpu);
+  bind(cpu.def_submodule("compare"), compare_cpu);
+  bind(cpu.def_submodule("pool"), pool_cpu);
+  bind(cpu.def_submodule("bits"), bits_cpu);
+  bind(cpu.def_submodule("piecewise"), piecewise_cpu);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");
   cuda.def("refusal", &cuda_refusal);  // why these kernels cannot run here, or None

@@ -23,8 +23,8 @@ struct Keys {
   }
 };
 
-// A group of N elements takes N / 4 counters.
-template <bool kPair>
+// A group of N elements takes N / 4 counters. kAdd: the second tensor is the residual that what is kept is added to.
+template <bool kPair, bool kAdd>
 struct Drop {
   uint32_t limit;  // threshold - 1: a word is kept when it is greater, which can drop everything too
   bool all;        // threshold 0, which keeps everything
@@ -38,25 +38,29 @@ struct Drop {
     keys = Keys(pair[0]);
     offset = pair[1];
   }
-  __device__ float apply(float x, uint32_t word) const { return word > limit || all ? x * scale : 0.0f; }
+  __device__ float apply(float x, float residual, uint32_t word) const {
+    const float kept = word > limit || all ? x * scale : 0.0f;
+    return kAdd ? residual + kept : kept;
+  }
 
   template <int N>
-  __device__ void operator()(float (&x)[N], const float (&)[N], int64_t group) const {
+  __device__ void operator()(float (&x)[N], const float (&residual)[N], int64_t group) const {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       Words words = dropout_counter(offset + uint64_t(group) * (N / 4) + i / 4);
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) words = philox_round(words, keys.low[r], keys.high[r]);
-      x[i] = apply(x[i], words.a);
-      x[i + 1] = apply(x[i + 1], words.b);
-      x[i + 2] = apply(x[i + 2], words.c);
-      x[i + 3] = apply(x[i + 3], words.d);
+      x[i] = apply(x[i], residual[i], words.a);
+      x[i + 1] = apply(x[i + 1], residual[i + 1], words.b);
+      x[i + 2] = apply(x[i + 2], residual[i + 2], words.c);
+      x[i + 3] = apply(x[i + 3], residual[i + 3], words.d);
     }
   }
 };
 
-void forward(const Tensor& x, const Tensor& y, int64_t threshold, double scale, int64_t seed, int64_t offset,
-             const Tensor& pair, int64_t queue) {
+template <bool kAdd>
+void run(const Tensor& x, const Tensor& residual, const Tensor& y, int64_t threshold, double scale, int64_t seed,
+         int64_t offset, const Tensor& pair, int64_t queue) {
   expect_cuda("x", x);
   expect_like("y", y, x);
   HFNN_CHECK(threshold >= 0 && threshold <= int64_t(1) << 32);
@@ -69,9 +73,9 @@ void forward(const Tensor& x, const Tensor& y, int64_t threshold, double scale, 
   DeviceGuard guard(x.device);
   with_floating("x", x.dtype, [&](auto type) {
     const auto start = [&](auto paired) {
-      const Drop<paired> drop = {uint32_t(threshold - 1), threshold == 0,           float(scale), Keys(seed),
-                                 uint64_t(offset),        pair.as<const uint64_t>()};
-      map<decltype(type), false, 2>(x, Tensor{}, y, queue, drop);
+      const Drop<paired, kAdd> drop = {uint32_t(threshold - 1), threshold == 0,           float(scale), Keys(seed),
+                                       uint64_t(offset),        pair.as<const uint64_t>()};
+      map<Types<decltype(type)>, kAdd, 2>(x, residual, y, queue, drop);
     };
     if (pair)
       start(std::true_type{});
@@ -80,8 +84,19 @@ void forward(const Tensor& x, const Tensor& y, int64_t threshold, double scale, 
   });
 }
 
+void forward(const Tensor& x, const Tensor& y, int64_t threshold, double scale, int64_t seed, int64_t offset,
+             const Tensor& pair, int64_t queue) {
+  run<false>(x, {}, y, threshold, scale, seed, offset, pair, queue);
+}
+
+void add(const Tensor& x, const Tensor& residual, const Tensor& y, int64_t threshold, double scale, int64_t seed,
+         int64_t offset, const Tensor& pair, int64_t queue) {
+  expect_like("residual", residual, x);
+  run<true>(x, residual, y, threshold, scale, seed, offset, pair, queue);
+}
+
 }  // namespace
 
-const Dropout dropout_cuda = {forward};
+const Dropout dropout_cuda = {forward, add};
 
 }  // namespace hfnn

@@ -1,4 +1,4 @@
-// Dropout, elementwise over contiguous tensors of one dtype; its own backward. `queue` as in layer_norm.h.
+// Dropout, elementwise over contiguous tensors; its own backward. `queue` as in layer_norm.h.
 //
 // Element i of the flattened tensor is kept when its random word is >= threshold, and multiplied by scale:
 //   word i % 4 of Philox4x32-10 with key (seed low, seed high) and counter (c low, c high, 0, 0x68666e6e),
@@ -6,6 +6,8 @@
 // Integers only, so one (seed, offset) gives the same mask on the CPU, in Triton and in CUDA. The last counter word
 // keeps these numbers apart from those that torch draws with the same seed. With `pair`, an int64 tensor {seed, offset}
 // on the device, the pair is read there (CUDA graphs).
+//
+// x and y share a dtype; on the CPU and in Triton one may also be float32 and the other of 16 bits.
 #pragma once
 #include "tensor.h"
 
@@ -14,6 +16,9 @@ namespace hfnn {
 struct Dropout {
   void (*forward)(const Tensor& x, const Tensor& y, int64_t threshold, double scale, int64_t seed, int64_t offset,
                   const Tensor& pair, int64_t queue);
+  // y = residual + dropped x, rounded once. residual and y share a dtype, which is float32 where x has another.
+  void (*add)(const Tensor& x, const Tensor& residual, const Tensor& y, int64_t threshold, double scale, int64_t seed,
+              int64_t offset, const Tensor& pair, int64_t queue);
 };
 extern const Dropout dropout_cpu, dropout_cuda;
 

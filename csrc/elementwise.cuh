@@ -1,6 +1,6 @@
-// y = f(x) or f(a, b) over contiguous tensors of one dtype: what gelu.cu and dropout.cu share.
+// y = f(x) or f(a, b) over contiguous tensors of one size: what gelu.cu and dropout.cu share. The dtypes may differ.
 //
-// A thread takes kUnroll groups of 16 bytes, all loaded before the first is used. Blocks are many and short: the device
+// A thread takes kUnroll groups of 16 bytes of the narrowest dtype, all loaded before the first is used. Blocks are many and short: the device
 // hands them out in the order of the memory and evens out their finish.
 #pragma once
 #include "cuda.cuh"
@@ -18,23 +18,37 @@ struct MapArgs {
   F f;
 };
 
+// The dtypes of a, b and y. Elements that a thread takes at once are as many as 16 bytes hold of the narrowest.
+template <class A_, class B_ = A_, class Y_ = A_>
+struct Types {
+  using A = A_;
+  using B = B_;
+  using Y = Y_;
+  static constexpr int kGroup = std::max({kWidth<A>, kWidth<B>, kWidth<Y>});
+};
+
 // f(a, b, group) overwrites a; f.begin() comes first, once per thread.
 template <class T, bool kTwo, int kUnroll, class F>
 __global__ void __launch_bounds__(kMapThreads) map_kernel(const __grid_constant__ MapArgs<F> args) {
-  constexpr int N = kWidth<T>;
-  const T *from_a = static_cast<const T*>(args.a), *from_b = static_cast<const T*>(args.b);
-  T* to = static_cast<T*>(args.y);
+  using A = typename T::A;
+  using B = typename T::B;
+  using Y = typename T::Y;
+  constexpr int N = T::kGroup;
+  const A* from_a = static_cast<const A*>(args.a);
+  const B* from_b = static_cast<const B*>(args.b);
+  Y* to = static_cast<Y*>(args.y);
   F f = args.f;
   f.begin();
   const int64_t first = int64_t(blockIdx.x) * (kMapThreads * kUnroll) + threadIdx.x;
   const int64_t end = (int64_t(blockIdx.x) + 1) * (kMapThreads * kUnroll) * N;
   if (args.vectors && end <= args.numel) {
-    Vec<T, N> a[kUnroll], b[kUnroll];
+    Vec<A, N> a[kUnroll];
+    Vec<B, N> b[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t at = (first + u * kMapThreads) * N;
-      a[u] = *reinterpret_cast<const Vec<T, N>*>(from_a + at);
-      if constexpr (kTwo) b[u] = *reinterpret_cast<const Vec<T, N>*>(from_b + at);
+      a[u] = *reinterpret_cast<const Vec<A, N>*>(from_a + at);
+      if constexpr (kTwo) b[u] = *reinterpret_cast<const Vec<B, N>*>(from_b + at);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -65,8 +79,14 @@ __global__ void __launch_bounds__(kMapThreads) map_kernel(const __grid_constant_
 template <class T, bool kTwo, int kUnroll, class F>
 void map(const Tensor& a, const Tensor& b, const Tensor& y, int64_t queue, const F& f) {
   const MapArgs<F> args = {a.data, b.data, y.data, y.numel(), aligned({a.data, b.data, y.data}), f};
-  const int64_t blocks = ceil_div(args.numel, int64_t(kMapThreads) * kUnroll * kWidth<T>);
+  const int64_t blocks = ceil_div(args.numel, int64_t(kMapThreads) * kUnroll * T::kGroup);
   launch<map_kernel<T, kTwo, kUnroll, F>>({y.device, queue, dim3(blocks), dim3(kMapThreads)}, args);
+}
+
+// Contiguous, on x's device and of its size, in any dtype.
+inline void expect_beside(const char* what, const Tensor& t, const Tensor& x) {
+  if (t.numel() != x.numel() || t.device != x.device || !t.contiguous())
+    throw std::invalid_argument(std::string(what) + " must be contiguous, and on x's device with its size");
 }
 
 inline void expect_like(const char* what, const Tensor& t, const Tensor& x) {

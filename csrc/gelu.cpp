@@ -68,8 +68,9 @@ struct Call {
 
 template <bool kTanh>
 HFNN_INLINE void forward_runs(const Call& call, int64_t begin, int64_t end) {
-  with_runs(call.x.dtype, [&](auto t) HFNN_FLAT {
-    Runs<decltype(t)> xs(call.x, kRun), ys(call.y, kRun);
+  with_runs(call.x.dtype, call.y.dtype, [&](auto t, auto u) HFNN_FLAT {
+    Runs<decltype(t)> xs(call.x, kRun);
+    Runs<decltype(u)> ys(call.y, kRun);
     for_runs(call.x.numel(), begin, end, [&](int64_t i, int64_t n) HFNN_FLAT {
       const auto* x = xs.read(i, n);
       auto* y = ys.open(i);
@@ -82,10 +83,12 @@ HFNN_INLINE void forward_runs(const Call& call, int64_t begin, int64_t end) {
 
 template <bool kTanh>
 HFNN_INLINE void backward_runs(const Call& call, int64_t begin, int64_t end) {
-  with_runs(call.x.dtype, [&](auto t) HFNN_FLAT {
-    Runs<decltype(t)> dys(call.dy, kRun), xs(call.x, kRun), dxs(call.y, kRun);
+  with_runs(call.x.dtype, call.dy.dtype, [&](auto t, auto u) HFNN_FLAT {
+    Runs<decltype(t)> xs(call.x, kRun), dxs(call.y, kRun);
+    Runs<decltype(u)> dys(call.dy, kRun);
     for_runs(call.x.numel(), begin, end, [&](int64_t i, int64_t n) HFNN_FLAT {
-      const auto *dy = dys.read(i, n), *x = xs.read(i, n);
+      const auto* dy = dys.read(i, n);
+      const auto* x = xs.read(i, n);
       auto* dx = dxs.open(i);
 #pragma omp simd
       for (int64_t k = 0; k < n; ++k) store(dx[k], load(dy[k]) * gelu_slope<kTanh>(load(x[k])));
@@ -100,24 +103,25 @@ HFNN_CLONES static void backward_erf(const Call& c, int64_t begin, int64_t end) 
 HFNN_CLONES static void backward_tanh(const Call& c, int64_t begin, int64_t end) { backward_runs<true>(c, begin, end); }
 
 static void forward(const Tensor& x, const Tensor& y, bool tanh, int64_t threads) {
-  expect_floating("x", x.dtype);
+  expect_pair("x", x.dtype, "y", y.dtype);
   expect_alike("x", x, x);
-  expect_alike("y", y, x);
+  expect_shape("y", y, x.shape, x.dims);
   const Call call{{}, x, y};
   split_runs(x.numel(), threads,
              [&](int64_t begin, int64_t end) { (tanh ? forward_tanh : forward_erf)(call, begin, end); });
 }
 
 static void backward(const Tensor& dy, const Tensor& x, const Tensor& dx, bool tanh, int64_t threads) {
-  expect_floating("x", x.dtype);
+  expect_pair("x", x.dtype, "dy", dy.dtype);
   expect_alike("x", x, x);
-  expect_alike("dy", dy, x);
+  expect_shape("dy", dy, x.shape, x.dims);
   expect_alike("dx", dx, x);
   const Call call{dy, x, dx};
   split_runs(x.numel(), threads,
              [&](int64_t begin, int64_t end) { (tanh ? backward_tanh : backward_erf)(call, begin, end); });
 }
 
-const Gelu gelu_cpu = {forward, backward};
+// All arithmetic is in float32, so that forward's y rounds to the same numbers whichever dtype it is stored in.
+const Gelu gelu_cpu = {forward, forward, backward};
 
 }  // namespace hfnn

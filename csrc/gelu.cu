@@ -96,35 +96,74 @@ struct Backward {
   }
 };
 
-template <bool kTwo, template <bool, bool> class F>
+// kFast: the arithmetic that is exact enough for 16 bits.
+template <class T, bool kFast, bool kTwo, template <bool, bool> class F>
 void run(const Tensor& a, const Tensor& b, const Tensor& y, bool tanh, int64_t queue) {
-  if (y.numel() == 0) return;
-  DeviceGuard guard(y.device);
-  with_floating("x", y.dtype, [&](auto type) {
-    using T = decltype(type);
-    constexpr bool kFast = sizeof(T) == 2;
-    if (tanh)
-      map<T, kTwo, 1>(a, b, y, queue, F<kFast, true>{});
-    else
-      map<T, kTwo, kTwo ? 1 : 2>(a, b, y, queue, F<kFast, false>{});
-  });
+  if (tanh)
+    map<T, kTwo, 1>(a, b, y, queue, F<kFast, true>{});
+  else
+    map<T, kTwo, kTwo ? 1 : 2>(a, b, y, queue, F<kFast, false>{});
+}
+
+// f(T{}) for the 16-bit dtype of x, whose y, or dy, is float32.
+template <class F>
+void with_narrow(const Tensor& x, const Tensor& wide, F&& f) {
+  HFNN_CHECK_EQ(wide.dtype, Dtype::float32);
+  if (x.dtype == Dtype::bfloat16) return f(__nv_bfloat16{});
+  HFNN_CHECK_EQ(x.dtype, Dtype::float16);
+  f(__half{});
 }
 
 void forward(const Tensor& x, const Tensor& y, bool tanh, int64_t queue) {
   expect_cuda("x", x);
-  expect_like("y", y, x);
-  run<false, Forward>(x, Tensor{}, y, tanh, queue);
+  expect_beside("y", y, x);
+  if (y.numel() == 0) return;
+  DeviceGuard guard(x.device);
+  if (x.dtype == y.dtype)
+    with_floating("x", x.dtype, [&](auto type) {
+      using T = decltype(type);
+      run<Types<T>, sizeof(T) == 2, false, Forward>(x, Tensor{}, y, tanh, queue);
+    });
+  else
+    with_narrow(x, y, [&](auto type) {
+      using T = decltype(type);
+      run<Types<T, T, float>, false, false, Forward>(x, Tensor{}, y, tanh, queue);
+    });
+}
+
+void rebuild(const Tensor& x, const Tensor& y, bool tanh, int64_t queue) {
+  expect_cuda("x", x);
+  expect_beside("y", y, x);
+  if (y.numel() == 0) return;
+  DeviceGuard guard(x.device);
+  with_floating("x", x.dtype, [&](auto in) {
+    with_floating("y", y.dtype, [&](auto out) {
+      using T = Types<decltype(in), decltype(in), decltype(out)>;
+      run<T, false, false, Forward>(x, Tensor{}, y, tanh, queue);
+    });
+  });
 }
 
 void backward(const Tensor& dy, const Tensor& x, const Tensor& dx, bool tanh, int64_t queue) {
   expect_cuda("x", x);
-  expect_like("dy", dy, x);
+  expect_beside("dy", dy, x);
   expect_like("dx", dx, x);
-  run<true, Backward>(dy, x, dx, tanh, queue);
+  if (x.numel() == 0) return;
+  DeviceGuard guard(x.device);
+  if (x.dtype == dy.dtype)
+    with_floating("x", x.dtype, [&](auto type) {
+      using T = decltype(type);
+      run<Types<T>, sizeof(T) == 2, true, Backward>(dy, x, dx, tanh, queue);
+    });
+  else
+    with_narrow(x, dy, [&](auto type) {
+      using T = decltype(type);
+      run<Types<float, T, T>, false, true, Backward>(dy, x, dx, tanh, queue);
+    });
 }
 
 }  // namespace
 
-const Gelu gelu_cuda = {forward, backward};
+const Gelu gelu_cuda = {forward, rebuild, backward};
 
 }  // namespace hfnn

@@ -9,9 +9,12 @@
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
 
-from hfnn import functional, kernel, memory, ops, recipe
+from hfnn import bits, functional, kernel, memory, ops, recipe
 from hfnn.convert import convert, revert
 from hfnn.kernel import NoKernel, use
+from hfnn.ops.mlp import MLP, GatedMLP
+from hfnn.ops.quick_gelu import QuickGELU
+from hfnn.patch import patch_torch
 from hfnn.report import report
 from hfnn.verify import verify
 
@@ -22,12 +25,17 @@ MODULES = {cls.__name__: cls for op in ops.ALL for cls in op.modules.values()}
 globals().update(MODULES)
 
 __all__ = [
+    "GatedMLP",
+    "MLP",
     "NoKernel",
+    "QuickGELU",
+    "bits",
     "convert",
     "functional",
     "kernel",
     "memory",
     "ops",
+    "patch_torch",
     "recipe",
     "report",
     "revert",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from hfnn import adapters, lookalike
+from hfnn import adapters, experts, feedforward, inside, lookalike, residual
 from hfnn.dress import ROOMS, dress, is_converted, original
 from hfnn.kernel import PREFERENCES
 
@@ -41,7 +41,7 @@ NO_OP = "no op of hfnn computes this"
 
 # Each takes a module whose class is not known and gives (how it is to be read, None), (None, why not) where something
 # hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
-RECOGNISERS = (lookalike.recognise,)
+RECOGNISERS = (lookalike.recognise, residual.recognise, feedforward.recognise, experts.recognise, inside.recognise)
 
 
 def convert(
@@ -49,6 +49,7 @@ def convert(
     only: Filter | Iterable[Filter] | None = None,
     skip: Filter | Iterable[Filter] | None = None,
     prefer: str = "auto",
+    recompute: str | None = None,
 ) -> nn.Module:
     """Swap every module that hfnn has an op for, in place; returns the model.
 
@@ -56,27 +57,35 @@ def convert(
     compute the same (hfnn/lookalike.py). `hfnn.report(model)` lists each module with the reason if it was left alone.
     only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; what is inside a module is
     selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
-    only where they are faster, "auto" where they are faster or save megabytes. Converting again changes
-    nothing but `prefer`. Raises ValueError for an unknown `prefer`, and for a pattern that matches no module.
+    only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm": feed-forward networks
+    (hfnn/feedforward.py) do not keep the first products, the widest tensors of a transformer, but compute them again in
+    backward. Converting again changes nothing but `prefer` and `recompute`. Raises ValueError for an unknown `prefer`
+    or `recompute`, and for a pattern that matches no module.
     """
-    if prefer not in PREFERENCES:
-        raise ValueError(f"prefer={prefer!r}: choose one of {', '.join(map(repr, PREFERENCES))}")
+    for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
+        if given not in choices:
+            raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: should a proof fail in an unforeseen way, the model is still as it was.
     verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
+    settings = [feedforward.settings(module, recompute) for module, _ in verdicts]
     for module, room in verdicts:
         if room is not None:
             object.__setattr__(module, "__class__", room)
-        if is_converted(module) and hasattr(type(module), "prefer"):
-            _set_preference(module, prefer)
+        if is_converted(module) or feedforward.is_own(module):
+            _set(module, "prefer", prefer)
+    for part, attributes in ((p, a) for parts in settings for p, a in parts.items() if is_converted(p)):
+        for name, value in attributes.items():
+            _set(part, name, value)
     return model
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Give every converted module its original class again, in place; returns the model.
 
-    hfnn's own classes become torch's, also where the model was built with them. Raises ValueError, and changes
+    hfnn's own classes become torch's, also where the model was built with them; `hfnn.MLP` and `hfnn.GatedMLP`, which
+    torch has no class for, stay, and only their parts change. Raises ValueError, and changes
     nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`).
     """
     modules = [module for module in model.modules() if is_converted(module)]
@@ -85,9 +94,12 @@ def revert(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"cannot revert {type(module).__name__}: its class was changed after hfnn.convert; undo that first"
             )
+    for module in filter(feedforward.is_own, model.modules()):
+        vars(module).pop("prefer", None)
     for module in modules:
         object.__setattr__(module, "__class__", original(type(module)))
-        vars(module).pop("prefer", None)
+        for name in ("prefer", "recompute", "keep"):
+            vars(module).pop(name, None)
     return model
 
 
@@ -185,11 +197,11 @@ def is_fsdp(module) -> bool:
     return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
 
 
-def _set_preference(module, prefer: str) -> None:
+def _set(module, name: str, value) -> None:
     """On the instance, and only where it is not the class's own: a module carries no state it does not need."""
-    vars(module).pop("prefer", None)
-    if prefer != "auto":
-        vars(module)["prefer"] = prefer
+    vars(module).pop(name, None)
+    if hasattr(type(module), name) and getattr(type(module), name) != value:
+        vars(module)[name] = value
 
 
 def _prefixes(name: str) -> list[str]:

@@ -26,8 +26,8 @@ CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
 # Errors in ulps of the largest value of a row. Honest code was measured to stay below 3 (float32) and 1.5 (bfloat16).
 ULPS = {torch.float32: 8, torch.bfloat16: 4}
-# What a class is named like: a norm, or one of these.
-ACTIVATIONS = {op.name: op for op in ops.ALL if op.likes}
+# What a class is named like: a norm, or one of these. The longest name comes first: QuickGELU is no GELU.
+ACTIVATIONS = {op.name: op for op in sorted(ops.ALL, key=lambda op: -len(op.name)) if op.likes}
 CONTAINERS = (list, dict, set)
 # (dtype of the parameters, of the input), training, factor of eps
 CASES = (
@@ -136,9 +136,9 @@ def _out_dtype(module, original, x) -> torch.dtype:
 def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str | None]:
     """(how the module's class is to be read, None), or (None, why not); (None, None) where nothing hints at an op."""
     cls = type(module)
-    name = cls.__name__.lower()
-    kind = next((kind for kind in (*ACTIVATIONS, "norm") if kind in name), None)
-    if kind is None or cls.__module__.startswith("torch."):
+    name = cls.__name__.lower().replace("_", "")
+    kind = next((kind for kind in (*ACTIVATIONS, "norm") if kind.replace("_", "") in name), None)
+    if kind is None or cls.__module__.startswith(("torch.", "hfnn.")):
         return None, None
     why = _unlike(module, kind)
     if why is not None:

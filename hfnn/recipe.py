@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _enabled = True
 
@@ -42,6 +43,7 @@ class Recipe:
     """How to rebuild one tensor, and the rebuilt tensor while the consumers of one backward share it.
 
     `build(*tensors)` runs in backward; where grad mode is on there (create_graph=True) it must be differentiable.
+    `build.into(dtype)`, if there is one, builds the tensor as a cast to that dtype would leave it.
     """
 
     __slots__ = ("_cache", "_dtype", "_parts", "_served", "_stream", "_users", "build")
@@ -59,7 +61,7 @@ class Recipe:
             return _cast(self._make(sources), dtype)
         y, stream = self._cache, _stream(sources[0])
         if y is None or stream != self._stream or (dtype is not None and y.dtype is not dtype):
-            y = _cast(self._make(sources), dtype)
+            y = _cast(self._make(sources, dtype), dtype)
             counter.rebuilt += 1
         self._served += 1
         if self._served >= self._users:
@@ -68,8 +70,11 @@ class Recipe:
             self._keep(y, stream)
         return y
 
-    def _make(self, sources) -> torch.Tensor:
-        return self.build(*_collect(self._parts, sources, Recipe._ingredient))
+    def _make(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
+        build, tensors = self.build, _collect(self._parts, sources, Recipe._ingredient)
+        if dtype not in (None, self._dtype) and hasattr(build, "into"):
+            build = build.into(dtype)
+        return build(*tensors)
 
     def _ingredient(self, sources) -> torch.Tensor:
         """The tensor as a source of another one: shared with the consumers of its own that are still to come."""
@@ -224,26 +229,32 @@ class _Cast(torch.autograd.Function):
         return dy.to(ctx.dtype), None
 
 
-# (id of the tensor, dtype of the cast): (weak reference to the tensor, its marks, weak reference to the cast).
+# (id of the tensor, dtype of the cast): (weak reference to the tensor, its marks, weak reference to the cast's memory).
 _casts: dict[tuple, tuple] = {}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`, differentiable; one copy serves all consumers for as long as any of them keeps it."""
-    if x.dtype is dtype or x.is_inference():
+    if x.dtype is dtype or x.is_inference() or type(x) is FakeTensor:
         return x.to(dtype)
-    key, marks = (id(x), dtype), _marks(x, ())
-    ref, before, kept = _casts.get(key, (None, None, lambda: None))
-    low = kept()
-    if low is None or ref() is not x or before != marks:
-        low = x.detach().to(dtype)
-        _casts[key] = weakref.ref(x), marks, weakref.ref(low, lambda kept: _forget(key, kept))
+    low = _known_cast(x, dtype)
+    if low is None:
+        low, key = x.detach().to(dtype), (id(x), dtype)
+        ref = weakref.ref(x, lambda _: _casts.pop(key, None))
+        _casts[key] = ref, _marks(x, ()), StorageWeakRef(low.untyped_storage())
     return _Cast.apply(x, low) if x.requires_grad else low
 
 
-def _forget(key, kept) -> None:
-    if key in _casts and _casts[key][2] is kept:
-        del _casts[key]
+def _known_cast(x, dtype):
+    """The cast that a consumer of x keeps, or None. Told by its memory: what autograd keeps may be another object."""
+    ref, marks, memory = _casts.get((id(x), dtype), (None, None, None))
+    if ref is None or ref() is not x or marks != _marks(x, ()):
+        return None
+    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+    if storage is None:
+        return None
+    like = torch.empty_like(x, dtype=dtype, device="meta")
+    return torch.empty(0, dtype=dtype, device=x.device).set_(storage, 0, like.shape, like.stride())
 
 
 def parameters_may_be_resharded() -> bool:

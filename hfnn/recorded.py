@@ -161,9 +161,12 @@ def _add(x, func, args, kwargs):
     return x.then(lambda y: func(y, row), meta=meta, row=total)
 
 
+_CROSS_ENTROPY = nn.functional.cross_entropy  # before anybody routes the name elsewhere
+
+
 @_recorder("cross_entropy")
 def _cross_entropy(x, func, args, kwargs):
-    return _loss(x, *args, **kwargs) if func is nn.functional.cross_entropy else None
+    return _loss(x, *args, **kwargs) if func is _CROSS_ENTROPY else None
 
 
 def _loss(x, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", **options):

@@ -82,6 +82,36 @@ def forward_kernel(
         _tile(x_N, y_N, i < n - start, threshold.to(tl.uint32), scale, seed.to(tl.int64), first, WIDE, BLOCK)
 
 
+@triton.jit
+def _add_tile(x_N, residual_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    x = tl.load(x_N, mask=mask)
+    residual = tl.load(residual_N, mask=mask).to(tl.float32)
+    keep = _words(seed, first, BLOCK, WIDE) >= threshold
+    kept = tl.where(keep, x.to(tl.float32), 0.0) * scale
+    tl.store(y_N, (residual + kept).to(y_N.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "threshold", "seed", "offset"])
+def add_kernel(
+    x_N, residual_N, y_N, n, threshold: tl.uint32, scale, seed: tl.int64, offset: tl.int64, pair_2,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if pair_2 is not None:
+        seed = tl.load(pair_2)
+        offset = tl.load(pair_2 + 1)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    first = offset + start // 4
+    i = tl.arange(0, BLOCK)
+    x_N += start + i
+    residual_N += start + i
+    y_N += start + i
+    least, key = threshold.to(tl.uint32), seed.to(tl.int64)
+    if start + BLOCK <= n:
+        _add_tile(x_N, residual_N, y_N, None, least, scale, key, first, WIDE, BLOCK)
+    else:
+        _add_tile(x_N, residual_N, y_N, i < n - start, least, scale, key, first, WIDE, BLOCK)
+
+
 def forward(x, y, threshold, scale, seed, offset, pair, queue):
     n = x.numel()
     if threshold == 1 << 32:  # one more than a word can hold: nothing is kept
@@ -89,3 +119,14 @@ def forward(x, y, threshold, scale, seed, offset, pair, queue):
     elif n:
         wide = x.element_size() == 2
         forward_kernel[(-(-n // BLOCK),)](x, y, n, threshold, scale, seed, offset, pair, wide, BLOCK, num_warps=WARPS)
+
+
+def add(x, residual, y, threshold, scale, seed, offset, pair, queue):
+    n = x.numel()
+    if threshold == 1 << 32:
+        y.copy_(residual)
+    elif n:
+        add_kernel[(-(-n // BLOCK),)](
+            x, residual, y, n, threshold, scale, seed, offset, pair, y.element_size() == 2, BLOCK,
+            num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -106,16 +106,22 @@ def backward_kernel(dy_N, x_N, dx_N, n, TANH: tl.constexpr, CHEAP: tl.constexpr,
 
 # Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.
 def forward(x, y, tanh, queue):
+    _launch(x, y, tanh, y.element_size() == 2)
+
+
+def rebuild(x, y, tanh, queue):
+    _launch(x, y, tanh, False)
+
+
+def _launch(x, y, tanh, cheap):
     n = x.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](
-            x, y, n, tanh, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        forward_kernel[(-(-n // BLOCK),)](x, y, n, tanh, cheap, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def backward(dy, x, dx, tanh, queue):
     n = x.numel()
     if n:
         backward_kernel[(-(-n // BLOCK),)](
-            dy, x, dx, n, tanh, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
+            dy, x, dx, n, tanh, dy.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
         )

@@ -1,6 +1,6 @@
 """Root-mean-square normalisation; csrc/rms_norm.h holds the contract, rows.py the kernels."""
 
-from . import rows
+from . import add_norm, rows
 
 MAX_COLS = rows.MAX_COLS
 partials = rows.partials
@@ -16,3 +16,9 @@ def rebuild(x, weight, rstd, y, offset, queue):
 
 def backward(dy, x, weight, rstd, dx, dweight, partials, offset, queue):
     rows.backward(dy, x, weight, None, rstd, dx, dweight, None, partials, offset, False)
+
+
+def add(x, residual, sum, weight, y, rstd, eps, weight_offset, threshold, scale, seed, offset, pair, queue):
+    """The norm of a sum with dropout: csrc/add_norm.h."""
+    drop = threshold, scale, seed, offset, pair
+    add_norm.add(x, residual, sum, weight, None, y, None, rstd, eps, weight_offset, False, *drop)

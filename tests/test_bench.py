@@ -2,6 +2,9 @@
 
 import csv
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,3 +235,82 @@ def test_crossover_is_the_start_of_the_last_good_run(bench):
     assert first((1, 2, 4, 8), (1.2, 0.9, 0.98, 1.5)) == 4
     assert first((1, 2), (2.0, 0.5)) is None
     assert first((1, 2), (1.0, 1.0)) == 1
+
+
+# Whole models
+
+
+@pytest.fixture
+def models(bench):
+    """bench/models.py as a module."""
+    pytest.importorskip("transformers")
+    return importlib.import_module("models")
+
+
+def test_models(tmp_path):
+    pytest.importorskip("transformers")
+    script = Path(__file__).parents[1] / "bench" / "models.py"
+    command = [sys.executable, script, "--device", "cpu", "--tiny", "--steps", "2", "--results", tmp_path]
+    command += ["--models", "gpt2", "--modes", "eager", "hfnn-memory", "liger"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped: liger gpt2: Liger has nothing for it" in done.stdout and "hfnn-memory" in done.stdout
+    (file,) = tmp_path.glob("*-models.csv")
+    eager, ours = csv.DictReader(file.read_text().splitlines())
+    for r in (eager, ours):
+        assert (r["op"], r["case"], r["dtype"], r["pass"]) == ("gpt2", "2x32xtiny", "autocast", "step")
+        assert float(r["device_us"]) > 0 and not r["error"] and r["steps"] == "2"
+    assert (eager["provider"], ours["provider"]) == ("eager", "hfnn-memory")
+    assert float(ours["hooks_gib"]) < float(eager["hooks_gib"])
+    assert float(ours["peak_gib"]) < float(eager["peak_gib"])
+    assert float(ours["loss"]) == pytest.approx(float(eager["loss"]), rel=0.01)
+
+
+def test_a_model_that_fails_is_a_row(models, tmp_path, monkeypatch, capsys):
+    """And the others go on; what eager or hfnn cannot do is an error."""
+    answers = {"eager": {"us": [1e3, 2e3, 3e3], "loss": 2.0}, "hfnn": {"us": [1e3], "loss": 2.1}}
+    answers |= {"compile": {"error": "status 1: OutOfMemoryError: too large"}, "liger": {"skip": "not here"}}
+    answers["hfnn-memory"] = {"us": [1e3], "loss": float("nan")}
+    monkeypatch.setattr(models, "ask", lambda name, mode, options: answers[mode])
+    arguments = ["--models", "bert", "--device", "cpu", "--layers", "3", "--results", str(tmp_path), "--modes"]
+    assert models.main([*arguments, *answers]) == 1
+    (file,) = tmp_path.glob("*.csv")
+    rows = {r["provider"]: r for r in csv.DictReader(file.read_text().splitlines())}
+    assert list(rows) == ["eager", "hfnn", "compile", "hfnn-memory"]
+    assert rows["eager"]["device_us"] == "2000" and rows["eager"]["spread_pct"] == "100"
+    assert rows["eager"]["case"] == "32x512x3layers" and "OutOfMemoryError" in rows["compile"]["error"]
+    out = capsys.readouterr().out
+    assert "RED: hfnn bert: a loss of 2.1 where eager has 2" in out and "RED: hfnn-memory bert: a loss of nan" in out
+    assert "RED: compile" not in out and "skipped: liger bert: not here" in out
+    assert models.main([*arguments, "eager", "compile"]) == 0
+    importlib.import_module("report").show(tmp_path, "time", False)
+    assert "2000 us" in capsys.readouterr().out, "the usual table has them too"
+
+
+def test_a_model_has_a_limit_and_a_reason(models, tmp_path, monkeypatch):
+    options = models.parse(["--device", "cpu", "--tiny"])
+    stuck, broken = tmp_path / "stuck.py", tmp_path / "broken.py"
+    stuck.write_text("import time; time.sleep(600)")
+    broken.write_text("raise ValueError('no such thing')")
+    for script, limit, words in ((stuck, 1, "over its limit of 1 s"), (broken, 60, "status 1: ValueError: no such")):
+        monkeypatch.setattr(models, "__file__", str(script))
+        options.limit = limit
+        assert words in models.ask("gpt2", "eager", options)["error"]
+
+
+def test_depth(models, tmp_path, monkeypatch, capsys):
+    depth = importlib.import_module("depth")
+    monkeypatch.setattr(depth, "MODELS", {"llama3": depth.MODELS["llama3"]})
+    monkeypatch.setitem(depth.SHAPES, "cpu", (2, 16, 64))
+    assert models.main(["--depth", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-depth.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [(r["dtype"], r["provider"]) for r in rows] == [
+        (dtype, mode) for dtype in ("autocast", "bfloat16") for mode in ("eager", "hfnn-memory")
+    ]
+    weights = 64 * 64 * (2 + 2 / 4 + 3 * 3.5)  # q and output, k and v, the MLP's
+    assert float(rows[0]["casts_u"]) == pytest.approx(2 * weights / (2 * 16 * 64))
+    assert float(rows[1]["casts_u"]) == float(rows[2]["casts_u"]) == 0
+    assert float(rows[1]["hooks_u"]) < float(rows[0]["hooks_u"]) and rows[0]["requested_u"] == ""
+    assert "llama3" in capsys.readouterr().out

@@ -111,7 +111,7 @@ def test_results_and_revert():
     assert list(m.state_dict()) == list(state) and m.state_dict()._metadata == state._metadata
     hfnn.recipe.counter.reset()
     assert_close(run(m), wanted)
-    assert hfnn.recipe.counter.taken == 4  # norm -> up and act -> down, twice
+    assert hfnn.recipe.counter.taken == 7  # norm -> up and act -> down, twice; last -> norm, three times
     assert classes(hfnn.revert(m)) == before and not any("prefer" in vars(module) for module in m.modules())
     assert_equal(run(m), wanted)
 
@@ -389,7 +389,7 @@ def test_report():
     m = model()
     plain = hfnn.report(m)
     assert {row.to for row in plain.rows} == {None} and "hfnn.convert would swap it" in plain.rows[0].why
-    found = hfnn.report(hfnn.convert(nn.Sequential(*m, nn.Embedding(2, 2))))
+    found = hfnn.report(hfnn.convert(nn.Sequential(*m, nn.Bilinear(2, 2, 2))))
     rows = {row.name: row for row in found.rows}
     assert rows["0.norm"].original == "torch.LayerNorm" and rows["0.norm"].to == "hfnn.LayerNorm"
     assert rows["0.last"].to == "hfnn rms_norm" and rows["2"].to == "hfnn.LayerNorm"

@@ -94,6 +94,11 @@ class OwnSiLU(nn.Module):
         return x * torch.sigmoid(x)
 
 
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
 HONEST = {
     LlamaNorm: "hfnn rms_norm",
     T5Norm: "hfnn rms_norm",
@@ -105,6 +110,7 @@ HONEST = {
     functools.partial(HeldGELU, "none"): "hfnn gelu, erf form",
     functools.partial(HeldGELU, "tanh"): "hfnn gelu, tanh form",
     OwnSiLU: "hfnn silu",
+    QuickGELU: "hfnn quick_gelu",
 }
 
 
@@ -307,11 +313,6 @@ class ParentNorm(Norm):
         return self.inner(x) * self.weight
 
 
-class QuickGELU(nn.Module):
-    def forward(self, x):
-        return x * torch.sigmoid(1.702 * x)
-
-
 class HardSiLU(nn.Module):
     def forward(self, x):
         return nn.functional.hardswish(x)
@@ -342,7 +343,6 @@ LIARS = {
     MatrixNorm: "not one weight",
     ParentNorm: "it has modules inside",
     functools.partial(LlamaNorm, 4): "rows of 4 are too short",
-    QuickGELU: "unlike gelu, .* form, output off by",
     ClippedGELU: "unlike gelu, .* form, output off by",
     HardSiLU: "unlike silu, output off by",
 }
@@ -355,7 +355,7 @@ def test_liars_are_left_alone(make):
     state = torch.get_rng_state()
     hfnn.convert(m)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not is_converted(m) and vars(m) == before
+    assert not isinstance(m, lookalike.LookAlike) and vars(m) == before
     like, why = lookalike.recognise(m)
     assert like is None and re.search(LIARS[make], why), why
 

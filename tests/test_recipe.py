@@ -186,8 +186,8 @@ def test_the_rebuilt_tensor_is_freed_by_a_partial_backward(block, x):
     rebuilt = []
     make = recipe.Recipe._make
 
-    def watch(self, sources):
-        y = make(self, sources)
+    def watch(self, *sources):
+        y = make(self, *sources)
         rebuilt.append(weakref.ref(y))
         return y
 
@@ -285,3 +285,36 @@ def test_parallelised(way, tmp_path):
     for rank, process in enumerate(ranks):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}:\n{output}"
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_rebuilt_into_a_cast(norm, low, device, monkeypatch):
+    """A norm rebuilds what a consumer cast, without the wide tensor in between: the same bits."""
+    x = torch.randn(64, 1025, device=device, requires_grad=True)
+    weight = torch.randn(1025, device=device)
+    y = getattr(hfnn.functional, norm)(x, (1025,), weight, prefer="memory")
+    seen = []
+    cast = recipe._cast
+    monkeypatch.setattr(recipe, "_cast", lambda y, dtype: seen.append(y.dtype) or cast(y, dtype))
+    tag = recipe.take(y)
+    with torch.no_grad():
+        again = tag.recipe.rebuild(tag.sources, low)
+    assert torch.equal(again, y.to(low)) and seen == [low]
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("dtype, low", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)], ids=str)
+def test_a_wide_gelu_is_rebuilt_into_a_cast(form, dtype, low, device):
+    """What answers in float32 to a narrow input, as authors' GELUs do under autocast."""
+    x = torch.randn(64, 1025, device=device).mul(3).to(dtype).requires_grad_()
+    y = hfnn.ops.gelu.fused(x, torch.float32, "memory", approximate=form)
+    dy = torch.randn_like(y)
+    tag = recipe.take(y)
+    with torch.no_grad():
+        assert torch.equal(tag.recipe.rebuild(tag.sources, low), y.to(low))
+    wide = x.detach().float().requires_grad_()
+    want = hfnn.ops.gelu.fused(wide, torch.float32, "memory", approximate=form)
+    assert torch.equal(y, want)
+    (dx,), (dwide,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(want, wide, dy)
+    assert torch.equal(dx, dwide.to(dtype))

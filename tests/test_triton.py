@@ -65,6 +65,24 @@ def launch_dropout_in_a_graph(dtype):
     kernels("dropout").forward(x, y, 1 << 31, 2.0, 1, 1, torch.empty(2, dtype=torch.int64, device="meta"), 0)
 
 
+def launch_bits():
+    codes, op = torch.empty(1 << 20, dtype=torch.uint8, device="meta"), kernels("bits")
+    for width in (1, 2, 4, 5):
+        packed = codes[: width << 17]
+        op.pack(codes, packed, width, 0)
+        op.unpack(packed, codes, width, 0)
+
+
+def launch_add_norms(dtype, cols):
+    rows = 1000
+    x, y = torch.empty(2, rows, cols, dtype=dtype, device="meta")
+    w, rstd, pair = torch.empty(cols, device="meta"), torch.empty(rows, device="meta"), torch.empty(2, device="meta")
+    for total in (x, x.float()):
+        kernels("layer_norm").add(x, total, total, w, w, y, rstd, rstd, 1e-5, 1 << 31, 2.0, 1, 1, None, 0)
+        kernels("rms_norm").add(x, total, total, w, y, rstd, 1e-5, 0.0, 1 << 31, 2.0, 1, 1, pair.long(), 0)
+        kernels("rms_norm").add(x, total, total, w, y, rstd, 1e-5, 0.0, 0, 1.0, 0, 0, None, 0)
+
+
 def launch_losses(dtype, cols):
     """What rooms launch for logits of a vocabulary, and for probabilities."""
 
@@ -99,6 +117,14 @@ def launch_losses(dtype, cols):
         kernels("distillation").fused(x, soft, loss, one, x, beta, 1.0, 0)
 
 
+def launch_recode():
+    x, op = torch.empty(1 << 20, dtype=BF16, device="meta"), kernels("recode")
+    rank, start, table = (torch.empty(1 << 16, dtype=d, device="meta") for d in (torch.uint8, torch.int32, torch.int16))
+    packed = torch.empty(5 << 17, dtype=torch.uint8, device="meta")
+    op.encode(x, rank, packed, 0)
+    op.decode(x, packed, start, table, x, 0)
+
+
 def launch_rooms(dtype):
     """What every room of the index launches, forward, rebuilt and backward, in each way of calling it."""
     from hfnn import functional, kernel, ops, recipe, warmup
@@ -121,6 +147,8 @@ def launch_rooms(dtype):
 
 
 def launch_all():
+    launch_bits()
+    launch_recode()
     for cols in (64, 1000, 1024, 2048, 4096, 8192, 32768):
         launch_layer_norm(BF16, BF16, BF16, cols)
         launch_layer_norm(F32, F32, F32, cols)
@@ -134,6 +162,8 @@ def launch_all():
         launch_losses(BF16, cols)
     for dtype in (BF16, F16, F32):
         launch_rooms(dtype)
+        for cols in (64, 1000, 1001, 2048, 3000, 4096, 8192, 10000):
+            launch_add_norms(dtype, cols)
         launch_dropout_in_a_graph(dtype)
 
 

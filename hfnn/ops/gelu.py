@@ -13,6 +13,7 @@ from torch import nn
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.ops import recode
 
 _gelu = torch._C._nn.gelu
 
@@ -62,24 +63,29 @@ class _GELU(torch.autograd.Function):
         if torch.is_grad_enabled():
             formula = lambda x: _gelu(x.to(ctx.out), approximate=ctx.approximate)  # noqa: E731
             return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None
-        x_, dy = x.to(ctx.out).contiguous(), dy.contiguous()
-        dx = torch.empty_like(x_)
-        ctx.kernel.backward(dy, x_, dx, ctx.approximate == "tanh", ctx.kernel.queue(x))
-        return dx.to(x.dtype), None, None, None
+        return _gradient(dy, x, ctx.approximate, ctx.kernel), None, None, None
 
 
-def _build(approximate, out, kernel):
-    """y of x: in forward, and again in backward."""
+def _gradient(dy, x, approximate, kernel):
+    x, dy = x.contiguous(), dy.contiguous()
+    dx = torch.empty_like(x)
+    kernel.backward(dy, x, dx, approximate == "tanh", kernel.queue(x))
+    return dx
+
+
+def _build(approximate, out, kernel, into=None):
+    """y of x: in forward, and again in backward, there as a cast to the dtype `into` leaves it."""
 
     def build(x):
-        x = x.to(out)  # the kernels compute in one dtype; x itself, often the narrower, is what is kept
         if torch.is_grad_enabled():
-            return _gelu(x, approximate=approximate)
+            return _gelu(x.to(out), approximate=approximate).to(into or out)
         x = x.contiguous()
-        y = torch.empty_like(x)
-        kernel.forward(x, y, approximate == "tanh", kernel.queue(x))
+        y = torch.empty_like(x, dtype=into or out)
+        compute = kernel.rebuild if into else kernel.forward
+        compute(x, y, approximate == "tanh", kernel.queue(x))
         return y
 
+    build.into = lambda dtype: _build(approximate, out, kernel, dtype)
     return build
 
 
@@ -87,17 +93,32 @@ def _run(x, *how):
     return _GELU.apply(x, *how) if torch.is_grad_enabled() else _build(*how)(x)
 
 
-def gelu(input, approximate="none", *, prefer="auto"):
+def _keeping_output(x, approximate, kernel):
+    return recode.keeping_output(
+        x,
+        ("gelu", approximate, kernel.name),
+        _build(approximate, x.dtype, kernel),
+        lambda dy, x: _gradient(dy, x, approximate, kernel),
+        lambda x: _gelu(x, approximate=approximate),
+    )
+
+
+def gelu(input, approximate="none", *, prefer="auto", keep="input"):
     """`torch.nn.functional.gelu`, keeping its input and letting its consumer rebuild the output.
 
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
-    Raises what torch raises.
+    keep="output": bfloat16 keeps y and five bits an element instead, with the same gradient to the bit: worth it where
+    the consumer is not hfnn's and keeps y anyway (hfnn/ops/recode.py). Then y must not be written to before backward.
+    Raises what torch raises, and ValueError for an unknown `keep`.
     """
+    if keep != "input":
+        recode.check(keep)
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None or approximate not in ("none", "tanh"):
         # A keyword costs torch a third of a microsecond.
         return _gelu(input) if approximate == "none" else _gelu(input, approximate=approximate)
-    return _run(input, approximate, input.dtype, kernel)
+    y = _keeping_output(input, approximate, kernel) if keep == "output" else None
+    return _run(input, approximate, input.dtype, kernel) if y is None else y
 
 
 def fused(x, out, prefer, *, approximate):
@@ -111,12 +132,12 @@ def fused(x, out, prefer, *, approximate):
 
 
 class GELU(nn.GELU):
-    """`torch.nn.GELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.GELU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`; `keep` as in `gelu`."""
 
-    prefer = "auto"
+    prefer, keep = "auto", "input"
 
     def forward(self, input):
-        return gelu(input, self.approximate, prefer=self.prefer)
+        return gelu(input, self.approximate, prefer=self.prefer, keep=self.keep)
 
 
 OP.modules[nn.GELU] = GELU

@@ -29,15 +29,20 @@ FEWEST_INSIDE = 2048  # tokens: fewer make slow products of a slab
 SLABS = 64  # of the vocabulary, while the gradient takes the place of logits
 WORTH_LOGITS = 1 << 21  # fewer logits than these are made by torch, and kept
 TILE = 128  # tokens of a chunk are a multiple of this on CUDA
+ALIGNED, PADDED = 16, 128  # bytes: cuBLAS is slow on rows that the first does not divide, and on CE's kernels as well
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product is made of: hidden_TH, weight_VH, bias_V or None, in the dtype that torch multiplies in."""
+    """What a product is made of: hidden_TH, weight_VH, bias_V or None, in the dtype that torch multiplies in.
+
+    classes: where V is more than that, the last logits are of no class, and -inf.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    classes: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -47,9 +52,20 @@ class Operands:
     def logits(self, tokens: slice, out: torch.Tensor, slab: slice = slice(None)) -> torch.Tensor:
         """Logits of some tokens over the whole vocabulary or a slab of it, in `out`."""
         weight_HV = self.weight[slab].t()
-        if self.bias is None:
-            return torch.mm(self.hidden[tokens], weight_HV, out=out)
-        return torch.addmm(self.bias[slab], self.hidden[tokens], weight_HV, out=out)
+        if self.bias is not None:
+            return torch.addmm(self.bias[slab], self.hidden[tokens], weight_HV, out=out)
+        torch.mm(self.hidden[tokens], weight_HV, out=out)
+        out[:, max(self.classes - (slab.start or 0), 0) :] = -torch.inf
+        return out
+
+    def logits_by_columns(self, tokens: slice, out: torch.Tensor) -> torch.Tensor:
+        """Logits with a column a token, (V, T), in `out`."""
+        hidden_HT = self.hidden[tokens].t()
+        if self.bias is not None:
+            return torch.addmm(self.bias[:, None], self.weight, hidden_HT, out=out)
+        torch.mm(self.weight, hidden_HT, out=out)
+        out[self.classes :] = -torch.inf
+        return out
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:
@@ -59,10 +75,32 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if low else x.dtype
 
 
-def operands(hidden, weight, bias, dtype) -> Operands:
-    """The operands of a product, without their graphs."""
+def operands(hidden, weight, bias, dtype, pad: bool = False) -> Operands:
+    """The operands of a product, without their graphs; pad: whether there may be logits of no class."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1]).to(dtype)
-    return Operands(hidden.contiguous(), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    more = padding(weight.shape[0], dtype) if pad else 0
+    weight, bias = (None if t is None else t.detach() for t in (weight, bias))
+    classes = weight.shape[0]
+    weight = _longer(weight, more, 0, dtype)
+    return Operands(
+        hidden.contiguous(), weight, None if bias is None else _longer(bias, more, -torch.inf, dtype), classes
+    )
+
+
+def padding(vocabulary: int, dtype: torch.dtype) -> int:
+    """How many logits more make products of this vocabulary fast."""
+    size = dtype.itemsize
+    return 0 if vocabulary * size % ALIGNED == 0 else -vocabulary % (PADDED // size)
+
+
+def _longer(x, more: int, value: float, dtype):
+    """x in `dtype` with so many more rows of a value."""
+    if not more:
+        return x.to(dtype)
+    y = x.new_empty(x.shape[0] + more, *x.shape[1:], dtype=dtype)
+    y[: x.shape[0]] = x
+    y[x.shape[0] :] = value
+    return y
 
 
 def gradient_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -179,12 +217,7 @@ class Gradients:
         self.weight = None
         memory = given.hidden.new_empty(vocabulary + width, hidden, dtype=self.weight_dtype)
         logits_VT = memory.view(-1).view(given.hidden.dtype)[-vocabulary * first :].view(vocabulary, first)
-        hidden_HT = given.hidden[:first].t()
-        if given.bias is None:
-            torch.mm(given.weight, hidden_HT, out=logits_VT)
-        else:
-            torch.addmm(given.bias[:, None], given.weight, hidden_HT, out=logits_VT)
-        turn(logits_VT)
+        turn(given.logits_by_columns(slice(0, first), logits_VT))
         if self.hidden is not None:
             torch.mm(logits_VT.t(), given.weight, out=self.hidden[:first])
         if self.bias is not None:
@@ -208,7 +241,7 @@ class Gradients:
         self._first = False
 
     def all(self) -> tuple[torch.Tensor | None, ...]:
-        return self.hidden, self.weight, self.bias
+        return self.hidden, *(t if t is None else t[: self.given.classes] for t in (self.weight, self.bias))
 
 
 def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
@@ -268,7 +301,7 @@ def _by_slabs(given: Operands, needs, weight_dtype: torch.dtype, elements: int, 
             accumulate(dweight[slab], logits.t(), given.hidden, first=True)
         if dbias is not None:
             torch.sum(logits, 0, dtype=wide, out=dbias[slab])
-    return dhidden, dweight, dbias
+    return dhidden, *(t if t is None else t[: given.classes] for t in (dweight, dbias))
 
 
 def check(input, linear_weight, target) -> None:

@@ -124,7 +124,7 @@ def linear(input, weight, bias=None, *, recompute=False):
     result keep nothing of it, and it is computed again in backward. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
-    if (id(input) in recipe.tags or recompute or _autocasting()) and not compiling() and weight.dim() == 2:
+    if not compiling() and (id(input) in recipe.tags or recompute or _autocasting()) and weight.dim() == 2:
         y = _linear(input, weight.t(), bias, recompute)
         if y is not None:
             return y

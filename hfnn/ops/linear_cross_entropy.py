@@ -113,7 +113,10 @@ def _class_weights(target, class_weight, call: Call):
 
 
 def _operands(hidden, weight, bias, call: Call, rows: Rows) -> head.Operands:
-    given = head.operands(hidden, weight, bias, call.dtype)
+    # A logit of -inf changes no loss and has a gradient of 0, but for smoothing, a cap or another scale.
+    _, smoothing, _, logit_scale, softcap = call.options
+    pad = call.group is None and not smoothing and not softcap and logit_scale > 0
+    given = head.operands(hidden, weight, bias, call.dtype, pad)
     return given if rows.kept is None else replace(given, hidden=given.hidden[rows.kept])
 
 
@@ -137,6 +140,9 @@ class _Pass:
 
     def __init__(self, given: head.Operands, rows: Rows, class_weight, call: Call, needs, weight_dtype):
         self.given, self.rows, self.class_weight, self.call = given, rows, class_weight, call
+        self.pads = given.shape[1] - given.classes
+        if self.pads and class_weight is not None:
+            self.class_weight = nn.functional.pad(class_weight, (0, self.pads))
         self.needs, self.weight_dtype = needs, weight_dtype
         # What makes gradients of the sums of rows alone knows nothing of smoothing.
         self.sums = LOG_PROBS.find(given.hidden, cols=given.shape[1]) if not call.options[1] else None
@@ -147,13 +153,13 @@ class _Pass:
         """(gradients of hidden, weight and bias), None where not wanted."""
         if self.call.group is not None:
             return self._over_group(loss_T, factor)
+        by_sums = factor is not None and self.plan.by_slabs and self.sums is not None
+        if by_sums or self.plan.inside or self.pads:
+            head.check_classes(self.rows.target, self.given.classes, self.call.options[0])
         if factor is None:
             for tokens, logits in head.chunks(self.given, self.plan.step):
                 self._chunk(tokens, logits, loss_T, None)
             return None, None, None
-        by_sums = self.plan.by_slabs and self.sums is not None
-        if by_sums or self.plan.inside:
-            head.check_classes(self.rows.target, self.given.shape[1], self.call.options[0])
         if by_sums:
             return self._by_sums(loss_T, factor)
         gradients, first = head.Gradients(self.given, self.needs, self.weight_dtype), self.plan.inside
@@ -370,7 +376,8 @@ def linear_cross_entropy(
     compact=True works on the tokens that are not ignored alone; the host waits for their number once. group: a
     process group, each process of which has input and target in full, and its rows of linear_weight and linear_bias;
     no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at any time; None takes an
-    eighth to a quarter of them, as exact gradients and fast products ask for. prefer: "auto" | "memory" | "speed";
+    eighth to a quarter of them, as exact gradients and fast products ask for; where cuBLAS is slow on a vocabulary (one
+    that 16 bytes do not divide), a copy of the weight comes on top. prefer: "auto" | "memory" | "speed";
     small problems are torch's. Raises ValueError for what does not fit together, and what torch raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index

@@ -96,6 +96,9 @@ def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
         kernel.rebuild(x_RC, flat(weight), rstd_R, y_RC, offset, kernel.queue(x))
         return y_RC.view(x.shape)
 
+    build.into = lambda dtype: _rebuild(
+        normalized_shape, eps, offset, dtype, kernel
+    )  # rounded once, from float32, either way
     return build
 
 

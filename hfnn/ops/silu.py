@@ -12,6 +12,7 @@ from torch import nn
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.ops import recode
 
 _silu = torch._C._nn.silu
 
@@ -56,10 +57,14 @@ class _SiLU(torch.autograd.Function):
         (x,) = recipe.saved(ctx)
         if torch.is_grad_enabled():
             return *double_backward(lambda x: _silu(x.to(ctx.out)), (x,), ctx.needs_input_grad[:1], dy), None, None
-        x_, dy = x.to(ctx.out).contiguous(), dy.contiguous()
-        dx = torch.empty_like(x_)
-        ctx.kernel.backward(dy, x_, dx, ctx.kernel.queue(x))
-        return dx.to(x.dtype), None, None
+        return _gradient(dy, x.to(ctx.out), ctx.kernel).to(x.dtype), None, None
+
+
+def _gradient(dy, x, kernel):
+    x, dy = x.contiguous(), dy.contiguous()
+    dx = torch.empty_like(x)
+    kernel.backward(dy, x, dx, kernel.queue(x))
+    return dx
 
 
 def _build(out, kernel):
@@ -81,16 +86,27 @@ def _run(x, *how):
     return _SiLU.apply(x, *how) if torch.is_grad_enabled() else _build(*how)(x)
 
 
-def silu(input, inplace=False, *, prefer="auto"):
+def _keeping_output(x, kernel):
+    build = _build(x.dtype, kernel)
+    return recode.keeping_output(x, ("silu", kernel.name), build, lambda dy, x: _gradient(dy, x, kernel), _silu)
+
+
+def silu(input, inplace=False, *, prefer="auto", keep="input"):
     """`torch.nn.functional.silu`, keeping its input and letting its consumer rebuild the output.
 
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
-    With inplace=True torch's own op runs. Raises what torch raises.
+    keep: as in `hfnn.functional.gelu`. With inplace=True torch's own op runs. Raises what torch raises, and ValueError
+    for an unknown `keep`.
     """
+    if keep != "input":
+        recode.check(keep)
     if inplace:
         return torch._C._nn.silu_(input)
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
-    return _silu(input) if kernel is None else _run(input, input.dtype, kernel)
+    if kernel is None:
+        return _silu(input)
+    y = _keeping_output(input, kernel) if keep == "output" else None
+    return _run(input, input.dtype, kernel) if y is None else y
 
 
 def fused(x, out, prefer):
@@ -103,12 +119,12 @@ def fused(x, out, prefer):
 
 
 class SiLU(nn.SiLU):
-    """`torch.nn.SiLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+    """`torch.nn.SiLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`; `keep` as in `silu`."""
 
-    prefer = "auto"
+    prefer, keep = "auto", "input"
 
     def forward(self, input):
-        return silu(input, self.inplace, prefer=self.prefer)
+        return silu(input, self.inplace, prefer=self.prefer, keep=self.keep)
 
 
 OP.modules[nn.SiLU] = SiLU

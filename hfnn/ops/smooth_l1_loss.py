@@ -6,10 +6,10 @@
 Girshick, "Fast R-CNN", 2015. https://arxiv.org/abs/1504.08083
 """
 
-import torch
 from torch import nn
 
 from hfnn.kernel import Op
+from hfnn.ops.l1_loss import absolute_loss
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.pointwise_loss import CASES, Loss, kernels, pair, pointwise_loss, reduced
 
@@ -21,7 +21,7 @@ def reference(x, target, reduction="mean", beta=1.0):
 
 
 def _curvature(g, target, beta):
-    return torch.zeros_like(g) if beta == 0 else (g.abs() < 1).to(statistics_dtype(g)) / beta
+    return (g.abs() < 1).to(statistics_dtype(g)) / beta
 
 
 OP = Op(
@@ -42,14 +42,18 @@ SMOOTH_L1 = Loss(2, _curvature)
 
 
 def smooth_l1_loss(input, target, size_average=None, reduce=None, reduction="mean", beta=1.0, *, prefer="auto"):
-    """`torch.nn.functional.smooth_l1_loss`, keeping one tensor instead of input and target.
+    """`torch.nn.functional.smooth_l1_loss`, keeping one tensor instead of input and target; a sign where beta is 0.
 
     Shapes: input and target of one shape and dtype; others and reduction="none" are left to torch's own op, as are the
     deprecated size_average and reduce. The result is a scalar of the dtype torch returns. prefer: "auto" | "memory" |
     "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
     """
-    refused = None if beta >= 0 else beta  # torch's own op says what is wrong with it
-    loss = pointwise_loss(OP, SMOOTH_L1, input, target, float(beta), reduction, prefer, size_average, reduce, refused)
+    if beta == 0:
+        loss = absolute_loss(OP, input, target, reduction, prefer, size_average, reduce)
+    else:
+        refused = None if beta > 0 else beta  # torch's own op says what is wrong with it
+        how = (float(beta), reduction, prefer, size_average, reduce, refused)
+        loss = pointwise_loss(OP, SMOOTH_L1, input, target, *how)
     if loss is None:
         return nn.functional.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
     return loss

@@ -216,7 +216,12 @@ def test_double_backward(op, kernel, device, dtype, case):
         y, got = second(function(op), leaves(args), kwargs)
     pin = pinned(op, args, y)
     _, wide = second(op.reference, to(args, torch.float64), {**kwargs, **pin})
-    _, own = second(op.torch if op.pin is None else op.reference, leaves(args), {**kwargs, **pin})
+    try:
+        _, own = second(op.torch if op.pin is None else op.reference, leaves(args), {**kwargs, **pin})
+    except RuntimeError as error:  # we may be able to do more than torch
+        if "is not implemented" not in str(error):
+            raise
+        _, own = second(op.reference, leaves(args), {**kwargs, **pin})
     for i, (g, w, o) in enumerate(zip(got, wide, own, strict=True)):
         testing.assert_close(g, w, o, 2 * testing.GRADIENTS, f"second gradient {i}")
 
@@ -366,8 +371,8 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     make = recipe.Recipe._make
 
-    def off_by_one_ulp(self, sources):
-        y = make(self, sources).clone()
+    def off_by_one_ulp(self, *sources):
+        y = make(self, *sources).clone()
         flat = y.view(-1)
         largest = flat.abs().argmax()
         flat[largest] = torch.nextafter(flat[largest].float(), torch.tensor(math.inf, device=device)).to(dtype)

@@ -170,9 +170,14 @@ def test_gradient_of_a_16_bit_weight(device, max_bytes):
 
 
 @on_each
-def test_peak_memory(device):
-    """Above inputs and gradients, less than 0.15 of the logits: also where they are those of a 16-bit weight."""
-    dtype, sizes = {"cpu": (torch.float32, (2044, 256, 8190)), "cuda": (torch.bfloat16, (8190, 4096, 128256))}[device]
+@pytest.mark.parametrize("odd", [0, 1])
+def test_peak_memory(device, odd):
+    """Above inputs and gradients, less than 0.15 of the logits: also where they are those of a 16-bit weight.
+
+    A vocabulary that cuBLAS would be slow on costs a longer copy of the weight.
+    """
+    dtype, sizes = {"cpu": (torch.float32, (2044, 256, 8192)), "cuda": (torch.bfloat16, (8190, 4096, 128256))}[device]
+    sizes = *sizes[:2], sizes[2] - odd
     inputs, target = problem(dtype, device, *sizes, bias=False)
     grads = sum(t.nbytes for t in inputs[:2])
     logits = target.numel() * sizes[2] * dtype.itemsize
@@ -181,7 +186,8 @@ def test_peak_memory(device):
         return lambda: torch.autograd.grad(fn(inputs[0], inputs[1], target), inputs[:2])
 
     run(F.linear_cross_entropy)()
-    assert hfnn.memory.peak_bytes(run(F.linear_cross_entropy), device) - grads < 0.15 * logits
+    found = hfnn.memory.peak_bytes(run(F.linear_cross_entropy), device) - grads
+    assert found < 0.15 * logits + odd * inputs[1].nbytes
     assert hfnn.memory.peak_bytes(run(plain), device) - grads > logits, "the measure sees nothing"
 
 

@@ -1,0 +1,322 @@
+"""Training steps of whole models beside eager torch, torch.compile and Liger: time, memory, loss.
+
+    bench/models.py                                         # every model in every mode
+    bench/models.py --models gpt2 vit --modes eager hfnn
+    bench/models.py --depth                                 # what a layer keeps for backward, see depth.py
+    bench/models.py --device cpu --tiny                     # whether it runs at all
+
+A step is zero_grad, forward with labels, backward and AdamW, under autocast to bfloat16, on random weights and one
+random batch. Every model and mode has a process of its own, for a fresh allocator, and so that what fails or hangs is a
+row with its reason and no more. Rows are appended to bench/results/<device>-models.csv as they come.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import report
+import rivals
+import timing
+import torch
+from rich import box
+from rich.table import Table
+from zoo import MODELS, Model
+
+import hfnn
+
+# Neighbours in this order are neighbours in time.
+MODES = ("eager", "hfnn", "hfnn-memory", "compile", "compile-0.75", "liger")
+WARM_UP = 3
+# Losses after the same steps differ by the dropout masks that were drawn, and by rounding: by this share of eager's, or
+# of the smallest that still counts, for a batch may have been learnt by heart.
+LOSS_NOISE, LEAST_LOSS = 0.02, 0.25
+GIB = 2**30
+
+
+# One model in one mode, in a process of its own
+
+
+def prepare(mode: str, of: Model) -> Callable:
+    """What comes before the model is built; returns what makes it one of this mode. Raises rivals.Skip."""
+    if mode == "liger":
+        if of.liger is None:
+            raise rivals.Skip("Liger has nothing for it")
+        try:
+            patch = getattr(importlib.import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{of.liger}")
+        except ImportError as error:
+            raise rivals.Skip(f"cannot be imported: {error}") from error
+        patch()
+    if mode == "compile-0.75":
+        import torch._functorch.config
+
+        torch._functorch.config.activation_memory_budget = 0.75
+    if mode.startswith("compile"):
+        return torch.compile
+    if mode.startswith("hfnn"):
+        return functools.partial(hfnn.convert, prefer="memory" if mode == "hfnn-memory" else "auto")
+    return lambda model: model
+
+
+class Training:
+    """A model, its batch and its optimizer."""
+
+    def __init__(self, name: str, mode: str, options):
+        of = MODELS[name]
+        make = prepare(mode, of)
+        self.device = options.device
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = of.build(options.layers, options.tiny).train()
+            batch = of.batch(model, *(of.tiny if options.tiny else of.shape))
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self._loss = functools.partial(of.loss, make(model), **batch)
+
+    def loss(self) -> torch.Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self._loss()
+
+    def step(self) -> torch.Tensor:
+        self.forget()
+        loss = self.loss()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def forget(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def measure(name: str, mode: str, options) -> dict:
+    """The columns of a row, and the times of the steps in "us"."""
+    training = Training(name, mode, options)
+    for _ in range(WARM_UP):
+        training.step()
+    training.forget()
+    found = {}
+    # Hooks would have compiled code compiled again.
+    if not mode.startswith("compile"):
+        saved = hfnn.memory.saved_bytes(training.loss)
+        found["hooks_gib"] = (saved.total + saved.aside) / GIB
+    of_steps = _on_cuda if options.device == "cuda" else _on_cpu
+    found |= of_steps(training, options.steps)
+    return found
+
+
+def _on_cuda(training: Training, steps: int) -> dict:
+    torch.cuda.synchronize()
+    static, kept = torch.cuda.memory_allocated(), requested_growth(training.loss)
+    torch.cuda.reset_peak_memory_stats()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
+    for start, end in events:
+        start.record()
+        loss = training.step()
+        end.record()
+    torch.cuda.synchronize()
+    return {
+        "us": [start.elapsed_time(end) * 1e3 for start, end in events],
+        "static_gib": static / GIB,
+        "peak_gib": (torch.cuda.max_memory_allocated() - static) / GIB,
+        "saved_bytes": kept,
+        "saved_gib": kept / GIB,
+        "loss": loss.item(),
+    }
+
+
+def requested_growth(loss: Callable[[], torch.Tensor]) -> int:
+    """By how many bytes what is asked of torch's CUDA allocator grows over a forward of which only the loss is held."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    kept = loss()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    del kept
+    return after - before
+
+
+def _on_cpu(training: Training, steps: int) -> dict:
+    """No allocator to ask: the peak is a sum of live tensors, and what is kept is for the hooks to say."""
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        loss = training.step()
+        times.append((time.perf_counter() - begin) * 1e6)
+    training.forget()
+    return {"us": times, "peak_gib": hfnn.memory.peak_bytes(training.step) / GIB, "loss": loss.item()}
+
+
+# All of them
+
+
+def child(name: str, mode: str, options) -> int:
+    """Measure and write what was found to a file, for the process that asked; exit status."""
+    try:
+        found = measure(name, mode, options)
+    except rivals.Skip as why:
+        found = {"skip": str(why)}
+    options.child.write_text(json.dumps(found))
+    return 0
+
+
+def ask(name: str, mode: str, options) -> dict:
+    """What `measure` finds in a process of its own, or {"skip": why} or {"error": why}."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "found.json"), Path(folder, "log")
+        command = [sys.executable, __file__, "--child", out, "--models", name, "--modes", mode]
+        command += ["--device", options.device, "--steps", str(options.steps)]
+        command += ["--tiny"] * options.tiny + (["--layers", str(options.layers)] if options.layers else [])
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        try:
+            status = process.wait(options.limit)
+        except subprocess.TimeoutExpired:
+            status = f"over its limit of {options.limit} s"
+        finally:  # with whatever compiles for it
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if status == 0 and out.exists():
+            return json.loads(out.read_text())
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        # Past a message there may be advice; an exception's own line begins with its name.
+        said = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))] or lines
+        return {"error": f"status {status}: {said[-1][:300]}" if said else f"status {status}"}
+
+
+def row(name: str, mode: str, found: dict, options) -> dict:
+    """A line of the CSV file."""
+    times = found.get("us", [])
+    middle = statistics.median(times) if times else None
+    spread = 100 * (max(times) - min(times)) / middle if times else None
+    case = MODELS[name].tiny if options.tiny else MODELS[name].shape
+    case = (*case, "tiny") if options.tiny else case
+    case = (*case, f"{options.layers}layers") if options.layers else case
+    columns = ("saved_bytes", "saved_gib", "hooks_gib", "peak_gib", "static_gib", "loss", "error")
+    more = {column: found.get(column) for column in columns} | {"steps": options.steps} | versions()
+    return report.row(name, case, "autocast", mode, "step", timing.Timing(middle, None, spread), None, more)
+
+
+@functools.cache
+def versions() -> dict:
+    """Of the libraries that the models come from."""
+    found = {}
+    for package in ("transformers", "timm"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def compare(options) -> int:
+    """Measure the models; exit status: 1 where hfnn failed, or learnt something else than eager."""
+    path, rows = report.path(options.results, options.device, "-models"), []
+    try:
+        for name in options.models:
+            for mode in options.modes:
+                begin = time.perf_counter()
+                found = ask(name, mode, options)
+                if "skip" in found:
+                    print(f"skipped: {mode} {name}: {found['skip']}", flush=True)
+                    continue
+                rows += report.append(path, [row(name, mode, found, options)])
+                said = found.get("error") or f"{float(rows[-1]['device_us']) / 1e3:.1f} ms a step"
+                print(f"{name} {mode}: {said}  ({time.perf_counter() - begin:.0f} s in all)", flush=True)
+    finally:  # an interrupted run shows what it has
+        if rows:
+            table(rows, f"{path.stem}: a training step; GiB at most and kept by autograd, above weights and states")
+    wrong = list(faults(rows))
+    for line in wrong:
+        print(f"RED: {line}")
+    return int(bool(wrong))
+
+
+def faults(rows: list[dict]):
+    """Sentences about hfnn's rows, and about eager's, against which they are held."""
+    eager = {r["op"]: float(r["loss"]) for r in rows if r["provider"] == "eager" and not r["error"]}
+    for r in rows:
+        if not r["provider"].startswith(("hfnn", "eager")):
+            continue
+        who = f"{r['provider']} {r['op']}"
+        if r["error"]:
+            yield f"{who}: {r['error']}"
+        elif not math.isfinite(float(r["loss"])):
+            yield f"{who}: a loss of {r['loss']}"
+        elif r["op"] in eager and abs(float(r["loss"]) - eager[r["op"]]) > LOSS_NOISE * max(eager[r["op"]], LEAST_LOSS):
+            yield f"{who}: a loss of {r['loss']} where eager has {eager[r['op']]:.5g}"
+
+
+def table(rows: list[dict], title: str) -> None:
+    """A line for each model and mode; in brackets, the share of eager's."""
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("model", "case", "mode"):
+        found.add_column(heading)
+    for heading in ("time", "spread", "peak", "saved", "by hooks", "loss"):
+        found.add_column(heading, justify="right")
+    last, eager = None, {r["op"]: r for r in rows if r["provider"] == "eager"}
+    for r in rows:
+        if last not in (None, r["op"]):
+            found.add_section()
+        where = (r["op"], r["case"]) if r["op"] != last else ("", "")
+        last = r["op"]
+        if r["error"]:
+            found.add_row(*where, r["provider"], r["error"][:60])
+            continue
+        base = eager.get(r["op"], {})
+        clock = f"{float(r['device_us']) / 1e3:.1f} ms{_share(r, base, 'device_us')}", f"{float(r['spread_pct']):.0f}%"
+        sizes = (f"{float(r[c]):.2f}{_share(r, base, c)}" if r[c] != "" else "" for c in ("peak_gib", "saved_gib"))
+        hooks = f"{float(r['hooks_gib']):.2f}" if r["hooks_gib"] != "" else ""
+        found.add_row(*where, r["provider"], *clock, *sizes, hooks, f"{float(r['loss']):.4f}")
+    report.put(found)
+
+
+def _share(r: dict, eager: dict, column: str) -> str:
+    if r is eager or not eager.get(column):
+        return ""
+    return f" ({float(r[column]) / float(eager[column]):.2f})"
+
+
+def parse(argv=None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    add("--modes", nargs="*", default=list(MODES), choices=MODES)
+    add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
+    add("--layers", type=int, help="another number of layers than the model has")
+    add("--tiny", action="store_true", help="models and batches of next to no size")
+    add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")
+    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
+    add("--depth", action="store_true", help="bytes kept for each layer, in place of steps")
+    add("--child", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    if options.depth:
+        import depth
+
+        return depth.compare(options)
+    if options.child:
+        return child(*options.models, *options.modes, options)
+    return compare(options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

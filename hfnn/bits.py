@@ -1,0 +1,110 @@
+"""Small codes in packed bits: masks in an eighth of the memory of a bool, choices among four in a quarter of a byte.
+
+Code i of the flattened tensor is in the bits [width i, width (i + 1)) of the bytes, the lowest bit of a byte first: one
+format for the CPU, Triton and CUDA (csrc/bits.h). 1024 booleans are 128 bytes.
+"""
+
+import math
+
+import torch
+
+from hfnn.kernel import Kernel, Op, context
+
+WIDTHS = (1, 2, 4, 5, 8)  # bits of a code
+
+
+def _reference(codes, width=1):
+    return _pack_by_torch(codes.reshape(-1), width)
+
+
+OP = Op(
+    "bits",
+    _reference,
+    _reference,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.bits", "cuda", (torch.uint8,)),
+        Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (torch.uint8,)),
+    ),
+    sample=lambda *_: None,
+)
+
+
+def size(codes: int, width: int = 1) -> int:
+    """The bytes that so many codes take."""
+    return -(-codes * width // 8)
+
+
+def pack(codes: torch.Tensor, width: int = 1) -> torch.Tensor:
+    """`codes` side by side: ceil(n width / 8) bytes, the bits after the last code 0.
+
+    codes: any shape and layout, on any device; uint8, of which the lowest `width` bits count, or torch.bool where width
+    is 1. width: 1, 2, 4, 5 or 8. Result: uint8, one dimension. Raises ValueError for another width or dtype.
+    """
+    _check_width(width)
+    if codes.dtype is not torch.uint8 and (codes.dtype is not torch.bool or width != 1):
+        raise ValueError(f"codes must be torch.uint8, or torch.bool where width is 1, got {codes.dtype}, width {width}")
+    codes = codes.detach().contiguous().view(-1).view(torch.uint8)
+    kernel = _kernel(codes)
+    if kernel is None:
+        return _pack_by_torch(codes, width)
+    packed = torch.empty(size(codes.numel(), width), dtype=torch.uint8, device=codes.device)
+    kernel.pack(codes, packed, width, kernel.queue(codes))
+    return packed
+
+
+def unpack(packed: torch.Tensor, shape, width: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The codes that `pack` was given, contiguous.
+
+    packed: uint8, one dimension, with at least ceil(n width / 8) bytes for the n elements of `shape`. dtype: torch.bool
+    (for width 1, and the default there) or torch.uint8. Raises ValueError for another width or dtype, for a tensor of
+    another kind, and for too few bytes.
+    """
+    _check_width(width)
+    dtype = dtype or (torch.bool if width == 1 else torch.uint8)
+    if dtype is not torch.uint8 and (dtype is not torch.bool or width != 1):
+        raise ValueError(f"dtype must be torch.uint8, or torch.bool where width is 1, got {dtype}, width {width}")
+    if packed.dtype is not torch.uint8 or packed.dim() != 1:
+        raise ValueError(f"packed must be torch.uint8 with one dimension, got {packed.dtype} {tuple(packed.shape)}")
+    shape = torch.Size((shape,) if isinstance(shape, int) else shape)
+    bytes_ = size(math.prod(shape), width)
+    if packed.numel() < bytes_:
+        raise ValueError(
+            f"packed has {packed.numel()} bytes; the shape {tuple(shape)} takes {bytes_} at {width} bits a code"
+        )
+    packed = packed.detach()[:bytes_].contiguous()
+    kernel = _kernel(packed)
+    if kernel is None:
+        return _unpack_by_torch(packed, math.prod(shape), width).view(shape).view(dtype)
+    codes = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    kernel.unpack(packed, codes, width, kernel.queue(packed))
+    return codes.view(dtype)
+
+
+def _check_width(width):
+    if width not in WIDTHS:
+        raise ValueError(f"width must be one of {', '.join(map(str, WIDTHS))} bits, got {width!r}")
+
+
+def _kernel(x):
+    """The kernel for a uint8 tensor, or None for torch's ops: another device, a tracer, a subclass."""
+    return OP.find(x) if context(x) is None else None
+
+
+def _shifts(bits, like):
+    return bits * torch.arange(8, device=like.device)
+
+
+def _pack_by_torch(codes, width):
+    """Eight codes are a number of 8 width bits, and `width` bytes."""
+    codes = codes.view(torch.uint8)
+    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long() & (1 << width) - 1
+    words = (rows << _shifts(width, codes)).sum(1, keepdim=True)
+    packed = (words >> _shifts(8, codes)[:width]) & 255
+    return packed.to(torch.uint8).view(-1)[: size(codes.numel(), width)]
+
+
+def _unpack_by_torch(packed, count, width):
+    rows = torch.nn.functional.pad(packed, (0, -packed.numel() % width)).view(-1, width).long()
+    words = (rows << _shifts(8, packed)[:width]).sum(1, keepdim=True)
+    codes = (words >> _shifts(width, packed)) & (1 << width) - 1
+    return codes.to(torch.uint8).view(-1)[:count]

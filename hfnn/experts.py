@@ -1,0 +1,189 @@
+"""Mixtures of experts of transformers: their gated products, and their loop over the experts.
+
+    y[t] = sum over the experts e that token t goes to of  w[t, e] down_e (f(gate_e x[t]) * up_e x[t])
+
+Mixtral, Qwen3-MoE, DeepSeek and their kin hold the experts' weights as two parameters, gate_up_proj (E, 2I, H) and
+down_proj (E, H, I). transformers computes them in one of several ways, named by the configuration. All but "eager"
+call the module's `_apply_gate`, which is ours where it is theirs. "eager" is the class's own loop, run here with
+recipes: the rows that an expert is given are kept as their numbers, and the product not at all.
+
+Recognised by these names, then proved: on a small instance both `_apply_gate` and the loop are held against the
+formula, in float64 and in bfloat16, output and gradients.
+"""
+
+import functools
+import types
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn import lookalike, recipe
+from hfnn.feedforward import OPS, function_of, likeness, watched
+from hfnn.kernel import compiling, is_plain
+from hfnn.ops.gated import GATES, gated
+from hfnn.ops.linear import linear
+
+EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
+TOLERANCE = {torch.float64: 1e-9, torch.bfloat16: 8 * 2**-7}  # of a row's largest value
+
+
+@dataclass(frozen=True)
+class Experts:
+    """f: of GATES; act: the name of the activation's module."""
+
+    f: str
+    act: str = "act_fn"
+
+    @property
+    def mixin(self):
+        return Routed
+
+    @property
+    def op(self):
+        return OPS[self.f]
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} of experts"
+
+
+class Routed:
+    """Goes before the class of such a module."""
+
+    prefer = "auto"
+    _hfnn_when = "while its activation carries no hooks, which would not be called"
+
+    def _apply_gate(self, gate_up_out):
+        if not is_plain(gate_up_out) or not _open(self):
+            return super()._apply_gate(gate_up_out)
+        return gated(gate_up_out, None, self._hfnn_like.f, prefer=self.prefer)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        own = self.config._experts_implementation == "eager" and not self._is_expert_parallel
+        if not own or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return loop(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _open(module) -> bool:
+    like = module._hfnn_like
+    act = module._modules[like.act]
+    return not compiling() and not watched(act) and function_of(act) == like.f
+
+
+def loop(module, x_TH, index_TK, weight_TK):
+    """The sum over the experts, in their order; T tokens, each to K of E experts. Index E stands for no expert."""
+    product = functools.partial(gated, activation=module._hfnn_like.f, prefer=module.prefer)
+    y_TH = torch.zeros_like(x_TH)
+    for e in torch.unique(index_TK).tolist():
+        if e >= module.gate_up_proj.shape[0]:
+            continue
+        slot, token = torch.where(index_TK.t() == e)
+        x_NH = x_TH[token]
+        if torch.is_grad_enabled():
+            recipe.attach(x_NH, _rows, x_TH, token)
+        h_NH = linear(product(linear(x_NH, module.gate_up_proj[e])), module.down_proj[e])
+        y_TH.index_add_(0, token, (h_NH * weight_TK[token, slot, None]).to(y_TH.dtype))
+    return y_TH
+
+
+def _rows(x_TH, token):
+    return x_TH[token]
+
+
+def recognise(module: nn.Module) -> tuple[Experts | None, str | None]:
+    """(how the module is to be read, None), or (None, why not); (None, None) where its names are others."""
+    kind = _kind(module)
+    if kind is None:
+        return None, None
+    key = type(module), kind
+    if key not in _proofs:
+        _proofs[key] = _prove(module, kind)
+    why = _proofs[key]
+    return (Experts(kind), None) if why is None else (None, f"it has the parameters of experts, but {why}")
+
+
+_proofs: dict[tuple, str | None] = {}
+
+
+def _kind(module) -> str | None:
+    """Which of GATES its activation is, where its names and shapes are those above."""
+    parameters, parts = module._parameters, module._modules
+    if set(parameters) != {"gate_up_proj", "down_proj"} or set(parts) != {"act_fn"} or module._buffers:
+        return None
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "config"):
+        return None
+    up, down = (parameters[name] for name in ("gate_up_proj", "down_proj"))
+    if up is None or down is None or up.dim() != 3 or up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        return None
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    if any(getattr(module, name, None) is not value for name, value in plain.items()):
+        return None
+    return function_of(parts["act_fn"]) or likeness(parts["act_fn"])
+
+
+def _prove(module, f) -> str | None:
+    """What differs between the module's own code and the formula, or None."""
+    try:
+        with lookalike._seclusion():
+            return next((why for dtype in TOLERANCE if (why := _compare(module, f, dtype))), None)
+    except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+        return f"its code raises on the probe: {error}"
+
+
+def _compare(module, f, dtype) -> str | None:
+    clone, x, index, weight = _small(module, dtype)
+    own = getattr(type(module), "_hfnn_original", type(module))
+    tensors = [x, weight, clone.gate_up_proj, clone.down_proj]
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    y, grads = _differentiate(own.forward(clone, x, index, weight), tensors)
+    y64, grads64 = _differentiate(_formula(f, index, *wide), wide)
+    packed = torch.cat([x, x * 0.5, x + 1], 1).detach()
+    gate, up = packed.double().chunk(2, -1)
+    pairs = [(y, y64), *zip(grads, grads64, strict=True)]
+    pairs.append((own._apply_gate(clone, packed), GATES[f].reference(gate) * up))
+    for given, wanted in pairs:
+        error = lookalike._row_error(given, wanted)
+        if not error <= TOLERANCE[dtype]:
+            return f"its code is off the formula by {error:.1e} of a row's largest value ({dtype})"
+    return None
+
+
+def _small(module, dtype):
+    """(an instance of few and small experts, and what to call it with)"""
+    generator = torch.Generator("cpu").manual_seed(3)
+
+    def draw(*shape, scale=1.0):
+        drawn = torch.randn(shape, generator=generator) * scale
+        return drawn.to(dtype).requires_grad_()
+
+    experts, hidden, inner = module.down_proj.shape
+    sizes = {experts: EXPERTS, hidden: HIDDEN, inner: INNER, 2 * inner: 2 * INNER}
+    clone = object.__new__(type(module))
+    attributes = {
+        name: sizes.get(value, value) if type(value) is int else value
+        for name, value in lookalike._attributes(module).items()
+    }
+    attributes["config"] = types.SimpleNamespace(_experts_implementation="eager")
+    vars(clone).update({**vars(nn.Module()), **attributes, "_is_expert_parallel": False})
+    act = module._modules["act_fn"]
+    bare = object.__new__(type(act))
+    vars(bare).update({**vars(nn.Module()), **lookalike._attributes(act)})
+    clone._modules = {"act_fn": bare}
+    up = draw(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5).detach()
+    down = draw(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5).detach()
+    clone._parameters = {"gate_up_proj": nn.Parameter(up), "down_proj": nn.Parameter(down)}
+    # One expert without tokens.
+    index = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(1)[:, :TOP]
+    return clone, draw(TOKENS, HIDDEN), index, draw(TOKENS, TOP)
+
+
+def _formula(f, index_TK, x_TH, weight_TK, up_EFH, down_EHI):
+    """Every token by every expert of its own, all at once."""
+    gate, up = torch.einsum("th,tkfh->tkf", x_TH, up_EFH[index_TK]).chunk(2, -1)
+    return torch.einsum("tki,tkhi,tk->th", GATES[f].reference(gate) * up, down_EHI[index_TK], weight_TK)
+
+
+def _differentiate(y, tensors):
+    dy = torch.randn(y.shape, generator=torch.Generator("cpu").manual_seed(1)).bfloat16()
+    return y, torch.autograd.grad(y, tensors, dy.to(y.dtype))

@@ -1,0 +1,335 @@
+"""Feed-forward networks inside models: recognised by their parts, then proved numerically.
+
+    y = down(f(gate(x)) * up(x))       Llama, Qwen2, Mistral, Gemma, T5 1.1; packed, (gate, up) = the halves of one
+                                       product, in Phi3; without down, as GEGLU of diffusers
+    y = fc2(f(fc1(x)))                 GPT-2, ViT, CLIP, Phi, timm
+
+The parts are linear maps of any class (LoRA's, quantised or sharded ones, too: they are called, not read), an
+activation, and others of one input each, dropouts mostly. How a module puts them together is seen by running its own
+`forward` on a small instance (hfnn/traced.py); that is then held against the definition: to the last digits in float64,
+output and gradients within rounding in float32 and bfloat16, in training and in eval.
+
+A gated product gets a forward of its own: the parts are called as before, and what is between them is hfnn's `gated`.
+The other form needs none, but for relu with a dropout after it. `settings` are what `convert` sets on its parts.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hfnn import lookalike, traced
+from hfnn.kernel import compiling, is_plain
+from hfnn.ops import geglu, glu, reglu, relu_dropout, swiglu
+from hfnn.ops.gated import GATES, OP, gated
+from hfnn.ops.mlp import MLP, GatedMLP
+from hfnn.traced import Activation, Map, Other
+
+OPS = {
+    "silu": swiglu.OP,
+    "gelu": geglu.OP,
+    "gelu_tanh": geglu.OP,
+    "relu": reglu.OP,
+    "sigmoid": glu.OP,
+    "quick_gelu": OP,
+}
+# Readings of activations that lookalike.py has proved: (op, form) -> f.
+FORMS = {("silu", ""): "silu", ("gelu", "erf form"): "gelu", ("gelu", "tanh form"): "gelu_tanh"}
+TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """How a module computes. f: of GATES; gated: whether f(gate) * up, else f alone; first: the maps of x, (gate, up),
+    (gate_up,) where packed, (fc1,); down: the last map, or None; act: the activation's module, or None where the
+    module's own code computes it; middle, last: modules called on what enters the last map and on what leaves it.
+    """
+
+    f: str
+    gated: bool
+    first: tuple[str, ...]
+    down: str | None
+    act: str | None
+    middle: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    gate_first: bool = True
+
+    @property
+    def mixin(self):
+        return Gated if self.gated else ReluDropout
+
+    @property
+    def op(self):
+        return OPS[self.f] if self.gated else relu_dropout.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name}" + (f" ({self.f})" if self.op is OP else "") + f" of {', '.join(self.first)}"
+
+    def compute(self, parts, x, product):
+        """The definition, with `product(gate, up)` between the maps; up is None where there is one first map."""
+        y = product(parts[self.first[0]](x), parts[self.first[1]](x) if len(self.first) == 2 else None)
+        for name in self.middle:
+            y = parts[name](y)
+        if self.down is not None:
+            y = parts[self.down](y)
+        for name in self.last:
+            y = parts[name](y)
+        return y
+
+    def exact(self, gate, up):
+        """What is between the maps, in plain torch."""
+        if not self.gated:
+            return GATES[self.f].reference(gate)
+        if up is None:
+            gate, up = gate.chunk(2, -1) if self.gate_first else reversed(gate.chunk(2, -1))
+        return GATES[self.f].reference(gate) * up
+
+
+class Gated:
+    """Goes before the class of a gated network: its parts as they are, hfnn's product between them."""
+
+    prefer = "auto"
+    _hfnn_when = "while its activation carries no hooks, which would not be called"
+
+    def forward(self, *args, **kwargs):
+        like = self._hfnn_like
+        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like):
+            return super().forward(*args, **kwargs)
+        f, gate_first, prefer = like.f, like.gate_first, self.prefer
+        product = lambda gate, up: gated(gate, up, f, gate_first=gate_first, prefer=prefer)  # noqa: E731
+        return like.compute(self._modules, args[0], product)
+
+
+class ReluDropout:
+    """Goes before the class of a network with relu and a dropout after it: both in one, which keeps what fc2 keeps."""
+
+    prefer = "auto"
+    _hfnn_when = "while its relu and its dropout carry no hooks, which would not be called"
+
+    def forward(self, *args, **kwargs):
+        like, parts = self._hfnn_like, self._modules
+        drop = parts[like.middle[0]]
+        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like) or watched(drop):
+            return super().forward(*args, **kwargs)
+        y = relu_dropout.relu_dropout(parts[like.first[0]](args[0]), drop.p, drop.training, prefer=self.prefer)
+        y = parts[like.down](y)
+        for name in like.last:
+            y = parts[name](y)
+        return y
+
+
+def _open(module, like) -> bool:
+    """Whether the activation may be computed without its module, and the class's own code has no dtypes to mend."""
+    parts = module._modules
+    if compiling() or (like.act is not None and (watched(parts[like.act]) or function_of(parts[like.act]) != like.f)):
+        return False
+    if like.down is None:
+        return True
+    # T5 casts to the dtype of its last map where that is another. A map in parts, as LoRA's, has no weight of its own.
+    first, last = _dtype(parts[like.first[0]]), _dtype(parts[like.down])
+    return first is last or first is None or last is None
+
+
+def _dtype(part):
+    weight = part._parameters.get("weight")
+    return None if weight is None else weight.dtype
+
+
+def watched(part) -> bool:
+    """Whether somebody would see that this module is not called, or has given it another forward."""
+    return bool(
+        part._forward_pre_hooks
+        or part._forward_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or "forward" in vars(part)
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def recognise(module: nn.Module) -> tuple[FeedForward | None, str | None]:
+    """(how the module is to be read, None), or (None, why not); (None, None) where it needs no forward of ours."""
+    like, why = read(module)
+    if like is None:
+        return None, why
+    return (like, None) if like.gated or _drops_after_relu(module, like) else (None, None)
+
+
+def _drops_after_relu(module, like) -> bool:
+    if like.f != "relu" or like.act is None or like.down is None or len(like.middle) != 1:
+        return False
+    drop = module._modules[like.middle[0]]
+    return isinstance(drop, nn.Dropout) and not drop.inplace and not module._modules[like.act].inplace
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether the module is one of hfnn's networks, which torch has no class for."""
+    return isinstance(module, (MLP, GatedMLP))
+
+
+def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[str, object]]:
+    """What `convert` sets on parts of the module, by part; nothing where it is no such network.
+
+    recompute="gemm": what the first maps return is computed again in backward. A relu whose result the next map keeps
+    has no use for bits; nor has it for a recompute, for that result is what is kept.
+    """
+    if is_own(module):
+        if module.activation == "relu" and isinstance(module, MLP):
+            return {}
+        return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
+    like = getattr(type(module), "_hfnn_like", None)
+    like = like if isinstance(like, FeedForward) else read(module)[0]
+    parts = module._modules
+    if like is None:
+        return {part: {"keep": "output"} for part in parts.values() if isinstance(part, nn.ReLU) and _has_pair(parts)}
+    if like.gated or (like.f != "relu" and like.act is not None):
+        return {parts[name]: {"recompute": recompute == "gemm"} for name in like.first}
+    return {parts[like.act]: {"keep": "output"}} if like.act is not None and not like.middle else {}
+
+
+def _has_pair(parts) -> bool:
+    """Whether among the parts are a map and its way back, as in OPT's layers, which are networks and more in one.
+
+    A relu beside them is likely between them. That is a guess, and will do: what is kept decides on bytes alone.
+    """
+    shapes = [(part.in_features, part.out_features) for part in parts.values() if isinstance(part, nn.Linear)]
+    return any(shape[::-1] in shapes and shape[0] < shape[1] for shape in shapes)
+
+
+def read(module: nn.Module) -> tuple[FeedForward | None, str | None]:
+    """(how the module computes, None), or (None, why not); (None, None) where its parts are others."""
+    kinds = _kinds(module)
+    if kinds is None:
+        return None, None
+    attributes = tuple((name, _frozen(value)) for name, value in sorted(lookalike._attributes(module).items()))
+    key = type(module), tuple(kinds.items()), attributes
+    if key not in _proofs:
+        _proofs[key] = _prove(module, kinds)
+    return _proofs[key]
+
+
+def _frozen(value):
+    """A key that equal behaviour shares. A model's configuration, on every layer of it, is a dict inside."""
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), repr(getattr(value, "__dict__", value))
+    return lookalike._frozen(value)
+
+
+_proofs: dict[tuple, tuple] = {}
+
+
+def _kinds(module) -> dict[str, Map | Activation | Other] | None:
+    """What every part is, or None where the parts are not those of a feed-forward network."""
+    parts = module._modules
+    if type(module).__module__.startswith(("torch.", "hfnn.")) or not 1 <= len(parts) <= 8 or None in parts.values():
+        return None
+    if module._buffers or any(p is not None for p in module._parameters.values()):
+        return None
+    try:
+        arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # compiled code
+        return None
+    required = [p for p in arguments if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1:
+        return None
+    kinds = {name: _map(part) or _kind(part) for name, part in parts.items()}
+    return None if None in kinds.values() or traced.widths(kinds) is None else kinds
+
+
+def _map(part) -> Map | None:
+    """A linear map by its widths: nn.Linear and what goes by its names, Conv1D of transformers."""
+    shape = getattr(part, "in_features", None), getattr(part, "out_features", None)
+    if type(part).__name__ == "Conv1D":
+        shape = getattr(part, "nx", None), getattr(part, "nf", None)
+    return Map(*shape, getattr(part, "bias", None) is not None) if all(type(n) is int for n in shape) else None
+
+
+def _kind(part) -> Activation | Other | None:
+    f = None if part._modules or part._parameters or part._buffers else function_of(part) or likeness(part)
+    if f is not None:
+        return Activation(f)
+    return None if part._modules else Other()
+
+
+def function_of(part) -> str | None:
+    """Which of GATES a module is, by its class: torch's, or one that lookalike.py has proved and `convert` swapped."""
+    like = getattr(type(part), "_hfnn_like", None)
+    if like is not None:
+        return _form(like)
+    for cls in type(part).__mro__:
+        if cls in TORCH:
+            form = TORCH[cls]
+            return {"none": "gelu", "tanh": "gelu_tanh"}.get(part.approximate) if cls is nn.GELU else form
+    return None
+
+
+def likeness(part) -> str | None:
+    """Which of GATES a module computes in its own words, before `convert` swaps it."""
+    return _form(lookalike.recognise(part)[0])
+
+
+def _form(like) -> str | None:
+    if not isinstance(like, lookalike.ActivationLike):
+        return None
+    return "quick_gelu" if like.room == "quick_gelu" else FORMS.get((like.room, like.form))
+
+
+def _prove(module, kinds):
+    """(the reading that passes every case, None), or (None, why there is none)."""
+    try:
+        with lookalike._seclusion():
+            why = "it puts its parts together in another way"
+            for like in _readings(module, kinds):
+                why = traced.differs(module, kinds, lambda parts, x, like=like: like.compute(parts, x, like.exact))
+                if why is None:
+                    return like, None
+    except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+        why = f"its forward raises on the probe: {error}"
+    counts = {kind: sum(isinstance(k, kind) for k in kinds.values()) for kind in (Map, Activation)}
+    if counts[Map] == 1 or counts[Activation] == 0:
+        return None, None  # parts that many other modules have
+    return None, f"it has the parts of a feed-forward network, but {why}"
+
+
+def _readings(module, kinds):
+    """The readings that agree with the module's own forward in float64."""
+    clone, log = traced.small(module, kinds, torch.float64, False, 7)
+    x = traced.probe(clone, kinds, torch.float64, 3, 7)
+    y = type(clone).forward(clone, x)
+    calls = {call.name: call for call in log}
+    maps = [call for call in calls.values() if isinstance(kinds[call.name], Map)]
+    first = tuple(call.name for call in maps if _same(call.x, x))
+    rest = [call.name for call in maps if call.name not in first]
+    act = next((name for name, kind in kinds.items() if isinstance(kind, Activation)), None)
+    if len(calls) != len(log) or len(rest) > 1 or not 1 <= len(first) <= 2 or (act is not None and act not in calls):
+        return
+    down, order = rest[0] if rest else None, list(calls)
+    packed = down is None or calls[first[0]].y.shape[-1] == 2 * calls[down].x.shape[-1]
+    others = [name for name in order if isinstance(kinds[name], Other)]
+    middle = tuple(name for name in others if down is None or order.index(name) < order.index(down))
+    last = tuple(name for name in others if name not in middle)
+    for f in GATES if act is None else (kinds[act].f,):
+        for like in _forms(f, first, packed, down, act, middle, last):
+            if _same(like.compute(clone._modules, x, like.exact), y):
+                yield like
+
+
+def _forms(f, first, packed, down, act, middle, last):
+    """The readings of a module that agree with the order of its calls."""
+    how = down, act, middle, last
+    if len(first) == 2:
+        return [FeedForward(f, True, names, *how) for names in (first, first[::-1])]
+    if packed:
+        return [FeedForward(f, True, first, *how, gate_first) for gate_first in (True, False)]
+    return [FeedForward(f, False, first, *how)]
+
+
+def _same(a, b) -> bool:
+    return a is b or (a.shape == b.shape and bool((a - b).abs().max() <= traced.EXACT * b.abs().max()))

@@ -1,0 +1,199 @@
+"""Modules whose own code calls torch's functions: recognised by reading it, and run with these calls routed.
+
+Swapping modules does not reach a model that calls `nn.functional.dropout` in its forward. `recognise` finds such
+modules in the byte code of their class. Converted, their forward runs with the calls routed (hfnn/patch.py) that stand
+in that code, and no others: what runs inside a submodule is the submodule's own matter. Activation checkpointing
+depends on it. It calls a submodule again in backward, outside of this forward, and must meet the same functions.
+"""
+
+import dis
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn.kernel import PREFERENCES, compiling
+from hfnn.patch import PLACES, Place, here, install, uninstall
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How a module is to be read whose own code calls functions that hfnn has."""
+
+    names: tuple[str, ...]
+    op = None
+
+    @property
+    def mixin(self):
+        return Routed
+
+    def __str__(self) -> str:
+        return f"hfnn {', '.join(self.names)} inside"
+
+
+class Routed:
+    """Goes before the class of such a module: its own forward, with the calls in its own code routed."""
+
+    prefer = "auto"
+
+    def __init_subclass__(cls, **kwargs):
+        if "_hfnn_original" in vars(cls):
+            found = calls(cls._hfnn_original)
+            # Before the class's own hook: that of transformers wraps what it finds with checkpointing, ours included.
+            cls.forward, cls._hfnn_when = _within(cls._hfnn_original.forward, found), f"called in {found.where}"
+        super().__init_subclass__(**kwargs)
+
+
+def _within(forward: Callable, found: "Calls") -> Callable:
+    """`forward`, with the calls routed that its own code makes; of the same signature, which libraries read."""
+    places, codes = found.places, found.codes
+    alone = {prefer: ({}, codes, prefer) for prefer in PREFERENCES}
+
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):
+        # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+        if compiling() or not (torch.is_grad_enabled() or self.training):
+            return forward(self, *args, **kwargs)
+        outer = here.state
+        install(places)
+        here.state = alone[self.prefer] if outer is None else (outer[0], codes, self.prefer)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            here.state = outer
+            uninstall(places)
+
+    return run
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The calls of functions that hfnn has in a class's own code."""
+
+    places: tuple[Place, ...]
+    codes: frozenset
+    where: str
+
+
+def recognise(module: nn.Module) -> tuple[Inside | None, str | None]:
+    """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it makes none."""
+    found = calls(type(module))
+    if isinstance(found, str):
+        return None, found
+    return (Inside(tuple(sorted({place.name for place in found.places}))), None) if found else (None, None)
+
+
+# Of torch, and of those who compute with the parts of a model in their own way.
+_FOREIGN = ("torch", "hfnn", "peft")
+_CHECKPOINT = re.compile(r"(^|_)checkpoint(_|$)|checkpointing_func")
+# It derives the forward of each class from the one it finds there, ours included.
+_CHECKPOINTS_SUBCLASSES = "transformers.modeling_layers"
+
+
+@functools.cache
+def calls(cls: type) -> Calls | str | None:
+    """What the class's forward calls, and functions and methods that it calls, of the same file, at most two deep.
+
+    None where there is nothing; a reason where calls are repeated in backward without the module being called again.
+    """
+    forward = _unwrapped(cls.forward)
+    if forward is None or _is_foreign(cls) or _is_foreign(forward):
+        return None
+    found: dict[types.FunctionType, set[Place]] = {}
+    _collect(forward, cls, 0 if _checkpoints(forward) else 2, found)
+    found = {function: places for function, places in found.items() if places}
+    if not found:
+        return None
+    if any(_checkpoints(f) for f in _wrappers(cls.forward) if f.__globals__["__name__"] != _CHECKPOINTS_SUBCLASSES):
+        return "its forward is wrapped by a function that checkpoints it: what that calls again cannot be routed"
+    places = tuple(dict.fromkeys(place for places in found.values() for place in sorted(places, key=id)))
+    codes = frozenset(code for function in found for code in _codes(function))
+    return Calls(places, codes, ", ".join(function.__name__ for function in found))
+
+
+def _is_foreign(thing) -> bool:
+    return thing.__module__ is None or thing.__module__.partition(".")[0] in _FOREIGN
+
+
+def _unwrapped(function) -> types.FunctionType | None:
+    """The function under its decorators, or None where it is not in Python."""
+    function = inspect.unwrap(function)
+    return function if type(function) is types.FunctionType else None
+
+
+def _wrappers(function) -> Iterator[types.FunctionType]:
+    """The decorators' functions around a function."""
+    while hasattr(function, "__wrapped__"):
+        if type(function) is types.FunctionType:
+            yield function
+        function = function.__wrapped__
+
+
+def _checkpoints(function) -> bool:
+    """Whether a function seems to have parts of its own computed again in backward."""
+    return any(_CHECKPOINT.search(name) for code in _nested(function.__code__) for name in code.co_names)
+
+
+def _codes(function) -> tuple[types.CodeType, ...]:
+    """The code of a function, with that of the functions inside it where nobody checkpoints these."""
+    return (function.__code__,) if _checkpoints(function) else tuple(_nested(function.__code__))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _collect(function, cls, depth: int, found: dict) -> None:
+    """Into found: the places that a function looks up, and those of its helpers."""
+    found[function] = set()
+    for code in _codes(function):
+        for thing in _looked_up(code, function, cls):
+            if isinstance(thing, Place):
+                found[function].add(thing)
+            elif depth and thing not in found and not _checkpoints(thing):
+                _collect(thing, cls, depth - 1, found)
+
+
+def _looked_up(code, function, cls) -> Iterator[Place | types.FunctionType]:
+    """Places and helpers in the order in which the code names them: `F.gelu`, `helper`, `self.helper`."""
+    first = function.__code__.co_varnames[:1]
+    value = None  # of the name or chain of attributes up to here
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = function.__globals__.get(name)
+            helper = _helper(value, function)
+            if helper is not None:
+                yield helper
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            place = PLACES.get((value, name)) if isinstance(value, types.ModuleType) else None
+            if place is not None:
+                yield place
+            elif value is _SELF:
+                helper = _helper(inspect.getattr_static(cls, name, None), function)
+                if helper is not None:
+                    yield helper
+            value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
+        elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            last = name[-1] if isinstance(name, tuple) else name  # newer Pythons load two at once
+            value = _SELF if (last,) == first else None
+        elif instruction.opname != "EXTENDED_ARG":
+            value = None
+
+
+_SELF = object()
+
+
+def _helper(value, function) -> types.FunctionType | None:
+    """A plain function that stands in the same file."""
+    value = getattr(value, "__func__", value)
+    found = _unwrapped(value) if type(value) is types.FunctionType else None
+    return found if found is not None and found.__globals__ is function.__globals__ else None

@@ -1,0 +1,12 @@
+"""How many bytes autograd keeps between forward and backward, who keeps them, and what a step needs at most.
+
+print(hfnn.memory.report(model, ids, labels=ids))   # by module and by op, with the original classes and converted
+hfnn.memory.saved_bytes(lambda: model(ids)).total
+hfnn.memory.peak_bytes(step, "cuda")
+"""
+
+from hfnn.memory.keepers import MemoryReport, Row, report
+from hfnn.memory.peak import peak_bytes
+from hfnn.memory.saved import Saved, saved_bytes
+
+__all__ = ["MemoryReport", "Row", "Saved", "peak_bytes", "report", "saved_bytes"]

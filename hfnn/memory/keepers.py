@@ -1,0 +1,281 @@
+"""`report`: which module and which op keeps how much between forward and backward, as it was and converted."""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from torch import nn
+
+from hfnn.convert import convert, revert
+from hfnn.dress import is_converted
+from hfnn.memory.saved import FROM_PYTHON, Kept, Record, nodes, packed, set_aside, storage_of, unpack
+
+CASTS = "casts of weights"
+ASIDE = ", set aside"  # after the op's name: held as an attribute of the node, and not as a saved tensor
+VERSIONS = ("eager", "converted")
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+# In a picture, so many layers of a bar; the smallest are one together.
+LAYERS = 12
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes that one op keeps in modules alike, with the original classes (eager) and converted.
+
+    module: the name, with * for numbers in it; modules: how many have it; op: of the autograd node.
+    """
+
+    module: str
+    modules: int
+    op: str
+    eager: int
+    converted: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Who keeps what between forward and backward: print it, read its `rows`, or `plot` it.
+
+    Each storage is counted once, at whoever saved it first: the innermost module that was running then. Rows are in the
+    order of the model.
+    """
+
+    rows: list[Row]
+
+    @property
+    def eager(self) -> int:
+        return sum(row.eager for row in self.rows)
+
+    @property
+    def converted(self) -> int:
+        return sum(row.converted for row in self.rows)
+
+    @property
+    def by_module(self) -> dict[str, tuple[int, int]]:
+        """(eager, converted) bytes by the folded name of a module, in the order of the model."""
+        return self._sums("module")
+
+    @property
+    def by_op(self) -> dict[str, tuple[int, int]]:
+        """(eager, converted) bytes by op."""
+        return self._sums("op")
+
+    def _sums(self, by: str) -> dict[str, tuple[int, int]]:
+        sums: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            eager, converted = sums.get(getattr(row, by), (0, 0))
+            sums[getattr(row, by)] = eager + row.eager, converted + row.converted
+        return sums
+
+    def __rich__(self) -> Group:
+        how_many = {row.module: f"{row.module}  x{row.modules}" if row.modules > 1 else row.module for row in self.rows}
+        modules = {how_many[name]: both for name, both in self.by_module.items()}
+        return Group(self._table("module", modules), self._table("op", self.by_op))
+
+    def _table(self, title: str, sums: dict[str, tuple[int, int]]) -> Table:
+        """The largest first; the last line is the sum."""
+        power = max(min((max(self.eager, self.converted, 1).bit_length() - 1) // 10, len(UNITS) - 1), 0)
+        table = Table(title, *(f"{version}, {UNITS[power]}" for version in VERSIONS), "converted / eager")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, both in sorted(sums.items(), key=lambda item: -max(item[1])):
+            table.add_row(name, *(_number(n, power) for n in both), _ratio(*both))
+        table.add_section()
+        both = self.eager, self.converted
+        table.add_row("all", *(_number(n, power) for n in both), _ratio(*both))
+        return table
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        Console(file=file, width=160).print(self)
+        return file.getvalue()
+
+    def plot(self, path: str | Path, by: str = "module") -> None:
+        """Two bars, eager and converted, in layers by "module" or "op", as a picture in the format of path's suffix.
+
+        Needs matplotlib. Raises ValueError for another `by`.
+        """
+        if by not in ("module", "op"):
+            raise ValueError(f'by={by!r}: choose "module" or "op"')
+        from matplotlib.figure import Figure  # not pyplot: nothing of the caller's figures and backend is touched
+
+        colours = [f"C{i}" for i in range(10) if i != 7] + ["gold", "navy", "0.7"]
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes, below = figure.subplots(), [0.0, 0.0]
+        for (name, both), colour in zip(_largest(self._sums(by)).items(), colours, strict=False):
+            heights = [n / 2**20 for n in both]
+            axes.bar(VERSIONS, heights, 0.6, below, label=name, color=colour, edgecolor="white", linewidth=0.5)
+            below = [b + h for b, h in zip(below, heights, strict=True)]
+        for version, height in zip(VERSIONS, below, strict=True):
+            axes.text(version, height, f"{height:,.4g}", ha="center", va="bottom")
+        axes.set(ylabel="MiB kept between forward and backward")
+        axes.spines[["top", "right"]].set_visible(False)
+        # In the order of the layers, the lowest last.
+        figure.legend(*(part[::-1] for part in axes.get_legend_handles_labels()), loc="outside right upper")
+        figure.savefig(path, dpi=150)
+
+
+def _largest(sums: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """The largest, in their order, and the rest as one, if there are too many for a picture."""
+    if len(sums) <= LAYERS:
+        return sums
+    chosen = sorted(sums, key=lambda name: -max(sums[name]))[: LAYERS - 1]
+    rest = [both for name, both in sums.items() if name not in chosen]
+    others = {f"{len(rest)} others": (sum(eager for eager, _ in rest), sum(converted for _, converted in rest))}
+    return {name: both for name, both in sums.items() if name in chosen} | others
+
+
+def _number(nbytes: int, power: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / 1024**power:,.2f}" if power else f"{nbytes:,}"
+
+
+def _ratio(eager: int, converted: int) -> str:
+    return f"{converted / eager:.2f}" if eager else ""
+
+
+def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryReport:
+    """Run the model forward twice, with its original classes and converted, and tell who keeps what for backward.
+
+    The forward is `model(*inputs, **kwargs)`, in the caller's autocast state and in the model's own mode: call
+    `model.train()` before, for it is training that is asked about. A model that is not converted is converted for the
+    second run, with `prefer`. It is left as it was: classes, parameters and their gradients, buffers, and torch's
+    generators; nothing runs backward, and the memory of one forward is needed.
+
+    Counted are unique storages. Parameters and buffers are not counted, nor what shares their memory; the casts of
+    parameters that autocast makes are, as an op "casts of weights", and so are tensors that a node holds besides
+    ("..., set aside"). Under gradient checkpointing that is what checkpoints keep. Raises what the forward raises, and
+    ValueError for a model whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
+    with _left_as_it_was(model):
+        if not any(map(is_converted, model.modules())):
+            convert(model, prefer=prefer)
+        converted = _forward(model, inputs, kwargs)
+        eager = _forward(revert(model), inputs, kwargs)
+    return MemoryReport(_rows(model, eager, converted))
+
+
+# {(name of the module, op): bytes}, in the order in which they came
+Found = dict[tuple[str, str], int]
+
+
+def _rows(model, eager: Found, converted: Found) -> list[Row]:
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    sums: dict[tuple[str, str], list] = {}
+    for name, op in sorted({**eager, **converted}, key=lambda key: order[key[0]]):
+        modules, before, after = sums.setdefault((_fold(name), op), [set(), 0, 0])
+        modules.add(name)
+        sums[_fold(name), op][1:] = before + eager.get((name, op), 0), after + converted.get((name, op), 0)
+    many: dict[str, set[str]] = {}
+    for (folded, _), (modules, *_) in sums.items():
+        many.setdefault(folded, set()).update(modules)
+    return [Row(folded, len(many[folded]), op, *both) for (folded, op), (_, *both) in sums.items()]
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name) or "(model)"
+
+
+def _forward(model, inputs, kwargs) -> Found:
+    """Run the model and count what is kept, by module and op."""
+    spy = _Spy(model)
+    torch.clear_autocast_cache()  # a cast that the other run left would be nobody's here
+    hooks = torch.autograd.graph.saved_tensors_hooks(spy.pack, unpack)
+    with _same_randomness(model), torch.enable_grad(), spy.watching(), hooks:
+        result = model(*inputs, **kwargs)
+    torch.clear_autocast_cache()
+    graph = list(nodes(result))
+    ops, modules = {}, {}
+    for op, node in graph:
+        for kept in packed(node):
+            ops.setdefault(kept, op)
+            modules.setdefault(node, kept.module)
+    found: Found = {}
+    seen = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
+    for kept in spy.record.alive(reached=ops):
+        if kept.key not in seen:
+            seen.add(kept.key)
+            key = kept.module, CASTS if kept.cast else ops.get(kept, FROM_PYTHON)
+            found[key] = found.get(key, 0) + kept.nbytes
+    for op, node in graph:
+        key = modules.get(node, ""), op + ASIDE
+        for _, size in set_aside(node, seen):
+            found[key] = found.get(key, 0) + size
+    return found
+
+
+class _Spy:
+    """Knows which module is running, and so who saves a tensor.
+
+    `nn.Module.__call__` is replaced meanwhile, as torch.fx does: hooks would be seen, by code that goes another way
+    where there are any (hfnn's deferred logits, the fast paths of torch's transformer layers).
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names = {module: name for name, module in model.named_modules()}
+        self._running = [""]
+        self.record = Record()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        call = nn.Module.__call__
+
+        def watched(module, *args, **kwargs):
+            name = self._names.get(module)
+            if name is None:
+                return call(module, *args, **kwargs)
+            self._running.append(name)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._running.pop()
+
+        nn.Module.__call__ = watched
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call
+
+    def pack(self, tensor: torch.Tensor) -> Kept:
+        kept = self.record.pack(tensor)
+        kept.module = self._running[-1]
+        return kept
+
+
+# Leaving no trace
+
+
+def _same_randomness(model) -> contextlib.AbstractContextManager:
+    """torch's generators of the CPU and of the model's devices are afterwards what they were."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    return torch.random.fork_rng(list(devices))
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """The classes of modules, their preference, their buffers and what these hold are afterwards what they were."""
+    before = [(m, type(m), "prefer" in vars(m), vars(m).get("prefer"), dict(m._buffers)) for m in model.modules()]
+    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, cls, own, prefer, buffers in before:
+            object.__setattr__(module, "__class__", cls)
+            vars(module).pop("prefer", None)
+            if own:
+                vars(module)["prefer"] = prefer
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, copy in copies:  # not told by `_version`, which batch norm leaves as it is
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)

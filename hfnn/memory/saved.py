@@ -1,0 +1,153 @@
+"""What autograd keeps between forward and backward, and which op keeps it."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from hfnn.kernel import is_plain
+from hfnn.memory.peak import tensors
+
+# In place of an op, for what is in no graph that the result leads to.
+FROM_PYTHON = "held from Python, as by a checkpoint"
+
+
+@dataclass
+class Saved:
+    """Bytes kept for backward: `total` over unique storages, `by_op` with each storage counted at its first keeper.
+
+    casts: how much of the total are casts of parameters, which autocast makes; aside: bytes that nodes hold besides, as
+    attributes instead of saved tensors (a loss that makes its gradients in forward), not in the total.
+    """
+
+    total: int = 0
+    by_op: dict[str, int] = field(default_factory=dict)
+    casts: int = 0
+    aside: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{size:>14,}  {op}" for op, size in sorted(self.by_op.items(), key=lambda item: -item[1])]
+        return "\n".join([f"{self.total:>14,}  bytes kept for backward", *lines])
+
+
+class Kept:
+    """A saved tensor, as packed: the storage is what costs. module: for `hfnn.memory.report`."""
+
+    def __init__(self, tensor: torch.Tensor):
+        # Detached: an op that saves its own result would else hold its own node, and neither would ever be freed.
+        self.tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        self.key, self.nbytes = storage._cdata, storage.nbytes()
+        self.cast = _is_cast_of_parameter(tensor)
+        self.module: str | None = None
+
+
+class Record:
+    """Everything that was packed, for as long as somebody keeps it."""
+
+    def __init__(self):
+        self._refs: list[weakref.ref] = []
+
+    def pack(self, tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor)
+        self._refs.append(weakref.ref(kept))
+        return kept
+
+    def alive(self, reached) -> list[Kept]:
+        """What is kept, in the order in which it was saved; reached: what is known to be, from the graph."""
+        kept = [k for k in (ref() for ref in self._refs) if k is not None]
+        if any(k not in reached for k in kept):
+            del kept
+            gc.collect()  # a node in a cycle is kept by nobody
+            kept = [k for k in (ref() for ref in self._refs) if k is not None]
+        return kept
+
+
+def saved_bytes(fn: Callable[[], object]) -> Saved:
+    """Run `fn` and count what autograd keeps for its backward.
+
+    fn returns a tensor, or any nest of tuples, lists and dicts with tensors, that depends on what is to be counted.
+    Counts unique storages, for two nodes that save one storage pay once. Parameters do not count, nor what shares their
+    memory. Memory that torch's ops hold in other ways (cuDNN's reserve space) is not seen. Of a part under gradient
+    checkpointing, its inputs are kept.
+    """
+    record = Record()
+    with torch.autograd.graph.saved_tensors_hooks(record.pack, unpack):
+        result = fn()
+    found, graph = Saved(), list(nodes(result))
+    seen = {storage_of(p) for p in leaves(node for _, node in graph)}
+    ops = {}
+    for op, node in graph:
+        for kept in packed(node):
+            ops.setdefault(kept, op)
+    for kept in (*ops, *record.alive(reached=ops)):
+        if kept.key not in seen:
+            seen.add(kept.key)
+            op = ops.get(kept, FROM_PYTHON)
+            found.total += kept.nbytes
+            found.by_op[op] = found.by_op.get(op, 0) + kept.nbytes
+            found.casts += kept.nbytes * kept.cast
+    # Last: what is a saved tensor of any node counts as that.
+    for _, node in graph:
+        found.aside += sum(size for _, size in set_aside(node, seen))
+    return found
+
+
+def unpack(kept: Kept) -> torch.Tensor:
+    return kept.tensor
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def nodes(result) -> Iterator[tuple[str, object]]:
+    """(name of the op, node) for every node of the graph behind result, from the outputs down."""
+    queue = [t.grad_fn for t in tensors(result) if t.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        node = queue.pop(0)
+        yield node.name().rstrip("0123456789").removesuffix("Backward").lstrip("_"), node
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                queue.append(after)
+
+
+def leaves(graph) -> Iterator[torch.nn.Parameter]:
+    """The parameters that a graph ends in."""
+    for node in graph:
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            yield leaf
+
+
+def packed(node) -> Iterator[Kept]:
+    """What a node saved, as it was packed: to unpack it would have a checkpoint compute its part again."""
+    for attribute in dir(node):
+        if attribute.startswith("_raw_saved_"):
+            raw = getattr(node, attribute)
+            for one in raw if isinstance(raw, (tuple, list)) else (raw,):
+                if isinstance(one.data, Kept):
+                    yield one.data
+
+
+def set_aside(node, seen: set[int]) -> Iterator[tuple[int, int]]:
+    """(storage, bytes) of tensors that a node holds as attributes; those in `seen` are skipped, the others added."""
+    for tensor in tensors(getattr(node, "__dict__", None)):
+        if not is_plain(tensor) or tensor.is_meta:  # no memory of its own
+            continue
+        key = storage_of(tensor)
+        if key not in seen:
+            seen.add(key)
+            yield key, tensor.untyped_storage().nbytes()
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether this is a parameter in another dtype, or a view of such a cast."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or not node.name().startswith("ToCopyBackward"):
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)

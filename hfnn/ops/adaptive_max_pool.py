@@ -1,0 +1,155 @@
+"""Adaptive max pooling over one, two or three dimensions, keeping the place of each maximum in its window.
+
+    y_o = max x_i over floor(o I / O) <= i < ceil((o + 1) I / O)    for I inputs and O outputs, in each dimension
+
+Where O divides I this is max pooling with windows of I / O, and hfnn/ops/max_pool.py's. Else the windows differ, and
+both directions are torch's own kernels: what is kept is the number of the maximum in a window as large as the largest,
+2 to 8 bits, from which backward makes the int64 index that torch keeps, and it makes up the x that torch keeps too.
+"""
+
+import functools
+import math
+
+import torch
+from torch import nn
+
+from hfnn import bits
+from hfnn.kernel import Op
+from hfnn.ops import max_pool
+from hfnn.ops.avg_pool import Keeps, sizes_of, takes
+
+aten = torch.ops.aten
+# By dimensions. One is done as two with a height of 1, as in torch.
+_FORWARD = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}
+_BACKWARD = {2: aten.adaptive_max_pool2d_backward.default, 3: aten.adaptive_max_pool3d_backward.default}
+
+
+@functools.lru_cache(maxsize=256)
+def _largest(inputs: int, outputs: int) -> int:
+    """The size of the largest window in a dimension."""
+    return max(-(-(o + 1) * inputs // outputs) - o * inputs // outputs for o in range(outputs))
+
+
+def _begins(inputs: int, outputs: int, d: int, device):
+    """Where each window begins, along dimension -d."""
+    return (torch.arange(outputs, device=device) * inputs // outputs).view(-1, *(1,) * (d - 1))
+
+
+class _AdaptiveMaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sizes):
+        y, at = _FORWARD[len(sizes)](x, sizes)
+        ctx.like, ctx.sizes, ctx.strides = Keeps(x), sizes, at.stride()
+        code, unit = 0, 1
+        for d in range(1, len(sizes) + 1):
+            inputs, outputs = x.shape[-d], sizes[-d]
+            code = code + unit * (at % inputs - _begins(inputs, outputs, d, x.device))
+            at, unit = at // inputs, unit * _largest(inputs, outputs)
+        ctx.save_for_backward(bits.pack(code.to(torch.uint8), max_pool.code_width(unit)))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        like, sizes, dims = ctx.like, ctx.sizes, len(ctx.sizes)
+        positions = math.prod(map(_largest, like.shape[-dims:], sizes))
+        code, at, unit = bits.unpack(packed, dy.shape, max_pool.code_width(positions), torch.uint8).long(), 0, 1
+        for d in range(1, dims + 1):
+            inputs, outputs = like.shape[-d], sizes[-d]
+            largest = _largest(inputs, outputs)
+            at = at + unit * (code % largest + _begins(inputs, outputs, d, dy.device))
+            code, unit = code // largest, unit * inputs
+        at = torch.empty_strided(at.shape, ctx.strides, dtype=at.dtype, device=at.device).copy_(at)
+        return _BACKWARD[dims](dy, like.empty(dy.dtype), at).to(like.dtype), None
+
+
+def _adaptive(dims, x, output_size, prefer):
+    """The result, or None where torch's own op is to run, or to raise."""
+    sizes = sizes_of(x, output_size, dims)
+    if sizes is None or min(sizes) < 1 or 0 in x.shape[-dims - 1 :]:
+        return None
+    inputs = tuple(x.shape[-dims:])
+    if all(i % o == 0 for i, o in zip(inputs, sizes, strict=True)):
+        window = tuple(i // o for i, o in zip(inputs, sizes, strict=True))
+        return max_pool.max_pool(max_pool.OPS[dims - 1], dims, x, window, None, 0, 1, False, prefer)
+    if math.prod(map(_largest, inputs, sizes)) > max_pool.LARGEST or not takes(x, prefer):
+        return None
+    if dims == 1:
+        return _AdaptiveMaxPool.apply(x.unsqueeze(-2), (1, *sizes)).squeeze(-2)
+    return _AdaptiveMaxPool.apply(x, sizes)
+
+
+def _passes(x, prefer) -> bool:
+    """Whether torch's own op runs without further questions."""
+    return max_pool.OPS[0].passes(x, prefer) or not isinstance(x, torch.Tensor)
+
+
+def adaptive_max_pool1d(input, output_size, return_indices=False, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_max_pool1d`, keeping 2 to 8 bits an output instead of its input and indices.
+
+    Shapes: input (N, C, L) or (C, L). Windows of more than 256 positions, and return_indices=True, are left to torch's
+    own op. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    """
+    y = None if return_indices or _passes(input, prefer) else _adaptive(1, input, output_size, prefer)
+    return nn.functional.adaptive_max_pool1d(input, output_size, return_indices) if y is None else y
+
+
+def adaptive_max_pool2d(input, output_size, return_indices=False, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_max_pool2d`; input (N, C, H, W) or (C, H, W), else as `adaptive_max_pool1d`."""
+    y = None if return_indices or _passes(input, prefer) else _adaptive(2, input, output_size, prefer)
+    return nn.functional.adaptive_max_pool2d(input, output_size, return_indices) if y is None else y
+
+
+def adaptive_max_pool3d(input, output_size, return_indices=False, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_max_pool3d`; input (N, C, D, H, W) or (C, D, H, W), else as the others."""
+    y = None if return_indices or _passes(input, prefer) else _adaptive(3, input, output_size, prefer)
+    return nn.functional.adaptive_max_pool3d(input, output_size, return_indices) if y is None else y
+
+
+class AdaptiveMaxPool1d(nn.AdaptiveMaxPool1d):
+    """`torch.nn.AdaptiveMaxPool1d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_max_pool1d(input, self.output_size, self.return_indices, prefer=self.prefer)
+
+
+class AdaptiveMaxPool2d(nn.AdaptiveMaxPool2d):
+    """`torch.nn.AdaptiveMaxPool2d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_max_pool2d(input, self.output_size, self.return_indices, prefer=self.prefer)
+
+
+class AdaptiveMaxPool3d(nn.AdaptiveMaxPool3d):
+    """`torch.nn.AdaptiveMaxPool3d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_max_pool3d(input, self.output_size, self.return_indices, prefer=self.prefer)
+
+
+def _sample(dims, case, dtype, device, generator=None):
+    shape = (*(1,) * (dims + 1 - len(case)), *case)
+    return (torch.randn(shape, generator=generator).to(dtype).to(device), (1,) * (dims - 1) + (5,)), {}
+
+
+def _op(dims, module, room) -> Op:
+    """No kernels of its own: max_pool's run, or torch's. `convert` finds the module here."""
+    name = f"adaptive_max_pool{dims}d"
+    torchs = getattr(nn.functional, name)
+    sample = functools.partial(_sample, dims)
+    op = Op(name, torchs, torchs, (), sample, ((3, 769),), recipe=False, like_input=False)
+    op.modules[module] = room
+    return op
+
+
+OPS = (
+    _op(1, nn.AdaptiveMaxPool1d, AdaptiveMaxPool1d),
+    _op(2, nn.AdaptiveMaxPool2d, AdaptiveMaxPool2d),
+    _op(3, nn.AdaptiveMaxPool3d, AdaptiveMaxPool3d),
+)

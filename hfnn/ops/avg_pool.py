@@ -1,0 +1,236 @@
+"""Average pooling over one, two or three dimensions, windowed and adaptive, keeping nothing.
+
+    y_o = 1 / n_o * sum of x over window o,    dx_i = sum of dy_o / n_o over the windows o that hold i
+
+Both directions are torch's own kernels, so the results are torch's to the bit. torch keeps x all the same, of which its
+backward reads nothing but sizes and strides: here they are what is kept, and backward hands it memory that was never
+written to.
+"""
+
+import functools
+
+import torch
+from torch import nn
+
+from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, compiling, context, forced
+
+aten = torch.ops.aten
+_avg_pool2d, _avg_pool3d = torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
+_FLOORS = dict(zip(PREFERENCES, (WORTH_ELEMENTS, 0, float("inf")), strict=True))  # it is not faster, only smaller
+
+
+def takes(x, prefer: str) -> bool:
+    """Whether a room that runs torch's own kernels, but keeps less than torch, is worth its host time for x.
+
+    It is not where nothing is kept, because no gradient is wanted.
+    """
+    if compiling() or forced() == "torch" or not isinstance(x, torch.Tensor) or x.numel() < _FLOORS[prefer]:
+        return False
+    return x.requires_grad and torch.is_grad_enabled() and x.is_floating_point() and context(x) is None
+
+
+class Keeps:
+    """Shape, strides and dtype of a tensor, for a tensor like it."""
+
+    def __init__(self, x):
+        self.shape, self.strides, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
+        if not x.is_contiguous():  # strides that fill memory, in the order of x's
+            self.strides = torch.empty_like(x, device="meta").stride()
+
+    def empty(self, dtype):
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device)
+
+
+class _AvgPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward, arguments):
+        ctx.how = Keeps(x), backward, arguments
+        return forward(x, *arguments)
+
+    @staticmethod
+    def backward(ctx, dy):
+        # torch's op, which can be differentiated by dy where that is asked. Autocast may have changed the dtype.
+        like, backward, arguments = ctx.how
+        # A single number only in a list: forward's binding is the one of Python, and backward's is not.
+        lists = (list(n) if isinstance(n, (tuple, list)) else [n] for n in arguments[:3])
+        return backward(dy, like.empty(dy.dtype), *lists, *arguments[3:]).to(like.dtype), None, None, None
+
+
+class _AdaptiveAvgPool(_AvgPool):
+    @staticmethod
+    def backward(ctx, dy):
+        like, backward, _ = ctx.how
+        return backward(dy, like.empty(dy.dtype)).to(like.dtype), None, None, None
+
+
+def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, prefer="auto"):
+    """`torch.nn.functional.avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    stride = () if stride is None else stride
+    how = tuple(map(_number, (kernel_size, stride, padding)))
+    if not takes(input, prefer) or input.dim() not in (2, 3) or None in how:
+        return torch.avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
+    # As torch does it, by a height of 1.
+    window, step, pad = how
+    how = ((1, window), step and (1, step), (0, pad), ceil_mode, count_include_pad, None)
+    return _AvgPool.apply(input.unsqueeze(-2), _avg_pool2d, aten.avg_pool2d_backward.default, how).squeeze(-2)
+
+
+def _number(given):
+    """An argument of one dimension as a number, () where it is absent, None where torch has something to say."""
+    if isinstance(given, (tuple, list)) and len(given) <= 1:
+        given = given[0] if given else ()
+    return given if given == () or type(given) is int else None
+
+
+def avg_pool2d(
+    input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None,
+    *, prefer="auto"
+):  # fmt: skip
+    """`torch.nn.functional.avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    how = kernel_size, () if stride is None else stride, padding, ceil_mode, count_include_pad, divisor_override
+    if not takes(input, prefer):
+        return _avg_pool2d(input, *how)
+    return _AvgPool.apply(input, _avg_pool2d, aten.avg_pool2d_backward.default, how)
+
+
+def avg_pool3d(
+    input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None,
+    *, prefer="auto"
+):  # fmt: skip
+    """`torch.nn.functional.avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
+    how = kernel_size, () if stride is None else stride, padding, ceil_mode, count_include_pad, divisor_override
+    if not takes(input, prefer):
+        return _avg_pool3d(input, *how)
+    return _AvgPool.apply(input, _avg_pool3d, aten.avg_pool3d_backward.default, how)
+
+
+def adaptive_avg_pool1d(input, output_size, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    if takes(input, prefer) and input.dim() in (2, 3):
+        size = output_size[0] if isinstance(output_size, (tuple, list)) and len(output_size) == 1 else output_size
+        if type(size) is int:
+            y = _adaptive(input.unsqueeze(-2), (1, size), aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward)
+            if y is not None:
+                return y.squeeze(-2)
+    return torch.adaptive_avg_pool1d(input, output_size)
+
+
+def adaptive_avg_pool2d(input, output_size, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    if takes(input, prefer):
+        sizes = sizes_of(input, output_size, 2)
+        y = _adaptive(input, sizes, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward)
+        if y is not None:
+            return y
+    return nn.functional.adaptive_avg_pool2d(input, output_size)
+
+
+def adaptive_avg_pool3d(input, output_size, *, prefer="auto"):
+    """`torch.nn.functional.adaptive_avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed"."""
+    if takes(input, prefer):
+        sizes = sizes_of(input, output_size, 3)
+        y = _adaptive(input, sizes, aten._adaptive_avg_pool3d, aten._adaptive_avg_pool3d_backward)
+        if y is not None:
+            return y
+    return nn.functional.adaptive_avg_pool3d(input, output_size)
+
+
+def sizes_of(x, output_size, dims) -> tuple | None:
+    """Sizes of the output: None in output_size stands for that of x. None where torch has something to say."""
+    if x.dim() not in (dims + 1, dims + 2):
+        return None
+    given = tuple(output_size) if isinstance(output_size, (tuple, list)) else (output_size,) * dims
+    if len(given) != dims or not all(n is None or type(n) is int for n in given):
+        return None
+    return tuple(size if n is None else n for n, size in zip(given, x.shape[-dims:], strict=True))
+
+
+def _adaptive(x, sizes, forward, backward):
+    """None where torch's own op is to run: for an output of one element it takes a mean, which keeps nothing either."""
+    if sizes is None or min(sizes) < 1 or max(sizes) == 1:
+        return None
+    if len(sizes) == 3 and torch.is_autocast_enabled(x.device.type):
+        return None  # the CPU's widens adaptive_avg_pool3d by that name alone
+    return _AdaptiveAvgPool.apply(x, forward.default, backward.default, (sizes,))
+
+
+class AvgPool1d(nn.AvgPool1d):
+    """`torch.nn.AvgPool1d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad
+        return avg_pool1d(input, *how, prefer=self.prefer)
+
+
+class AvgPool2d(nn.AvgPool2d):
+    """`torch.nn.AvgPool2d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad, self.divisor_override
+        return avg_pool2d(input, *how, prefer=self.prefer)
+
+
+class AvgPool3d(nn.AvgPool3d):
+    """`torch.nn.AvgPool3d`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad, self.divisor_override
+        return avg_pool3d(input, *how, prefer=self.prefer)
+
+
+class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):
+    """`torch.nn.AdaptiveAvgPool1d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_avg_pool1d(input, self.output_size, prefer=self.prefer)
+
+
+class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """`torch.nn.AdaptiveAvgPool2d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_avg_pool2d(input, self.output_size, prefer=self.prefer)
+
+
+class AdaptiveAvgPool3d(nn.AdaptiveAvgPool3d):
+    """`torch.nn.AdaptiveAvgPool3d`: the same arguments. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return adaptive_avg_pool3d(input, self.output_size, prefer=self.prefer)
+
+
+def _sample(dims, given, case, dtype, device, generator=None):
+    shape = (*(1,) * (dims + 1 - len(case)), *case)
+    return (torch.randn(shape, generator=generator).to(dtype).to(device), given), {}
+
+
+def _op(name, dims, given, module, room) -> Op:
+    """No kernels of its own: torch's run. `convert` finds the module here."""
+    torchs = getattr(nn.functional, name)
+    op = Op(
+        name, torchs, torchs, (), functools.partial(_sample, dims, given), ((3, 769),), recipe=False, like_input=False
+    )
+    op.modules[module] = room
+    return op
+
+
+OPS = (
+    _op("avg_pool1d", 1, 3, nn.AvgPool1d, AvgPool1d),
+    _op("avg_pool2d", 2, (1, 3), nn.AvgPool2d, AvgPool2d),
+    _op("avg_pool3d", 3, (1, 1, 3), nn.AvgPool3d, AvgPool3d),
+    _op("adaptive_avg_pool1d", 1, 3, nn.AdaptiveAvgPool1d, AdaptiveAvgPool1d),
+    _op("adaptive_avg_pool2d", 2, 3, nn.AdaptiveAvgPool2d, AdaptiveAvgPool2d),
+    _op("adaptive_avg_pool3d", 3, 3, nn.AdaptiveAvgPool3d, AdaptiveAvgPool3d),
+)

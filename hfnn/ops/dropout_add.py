@@ -1,0 +1,127 @@
+"""A residual connection with dropout, which keeps nothing but a seed.
+
+    y = residual + dropout(x),    dx = dropout of dy by the same mask,    dresidual = dy
+
+The mask is that of hfnn/ops/dropout.py, bit for bit, for one (seed, offset). The sum is rounded once, where dropout and
+an addition would round twice. Under autocast a Linear's low precision meets a residual in float32: the sum is float32,
+by torch's rules of promotion, and dx is in low precision again.
+"""
+
+import torch
+from torch import nn
+
+from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops import dropout
+
+
+def reference(x, residual, p=0.5, training=True, *, mask=None):
+    """The definition for a given boolean mask of what is kept, in the dtype of x."""
+    return residual + dropout.reference(x, p, training, mask=mask)
+
+
+def _torch(input, residual, p=0.5, training=True):
+    return torch.dropout(input, p, training) + residual
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `dropout_add` for tensors of shape `case[:-1]`; the last entry of a case is p."""
+    *shape, p = case
+    x, residual = (torch.randn(shape, generator=generator) for _ in range(2))
+    # So large that no sum rounds to its residual, from which the mask can then be told.
+    x = x + torch.where(x < 0, -0.5, 0.5)
+    return (x.to(dtype).to(device), residual.to(dtype).to(device), p, True), {}
+
+
+OP = Op(
+    "dropout_add",
+    reference,
+    _torch,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", out=False, min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
+        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
+    ),
+    sample=sample,
+    cases=dropout.OP.cases,
+    traffic=(3, 2),
+    probe=lambda x: (x, 0.5, True),
+    small=(3, 5, 0.5),
+    pin=lambda args, y: {"mask": y != args[1]},
+    recipe=False,
+    bench=((16384, 8192, 0.1),),
+)
+_passes = OP.passes
+
+
+class _DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, p, drawn, kernel, fill):
+        seed, offset, pair = drawn
+        ctx.save_for_backward(pair)
+        ctx.how, ctx.dtype = (p, seed, offset, kernel), x.dtype
+        return _compute(x, residual, p, drawn, kernel, fill)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (pair,) = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx = _dropped(dy, pair, ctx.dtype, *ctx.how) if needs[0] else None
+        return dx, dy if needs[1] else None, None, None, None, None
+
+
+def _compute(x, residual, p, drawn, kernel, fill):
+    x, residual = x.contiguous(), residual.contiguous()
+    y = torch.empty_like(residual)
+    if fill is None:
+        kernel.add(x, residual, y, *numbers(p), *drawn, kernel.queue(x))
+    else:
+        fill(x, residual)
+    return y
+
+
+def _dropped(dy, pair, dtype, p, seed, offset, kernel):
+    """The gradient of x: dy through the mask, from its dtype to that of x."""
+    if p == 0:
+        return dy.to(dtype)
+    if torch.is_grad_enabled():
+        return dropout._build(p, seed, offset, kernel)(dy.to(dtype), pair)
+    dy = dy.contiguous()
+    dx = torch.empty_like(dy, dtype=dtype)
+    kernel.forward(dy, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))
+    return dx
+
+
+def numbers(p):
+    """(threshold, scale) of the kernels: csrc/dropout.h."""
+    return round(p * 2**32), 1 / (1 - p)
+
+
+def run(*args):
+    """The sum, for (x, residual, p, (seed, offset, pair), kernel, fill).
+
+    With a `fill` the sum is allocated here and computed by who comes next, who is given x and residual by
+    `fill(x, residual)` and must fill the sum before anybody reads it (hfnn/ops/add_norm.py).
+    """
+    return _DropoutAdd.apply(*args) if torch.is_grad_enabled() else _compute(*args)
+
+
+def fits(x, residual) -> bool:
+    """Whether the kernels take such a pair; where they do not, torch's own ops run, or raise."""
+    return x.shape == residual.shape and torch.promote_types(x.dtype, residual.dtype) is residual.dtype
+
+
+def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):
+    """`residual + torch.nn.functional.dropout(input, p, training)`, keeping 16 bytes instead of a mask.
+
+    Shapes: any, the same for both; the result has the dtype torch gives the sum, which is rounded once. p in [0, 1] is
+    exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Without dropout, or for shapes that are to be
+    broadcast, torch's own ops run. Raises what torch raises.
+    """
+    if not (training and 0 < p < 1):
+        if 0 <= p < 1:
+            return torch.add(input, residual)
+        return nn.functional.dropout(input, p, training) + residual
+    kernel = None if _passes(input, prefer) else OP.select(input, residual, out=residual.dtype, prefer=prefer)
+    if kernel is None or not fits(input, residual):
+        return torch.dropout(input, p, training) + residual
+    return run(input, residual, p, dropout.draw(input), kernel, None)

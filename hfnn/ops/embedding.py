@@ -1,0 +1,143 @@
+"""Rows of a table by their numbers, which are kept in 32 bits.
+
+    y_i = weight[id_i],    dweight[v] = sum of dy_i over the i with id_i = v
+
+The look-up and its gradient are torch's own. What differs is what is kept: torch keeps the ids it is given, 8 bytes a
+token. Position ids, shifted targets and the like are made in the forward and would be freed after it: here a copy of 4
+bytes stays, the same one for every table that is asked for the same ids. Ids in fewer bytes of memory than that copy
+(int32, or a row expanded over a batch) are kept as they are. Of a batch that the caller holds on to, the copy is
+memory on top: prefer="auto" therefore makes it from megabytes of ids on only, and prefer="memory" always.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
+
+_embedding_of_torch = nn.functional.embedding
+
+
+def reference(input, weight, padding_idx=None):
+    """The definition, in the dtype of weight; the row at padding_idx gets no gradient."""
+    rows = weight[input]
+    return rows if padding_idx is None else torch.where((input == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `embedding` for ids of shape `case[:-2]` into a table of shape `case[-2:]`."""
+    *shape, rows, width = case
+    weight = torch.randn(rows, width, generator=generator).to(dtype).to(device)
+    return (torch.randint(0, rows, shape, generator=generator).to(device), weight), {}
+
+
+# No kernels of its own: look-up and gradient are torch's.
+OP = Op(
+    "embedding",
+    reference,
+    _embedding_of_torch,
+    kernels=(),
+    sample=sample,
+    cases=((3, 5, 64, 32), (0, 7, 4)),
+    recipe=False,
+)
+
+# By preference: how many ids are worth it.
+FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx, scale_grad_by_freq):
+        ctx.save_for_backward(narrow(ids))
+        ctx.how = weight.shape[0], -1 if padding_idx is None else padding_idx % weight.shape[0], scale_grad_by_freq
+        return _embedding_of_torch(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(dy, ids, *ctx.how), None, None
+
+
+# By id() of the ids: (weak reference that proves it, _version, data_ptr, weak reference to the memory of the copy). The
+# memory and not the tensor, for hooks on saved tensors are given another tensor of the same memory.
+_copies: dict[int, tuple] = {}
+
+
+def narrow(ids: torch.Tensor) -> torch.Tensor:
+    """ids in 32 bits, or ids where these take no more memory. The copy is shared for as long as somebody keeps it."""
+    if ids.dtype is not torch.int64 or ids.untyped_storage().nbytes() <= 4 * ids.numel():
+        return ids
+    if type(ids) is not torch.Tensor:  # a FakeTensor has no memory
+        return ids.to(torch.int32)
+    key, mark = id(ids), (ids._version, ids.data_ptr())
+    known = _copies.get(key)
+    if known is not None and known[0]() is ids and known[1] == mark:
+        storage = torch.UntypedStorage._new_with_weak_ptr(known[2].cdata)
+        if storage is not None:
+            return torch.empty(0, dtype=torch.int32, device=ids.device).set_(storage, 0, ids.shape)
+    copy = ids.to(torch.int32, memory_format=torch.contiguous_format)
+    memory = StorageWeakRef(copy.untyped_storage())
+    _copies[key] = weakref.ref(ids, lambda _: _copies.pop(key, None)), mark, memory
+    return copy
+
+
+def _takes(input, weight) -> bool:
+    if forced() == "torch" or not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    if input.is_inference() or weight.dim() != 2 or not 0 < weight.shape[0] < 1 << 31:
+        return False
+    return input.get_device() == weight.get_device() and context(input, weight) is None
+
+
+def embedding(
+    input,
+    weight,
+    padding_idx=None,
+    max_norm=None,
+    norm_type=2.0,
+    scale_grad_by_freq=False,
+    sparse=False,
+    *,
+    prefer="auto",
+):
+    """`torch.nn.functional.embedding`, keeping the ids in 32 bits for backward.
+
+    Shapes: input any, int64 or int32; weight (rows, width); result (*, width). With max_norm or sparse torch's own op
+    runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    """
+    # This is all that a small call pays for hfnn.
+    if compiling() or input.numel() < FLOORS[prefer] or sparse or max_norm is not None or not _takes(input, weight):
+        return _embedding_of_torch(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq)
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    @property
+    def _hfnn_when(self) -> str:
+        """For `hfnn.report`: when ids are kept in 32 bits."""
+        if self.sparse or self.max_norm is not None or self.prefer == "speed":
+            return "never: keeps its ids as torch does"
+        floor = FLOORS[self.prefer]
+        return "keeps its ids in 32 bits" + (f", from {floor} ids on" if floor else "")
+
+    def forward(self, input):
+        return embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            prefer=self.prefer,
+        )
+
+
+OP.modules[nn.Embedding] = Embedding

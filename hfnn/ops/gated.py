@@ -1,0 +1,170 @@
+"""Gated products, which swiglu.py, geglu.py, reglu.py and glu.py are made of.
+
+    y = f(gate) * up,   dgate = dy up f'(gate),   dup = dy f(gate)
+
+gate and up are two tensors, or the halves of one: `packed`, (..., 2F), as a single matrix product leaves it. Kept are
+gate and up, or the packed tensor, and where these have recipes only their sources; torch keeps gate, f(gate) and up,
+and the consumer the product. The gradient of a packed tensor is one tensor whose halves the kernel fills.
+
+Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.ops import gelu, silu
+
+SHAPES = (1,), (3, 769), (64, 1024), (0, 4)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """f: its number in csrc/gated.h, torch's own op, and its definition in plain torch."""
+
+    kind: int
+    torch: Callable
+    reference: Callable
+
+
+def _quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+GATES = {
+    "silu": Gate(0, torch._C._nn.silu, silu.reference),
+    "gelu": Gate(1, torch._C._nn.gelu, gelu.reference),
+    "gelu_tanh": Gate(
+        2,
+        functools.partial(torch._C._nn.gelu, approximate="tanh"),
+        functools.partial(gelu.reference, approximate="tanh"),
+    ),
+    "relu": Gate(3, torch.relu, lambda x: torch.where(x <= 0, 0, x)),
+    "sigmoid": Gate(4, torch.sigmoid, torch.sigmoid),
+    "quick_gelu": Gate(5, _quick_gelu, _quick_gelu),
+}
+
+
+def kernels(crossover: int) -> tuple[Kernel, ...]:
+    """The table of a room; crossover: from how many elements on the C++ kernel is faster than torch's ops."""
+    return (
+        Kernel("triton", "hfnn.kernels.gated", "cuda", min_elements=1 << 24),
+        Kernel("cpp", "hfnn._C:cpu.gated", "cpu", (*FLOATS, torch.float64), min_elements=crossover),
+    )
+
+
+def pair(case, dtype, device, generator=None):
+    """gate and up of shape `case`. No gate is nearer to 0, relu's kink, than what any dtype tells from it."""
+    gate, up = (torch.randn(case, generator=generator).mul(2) for _ in range(2))
+    gate = gate.masked_fill(gate.abs() < 0.01, 0.01)
+    return tuple(t.to(dtype).to(device) for t in (gate, up)), {}
+
+
+def halves(packed, gate_first: bool = True):
+    """(gate, up), views of a packed (..., 2F). Raises ValueError where the last dimension is odd."""
+    if packed.dim() == 0 or packed.shape[-1] % 2:
+        raise ValueError(
+            "without `up` the first tensor holds gate and up as the halves of its last dimension, which must be even; "
+            f"got the shape {tuple(packed.shape)}: pass gate and up where they are two tensors"
+        )
+    first, second = packed.chunk(2, -1)
+    return (first, second) if gate_first else (second, first)
+
+
+def formula(gate, up, activation: str, gate_first: bool = True):
+    """The product by torch's own ops; `up` is None where `gate` is packed."""
+    if up is None:
+        gate, up = halves(gate, gate_first)
+    return GATES[activation].torch(gate) * up
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation, gate_first, kernel):
+        recipe.save(ctx, gate, up)
+        ctx.how = activation, gate_first, kernel
+        build = _build(*ctx.how)
+        return recipe.attach(build(gate, up), build, gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = recipe.saved(ctx)
+        activation, gate_first, kernel = ctx.how
+        needs = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            own = functools.partial(formula, activation=activation, gate_first=gate_first)
+            if up is None:
+                grads = *double_backward(lambda packed: own(packed, None), (gate,), needs[:1], dy), None
+            else:
+                grads = double_backward(own, (gate, up), needs, dy)
+            return *grads, None, None, None
+        if up is None:
+            dgate, dup = _empty(gate.shape, gate), None
+            wanted = halves(_rows(dgate), gate_first)
+        else:
+            dgate, dup = (_empty(gate.shape, gate) if need else None for need in needs)
+            wanted = (None if t is None else _rows(t) for t in (dgate, dup))
+        kernel.backward(_rows(dy), *_operands(gate, up, gate_first), *wanted, GATES[activation].kind, kernel.queue(dy))
+        return dgate, dup, None, None, None
+
+
+def _build(activation, gate_first, kernel):
+    """y of gate and up: in forward, and again in backward."""
+
+    def build(gate, up):
+        if torch.is_grad_enabled():
+            return formula(gate, up, activation, gate_first)
+        shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
+        gate_RC, up_RC = _operands(gate, up, gate_first)
+        y = _empty(shape, gate)
+        kernel.forward(gate_RC, up_RC, _rows(y), GATES[activation].kind, kernel.queue(gate))
+        return y
+
+    return build
+
+
+def _empty(shape, like):
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _rows(x):
+    """x as (rows, cols), elements of a row next to each other: x's own memory where its rows are evenly apart."""
+    cols = x.shape[-1] if x.dim() else 1
+    x_RC = x.reshape(x.numel() // cols if cols else 0, cols)
+    return x_RC if x_RC.stride(1) == 1 or cols == 1 else x_RC.contiguous()
+
+
+def _operands(gate, up, gate_first):
+    return halves(_rows(gate), gate_first) if up is None else (_rows(gate), _rows(up))
+
+
+def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
+    """f(gate) * up by a kernel of `op`, or None where torch's own ops are to run."""
+    kernel = op.select(gate, up, out=gate.dtype, prefer=prefer)  # autocast leaves these ops alone
+    if kernel is None or (up is not None and (up.shape != gate.shape or up.dtype is not gate.dtype)):
+        return None
+    if torch.is_grad_enabled():
+        return _Gated.apply(gate, up, activation, gate_first, kernel)
+    return _build(activation, gate_first, kernel)(gate, up)
+
+
+# The product with any f of GATES, for modules that compute it in their own words; the rooms have tables of their own.
+OP = Op("gated", formula, formula, kernels(1 << 17), pair)
+_passes = OP.passes
+
+
+def gated(gate, up=None, activation="silu", *, gate_first=True, prefer="auto"):
+    """f(gate) * up for an activation f of GATES: silu, gelu, gelu_tanh, relu, sigmoid or quick_gelu.
+
+    Shapes: gate and up (...), or gate (..., 2F) and up None: the halves of its last dimension are then gate and up, the
+    other way round with gate_first=False. The result has their dtype. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`). Raises ValueError for an unknown activation, and for halves of an odd dimension.
+    """
+    if activation not in GATES:
+        raise ValueError(f"activation={activation!r}: choose one of {', '.join(map(repr, GATES))}")
+    y = None if _passes(gate, prefer) else product(OP, activation, gate, up, gate_first, prefer)
+    return formula(gate, up, activation, gate_first) if y is None else y

@@ -1,0 +1,63 @@
+"""Logarithm of the logistic sigmoid.
+
+y = -log(1 + exp(-x)) = min(x, 0) - log(1 + exp(-|x|)),    dy/dx = 1 - exp(y)
+
+torch keeps x, and on the CPU a buffer of its size; this room keeps y.
+"""
+
+import torch
+from torch import nn
+
+from hfnn.kernel import Op
+from hfnn.ops.unary import SHAPES, Kept, keeping_output, kernels, normal, wide
+
+_logsigmoid = torch._C._nn.log_sigmoid
+
+
+def reference(x):
+    """The definition, in the dtype of x."""
+    return x.clamp(max=0) - torch.log1p(torch.exp(-x.abs()))
+
+
+OP = Op(
+    "logsigmoid",
+    reference,
+    _logsigmoid,
+    kernels=kernels(1 << 17),
+    sample=normal,
+    cases=SHAPES,
+    small=(3, 5),
+    bench=((16384, 8192),),
+    recipe=False,
+)
+_passes = OP.passes
+
+
+def _gradient(dy, y, a, b, c):
+    dy, y = wide(dy, y)
+    return dy * -torch.expm1(y)
+
+
+LOGSIGMOID = Kept(3, _gradient)
+
+
+def logsigmoid(input, *, prefer="auto"):
+    """`torch.nn.functional.logsigmoid`, keeping its output, which the next layer keeps too, instead of its input.
+
+    Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
+    Raises what torch raises.
+    """
+    y = None if _passes(input, prefer) else keeping_output(OP, LOGSIGMOID, input, prefer)
+    return _logsigmoid(input) if y is None else y
+
+
+class LogSigmoid(nn.LogSigmoid):
+    """`torch.nn.LogSigmoid`. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return logsigmoid(input, prefer=self.prefer)
+
+
+OP.modules[nn.LogSigmoid] = LogSigmoid

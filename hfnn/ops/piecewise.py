@@ -1,0 +1,115 @@
+"""What relu, hardtanh, clamp and other piecewise linear maps share: a bit an element, kept instead of a tensor.
+
+    dx = dy * inside where the bit of the element is set, dy * outside elsewhere
+
+The slope of such a map has two values, so backward needs to know of each element which one, and nothing else: an eighth
+of a byte where torch keeps the input, or the output, in two or four. Forward makes the bits in the pass that makes y.
+csrc/piecewise.h has the maps and says which side of a kink, and which slope of a NaN, is torch's.
+
+dx is linear in dy, so backward is a function that is its own backward, and can be differentiated any number of times.
+"""
+
+import functools
+
+import torch
+
+from hfnn import bits
+from hfnn.kernel import FLOATS, Kernel
+
+RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
+
+# Sizes for the contract tests, for maps without options and with one kind of them.
+SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))
+BENCH = (16384, 8192)
+
+
+def kernels(min_elements: int) -> tuple[Kernel, ...]:
+    """The kernels of every map here; min_elements: on the CPU."""
+    return (
+        Kernel("triton", "hfnn.kernels.piecewise", "cuda", min_elements=1 << 24),
+        Kernel("cpp", "hfnn._C:cpu.piecewise", "cpu", (*FLOATS, torch.float64), min_elements=min_elements),
+    )
+
+
+class _Piecewise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kind, a, b, inside, outside, kernel):
+        ctx.format = _format(x)
+        y, flags = _compute(x, ctx.format, kind, a, b, kernel, True)
+        ctx.save_for_backward(flags)
+        ctx.how = inside, outside, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (flags,) = ctx.saved_tensors
+        return _gradient(dy, flags, ctx.format, *ctx.how), *(None,) * 6
+
+
+class _Gradient(torch.autograd.Function):
+    """dx of dy, for a backward that is to be differentiated: linear in dy, so its own backward."""
+
+    @staticmethod
+    def forward(ctx, dy, flags, layout, inside, outside, kernel):
+        ctx.save_for_backward(flags)
+        ctx.how = layout, inside, outside, kernel
+        with torch.no_grad():
+            return _gradient(dy, flags, *ctx.how)
+
+    @staticmethod
+    def backward(ctx, ddx):
+        (flags,) = ctx.saved_tensors
+        return _gradient(ddx, flags, *ctx.how), *(None,) * 5
+
+
+def _compute(x, layout, kind, a, b, kernel, keep):
+    """(y, the bits or None)"""
+    x = x.contiguous(memory_format=layout)
+    y = torch.empty_like(x)
+    flags = x.new_empty(bits.size(x.numel()), dtype=torch.uint8) if keep else None
+    kernel.forward(_in_order(x, layout), _in_order(y, layout), flags, kind, a, b, kernel.queue(x))
+    return y, flags
+
+
+def _gradient(dy, flags, layout, inside, outside, kernel):
+    if torch.is_grad_enabled():
+        return _Gradient.apply(dy, flags, layout, inside, outside, kernel)
+    dy = dy.contiguous(memory_format=layout)
+    dx = torch.empty_like(dy)
+    kernel.backward(_in_order(dy, layout), flags, _in_order(dx, layout), inside, outside, kernel.queue(dy))
+    return dx
+
+
+def _format(x):
+    """How x is laid out, for y and the gradients to be so too; contiguous where torch has no name for it."""
+    if not x.is_contiguous():
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if x.dim() == dims and x.is_contiguous(memory_format=layout):
+                return layout
+    return torch.contiguous_format
+
+
+def _in_order(x, layout):
+    """A contiguous view of x, with the elements in the order of its memory."""
+    return x if layout is torch.contiguous_format else x.movedim(1, -1)
+
+
+def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
+    """The map of x by a kernel, keeping bits where a gradient is wanted."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Piecewise.apply(x, kind, a, b, inside, outside, kernel)
+    return _compute(x, _format(x), kind, a, b, kernel, False)[0]
+
+
+@functools.lru_cache(1024)
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A bound as torch compares with it where it first rounds it to the dtype of x."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def sampled(shape, dtype, device, generator=None, kinks=()):
+    """Random x of a scale that crosses the kinks, and none too near to one to be told from it in 16 bits."""
+    x = torch.randn(shape, generator=generator).mul_(3)
+    for kink in kinks:
+        x = torch.where((x - kink).abs() < 0.06, kink + 0.15, x)
+    return x.to(dtype).to(device)

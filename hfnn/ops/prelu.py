@@ -1,0 +1,97 @@
+"""Leaky rectified linear unit with slopes of their own, one for all or one a channel.
+
+    y = x where x > 0, else w x;   dx = dy where x > 0, else w dy;   dw = sum of dy x where x <= 0
+
+He et al., "Delving Deep into Rectifiers", ICCV 2015. The gradient of w needs x, which torch keeps. Where w wants none,
+as in a frozen layer, a bit an element and w are enough.
+"""
+
+import torch
+from torch import nn
+
+from hfnn import bits
+from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops import piecewise
+
+_prelu = torch.prelu
+
+
+def reference(x, weight):
+    """The definition, in the dtype of x."""
+    return torch.where(x > 0, x, x * _along(weight, x).to(x.dtype))
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `prelu` for x of shape `case[:-1]`; the last entry says whether there is a weight a channel.
+
+    The weight goes by name: it is to want no gradient here.
+    """
+    *shape, how = case
+    weight = torch.randn(shape[1] if how == "channels" else 1, generator=generator).to(dtype).to(device)
+    return (piecewise.sampled(shape, dtype, device, generator, (0,)),), {"weight": weight}
+
+
+OP = Op(
+    "prelu",
+    reference,
+    _prelu,
+    # The products are torch's own; a kernel packs the bits.
+    kernels=(
+        Kernel("triton", "hfnn.kernels.bits", "cuda", min_elements=1 << 62),
+        Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=1 << 62),
+    ),
+    sample=sample,
+    cases=((1, "one"), *((*shape, how) for shape in piecewise.SHAPES[1:] for how in ("one", "channels"))),
+    traffic=(2, 2),
+    probe=lambda x: (x.new_empty(1),),
+    small=(3, 5, "channels"),
+    bench=((*piecewise.BENCH, "channels"),),
+    recipe=False,
+)
+_passes = OP.passes
+
+
+class _PReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(bits.pack(x > 0), weight)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return _prelu(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        packed, weight = ctx.saved_tensors
+        # In torch's ops, and so linear in dy for a second backward too.
+        dx = torch.where(bits.unpack(packed, ctx.shape), dy, dy * _along(weight, dy).to(dy.dtype))
+        return dx.to(ctx.dtype), None
+
+
+def _along(weight, x):
+    """The weight against the channels of x, which are its dimension 1."""
+    return weight.view(-1, *(1 for _ in range(x.dim() - 2))) if weight.numel() > 1 else weight.view(())
+
+
+def prelu(input, weight, *, prefer="auto"):
+    """`torch.nn.functional.prelu`, keeping a bit an element instead of the input where weight wants no gradient.
+
+    Shapes: input any, weight one element or as many as dimension 1 of input has; the result has the shape of input.
+    prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    """
+    if _passes(input, prefer):
+        return _prelu(input, weight)
+    wanted = torch.is_grad_enabled() and input.requires_grad and not weight.requires_grad
+    if OP.select(input, weight, prefer=prefer) is None or not wanted:
+        return _prelu(input, weight)
+    return _PReLU.apply(input, weight)
+
+
+class PReLU(nn.PReLU):
+    """`torch.nn.PReLU`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return prelu(input, self.weight, prefer=self.prefer)
+
+
+OP.modules[nn.PReLU] = PReLU

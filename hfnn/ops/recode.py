@@ -1,0 +1,171 @@
+"""Keeping y and five bits instead of x, for a smooth y = f(x) whose derivative y alone does not tell.
+
+A bfloat16 y is f of at most 31 different bfloat16 x (gelu, silu, mish and hardswish, counted by `_tables`), but for
+the x that share a y of 0 or so far to the left that f'(x) is 0 too: of those any will do. So y and the place of x among
+the x with its y give x again bit for bit, or one with the same derivative. A consumer that keeps y anyway (any product
+but hfnn's, which would rebuild y from x) then costs 5 bits an element where x would cost 16.
+
+The tables are made by running forward's and backward's own kernels on all 65536 numbers, once for each function, its
+options, kernel, device and dtype. A NaN y is told to come of a NaN. float16 has finer steps, and about the minimum of
+these functions more x than 5 bits tell apart: there, and in float32, x is kept.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._subclasses import FakeTensor
+
+from hfnn.kernel import Kernel, Op, double_backward
+from hfnn.ops.pointwise_loss import _alike, _dense, _flat
+
+KEEPS = ("input", "output")
+WIDTH, PATTERNS = 5, 1 << 16
+HALVES = (torch.bfloat16, torch.float16)
+
+RECODE = Op(
+    "recode",
+    torch.clone,
+    torch.clone,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.recode", "cuda", HALVES),
+        Kernel("cpp", "hfnn._C:cpu.recode", "cpu", HALVES),
+    ),
+    sample=lambda *_: None,
+)
+
+
+class Tables(NamedTuple):
+    """rank of each x, where the x of each y start, and all x in the order of their y, as in csrc/recode.h."""
+
+    rank: torch.Tensor
+    start: torch.Tensor
+    table: torch.Tensor
+
+
+class _Way(NamedTuple):
+    """How a function is computed: y of x, dx of dy and x, y of x by differentiable ops; and its tables and codec."""
+
+    build: Callable
+    gradient: Callable
+    formula: Callable
+    tables: Tables
+    codec: Kernel
+
+
+def check(keep: str) -> None:
+    """Raises ValueError unless keep is one of KEEPS."""
+    if keep not in KEEPS:
+        raise ValueError(f"keep={keep!r}: choose one of {', '.join(map(repr, KEEPS))}")
+
+
+_known: dict[tuple, Tables | None] = {}
+
+
+def keeping_output(x, key: tuple, build: Callable, gradient: Callable, formula: Callable):
+    """build(x), whose backward has y and five bits; None where x is to be kept.
+
+    key: what `build` and `gradient` depend on besides the device and the dtype of x; both are kernels, `formula` torch.
+    """
+    if not torch.is_grad_enabled() or x.dtype not in HALVES or type(x) is FakeTensor:
+        return None
+    codec = RECODE.find(x)
+    if codec is None:
+        return None
+    key = *key, x.device, x.dtype
+    if key not in _known:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # the tables take a look at values
+            return None
+        _known[key] = _tables(x, build, gradient)
+    tables = _known[key]
+    return None if tables is None else _KeepsCodes.apply(x, _Way(build, gradient, formula, tables, codec))[0]
+
+
+@torch.no_grad()
+def _tables(x, build, gradient) -> Tables | None:
+    """The tables for numbers like x, or None where some y has more x than the codes tell apart."""
+    numbers = torch.arange(PATTERNS, dtype=torch.int32).to(torch.int16).view(x.dtype).to(x.device)
+    largest = torch.full_like(numbers, torch.finfo(x.dtype).max)
+    slopes = gradient(largest, numbers), gradient(-largest, numbers)
+    y, *slopes = map(_patterns, (build(numbers), *slopes))
+    pairs, place = torch.unique(y << 16 | _alias(numbers.cpu(), y, slopes), return_inverse=True)
+    count = torch.bincount(pairs >> 16, minlength=PATTERNS)
+    start = count.cumsum(0) - count
+    start[numbers.cpu().isnan()] = start[_patterns(torch.full((1,), torch.nan, dtype=x.dtype))]  # whatever the NaN
+    if count.max() > 1 << WIDTH:
+        return None
+    table = torch.zeros(PATTERNS, dtype=torch.int16)
+    table[: len(pairs)] = (pairs & 0xFFFF).to(torch.int16)
+    rank = place - start[y]
+    return Tables(*(t.to(x.device) for t in (rank.to(torch.uint8), start.to(torch.int32), table)))
+
+
+def _patterns(numbers) -> torch.Tensor:
+    """Bit patterns, the same for every NaN."""
+    numbers = numbers.cpu()
+    return torch.where(numbers.isnan(), torch.nan, numbers).view(torch.int16).long() & 0xFFFF
+
+
+def _alias(x, y, slopes) -> torch.Tensor:
+    """For each x the pattern that it is told as: its own, but one for all NaNs, and for all x of a y that are flat.
+
+    Flat: even the largest dy gives a dx of 0, the same one, or NaN, as far out where a kernel multiplies 0 by infinity.
+    The x that stands for them is the smallest.
+    """
+    own, nan = torch.arange(PATTERNS), _patterns(torch.full((1,), torch.nan, dtype=x.dtype)).item()
+    kinds = torch.unique(torch.stack([y, *slopes]), dim=1, return_inverse=True)[1]
+    by_size = (own & 0x7FFF) << 16 | own
+    smallest = torch.full((PATTERNS,), 1 << 40).scatter_reduce(0, kinds, by_size, "amin")[kinds] & 0xFFFF
+    flat = (slopes[0] & 0x7FFF == 0) & (slopes[1] & 0x7FFF == 0) | (slopes[0] == nan) & (slopes[1] == nan)
+    flat &= x.isfinite()
+    return torch.where(x.isnan(), nan, torch.where(flat, smallest, own))
+
+
+def _decode(y, packed, way):
+    x = torch.empty_like(y)
+    way.codec.decode(_flat(y), packed, way.tables.start, way.tables.table, _flat(x), way.codec.queue(y))
+    return x
+
+
+class _KeepsCodes(torch.autograd.Function):
+    """y, and a handle by which a second derivative finds its way to x.
+
+    x is decoded from y and codes, which lead to it along no graph. The handle is a second output of the function, in
+    place of x itself, whose gradient is dx: one element that pretends to have the shape of x.
+    """
+
+    @staticmethod
+    def forward(ctx, x, way):
+        y = way.build(x)
+        in_step = _alike(_dense(y), x)[1]  # in memory order of y
+        packed = torch.empty(-(-WIDTH * x.numel() // 8), dtype=torch.uint8, device=x.device)
+        way.codec.encode(_flat(in_step), way.tables.rank, packed, way.codec.queue(x))
+        handle = x.new_zeros(()).expand(x.shape)
+        ctx.save_for_backward(y, packed, handle)
+        ctx.set_materialize_grads(False)  # that of the handle is None but for a second backward
+        ctx.way = way
+        return y, handle
+
+    @staticmethod
+    def backward(ctx, dy, dhandle):
+        y, packed, handle = ctx.saved_tensors
+        if dy is None:
+            return dhandle, None
+        if torch.is_grad_enabled():
+            x = _Decoded.apply(handle, y.detach(), packed, ctx.way)
+            (dx,) = double_backward(ctx.way.formula, (x,), (True,), dy)
+        else:
+            dx = ctx.way.gradient(dy, _decode(y, packed, ctx.way))
+        return dx if dhandle is None else dx + dhandle, None
+
+
+class _Decoded(torch.autograd.Function):
+    """x, as a function of the handle that stands for it."""
+
+    @staticmethod
+    def forward(ctx, handle, y, packed, way):
+        return _decode(y, packed, way)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None, None, None

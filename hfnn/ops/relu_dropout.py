@@ -1,0 +1,92 @@
+"""Relu and dropout in one, keeping nothing but the result.
+
+    y = max(x, 0) / (1 - p) where word >= round(p * 2^32), else 0;    dx = dy / (1 - p) where y != 0, else 0
+
+An element whose y is 0 was dropped or not positive, and has no gradient either way. So y, which the layer after it
+keeps anyway, says all that backward needs, where torch keeps relu's result and a mask besides. The draw is dropout's.
+"""
+
+import torch
+from torch import nn
+
+from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops import piecewise
+from hfnn.ops.dropout import draw
+
+
+def reference(x, p=0.5, training=True, *, mask=None):
+    """The definition for a given boolean mask of what is kept, in the dtype of x."""
+    y = torch.where(x > 0, x, 0)
+    return y * mask / (1 - p) if training else y
+
+
+def _by_torch(x, p=0.5, training=True):
+    return torch.dropout(torch.relu(x), p, training)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `relu_dropout` for x of shape `case[:-1]`; the last entry of a case is p."""
+    *shape, p = case
+    return (piecewise.sampled(shape, dtype, device, generator, (0,)), p, True), {}
+
+
+OP = Op(
+    "relu_dropout",
+    reference,
+    _by_torch,
+    kernels=(
+        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24),
+        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
+        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
+    ),
+    sample=sample,
+    cases=tuple((*shape, p) for shape in piecewise.SHAPES for p in (0.1, 0.5)),
+    traffic=(2, 3),
+    probe=(0.5, True),
+    small=(3, 5, 0.5),
+    pin=lambda args, y: {"mask": (y != 0) | (args[0] <= 0)},
+    recipe=False,
+    bench=((*piecewise.BENCH, 0.1),),
+)
+_passes = OP.passes
+
+
+class _ReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, drawn, kernel):
+        y = _compute(x, p, drawn, kernel)
+        ctx.save_for_backward(y)
+        ctx.scale = 1 / (1 - p)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        # relu's gradient tells y above 0 from y at 0, and lets a NaN through.
+        dx = torch.ops.aten.threshold_backward(dy, y.detach(), 0)
+        return dx * ctx.scale if torch.is_grad_enabled() else dx.mul_(ctx.scale), None, None, None
+
+
+def _compute(x, p, drawn, kernel):
+    """Relu comes after the dropout: in place, and the same, for the factor between them is positive."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    kernel.forward(x, y, round(p * 2**32), 1 / (1 - p), *drawn, kernel.queue(x))
+    return y.relu_()
+
+
+def relu_dropout(input, p=0.5, training=True, *, prefer="auto"):
+    """`dropout(relu(input), p, training)`, keeping nothing but its result.
+
+    Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
+    "speed" (`hfnn.convert`). Where p is 0 or 1, or training False, torch's own ops run. Raises what torch raises.
+    """
+    if not training or not 0 < p < 1:
+        return nn.functional.dropout(torch.relu(input), p, training)
+    kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
+    if kernel is None:
+        return _by_torch(input, p)
+    drawn = draw(input)
+    if torch.is_grad_enabled() and input.requires_grad:
+        return _ReluDropout.apply(input, p, drawn, kernel)
+    return _compute(input, p, drawn, kernel)

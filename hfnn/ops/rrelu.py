@@ -1,0 +1,115 @@
+"""Leaky rectified linear unit with slopes that are drawn.
+
+    y = x where x > 0, else r x;   dx = dy where x > 0, else r dy;   r uniform in [lower, upper), one an element
+
+Xu et al., "Empirical Evaluation of Rectified Activations in Convolutional Network", 2015. torch keeps x and r. Here a
+bit an element is kept, and the seed that r is drawn with again in backward. The seed comes from torch's default
+generator, so `torch.manual_seed` and the recomputation of activation checkpoints reproduce it. In evaluation the slope
+is the mean, and the op is leaky_relu.
+"""
+
+import torch
+from torch import nn
+
+from hfnn import bits
+from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
+from hfnn.ops import piecewise
+from hfnn.ops.dropout import draw
+from hfnn.ops.leaky_relu import leaky_relu
+
+_rrelu = torch.rrelu
+
+
+def reference(x, lower=1 / 8, upper=1 / 3, training=False, *, slopes=None):
+    """The definition for given slopes, in the dtype of x."""
+    return torch.where(x > 0, x, x * (slopes if training else (lower + upper) / 2))
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `rrelu` for x of shape `case`."""
+    return (piecewise.sampled(case, dtype, device, generator, (0,)), 1 / 8, 1 / 3, True), {}
+
+
+# No kernels of its own: what is drawn is drawn by torch.
+OP = Op(
+    "rrelu",
+    reference,
+    _rrelu,
+    kernels=(),
+    sample=sample,
+    cases=piecewise.SHAPES,
+    small=(3, 5),
+    pin=lambda args, y: {"slopes": (y / args[0]).detach()},
+    recipe=False,
+)
+
+
+class _RReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *how):
+        ctx.save_for_backward(bits.pack(x <= 0))
+        ctx.how = how
+        return _compute(x, *how)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        # In torch's ops, and so linear in dy for a second backward too.
+        return torch.where(bits.unpack(packed, dy.shape), dy * _slopes(dy, *ctx.how), dy), *(None for _ in ctx.how)
+
+
+def _compute(x, *how):
+    return torch.where(x <= 0, x * _slopes(x, *how), x)
+
+
+def _slopes(x, lower, upper, seed, offset):
+    """The slopes that a seed and an offset stand for, in the shape, dtype and place of x."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    if x.is_cuda:
+        generator.set_offset(offset)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(lower, upper, generator=generator)
+
+
+def _takes(x, prefer):
+    """Whether the room is to run: in time it gains nothing.
+
+    Whether a gradient is wanted is not asked: a checkpoint's first pass wants none, and draws what the second does.
+    """
+    if compiling():
+        return False
+    if prefer == "speed" or (prefer == "auto" and x.numel() < WORTH_ELEMENTS) or forced() == "torch":
+        return False
+    if not (x.is_cpu or x.is_cuda) or not x.is_floating_point() or context(x) is not None:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())  # the seed would be frozen into the graph
+
+
+def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, prefer="auto"):
+    """`torch.nn.functional.rrelu`, keeping a bit an element and a seed instead of the input and the slopes.
+
+    Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). The
+    slopes are not those that torch draws from the same seed. With inplace=True, and inside CUDA graph capture, torch's
+    own op runs. Raises what torch raises.
+    """
+    if not training and not inplace and lower <= upper:
+        return leaky_relu(input, (lower + upper) / 2, prefer=prefer)
+    if inplace:
+        return nn.functional.rrelu(input, lower, upper, training, True)
+    if not lower <= upper or not _takes(input, prefer):
+        return _rrelu(input, lower, upper, training)
+    seed, offset, _ = draw(input)
+    if torch.is_grad_enabled() and input.requires_grad:
+        return _RReLU.apply(input, lower, upper, seed, offset)
+    return _compute(input, lower, upper, seed, offset)
+
+
+class RReLU(nn.RReLU):
+    """`torch.nn.RReLU`: the same arguments and defaults. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        return rrelu(input, self.lower, self.upper, self.training, self.inplace, prefer=self.prefer)
+
+
+OP.modules[nn.RReLU] = RReLU

@@ -1,0 +1,241 @@
+"""Modules that end a block of a transformer: recognised by their parts, then proved numerically.
+
+    y = norm(dropout(dense(x)) + residual)        BertSelfOutput, BertOutput of transformers, and their many copies
+    y = dropout(dense(x)) + residual              ViTOutput
+
+A module with just these parts may still compute anything. So its own `forward` is run on a fresh instance with small
+random parts (CPU, a generator of its own, no hooks) and held against the formula in torch's ops: outputs and all
+gradients equal to the bit, in float64, float32 and bfloat16, in eval, in training without dropout and, for one seed, in
+training with it.
+"""
+
+import inspect
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hfnn import lookalike
+from hfnn.kernel import compiling, is_plain
+from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
+
+WIDTH = 16
+CASES = tuple(
+    itertools.product((torch.float64, torch.float32, torch.bfloat16), ((False, 0.5), (True, 0.0), (True, 0.5)))
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """dense, dropout, norm: the names of the parts; norm is None where the sum is the result."""
+
+    dense: str
+    dropout: str
+    norm: str | None
+
+    @property
+    def mixin(self):
+        return Residual
+
+    @property
+    def op(self):
+        return dropout_add.OP if self.norm is None else add_layer_norm.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} of {self.dense}"
+
+    def parts(self, module):
+        """(dense, dropout, norm) of a module as it is now."""
+        modules = module._modules
+        return modules[self.dense], modules[self.dropout], None if self.norm is None else modules[self.norm]
+
+    def exact(self, module, x, residual):
+        """The definition, in torch's ops."""
+        dense, drop, norm = self.parts(module)
+        total = (
+            nn.functional.dropout(nn.functional.linear(x, dense.weight, dense.bias), drop.p, drop.training) + residual
+        )
+        if norm is None:
+            return total
+        return nn.functional.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+class Residual:
+    """Goes before the class of such a module: one kernel for what follows `dense`, else the class's own code."""
+
+    prefer = "auto"
+    _hfnn_when = "while its dropout and its norm are hfnn's and carry no hooks, which would not be called"
+
+    def forward(self, *args, **kwargs):
+        like = self._hfnn_like
+        dense, drop, norm = like.parts(self)
+        if len(args) != 2 or kwargs or not (is_plain(args[0]) and is_plain(args[1])) or not _open(drop, norm):
+            return super().forward(*args, **kwargs)
+        x, residual = dense(args[0]), args[1]
+        if norm is None:
+            return dropout_add.dropout_add(x, residual, drop.p, drop.training, prefer=self.prefer)
+        how = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        y, _ = add_layer_norm.add_layer_norm(x, residual, *how, p=drop.p, training=drop.training, prefer=self.prefer)
+        return y
+
+
+def _open(drop, norm) -> bool:
+    """Whether nobody sees that these two are not called: in their place runs what they are."""
+    if compiling() or type(drop) is not dropout.Dropout or "forward" in vars(drop):
+        return False
+    if norm is not None and (type(norm) is not layer_norm.LayerNorm or "forward" in vars(norm)):
+        return False
+    return not (_hooked(drop) or (norm is not None and _hooked(norm)) or _hooks_everywhere())
+
+
+def _hooked(module) -> bool:
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _hooks_everywhere() -> bool:
+    return bool(
+        torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def recognise(module: nn.Module) -> tuple[Site | None, str | None]:
+    """(where its parts are, None), or (None, why not); (None, None) where the parts are others."""
+    site = _read(module)
+    if site is None:
+        return None, None
+    key = type(module), site, _frozen(module), _options(module, site)
+    try:
+        if key not in _proofs:
+            _proofs[key] = _prove(module, site)
+        why = _proofs[key]
+    except TypeError:  # an attribute that cannot be hashed: proved anew each time
+        why = _prove(module, site)
+    if why is not None:
+        return None, f"it has the parts of a residual connection, but {why}"
+    return site, None
+
+
+_proofs: dict[tuple, str | None] = {}
+
+
+def _frozen(module):
+    attributes = lookalike._attributes(module)
+    return tuple((name, lookalike._frozen(value)) for name, value in sorted(attributes.items()))
+
+
+def _options(module, site):
+    """What the parts of the probe take over from the module's."""
+    dense, _, norm = site.parts(module)
+    return dense.bias is not None, norm and (norm.eps, norm.weight is not None, norm.bias is not None)
+
+
+def _read(module) -> Site | None:
+    """The parts by their classes: a linear map, a dropout, and maybe a norm, each once and nothing else."""
+    cls = type(module)
+    if cls.__module__.startswith("torch.") or len(module._modules) not in (2, 3) or module._buffers:
+        return None
+    if any(p is not None for p in module._parameters.values()) or None in module._modules.values():
+        return None
+    names = {}
+    for name, part in module._modules.items():
+        kind = next((kind for kind, classes in _PARTS.items() if type(part) in classes), None)
+        if kind is None or kind in names:
+            return None
+        names[kind] = name
+    if not {"dense", "dropout"} <= names.keys() or not _takes_two(cls):
+        return None
+    return Site(names["dense"], names["dropout"], names.get("norm"))
+
+
+_PARTS = {
+    "dense": (nn.Linear, linear.Linear),
+    "dropout": (nn.Dropout, dropout.Dropout),
+    "norm": (nn.LayerNorm, layer_norm.LayerNorm),
+}
+
+
+def _takes_two(cls) -> bool:
+    """Whether its forward needs two arguments, which can be given by place."""
+    try:
+        arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # compiled code
+        return False
+    required = [a for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    return len(required) == 2 and all(a.kind is not a.KEYWORD_ONLY for a in required)
+
+
+def _prove(module, site) -> str | None:
+    """Why the module's own code is not the formula, or None."""
+    for number, (dtype, (training, p)) in enumerate(CASES):
+        setting = f"{dtype}, {'training' if training else 'eval'}, p {p:g}"
+        try:
+            with lookalike._seclusion():
+                what = _compare(module, site, number, dtype, training, p)
+        except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+            return f"its forward raises on the probe: {error}"
+        if what is not None:
+            return f"{what} ({setting})"
+    return None
+
+
+def _compare(module, site, number, dtype, training, p) -> str | None:
+    """What differs between the module's own code and the formula in one case, or None."""
+    generator = torch.Generator("cpu").manual_seed(number)
+    clone = _fresh(module, site, dtype, training, p, generator)
+    shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
+    x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    before = {name: (value, lookalike._shallow(value)) for name, value in vars(clone).items()}
+    own = type(clone).forward
+    results = []
+    for function in (own, site.exact, own):
+        torch.manual_seed(number)
+        inputs = [t.clone().requires_grad_() for t in (x, residual)]
+        y = function(clone, *inputs)
+        if not isinstance(y, torch.Tensor):
+            return f"its forward returns a {type(y).__name__}"
+        grads = torch.autograd.grad(y, [*inputs, *clone.parameters()], dy.to(y.dtype), allow_unused=True)
+        results.append((y, *grads))
+    torch.manual_seed(number)
+    with torch.no_grad():
+        results.append((own(clone, x, residual),))
+    for name, (value, copy) in before.items():
+        if vars(clone).get(name) is not value or (isinstance(value, lookalike.CONTAINERS) and value != copy):
+            return "its forward changes attributes of the module"
+    if vars(clone).keys() != before.keys():
+        return "its forward changes attributes of the module"
+    names = "output", "gradient of its input", "gradient of the residual", *(n for n, _ in clone.named_parameters())
+    for what, first, wanted, again in zip(names, *results[:3], strict=True):
+        if first is None or first.dtype is not wanted.dtype or not torch.equal(first, wanted):
+            return f"{what} is not that of {_formula(site)}"
+        if not torch.equal(first, again):
+            return "its forward depends on how often it was called"
+    if not torch.equal(results[3][0], results[0][0]):
+        return "its forward depends on grad mode"
+    return None
+
+
+def _formula(site) -> str:
+    total = f"{site.dropout}({site.dense}(x)) + residual"
+    return total if site.norm is None else f"{site.norm}({total})"
+
+
+def _fresh(module, site, dtype, training, p, generator):
+    """A module of the same class and attributes, with small random parts on the CPU and no hooks."""
+    bias, norm = _options(module, site)
+    parts = {site.dense: nn.Linear(WIDTH, WIDTH, bias), site.dropout: nn.Dropout(p)}
+    if site.norm is not None:
+        parts[site.norm] = nn.LayerNorm(WIDTH, *norm)
+    attributes = lookalike._attributes(module)
+    clone = object.__new__(type(module))
+    vars(clone).update({**vars(nn.Module()), **{name: lookalike._shallow(value) for name, value in attributes.items()}})
+    vars(clone)["_modules"] = {name: parts[name] for name in module._modules}
+    for parameter in clone.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return clone.to(dtype).train(training)

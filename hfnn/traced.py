@@ -1,0 +1,193 @@
+"""How a module puts its parts together: seen by running its own forward on a small instance, then proved.
+
+`small` is a fresh instance of the module's class with the module's attributes and small parts: linear maps with random
+weights, the activation as it is, and for every other part a stand-in that mixes a row in a way of its own, so that its
+place matters. All of them note what they are called with. No hooks fire, and the module itself is never called.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn import lookalike
+
+HIDDEN, INPUT, OUTPUT = 24, 16, 20
+EXACT = 1e-9  # largest relative difference in float64, where two computations may differ in their order alone
+# As in lookalike.py; here two or three products add roundings of their own.
+ULPS = {torch.float32: 16, torch.bfloat16: 8}
+CASES = tuple((dtype, training) for dtype in ULPS for training in (True, False))
+
+
+@dataclass(frozen=True)
+class Map:
+    """A linear part: its widths, and whether it has a bias."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f: which of the gates of hfnn/ops/gated.py."""
+
+    f: str
+
+
+@dataclass(frozen=True)
+class Other:
+    """A part that may be called on one tensor: a dropout, a norm, an identity."""
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class _Map(nn.Linear):
+    def forward(self, input):
+        y = nn.functional.linear(input, self.weight, self.bias)
+        self.log.append(Call(self.name, input, y))
+        return y
+
+
+class _Activation(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = object.__new__(type(part))
+        vars(self.part).update({**vars(nn.Module()), **lookalike._attributes(part)})
+
+    def forward(self, input):
+        y = type(self.part).forward(self.part, input)
+        self.log.append(Call(self.name, input, y))
+        return y
+
+
+class _Other(nn.Module):
+    def forward(self, input):
+        places = torch.arange(input.shape[-1], dtype=torch.float64, device=input.device) + len(self.name)
+        y = input * places.cos().to(input.dtype) + input.roll(self.number, -1)
+        self.log.append(Call(self.name, input, y))
+        return y
+
+
+def widths(kinds) -> dict[int, int] | None:
+    """The widths of the maps -> those of the small instance, where the maps fit together as a feed-forward network."""
+    maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
+    hidden = _hidden(maps)
+    if hidden is None:
+        return None
+    small = {hidden: HIDDEN}
+    small.setdefault(2 * hidden, 2 * HIDDEN)
+    for kind in maps:
+        small.setdefault(kind.inputs, INPUT)
+    for kind in maps:
+        small.setdefault(kind.outputs, OUTPUT)
+    return small
+
+
+def _hidden(maps) -> int | None:
+    if len(maps) == 1:
+        return maps[0].outputs // 2 if maps[0].outputs % 2 == 0 else None
+    if len(maps) in (2, 3):
+        for at in range(len(maps) - 1, 0, -1):
+            last, first = maps[at], maps[:at] + maps[at + 1 :]
+            shapes = {(kind.inputs, kind.outputs) for kind in first}
+            whole = 2 * last.inputs if len(first) == 1 else last.inputs
+            if len(shapes) == 1 and first[0].outputs in (last.inputs, whole):
+                return last.inputs
+    return None
+
+
+def small(module, kinds, dtype, training, seed) -> tuple[nn.Module, list[Call]]:
+    """(a small instance of the module's class, what its parts note)."""
+    sizes, log = widths(kinds), []
+    generator = torch.Generator("cpu").manual_seed(seed)
+    clone = object.__new__(type(module))
+    attributes = {
+        name: sizes.get(value, value) if type(value) is int else lookalike._shallow(value)
+        for name, value in lookalike._attributes(module).items()
+    }
+    vars(clone).update({**vars(nn.Module()), **attributes})
+    for number, (name, kind) in enumerate(kinds.items()):
+        part = _part(module._modules[name], kind, sizes, dtype, generator)
+        part.name, part.number, part.log = name, number + 1, log
+        clone._modules[name] = part
+    return clone.train(training) if type(clone).train is nn.Module.train else _set(clone, training), log
+
+
+def _set(clone, training):
+    for module in (clone, *clone._modules.values()):
+        module.training = training
+    return clone
+
+
+def _part(part, kind, sizes, dtype, generator):
+    if isinstance(kind, Activation):
+        return _Activation(part)
+    if isinstance(kind, Other):
+        return _Other()
+    made = _Map(sizes[kind.inputs], sizes[kind.outputs], kind.bias, dtype=dtype)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / made.in_features**0.5)
+    return made
+
+
+def probe(clone, kinds, dtype, dims, seed):
+    """An input for a small instance."""
+    width = next(part.in_features for part in clone._modules.values() if isinstance(part, _Map))
+    if len([kind for kind in kinds.values() if isinstance(kind, Map)]) > 1:
+        width = widths(kinds)[_inputs(kinds)]
+    shape = {2: (6, width), 3: (2, 3, width), 4: (1, 2, 3, width)}[dims]
+    x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64) * 1.5
+    return x.to(dtype)
+
+
+def _inputs(kinds) -> int:
+    """The width of what enters the module."""
+    maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
+    hidden = _hidden(maps)
+    return next((kind.inputs for kind in maps if kind.outputs in (hidden, 2 * hidden)), maps[0].inputs)
+
+
+def differs(module, kinds, compute) -> str | None:
+    """What differs between the module's own code and `compute(parts, x)`, the definition, or None."""
+    for number, (dtype, training) in enumerate(CASES):
+        clone, _ = small(module, kinds, dtype, training, number)
+        before = {name: (value, lookalike._shallow(value)) for name, value in vars(clone).items()}
+        own = type(clone).forward
+        x = probe(clone, kinds, dtype, 2 + number % 3, number).requires_grad_()
+        wide = copy.deepcopy(clone._modules)
+        for part in wide.values():
+            part.double()
+        y, grads = _differentiate(lambda x, own=own, clone=clone: own(clone, x), x, clone._modules)
+        with torch.no_grad():
+            again, empty = own(clone, x), own(clone, x[:0])
+        if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, y[:0].shape):
+            return "its forward depends on more than its input (grad mode, number of rows or of calls)"
+        if vars(clone).keys() != before.keys() or any(
+            vars(clone)[name] is not value or (isinstance(value, lookalike.CONTAINERS) and value != kept)
+            for name, (value, kept) in before.items()
+        ):
+            return "its forward changes attributes of the module"
+        x64 = x.detach().double().requires_grad_()
+        y64, grads64 = _differentiate(lambda x, wide=wide: compute(wide, x), x64, wide)
+        if y.dtype is not dtype or y.shape != y64.shape:
+            return f"it returns {y.dtype} {tuple(y.shape)} for {dtype} {tuple(x.shape)}"
+        for given, wanted in zip((y, *grads), (y64, *grads64), strict=True):
+            error = float("inf") if given is None else lookalike._row_error(given, wanted)
+            if not error <= ULPS[dtype] * torch.finfo(dtype).eps:
+                return f"off by {error:.1e} of a row's largest value ({dtype}, {'training' if training else 'eval'})"
+    return None
+
+
+def _differentiate(function, x, parts):
+    wanted = [x, *(p for part in parts.values() for p in part.parameters())]
+    y = function(x)
+    dy = torch.randn(y.shape, generator=torch.Generator("cpu").manual_seed(1), dtype=torch.float64)
+    return y, torch.autograd.grad(y, wanted, dy.bfloat16().to(y.dtype), allow_unused=True)

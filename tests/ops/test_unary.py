@@ -1,0 +1,274 @@
+"""What is peculiar to smooth functions: what they keep, both ends of their range, kinks, options, and look-alikes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import hfnn
+from hfnn import lookalike, memory, ops
+from hfnn.kernel import _interpreting
+
+KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
+HALF_ULP = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of numbers below 1, relative to 1
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+INF, NAN = math.inf, math.nan
+
+SAME = ("sigmoid", "tanh", "exp", "sqrt")  # torch keeps y too
+KEEP_OUTPUT = (*SAME, "softplus", "logsigmoid", "elu", "selu", "celu", "softsign")
+KEEP_INPUT = ("mish", "hardswish", "quick_gelu")
+ALL = (*KEEP_OUTPUT, *KEEP_INPUT)
+MODULES = {
+    "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softplus": nn.Softplus, "logsigmoid": nn.LogSigmoid, "elu": nn.ELU,
+    "selu": nn.SELU, "celu": nn.CELU, "softsign": nn.Softsign, "mish": nn.Mish, "hardswish": nn.Hardswish,
+}  # fmt: skip
+every = pytest.mark.parametrize("name", ALL)
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def op(name):
+    return getattr(ops, name).OP
+
+
+def ours(name):
+    return getattr(hfnn.functional, name)
+
+
+def gradient(fn, x, dy=None):
+    """(y, dx)"""
+    x = x.detach().clone().requires_grad_()
+    y = fn(x)
+    return y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y) if dy is None else dy)
+
+
+def positive(name, x):
+    return x.abs() if name == "sqrt" else x
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", KEEP_OUTPUT)
+def test_the_output_is_kept_and_nothing_else(name, dtype, device):
+    x = positive(name, torch.randn(33, 1000, device=device)).to(dtype).requires_grad_()
+    kept = memory.saved_bytes(lambda: ours(name)(x, prefer="memory"))
+    if name in SAME:
+        assert kept.total == x.nbytes
+        return
+    assert kept.by_op == {"KeepsOutput": x.nbytes}
+    weight = nn.Parameter(torch.randn(8, 1000, device=device, dtype=dtype))
+    kept = memory.saved_bytes(lambda: nn.functional.linear(ours(name)(x, prefer="memory"), weight))
+    assert kept.total == x.nbytes, "a product that keeps y shares it"
+    torchs = memory.saved_bytes(lambda: nn.functional.linear(op(name).torch(x), weight))
+    assert torchs.total >= 2 * x.nbytes
+
+
+@pytest.mark.parametrize("name", KEEP_INPUT)
+def test_a_consumer_keeps_nothing_more(name, device):
+    x = torch.randn(33, 1000, device=device, requires_grad=True)
+    weight = nn.Parameter(torch.randn(8, 1000, device=device))
+    kept = memory.saved_bytes(lambda: hfnn.functional.linear(ours(name)(x, prefer="memory"), weight))
+    assert kept.total == x.nbytes
+
+
+@pytest.mark.parametrize("name", [name for name in KEEP_OUTPUT if name not in SAME])
+def test_an_output_that_was_written_to_is_refused(name, device):
+    """As by torch's sigmoid: no wrong gradient, but an error."""
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    y = ours(name)(x, prefer="memory")
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_torch_does_as_well_is_left_to_torch():
+    """Where torch keeps no more than hfnn and is faster, even under prefer="memory"."""
+    x = torch.randn(8, requires_grad=True)
+    assert hfnn.functional.tanh(x, prefer="memory").grad_fn.name() == "TanhBackward0"
+    assert hfnn.functional.tanh(x.bfloat16(), prefer="memory").grad_fn.name() == "_KeepsOutputBackward"
+    assert hfnn.functional.exp(x.double(), prefer="memory").grad_fn.name() == "ExpBackward0"
+    with hfnn.use("cpp"):
+        assert hfnn.functional.tanh(x).grad_fn.name() == "_KeepsOutputBackward"
+
+
+# Values
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every
+def test_every_16_bit_number(name, dtype, kernel, device):
+    """y is nearest to the exact value, tails included; dx is as exact as one that is told from y can be."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    with hfnn.use(kernel):
+        y, dx = gradient(ours(name), x)
+    wide, slope = gradient(op(name).torch, x.double())
+    # Further left exp(-x) overflows, here as in torch; below its smallest normal number a dtype has fewer digits.
+    normal = wide.isfinite() & (x > -50) & (wide.abs() <= torch.finfo(dtype).max)
+    normal &= (wide.abs() >= torch.finfo(dtype).tiny) & (x.abs() >= torch.finfo(dtype).tiny)
+    error = (y.double() - wide).abs()
+    assert (error <= 2.05 * HALF_ULP[dtype] * wide.abs())[normal].all()
+    if name == "exp" or name == "sqrt":
+        assert (((dx.double() - slope).abs() <= 6 * HALF_ULP[dtype] * slope.abs()) | (slope > 1e4))[normal].all()
+    else:
+        known = slope.isfinite() & dx.isfinite() & (x.abs() >= torch.finfo(dtype).tiny)
+        assert ((dx.double() - slope).abs() <= 4 * HALF_ULP[dtype] * slope.abs().clamp(min=1))[known].all()
+        assert known.sum() > 0.95 * x.isfinite().sum()
+
+
+# Values at which torch gives something else, and on purpose: NaN and infinity where the exact value is a number, or
+# NaN's gradient in some lanes.
+EXCEPT = {
+    "softsign": lambda x: x.abs() > 1e3,  # torch divides by a square of 1 + |x|, which overflows
+    "hardswish": lambda x: x > 1e37,  # torch multiplies by 6 before it divides by 6
+    "quick_gelu": lambda x: x.abs() > 1e3,  # torch rounds between its ops
+}
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@every
+def test_ends_and_kinks_are_torchs(name, dtype, kernel, device):
+    ends = [INF, -INF, NAN, 0.0, -0.0, 3.0, -3.0, 60.0, -60.0, 100.0, -100.0, 6e4, -6e4, 3e38, -3e38]
+    ends = torch.tensor(ends, device=device).to(dtype)
+    if name in EXCEPT:
+        ends = ends[~(EXCEPT[name](ends.float()) & ends.isfinite())]
+    for x in (ends, ends.repeat(512)):  # in a tail, and in whole vectors
+        with hfnn.use(kernel):
+            mine = gradient(ours(name), x)
+        # Of a lonely NaN torch's elu and hardswish have the slope of 1 in the tail of a vector.
+        torchs = gradient(op(name).torch, x.repeat(64))
+        for got, want in zip(mine, torchs, strict=True):
+            want = want[: len(x)]
+            assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+            atol = 3e-3 if dtype is torch.bfloat16 else 4e-4 if dtype is torch.float16 else 1e-7
+            torch.testing.assert_close(got, want, rtol=3 * torch.finfo(dtype).eps, atol=atol, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name, kinks", [("elu", 0.0), ("selu", 0.0), ("celu", 0.0), ("hardswish", 3.0)])
+def test_slopes_at_kinks(name, kinks, dtype, kernel, device):
+    x = torch.tensor([kinks, -kinks] * 20, dtype=dtype, device=device)
+    with hfnn.use(kernel):
+        assert torch.equal(gradient(ours(name), x)[1], gradient(op(name).torch, x)[1])
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_saturated_unit_has_no_gradient(dtype, kernel, device):
+    """selu's limit is no number of 16 bits: what y is away from it by rounding is not taken for a slope."""
+    x = torch.full((40,), -30.0, dtype=dtype, device=device, requires_grad=True)
+    with hfnn.use(kernel):
+        for create_graph in (False, True):
+            y = hfnn.functional.selu(x)
+            (dx,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph)
+            assert not dx.any()
+
+
+# Options and layouts
+
+
+def name_of(y):
+    return y.grad_fn.name()
+
+
+def test_options_that_y_does_not_tell_are_torchs(device):
+    x = torch.randn(40, 50, device=device, requires_grad=True)
+    for y, fn in (
+        (hfnn.functional.elu(x, -0.5, prefer="memory"), lambda: nn.functional.elu(x, -0.5)),
+        (hfnn.functional.celu(x, -0.5, prefer="memory"), lambda: nn.functional.celu(x, -0.5)),
+        (hfnn.functional.softplus(x, 1, 2, prefer="memory"), lambda: nn.functional.softplus(x, 1, 2)),
+        (hfnn.functional.softplus(x, -1.0, prefer="memory"), lambda: nn.functional.softplus(x, -1.0)),
+    ):
+        assert not name_of(y).startswith("_") and torch.equal(y, fn())
+    assert name_of(hfnn.functional.elu(x, 0.0, prefer="memory")) == "_KeepsOutputBackward"
+    with pytest.raises(RuntimeError):
+        hfnn.functional.celu(x, 0.0, prefer="memory")
+
+
+@pytest.mark.parametrize("name", ["elu", "selu", "celu", "mish", "hardswish"])
+def test_in_place_is_torchs(name, device):
+    x = torch.randn(64, 64, device=device)
+    want, inner = op(name).torch(x), x.clone().requires_grad_() * 1
+    y = ours(name)(inner, inplace=True, prefer="memory")
+    assert y is inner and torch.equal(y, want) and not name_of(y).startswith("_")
+
+
+@every
+def test_channels_last_stays_so(name, device):
+    x = positive(name, torch.randn(2, 5, 3, 4, device=device)).to(memory_format=torch.channels_last).bfloat16()
+    y, dx = gradient(lambda x: ours(name)(x, prefer="memory"), x, torch.ones(2, 5, 3, 4, device=device).bfloat16())
+    plain, dx_plain = gradient(lambda x: ours(name)(x, prefer="memory"), x.contiguous())
+    assert y.is_contiguous(memory_format=torch.channels_last) and torch.equal(y, plain)
+    assert dx.is_contiguous(memory_format=torch.channels_last) and torch.equal(dx, dx_plain)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    original = MODULES[name]
+    m = hfnn.convert(original(), prefer="memory")
+    assert type(m) is getattr(hfnn, original.__name__) and type(hfnn.revert(m)) is original
+    x = torch.randn(3, 40).bfloat16()
+    for got, want in zip(gradient(hfnn.convert(original(), prefer="memory"), x), gradient(original(), x), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=6e-3)
+
+
+def test_options_of_modules():
+    x = torch.randn(30, 40)
+    for m in (nn.ELU(0.7), nn.CELU(0.4), nn.Softplus(2.0, 30.0)):
+        want = m(x)
+        torch.testing.assert_close(hfnn.convert(m, prefer="memory")(x), want)
+
+
+# Modules that compute them in their own words
+
+
+class Quick_GELU(nn.Module):
+    """Told from GELU by the whole name, whatever its spelling."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class OwnMish(nn.Module):
+    def forward(self, x):
+        return x * torch.tanh(nn.functional.softplus(x))
+
+
+class HardSwish(nn.Module):
+    def forward(self, x):
+        return nn.functional.hardswish(x)
+
+
+class HardMish(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (x + 2).clamp(0, 2)
+
+
+def test_look_alikes():
+    expected = {Quick_GELU: "hfnn quick_gelu", OwnMish: "hfnn mish", HardSwish: "hfnn hardswish"}
+    for cls, title in expected.items():
+        like, why = lookalike.recognise(cls())
+        assert str(like) == title, why
+        m, x = cls(), torch.randn(3, 64, requires_grad=True)
+        want = m(x)
+        y = hfnn.convert(m, prefer="memory")(x)
+        assert name_of(y) == "_KeepsInputBackward" and hfnn.recipe.find(y) is not None
+        torch.testing.assert_close(y, want)
+    like, why = lookalike.recognise(HardMish())
+    assert like is None and "unlike mish, output off by" in why
+    assert lookalike.recognise(hfnn.QuickGELU()) == (None, None), "is one already"
+
+
+def test_look_alikes_of_transformers():
+    activations = pytest.importorskip("transformers.activations")
+    for cls, title in {"QuickGELUActivation": "hfnn quick_gelu", "MishActivation": "hfnn mish"}.items():
+        assert str(lookalike.recognise(getattr(activations, cls)())[0]) == title
+
+
+def test_quick_gelu_module():
+    x = torch.randn(3, 64)
+    assert torch.equal(hfnn.QuickGELU()(x), x * torch.sigmoid(1.702 * x))

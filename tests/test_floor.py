@@ -1,0 +1,210 @@
+"""What a converted transformer keeps for backward, layer by layer, on unmodified models with random weights.
+
+The unit u is one byte for each token and each of its h features: a bfloat16 tensor (batch, tokens, h) is 2 u. A layer's
+share is the difference between a model of three layers and one of two. The exact floor is one tensor for each matrix
+product or attention that needs one, and nothing for norms, activations, dropouts and sums between them:
+
+    the input of each norm 2 (4 where autocast keeps the residual in float32), the result of each attention 2,
+    q, k, v 2 each (k and v times the share of key-value heads), the input of the activation 2 ffn / h (twice if gated;
+    a ReLU's output instead)
+"""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+
+import hfnn
+
+transformers = pytest.importorskip("transformers")
+
+BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 256, 256, 4, 128
+KIND = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model whose layers all keep alike. floor: u in pure bfloat16; norms: of a layer, each with its input.
+
+    dropout: how the configuration calls its residual dropout; attention: how that of the attention.
+    """
+
+    model: str
+    config: str
+    layers: tuple[str, ...]
+    floor: float
+    norms: int
+    options: dict
+    dropout: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    kept_by_attention: bool = False  # whether torch's attention keeps more than q, k, v and its result, which is added
+
+
+ENCODER = {**KIND, "intermediate_size": 4 * WIDTH}
+CASES = {
+    "gpt2": Case(
+        "GPT2LMHeadModel", "GPT2Config", ("n_layer",), 2 + 6 + 2 + 2 + 8, 2,
+        {"n_embd": WIDTH, "n_head": HEADS, "n_positions": 512, "vocab_size": VOCABULARY, "use_cache": False}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+        ("resid_pdrop",), ("attn_pdrop",),
+    ),
+    "bert": Case(
+        "BertForMaskedLM", "BertConfig", ("num_hidden_layers",), 2 + 6 + 2 + 2 + 8, 2, ENCODER,
+        ("hidden_dropout_prob",), ("attention_probs_dropout_prob",),
+    ),
+    "vit": Case(
+        "ViTForImageClassification", "ViTConfig", ("num_hidden_layers",), 2 + 6 + 2 + 2 + 8, 2,
+        {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 4 * WIDTH}
+        | {"image_size": 120, "patch_size": 8},
+        ("hidden_dropout_prob",), ("attention_probs_dropout_prob",),
+    ),
+    "llama-2": Case(
+        "LlamaForCausalLM", "LlamaConfig", ("num_hidden_layers",), 2 + 6 + 2 + 2 + 4 * 688 / WIDTH, 2,
+        {**KIND, "intermediate_size": 688, "num_key_value_heads": 4},
+    ),
+    "llama-3": Case(
+        "LlamaForCausalLM", "LlamaConfig", ("num_hidden_layers",), 2 + (2 + 4 / 4) + 2 + 2 + 4 * 3.5, 2,
+        {**KIND, "intermediate_size": 896, "num_key_value_heads": 1},
+    ),
+    "qwen2": Case(
+        "Qwen2ForCausalLM", "Qwen2Config", ("num_hidden_layers",), 2 + (2 + 4 / 2) + 2 + 2 + 4 * 3.5, 2,
+        {**KIND, "intermediate_size": 896, "num_key_value_heads": 2},
+    ),
+    "opt": Case(
+        "OPTForCausalLM", "OPTConfig", ("num_hidden_layers",), 2 + 6 + 2 + 2 + 8, 2,
+        {**KIND, "ffn_dim": 4 * WIDTH, "word_embed_proj_dim": WIDTH},
+        ("dropout",), ("attention_dropout",),
+    ),
+    # One encoder and one decoder layer each: three results, five norms and two inputs of GELU besides the attentions,
+    # which on the CPU keep their results in a layout of their own.
+    "whisper": Case(
+        "WhisperForConditionalGeneration", "WhisperConfig", ("encoder_layers", "decoder_layers"),
+        3 * 2 + 5 * 2 + 2 * 8, 5,
+        {"d_model": WIDTH, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "num_mel_bins": 16}
+        | {"encoder_ffn_dim": 4 * WIDTH, "decoder_ffn_dim": 4 * WIDTH, "vocab_size": VOCABULARY, "use_cache": False}
+        | {"max_source_positions": TOKENS, "max_target_positions": TOKENS, "decoder_start_token_id": 1}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        ("dropout", "activation_dropout"), ("attention_dropout",), kept_by_attention=True,
+    ),
+    # Its attention has a bias that is learned, so torch takes its plain path, which keeps the probabilities: three
+    # attentions as they are; besides them three results, five norms and two products of ReLU and dropout.
+    "t5": Case(
+        "T5ForConditionalGeneration", "T5Config", ("num_layers", "num_decoder_layers"), 3 * 2 + 5 * 2 + 2 * 8, 5,
+        {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 4 * WIDTH, "num_heads": HEADS, "vocab_size": VOCABULARY}
+        | {"decoder_start_token_id": 0, "use_cache": False},
+        ("dropout_rate",), kept_by_attention=True,
+    ),
+}  # fmt: skip
+
+
+def build(case, layers, dropout, dtype, device):
+    options = case.options | dict.fromkeys(case.layers, layers)
+    options |= dict.fromkeys(case.dropout, dropout) | dict.fromkeys(case.attention, 0.0)
+    torch.manual_seed(0)
+    model = getattr(transformers, case.model)(getattr(transformers, case.config)(**options))
+    for module in model.modules():  # T5 has one rate for all
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.0
+    return hfnn.convert(model.to(device, dtype).train(), prefer="memory")
+
+
+def batch(name, dtype, device):
+    """(arguments, number of tokens)"""
+    ids = torch.randint(3, VOCABULARY, (BATCH, TOKENS), device=device)
+    if name == "vit":
+        pixels = torch.randn(BATCH, 3, 120, 120, device=device, dtype=dtype)
+        return {"pixel_values": pixels, "labels": ids[:, 0] % 2}, BATCH * (15 * 15 + 1)
+    if name == "whisper":
+        sound = torch.randn(BATCH, 16, 2 * TOKENS, device=device, dtype=dtype)
+        return {"input_features": sound, "decoder_input_ids": ids, "labels": ids}, BATCH * TOKENS
+    return {"input_ids": ids, "labels": ids}, BATCH * TOKENS
+
+
+def growth(fn) -> int:
+    """Bytes that were asked of CUDA's allocator during forward and are still held with the loss."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    loss = fn()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    del loss
+    return after - before
+
+
+def measure(case, name, layers, dropout, autocast, device):
+    """(counted bytes, bytes by the allocator or None)"""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = build(case, layers, dropout, dtype, device)
+    arguments, _ = batch(name, dtype, device)
+
+    def forward():
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return model(**arguments).loss
+
+    grown = None
+    if device == "cuda":
+        forward().backward()  # what is made once: workspaces, and the gradients, which stay
+        gc.collect()
+        grown = growth(forward)
+    return hfnn.memory.saved_bytes(forward), grown
+
+
+def kept_by_attention(case, name, layers, autocast, device, monkeypatch) -> int:
+    """Bytes that torch's attention keeps in all layers, without its results."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    own, kept, results = functions["sdpa"], {}, []
+
+    def pack(t):
+        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    def counting(*args, **options):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            result = own(*args, **options)
+        results.append(result[0])
+        return result
+
+    monkeypatch.setitem(functions._global_mapping, "sdpa", counting)
+    model = build(case, layers, 0.0, torch.float32 if autocast else torch.bfloat16, device)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        alive = model(**batch(name, torch.float32 if autocast else torch.bfloat16, device)[0])
+    monkeypatch.undo()
+    for result in results:
+        kept.pop(result.untyped_storage()._cdata, None)
+    del alive  # until here, for a storage that is freed may be another's next
+    return sum(kept.values())
+
+
+def deeper(measured, tokens) -> float:
+    """u of the third layer, from what models of two and of three layers keep."""
+    two, three = measured
+    return (three - two) / (tokens * WIDTH)
+
+
+WITH_AND_WITHOUT = [(name, rate) for name, case in CASES.items() for rate in ((0.0, 0.1) if case.dropout else (0.0,))]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("name, dropout", WITH_AND_WITHOUT)
+def test_bytes_of_a_layer(name, dropout, autocast, device, monkeypatch):
+    case, (_, tokens) = CASES[name], batch(name, torch.float32, "cpu")
+    found = [measure(case, name, layers, dropout, autocast, device) for layers in (2, 3)]
+    floor = case.floor + (2 * case.norms if autocast else 0)
+    statistics = (8 * case.norms + 4 * HEADS * (case.norms - len(case.layers))) / WIDTH  # means and scales, logarithms
+    if case.kept_by_attention:
+        kept = [kept_by_attention(case, name, n, autocast, device, monkeypatch) for n in (2, 3)]
+        floor, statistics = floor + deeper(kept, tokens), 0
+    counted = deeper([kept.total for kept, _ in found], tokens)
+    assert counted == pytest.approx(floor + statistics, rel=0.02), f"{found[1][0]}"
+    if device == "cuda":
+        assert deeper([grown for _, grown in found], tokens) == pytest.approx(counted, rel=0.02)
