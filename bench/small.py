@@ -67,16 +67,19 @@ def functionals(op, args, kwargs) -> tuple[Subject, Subject]:
 def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
     """hfnn's module and torch's, for each class that the op stands in for."""
     given = inspect.signature(getattr(hfnn.functional, op.name)).bind(*args, **kwargs).arguments
-    if "weight" in given and given["weight"].dim() == 2:
+    if "weight" in given and given["weight"].dim() == 2:  # the sizes, by the names that constructors have for them
         given["out_features"], given["in_features"] = given["weight"].shape
+        given["num_embeddings"], given["embedding_dim"] = given["weight"].shape
     x = args[0]
     for original, room in op.modules.items():
         wanted = inspect.signature(original).parameters
         _, _, *names = inspect.signature(original.forward).parameters  # after self and x: the target of a loss
         others = [given[name] for name in names if name in given]
         known = {name: a for name, a in given.items() if name in wanted and not isinstance(a, torch.Tensor)}
-        both = (cls(**known).to(x.device, x.dtype) for cls in (room, original))
-        yield tuple(Subject(functools.partial(m, x, *others), [x, *m.parameters()]) for m in both)
+        dtype = next(a.dtype for a in args if check.is_float(a))
+        both = [cls(**known).to(x.device, dtype) for cls in (room, original)]
+        leaves = [[t for t in (x, *m.parameters()) if check.is_float(t)] for m in both]
+        yield tuple(Subject(functools.partial(m, x, *others), some) for m, some in zip(both, leaves, strict=True))
 
 
 def rule(options) -> int:
@@ -102,6 +105,10 @@ def _measured(op, elements: int, dtype, device: str):
     case = case_of(op, elements)
     pairs = [("functional", functionals(op, args, kwargs)), *(("module", pair) for pair in modules(op, args, kwargs))]
     for kind, (ours, theirs) in pairs:
+        why = _refusal(theirs)
+        if why is not None:
+            check.say(f"skipped: {op.name} {kind} of {elements} {dtype}: torch says: {why}")
+            continue
         y = ours.forward()
         kernel, dy = report.kernel_of(y), torch.randn_like(y)
         for name in PASSES:
@@ -111,6 +118,16 @@ def _measured(op, elements: int, dtype, device: str):
                 for provider, us, more in zip(("hfnn", "torch"), times, ({"kernel": kernel}, {}), strict=True)
             ]
             yield kind, name, *times, rows
+
+
+def _refusal(subject: Subject) -> str | None:
+    """Why torch cannot compute it, as a pool whose window is larger than its input, or None."""
+    try:
+        y = subject.forward()
+        torch.autograd.grad(y, subject.leaves, torch.ones_like(y))
+    except RuntimeError as why:
+        return str(why).split("\n")[0]
+    return None
 
 
 def crossover(options) -> int:

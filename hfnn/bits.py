@@ -43,10 +43,11 @@ def pack(codes: torch.Tensor, width: int = 1) -> torch.Tensor:
     _check_width(width)
     if codes.dtype is not torch.uint8 and (codes.dtype is not torch.bool or width != 1):
         raise ValueError(f"codes must be torch.uint8, or torch.bool where width is 1, got {codes.dtype}, width {width}")
-    codes = codes.detach().contiguous().view(-1).view(torch.uint8)
+    codes = codes.detach().contiguous().view(-1)
     kernel = _kernel(codes)
     if kernel is None:
         return _pack_by_torch(codes, width)
+    codes = codes.view(torch.uint8)
     packed = torch.empty(size(codes.numel(), width), dtype=torch.uint8, device=codes.device)
     kernel.pack(codes, packed, width, kernel.queue(codes))
     return packed
@@ -74,7 +75,7 @@ def unpack(packed: torch.Tensor, shape, width: int = 1, dtype: torch.dtype | Non
     packed = packed.detach()[:bytes_].contiguous()
     kernel = _kernel(packed)
     if kernel is None:
-        return _unpack_by_torch(packed, math.prod(shape), width).view(shape).view(dtype)
+        return _unpack_by_torch(packed, math.prod(shape), width).view(shape).to(dtype)
     codes = torch.empty(shape, dtype=torch.uint8, device=packed.device)
     kernel.unpack(packed, codes, width, kernel.queue(packed))
     return codes.view(dtype)
@@ -86,8 +87,8 @@ def _check_width(width):
 
 
 def _kernel(x):
-    """The kernel for a uint8 tensor, or None for torch's ops: another device, a tracer, a subclass."""
-    return OP.find(x) if context(x) is None else None
+    """The kernel for codes or bytes, or None for torch's ops: another device, a tracer, a subclass."""
+    return OP.find(x, torch.uint8) if context(x) is None else None
 
 
 def _shifts(bits, like):
@@ -96,7 +97,7 @@ def _shifts(bits, like):
 
 def _pack_by_torch(codes, width):
     """Eight codes are a number of 8 width bits, and `width` bytes."""
-    codes = codes.view(torch.uint8)
+    # No view in another dtype: torch 2.11 has none under vmap.
     rows = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long() & (1 << width) - 1
     words = (rows << _shifts(width, codes)).sum(1, keepdim=True)
     packed = (words >> _shifts(8, codes)[:width]) & 255

@@ -59,7 +59,9 @@ class Routed:
         return gated(gate_up_out, None, self._hfnn_like.f, prefer=self.prefer)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        own = self.config._experts_implementation == "eager" and not self._is_expert_parallel
+        # Older versions of transformers do not have the attribute, and in such a group the same loop.
+        parallel = getattr(self, "_is_expert_parallel", False)
+        own = self.config._experts_implementation == "eager" and not parallel
         if not own or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return loop(self, hidden_states, top_k_index, top_k_weights)
@@ -116,8 +118,10 @@ def _kind(module) -> str | None:
     up, down = (parameters[name] for name in ("gate_up_proj", "down_proj"))
     if up is None or down is None or up.dim() != 3 or up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
         return None
-    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False}
     if any(getattr(module, name, None) is not value for name, value in plain.items()):
+        return None
+    if getattr(module, "has_post_expert_norm", False):  # older versions of transformers know of none
         return None
     return function_of(parts["act_fn"]) or likeness(parts["act_fn"])
 

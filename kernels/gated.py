@@ -135,7 +135,8 @@ def _plan(tensors):
     rows, cols = tensors[0].shape
     if all(t is None or t.is_contiguous() for t in tensors):
         rows, cols, strides = 1, rows * cols, [0] * len(tensors)
-        C = TILE
+        # Where Triton 3.6 knows that there is one column, it fails to lay out a wider tile of one row.
+        C = TILE if cols > 1 else 1
     else:
         strides = [0 if t is None else t.stride(0) for t in tensors]
         divisor = min(cols & -cols, TILE)

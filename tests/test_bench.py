@@ -109,6 +109,28 @@ def test_small_shapes(bench, capsys):
     assert f"of {len(rows) // 2} slower" in capsys.readouterr().out
 
 
+def test_small_shapes_that_torch_refuses(bench, capsys, monkeypatch):
+    """Are said and skipped: a window of three in one element. What only we refuse is an error."""
+    monkeypatch.setattr(importlib.import_module("small"), "RULE", (1, 16))
+    status, files = bench("--small", "avg_pool1d", "relu")
+    (rows,) = files.values()
+    assert status == 0 and {(r["op"], r["case"]) for r in rows} == {
+        ("avg_pool1d", "1x16"),
+        ("relu", "1x1"),
+        ("relu", "1x16"),
+    }
+    out = capsys.readouterr().out
+    for kind in ("functional", "module"):
+        assert f"skipped: avg_pool1d {kind} of 1 torch.float32: torch says: Given input size: (1x1x1)" in out
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("ours alone")
+
+    monkeypatch.setattr(hfnn.functional, "relu", refuse)
+    with pytest.raises(RuntimeError, match="ours alone"):
+        bench("--small", "relu")
+
+
 @needs_kernel
 def test_a_loss_is_timed_as_a_whole_too(bench):
     _, files = bench("cross_entropy", "--case", "8x64", "--kernel", KERNEL, "--against", "torch", "--rounds", "3")

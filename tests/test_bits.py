@@ -127,6 +127,7 @@ def test_where_no_kernel_runs():
     mask = torch.randn(4, 21, device=DEVICE) > 0
     rows = torch.vmap(bits.pack)(mask)
     assert all(torch.equal(row, bits.pack(m)) for row, m in zip(rows, mask, strict=True))
+    assert torch.equal(torch.vmap(lambda row: bits.unpack(row, (21,)))(rows), mask)
     graph = make_fx(lambda m: bits.unpack(bits.pack(m), (4, 21)))(mask)
     assert torch.equal(graph(~mask), ~mask)
 

@@ -220,7 +220,11 @@ def test_elementwise_refusals():
     with pytest.raises(ValueError, match=r"y must have the shape \(4, 4\), got \(4, 3\)"):
         cpu.gelu.forward(x, torch.empty(4, 3), False, 1)
     with pytest.raises(ValueError, match="y must be float32, got float16"):
-        cpu.gelu.forward(x, torch.empty(4, 4, dtype=torch.float16), False, 1)
+        cpu.silu.forward(x, torch.empty(4, 4, dtype=torch.float16), 1)
+    with pytest.raises(ValueError, match="y must be float16 or float32 when x is float16, got bfloat16"):
+        cpu.gelu.forward(x.half(), torch.empty(4, 4, dtype=torch.bfloat16), False, 1)
+    with pytest.raises(ValueError, match=r"y must be .* when x is float32, got float64"):
+        cpu.gelu.forward(x, torch.empty(4, 4, dtype=torch.float64), False, 1)
     with pytest.raises(ValueError, match=r"x must be contiguous, got the strides \(1, 4\)"):
         cpu.gelu.forward(x.t(), torch.empty(4, 4), False, 1)
     with pytest.raises(ValueError, match=r"pair must have the shape \(2,\), got \(3,\)"):

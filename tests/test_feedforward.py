@@ -109,8 +109,8 @@ def close(ours, theirs):
 
 def gated_runs(model, x):
     """How often hfnn's product ran in one forward."""
-    names = []
-    pending = [model(x).grad_fn]
+    y, names = model(x), []  # some versions of torch forget the name of a Function's node with its result
+    pending = [y.grad_fn]
     while pending:
         node = pending.pop()
         if node is not None:

@@ -28,7 +28,7 @@ OP = Op(
     "abs",
     reference,
     _abs,
-    kernels=kernels(1 << 18),
+    kernels=kernels(1 << 20),
     sample=sample,
     cases=((1,), (3, 769), (64, 1024), (0, 4)),
     traffic=(2.125, 2.125),

@@ -24,7 +24,7 @@ def takes(x, prefer: str) -> bool:
 
     It is not where nothing is kept, because no gradient is wanted.
     """
-    if compiling() or forced() == "torch" or not isinstance(x, torch.Tensor) or x.numel() < _FLOORS[prefer]:
+    if compiling() or not isinstance(x, torch.Tensor) or x.numel() < _FLOORS[prefer] or forced() == "torch":
         return False
     return x.requires_grad and torch.is_grad_enabled() and x.is_floating_point() and context(x) is None
 
@@ -66,8 +66,10 @@ class _AdaptiveAvgPool(_AvgPool):
 def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, prefer="auto"):
     """`torch.nn.functional.avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
     stride = () if stride is None else stride
+    if not takes(input, prefer):
+        return torch.avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
     how = tuple(map(_number, (kernel_size, stride, padding)))
-    if not takes(input, prefer) or input.dim() not in (2, 3) or None in how:
+    if input.dim() not in (2, 3) or None in how:
         return torch.avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
     # As torch does it, by a height of 1.
     window, step, pad = how
@@ -87,9 +89,10 @@ def avg_pool2d(
     *, prefer="auto"
 ):  # fmt: skip
     """`torch.nn.functional.avg_pool2d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
-    how = kernel_size, () if stride is None else stride, padding, ceil_mode, count_include_pad, divisor_override
+    stride = () if stride is None else stride
     if not takes(input, prefer):
-        return _avg_pool2d(input, *how)
+        return _avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    how = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _AvgPool.apply(input, _avg_pool2d, aten.avg_pool2d_backward.default, how)
 
 
@@ -98,9 +101,10 @@ def avg_pool3d(
     *, prefer="auto"
 ):  # fmt: skip
     """`torch.nn.functional.avg_pool3d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
-    how = kernel_size, () if stride is None else stride, padding, ceil_mode, count_include_pad, divisor_override
+    stride = () if stride is None else stride
     if not takes(input, prefer):
-        return _avg_pool3d(input, *how)
+        return _avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    how = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _AvgPool.apply(input, _avg_pool3d, aten.avg_pool3d_backward.default, how)
 
 
@@ -160,8 +164,10 @@ class AvgPool1d(nn.AvgPool1d):
     prefer = "auto"
 
     def forward(self, input):
-        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad
-        return avg_pool1d(input, *how, prefer=self.prefer)
+        return avg_pool1d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
+            prefer=self.prefer
+        )  # fmt: skip
 
 
 class AvgPool2d(nn.AvgPool2d):
@@ -170,8 +176,10 @@ class AvgPool2d(nn.AvgPool2d):
     prefer = "auto"
 
     def forward(self, input):
-        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad, self.divisor_override
-        return avg_pool2d(input, *how, prefer=self.prefer)
+        return avg_pool2d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
+            self.divisor_override, prefer=self.prefer
+        )  # fmt: skip
 
 
 class AvgPool3d(nn.AvgPool3d):
@@ -180,8 +188,10 @@ class AvgPool3d(nn.AvgPool3d):
     prefer = "auto"
 
     def forward(self, input):
-        how = self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad, self.divisor_override
-        return avg_pool3d(input, *how, prefer=self.prefer)
+        return avg_pool3d(
+            input, self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad,
+            self.divisor_override, prefer=self.prefer
+        )  # fmt: skip
 
 
 class AdaptiveAvgPool1d(nn.AdaptiveAvgPool1d):

@@ -60,11 +60,12 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = (_wanted(ctx, i) for i in range(3))
         dx = dweight = dbias = None
         dy_RO = dy.reshape(-1, dy.shape[-1])
-        if needs_x:
-            dx = (dy_RO @ weight_IO.to(ctx.dtype).t()).view(*dy.shape[:-1], -1).to(ctx.x_dtype)
-        if needs_weight:
+        if needs_weight:  # first, so that what is rebuilt for it is gone before dx is there
             x = sources[0] if ctx.recipe is None else ctx.recipe.rebuild(sources, ctx.dtype)
             dweight = _outer(x.reshape(-1, weight_IO.shape[0]), dy_RO, weight_IO).to(weight_IO.dtype)
+            del x
+        if needs_x:
+            dx = (dy_RO @ weight_IO.to(ctx.dtype).t()).view(*dy.shape[:-1], -1).to(ctx.x_dtype)
         if needs_bias:
             dbias = dy_RO.sum(0).to(ctx.bias_dtype)
         return dx, dweight, dbias, *(None for _ in ctx.needs_input_grad[3:])

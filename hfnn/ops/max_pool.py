@@ -179,8 +179,8 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     channels = 1 if input.is_contiguous() else input.shape[-dims - 1]  # in the plane where they are last
     if geometry is None or channels * max(math.prod(input.shape[-dims:]), math.prod(geometry.out)) > PLANE:
         return None
-    if torch.is_autocast_enabled(input.device.type):
-        device = input.device.type
+    device = "cuda" if input.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device):
         input = input.to(_out_dtype(dims, input.dtype, device, torch.get_autocast_dtype(device)))
     if torch.is_grad_enabled() and input.requires_grad:
         return _MaxPool.apply(input, geometry, kernel)
@@ -225,7 +225,7 @@ def _op(dims: int, empty: tuple, bench: tuple) -> Op:
         functools.partial(reference, dims),
         getattr(torch, f"max_pool{dims}d"),
         kernels=(
-            Kernel("triton", "hfnn.kernels.pool", "cuda", min_elements=1 << 24),
+            Kernel("triton", "hfnn.kernels.pool", "cuda", min_elements=1 << 26),
             Kernel("cpp", "hfnn._C:cpu.pool", "cpu", (*FLOATS, torch.float64), min_elements=1 << 18),
         ),
         sample=functools.partial(sample, dims),

@@ -29,12 +29,13 @@ def sample(case, dtype, device, generator=None):
     return tuple(t.to(device) for t in (level > 0, a.to(dtype), b.to(dtype))), {}
 
 
-def kernels(min_elements: int) -> tuple[Kernel, ...]:
-    """Of where and masked_fill: the choice is torch's, the packing theirs. min_elements: on the CPU."""
-    return (
-        Kernel("triton", "hfnn.kernels.bits", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=min_elements),
-    )
+NEVER = 1 << 62  # elements from which this is faster: it is smaller, and takes a launch more
+
+# Of where and masked_fill: the choice is torch's, the packing theirs.
+KERNELS = (
+    Kernel("triton", "hfnn.kernels.bits", "cuda", min_elements=NEVER),
+    Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=NEVER),
+)
 
 
 # The masks that were packed, by id(), each with a weak reference that proves it is the same one, and with what changes
@@ -78,7 +79,7 @@ OP = Op(
     "where",
     reference,
     _where,
-    kernels=kernels(1 << 18),
+    kernels=KERNELS,
     sample=sample,
     cases=((3, 769), (64, 1024), (0, 4), (1,)),
     small=(3, 5),

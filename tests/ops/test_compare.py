@@ -352,3 +352,16 @@ def test_fake_tensors():
             assert y.grad_fn.name() == name
             (grad,) = torch.autograd.grad(y.sum(), a)
             assert grad.shape == a.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 40 GiB of GPU memory")
+@pytest.mark.parametrize("name", ["maximum", "masked_fill"])
+def test_more_than_2_31_elements(name):
+    """The last rows of tensors beyond int32 offsets equal those rows alone."""
+    x = torch.empty((1 << 19) + 16, 4096, dtype=torch.bfloat16, device="cuda").normal_()
+    other = x.flip(0) if name == "maximum" else x > 0.5
+    call = lambda x, other: getattr(F, name)(x, other, *(() if name == "maximum" else (0.0,)), prefer="memory")  # noqa: E731
+    leaf, tail = x.requires_grad_(), x[-16:].detach().requires_grad_()
+    y, y_tail = call(leaf, other), call(tail, other[-16:])
+    (dx,), (dx_tail,) = (torch.autograd.grad(r, t, torch.ones_like(r)) for r, t in ((y, leaf), (y_tail, tail)))
+    assert torch.equal(y[-16:], y_tail) and torch.equal(dx[-16:], dx_tail)

@@ -93,6 +93,20 @@ def one_by_one(fn, x, dy):
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
+def documented(name, options, x, y):
+    """torch's y of x, or what csrc/piecewise.h says where torch's CUDA kernels differ from its CPU's.
+
+    They round softshrink's bound to 16 bits, and multiply with a sixth in hardsigmoid, where all others divide by 6.
+    """
+    if x.is_cuda and name == "softshrink" and x.dtype.itemsize == 2:
+        return torchs(name)(x.float(), **options).to(x.dtype)
+    if x.is_cuda and name == "hardsigmoid" and x.dtype is torch.float32:
+        exact = (x + 3).clamp(0, 6) / x.new_tensor(6)  # of a number instead, CUDA takes the reciprocal
+        torch.testing.assert_close(exact, y, rtol=torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
+        return exact
+    return y
+
+
 def assert_same(a, b, x):
     same = (a == b) | (a.isnan() & b.isnan())
     assert a.dtype is b.dtype and same.all(), f"at {x[~same]}: {a[~same]}, torch {b[~same]}"
@@ -108,6 +122,7 @@ def test_kinks_nan_and_infinity(name, options, kernel, dtype):
     for cotangent in (0.3, -1.0, INF, NAN):
         dy = torch.full_like(x, cotangent)
         y_torch, dx_torch = one_by_one(functools.partial(torchs(name), **options), x, dy)
+        y_torch = documented(name, options, x, y_torch)
         for times in (1, 40):
             leaf = x.repeat(times).requires_grad_()
             with hfnn.use(kernel):
@@ -132,7 +147,7 @@ def test_every_16_bit_number(name, options, kernel):
             y = fn(leaf, **options)
         found.append((y.detach(), *torch.autograd.grad(y.sum(), leaf)))
     (y, dx), (y_torch, dx_torch) = found
-    assert_same(y, y_torch, x)
+    assert_same(y, documented(name, options, x, y_torch), x)
     number = ~x.isnan()
     assert_same(dx[number], dx_torch[number], x[number])
 
@@ -245,7 +260,10 @@ def test_modules(module):
     try:
         assert type(module) is getattr(hfnn, cls.__name__) and isinstance(module, cls)
         y = module(x)
-        assert torch.equal(y, want) and torch.equal(torch.autograd.grad(y.square().sum(), x)[0], dx_want)
+        ulps = 1 if x.is_cuda and cls is nn.Hardsigmoid else 0  # see `documented`
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        for got, expected, rtol in ((y, want, ulps), (dx, dx_want, 2 * ulps)):
+            torch.testing.assert_close(got, expected, rtol=rtol * torch.finfo(x.dtype).eps, atol=0)
         assert hfnn.memory.saved_bytes(lambda: module(x)).by_op == {"Piecewise": x.numel() // 8}
     finally:
         assert type(hfnn.revert(module)) is cls
@@ -263,8 +281,12 @@ def test_clamp_leaves_what_it_does_not_know_to_torch():
         torch.testing.assert_close(y, torch.clamp(x, **options), equal_nan=True)
     with pytest.raises(RuntimeError, match="must not be None"):
         hfnn.functional.clamp(x, prefer="memory")
-    with pytest.raises(RuntimeError, match="overflow"):
-        hfnn.functional.clamp(x.half(), max=1e6, prefer="memory")
+    if DEVICE == "cpu":
+        with pytest.raises(RuntimeError, match="overflow"):
+            hfnn.functional.clamp(x.half(), max=1e6, prefer="memory")
+    else:  # torch's CUDA code compares in float32
+        y = hfnn.functional.clamp(x.half(), max=1e6, prefer="memory")
+        assert y.grad_fn.name().startswith("Clamp") and torch.equal(y, x.half())
     y = hfnn.functional.clamp(x.half(), max=INF, min=-1, prefer="memory")
     assert y.grad_fn.next_functions and torch.equal(y, torch.clamp(x.half(), min=-1))
 

@@ -288,7 +288,7 @@ def test_random_average_pools_are_torchs(data, dtype):
         x = x.contiguous(memory_format=LAST[dims])
     mine = run(ours("avg_pool", dims), x, *how, prefer="memory")
     want = run(torchs("avg_pool", dims), x, *how)
-    same(mine, want)
+    same(mine, want, exact=dims < 3 or device == "cpu")  # overlapping windows in 3-D add atomically on the GPU
     assert mine[0].stride() == want[0].stride() and mine[1].stride() == want[1].stride()
 
 
