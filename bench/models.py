@@ -59,9 +59,8 @@ def prepare(mode: str, of: Model) -> Callable:
             raise rivals.Skip(f"cannot be imported: {error}") from error
         patch()
     if mode == "compile-0.75":
-        import torch._functorch.config
-
-        torch._functorch.config.activation_memory_budget = 0.75
+        # Not `import torch....`, which would make `torch` a name of this function.
+        importlib.import_module("torch._functorch.config").activation_memory_budget = 0.75
     if mode.startswith("compile"):
         return torch.compile
     if mode.startswith("hfnn"):

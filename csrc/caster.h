@@ -28,8 +28,9 @@ struct Torch {  // looked up at the first conversion, kept for ever
   static constexpr int kDtypes = 9;
   static constexpr const char* kNames[kDtypes] = {"float32", "bfloat16", "float16", "float64", "int64",
                                                   "uint8",   "int32",    "int16",   "bool"};
-  static constexpr Dtype kOurs[kDtypes] = {Dtype::float32, Dtype::bfloat16, Dtype::float16, Dtype::float64, Dtype::int64,
-                                           Dtype::uint8,   Dtype::int32,    Dtype::int16,   Dtype::uint8};
+  static constexpr Dtype kOurs[kDtypes] = {Dtype::float32, Dtype::bfloat16, Dtype::float16,
+                                           Dtype::float64, Dtype::int64,    Dtype::uint8,
+                                           Dtype::int32,   Dtype::int16,    Dtype::uint8};
   static constexpr int kCodes[kDtypes] = {2 << 8 | 32, 4 << 8 | 16, 2 << 8 | 16, 2 << 8 | 64, 0 << 8 | 64,
                                           1 << 8 | 8,  0 << 8 | 32, 0 << 8 | 16, 6 << 8 | 8};  // DLPack: code, bits
   PyTypeObject* tensor;

@@ -8,8 +8,8 @@
 namespace hfnn {
 
 inline const char* name(Dtype dtype) {
-  constexpr const char* names[] = {"None", "float32", "bfloat16", "float16", "float64",
-                                   "int64", "uint8", "int32", "int16", "another dtype"};
+  constexpr const char* names[] = {"None",  "float32", "bfloat16", "float16", "float64",
+                                   "int64", "uint8",   "int32",    "int16",   "another dtype"};
   return names[static_cast<int>(dtype)];
 }
 inline std::ostream& operator<<(std::ostream& out, Dtype dtype) { return out << name(dtype); }

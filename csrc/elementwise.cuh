@@ -1,7 +1,7 @@
 // y = f(x) or f(a, b) over contiguous tensors of one size: what gelu.cu and dropout.cu share. The dtypes may differ.
 //
-// A thread takes kUnroll groups of 16 bytes of the narrowest dtype, all loaded before the first is used. Blocks are many and short: the device
-// hands them out in the order of the memory and evens out their finish.
+// A thread takes kUnroll groups of 16 bytes of the narrowest dtype, all loaded before the first is used. Blocks are
+// many and short: the device hands them out in the order of the memory and evens out their finish.
 #pragma once
 #include "cuda.cuh"
 

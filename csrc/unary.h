@@ -5,7 +5,8 @@
 //   1 tanh           tanh(x)                                         1 - y^2
 //   2 softplus       a x > b ? x : log(1 + exp(a x)) / a             a y > b ? 1 : 1 - exp(-a y)
 //   3 logsigmoid     min(x, 0) - log(1 + exp(-|x|))                  1 - exp(y)
-//   4 elu            x > 0 ? b x : a b (exp(c x) - 1)                y > 0 ? b : c (y + a b)      (a, b, c: torch's alpha,
+//   4 elu            x > 0 ? b x : a b (exp(c x) - 1)                y > 0 ? b : c (y + a b)      (a, b, c: torch's
+//   alpha,
 //                                                                                                  scale, input_scale)
 //   5 softsign       x / (1 + |x|)                                   (1 - |y|)^2
 //   6 exp            exp(x)                                          y

@@ -94,9 +94,11 @@ def _wanted(ctx, i: int) -> bool:
 
 def _linear(x, weight_IO, bias, recompute):
     """x @ weight_IO + bias, or None where torch's own op is to run, or to raise."""
-    if not torch.is_grad_enabled() or context(x, weight_IO, bias) is not None or x.shape[-1] != weight_IO.shape[0]:
+    if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_IO.shape[0]:
         return None
-    device = x.device.type
+    if context(x, weight_IO, bias) is not None:
+        return None
+    device = "cuda" if x.is_cuda else "cpu"
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     tensors = [t for t in (x, weight_IO, bias) if t is not None]

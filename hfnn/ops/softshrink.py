@@ -3,6 +3,9 @@
     y = x - l where x > l, x + l where x < -l, else 0;   dx = 0 there, else dy
 
 Donoho, "De-noising by soft-thresholding", IEEE Transactions on Information Theory 1995. torch keeps x.
+
+y is computed with l as it is given, and dx compares with l in the dtype of x, on every device as in torch's code for
+the CPU. Its CUDA kernels round l to the dtype of x for y too: another y in 16 bits where l is no such number.
 """
 
 import torch

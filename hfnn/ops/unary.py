@@ -7,6 +7,9 @@ output comes with its own graph, which leads on to x. As with torch's sigmoid, y
 
 Where it cannot (mish, hardswish, quick_gelu), x is kept, y carries a recipe, and a consumer rebuilds it. Or, with
 keep="output", y and five bits are kept (recode.py).
+
+The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. Its CUDA kernels give elu, selu,
+celu and hardswish that of one of the branches.
 """
 
 from collections.abc import Callable
