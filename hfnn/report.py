@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from hfnn import recipe
-from hfnn.convert import examine, is_fsdp, sites
+from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.dress import is_converted, op_of, original, title
 
 
@@ -61,14 +61,21 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Every module without modules inside, and every converted one; print it, or read its `rows`.
+    """Every module without modules inside, and of the others those that are converted, or nearly were.
 
-    Kernels are those for contiguous inputs of the device and dtype of the module's parameters (of the model's first
-    parameter where it has none), outside torch.compile. Works on models that are converted, partly or not at all.
+    Print it, or read its `rows`. Kernels are those for contiguous inputs of the device and dtype of the module's
+    parameters (of the model's first parameter where it has none), outside torch.compile. Works on models that are
+    converted, partly or not at all.
     """
-    found = [site for site in sites(model) if is_converted(site.module) or not site.module._modules]
+    found = [site for site in sites(model) if not site.module._modules or _is_of_note(site)]
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     return Report([_row(site, first) for site in found])
+
+
+def _is_of_note(site) -> bool:
+    """Whether there is more to say of a module than that it holds others."""
+    verdict = None if is_converted(site.module) else examine(site)
+    return verdict is None or verdict.room is not None or verdict.why != NO_OP
 
 
 def _row(site, first) -> Row:

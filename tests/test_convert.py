@@ -388,7 +388,10 @@ def test_mistakes():
 def test_report():
     m = model()
     plain = hfnn.report(m)
-    assert {row.to for row in plain.rows} == {None} and "hfnn.convert would swap it" in plain.rows[0].why
+    assert {row.to for row in plain.rows} == {None}
+    block, norm = plain.rows[:2]
+    assert block.name == "0" and "another way" in block.why, "a module of modules that looks like one of ours"
+    assert norm.name == "0.norm" and "hfnn.convert would swap it" in norm.why
     found = hfnn.report(hfnn.convert(nn.Sequential(*m, nn.Bilinear(2, 2, 2))))
     rows = {row.name: row for row in found.rows}
     assert rows["0.norm"].original == "torch.LayerNorm" and rows["0.norm"].to == "hfnn.LayerNorm"
@@ -396,4 +399,4 @@ def test_report():
     assert rows["4"].to is None and rows["4"].why == "no op of hfnn computes this"
     assert rows["0.norm"].kernel in ("cpp", "torch") and "elements on" in rows["0.act"].why
     text = str(found)
-    assert "*.norm  x2" in text and "14 modules swapped, 1 left alone" in text
+    assert "*.norm  x2" in text and "14 modules swapped, 3 left alone" in text
