@@ -15,7 +15,7 @@ from torch import nn
 from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, compiling, context, forced
 
 aten = torch.ops.aten
-_avg_pool2d, _avg_pool3d = torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
+_avg_pool1d, _avg_pool2d, _avg_pool3d = torch.avg_pool1d, torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
 _FLOORS = dict(zip(PREFERENCES, (WORTH_ELEMENTS, 0, float("inf")), strict=True))  # it is not faster, only smaller
 
 
@@ -24,7 +24,14 @@ def takes(x, prefer: str) -> bool:
 
     It is not where nothing is kept, because no gradient is wanted.
     """
-    if compiling() or not isinstance(x, torch.Tensor) or x.numel() < _FLOORS[prefer] or forced() == "torch":
+    if compiling():
+        return False
+    try:
+        if x.numel() < _FLOORS[prefer]:
+            return False
+    except AttributeError:  # no tensor, as torch's op will say
+        return False
+    if not isinstance(x, torch.Tensor) or forced() == "torch":
         return False
     return x.requires_grad and torch.is_grad_enabled() and x.is_floating_point() and context(x) is None
 
@@ -67,7 +74,7 @@ def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, coun
     """`torch.nn.functional.avg_pool1d`, keeping nothing. prefer: "auto" | "memory" | "speed" (`hfnn.convert`)."""
     stride = () if stride is None else stride
     if not takes(input, prefer):
-        return torch.avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        return _avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
     how = tuple(map(_number, (kernel_size, stride, padding)))
     if input.dim() not in (2, 3) or None in how:
         return torch.avg_pool1d(input, kernel_size, stride, padding, ceil_mode, count_include_pad)

@@ -45,6 +45,7 @@ OP = Op(
     recipe=False,
     like_input=False,
 )
+_passes = OP.passes
 # Smooth L1 without its smooth part; what curvature there is, there is none of.
 _ABSOLUTE = Loss(2, torch.zeros_like)
 _SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # by which x and the target get theirs
@@ -105,6 +106,8 @@ def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", wei
     are the deprecated size_average and reduce. The result is a scalar of the dtype torch returns. prefer: "auto" |
     "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
     """
+    if _passes(input, prefer):
+        return nn.functional.l1_loss(input, target, size_average, reduce, reduction, weight)
     loss = absolute_loss(OP, input, target, reduction, prefer, size_average, reduce, weight)
     if loss is None:
         return nn.functional.l1_loss(input, target, size_average, reduce, reduction, weight)
