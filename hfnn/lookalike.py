@@ -20,6 +20,7 @@ from torch import nn
 from hfnn import ops
 from hfnn.kernel import is_plain
 from hfnn.ops import layer_norm, rms_norm
+from hfnn.patch import unrouted
 
 # Tried where no attribute is called eps: what authors write into the formula itself.
 CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
@@ -251,6 +252,7 @@ def _seclusion():
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(unrouted())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

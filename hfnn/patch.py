@@ -8,6 +8,7 @@ call, whether this very thread wants the call routed. So other threads see torch
 hfnn op reaches torch's original, and what remains after the last block is torch as it was.
 """
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -179,6 +180,16 @@ def uninstall(places) -> None:
             place.users -= 1
             if place.users == 0 and getattr(place.owner, place.name) is place.routed:
                 setattr(place.owner, place.name, place.original)
+
+
+@contextlib.contextmanager
+def unrouted() -> Iterator[None]:
+    """Inside the `with` block torch's functions, whatever this thread has started: for comparisons with them."""
+    before, here.state = here.state, _NOTHING
+    try:
+        yield
+    finally:
+        here.state = before
 
 
 class Patch:

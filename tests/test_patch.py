@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import threading
+import typing
 
 import pytest
 import torch
@@ -389,3 +390,30 @@ def test_compiled(where):
             found = compiled(x)
         torch.testing.assert_close(found, formula(x))
     found.sum().backward()
+
+
+class Calls(nn.Module):
+    """Its own code calls torch; keeps a record of what ran."""
+
+    ran: typing.ClassVar[list] = []
+
+    def forward(self, x):
+        y = F.gelu(x)
+        self.ran.append(is_ours(y))
+        return y
+
+
+class OwnGELU(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) * 1.01
+
+
+def test_comparisons_with_torch_are_with_torch():
+    """`verify` and the proof of look-alikes, called inside."""
+    with hfnn.patch_torch(prefer="memory"):
+        Calls.ran.clear()
+        assert hfnn.verify(hfnn.convert(Calls(), prefer="memory"), tensor(4, 8).requires_grad_()).ok
+        assert Calls.ran == [True, False, False], "converted, original, float64"
+        assert gelu_is_ours(), "and afterwards routed as before"
+        like, why = hfnn.lookalike.recognise(OwnGELU())
+    assert like is None and "output off by" in why
