@@ -12,6 +12,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.dress import is_converted, op_of, original, title
+from hfnn.ops import linear
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,12 @@ def _row(site, first) -> Row:
 
 def _kernel(module, op, weight) -> tuple[str, str]:
     """(the kernel, from which size of input on)."""
-    if not op.kernels:
+    if op is linear.OP:
         if is_fsdp(module):  # fully_shard hands it a view of its input, which has no recipe
             return "torch", "keeps its input: wrap the block around it instead of the module itself"
         return "torch", "keeps a recipe of its input where there is one"
+    if not op.kernels:
+        return "torch", "keeps less than torch's module"
     device, cols = weight.device.type, weight.numel() if module._parameters else 0
     kernel = next((k for k in op.kernels if not k.refusals(device, weight.dtype, cols, weight.dtype)), None)
     if kernel is None:
