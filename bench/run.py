@@ -31,7 +31,7 @@ import hfnn
 # its gradient is made: in forward or in backward.
 PASSES = {"forward": slice(0, 1), "backward": slice(1, None), "both": slice(None)}
 ROOT = Path(__file__).resolve().parent.parent
-OPS = {op.name: op for op in hfnn.ops.ALL}
+OPS = {op.name: op for op in hfnn.ops.CONTRACT}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -115,7 +115,7 @@ def compare(options) -> int:
     options.copy = timing.copy_call(options.device)
     path, rows, red = report.path(options.results, options.device), [], False
     try:
-        for op in options.ops or hfnn.ops.ALL:
+        for op in options.ops or hfnn.ops.CONTRACT:
             if not op.kernels:
                 print(f"skipped: {op.name}: has no kernels of its own")
             elif options.tests and not own_tests(op):

@@ -86,7 +86,7 @@ def rule(options) -> int:
     """Measure every op as module and as function, against torch's; print what breaks the rule. Exit status."""
     path, rows, broken = report.path(options.results, options.device, "-small"), [], []
     try:
-        for op, dtype, elements in itertools.product(options.ops or hfnn.ops.ALL, options.dtype, RULE):
+        for op, dtype, elements in itertools.product(options.ops or hfnn.ops.CONTRACT, options.dtype, RULE):
             for kind, name, ours, theirs, found in _measured(op, elements, dtype, options.device):
                 rows += report.append(path, found)
                 if theirs / ours < RATIO and ours - theirs > EXTRA_US[kind]:
@@ -132,7 +132,7 @@ def _refusal(subject: Subject) -> str | None:
 
 def crossover(options) -> int:
     """Print, for each kernel, the smallest size of input from which it is no slower than torch's op. Exit status."""
-    for op in options.ops or hfnn.ops.ALL:
+    for op in options.ops or hfnn.ops.CONTRACT:
         for kernel in op.kernels:
             if kernel.device != options.device or kernel.missing:
                 print(f"skipped: {op.name} {kernel.name}: {kernel.missing or f'runs on {kernel.device}'}")

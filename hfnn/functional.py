@@ -4,6 +4,7 @@ from hfnn.ops.abs import abs
 from hfnn.ops.adaptive_max_pool import adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d
 from hfnn.ops.add_layer_norm import add_layer_norm
 from hfnn.ops.add_rms_norm import add_rms_norm
+from hfnn.ops.attention import scaled_dot_product_attention
 from hfnn.ops.avg_pool import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -40,6 +41,7 @@ from hfnn.ops.linear_log_probs import linear_log_probs
 from hfnn.ops.log_softmax import log_softmax
 from hfnn.ops.logsigmoid import logsigmoid
 from hfnn.ops.masked_fill import masked_fill
+from hfnn.ops.masked_softmax import causal_softmax, masked_softmax
 from hfnn.ops.max_pool import max_pool1d, max_pool2d, max_pool3d
 from hfnn.ops.maximum import maximum
 from hfnn.ops.minimum import minimum
@@ -82,6 +84,7 @@ __all__ = [
     "avg_pool2d",
     "avg_pool3d",
     "binary_cross_entropy_with_logits",
+    "causal_softmax",
     "celu",
     "clamp",
     "cross_entropy",
@@ -109,6 +112,7 @@ __all__ = [
     "log_softmax",
     "logsigmoid",
     "masked_fill",
+    "masked_softmax",
     "max_pool1d",
     "max_pool2d",
     "max_pool3d",
@@ -125,6 +129,7 @@ __all__ = [
     "relu_dropout",
     "rms_norm",
     "rrelu",
+    "scaled_dot_product_attention",
     "selu",
     "sigmoid",
     "silu",

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         print("torch sees no CUDA device: nothing to compile. The C++ kernels of the CPU need no warming up.")
         return
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    for op in ops.ALL:
+    for op in ops.CONTRACT:
         for kernel in (k for k in op.kernels if k.device == "cuda"):
             if kernel.missing:
                 print(f"{op.name:<12}{kernel.name:<8}{kernel.missing}")

@@ -101,7 +101,7 @@ def test_small_shapes(bench, capsys):
     assert status == 0
     ((name, rows),) = files.items()
     assert name.endswith("-small.csv")
-    kinds = {op.name: ("functional", "module") if op.modules else ("functional",) for op in hfnn.ops.ALL}
+    kinds = {op.name: ("functional", "module") if op.modules else ("functional",) for op in hfnn.ops.CONTRACT}
     wanted = {(name, p, k) for name in kinds for p in ("hfnn", "torch") for k in kinds[name]}
     found = {(r["op"], r["provider"], r["pass"].split()[0]) for r in rows if float(r["host_us"]) > 0}
     assert found == wanted

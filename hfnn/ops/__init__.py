@@ -3,6 +3,7 @@
 from hfnn.ops import (
     abs,
     adaptive_max_pool,
+    attention,
     avg_pool,
     binary_cross_entropy_with_logits,
     celu,
@@ -31,6 +32,7 @@ from hfnn.ops import (
     log_softmax,
     logsigmoid,
     masked_fill,
+    masked_softmax,
     max_pool,
     maximum,
     minimum,
@@ -60,7 +62,7 @@ from hfnn.ops import (
 )
 
 NORMS = layer_norm, rms_norm
-ACTIVATIONS = gelu, silu, softmax, log_softmax
+ACTIVATIONS = gelu, silu, softmax, log_softmax, masked_softmax
 # What keeps its output, and what keeps its input.
 SMOOTH = (
     sigmoid, tanh, exp, sqrt, softplus, logsigmoid, elu, selu, celu, softsign,
@@ -80,4 +82,6 @@ ROOMS = (
     *NORMS, *ACTIVATIONS, *SMOOTH, *PIECEWISE, *GATED, *SELECTIONS, dropout, dropout_add, linear, embedding,
     *LOSSES, *HEADS,
 )  # fmt: skip
-ALL = (*(room.OP for room in ROOMS), *POOLS)  # a room of pools has an op for each number of dimensions
+# A room of pools has an op for each number of dimensions.
+CONTRACT = (*(room.OP for room in ROOMS), *POOLS)  # what the contract's tests and bench/run.py can call with rows
+ALL = (*CONTRACT, attention.OP)

@@ -82,10 +82,11 @@ def _build(p, seed, offset, kernel):
     return build
 
 
-def draw(x):
+def draw(x, counters=None):
     """(seed, offset, pair) for a mask of x, drawn from torch's default generator of x's device.
 
-    On CUDA the generator's own seed and offset, which moves on by what the mask uses. Inside CUDA graph capture a fresh
+    counters: how many Philox counters the mask uses; one for four elements of x by default. On CUDA the generator's own
+    seed and offset, which moves on by them. Inside CUDA graph capture a fresh
     `pair` {seed, offset} is drawn on the device at every replay. On the CPU a seed.
     """
     if type(x) is FakeTensor:
@@ -96,7 +97,8 @@ def draw(x):
         return 0, 0, torch.empty(2, dtype=torch.int64, device=x.device).random_()
     generator = torch.cuda.default_generators[x.get_device()]
     offset = generator.get_offset()
-    generator.set_offset(offset + (x.numel() + 15) // 16 * 4)  # in counters of four words; torch wants multiples of 4
+    used = (x.numel() + 3) // 4 if counters is None else counters
+    generator.set_offset(offset + (used + 3) // 4 * 4)  # torch wants multiples of 4
     seed = generator.initial_seed()
     return seed - (1 << 64) if seed >= 1 << 63 else seed, offset, None
 

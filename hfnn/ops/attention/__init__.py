@@ -1,0 +1,13 @@
+"""Attention: softmax(q k^T) v without its matrix of scores (csrc/attention.h)."""
+
+from hfnn.ops.attention.multihead import MultiheadAttention
+from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
+from hfnn.ops.attention.transformer import TransformerDecoderLayer, TransformerEncoderLayer
+
+__all__ = [
+    "OP",
+    "MultiheadAttention",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+    "scaled_dot_product_attention",
+]

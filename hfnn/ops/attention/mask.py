@@ -1,0 +1,130 @@
+"""Masks and lengths in the form that attention's kernels take (csrc/attention.h), made once for all layers.
+
+A boolean mask of T x S becomes T x ceil(S / 8) bytes of bits, and a summary of its tiles of 128 x 128 by which kernels
+skip what is hidden. The layers of a model get one mask, or views of one: what is made of it is kept for as long as the
+tensor lives, and made again where it was written to. Nothing here waits for the GPU.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch._subclasses import FakeTensor
+
+from hfnn import bits
+
+TILE = 128
+NONE, MIXED, FULL = 0, 1, 2  # of a tile's pairs
+
+# By id() of a tensor, with a weak reference that proves it is the same one: (reference, {what was made, and of which
+# part: (marks of the tensor then, the result)}).
+_made: dict[int, tuple] = {}
+
+
+def packed(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bits, tiles) of a boolean mask that broadcasts to `shape`, (B, H, T, S).
+
+    bits: (B, H, T, ceil(S / 8)) uint8, bits after the last key 0; tiles: (B, H, ceil(T / 128), ceil(S / 128)) uint8,
+    each NONE, MIXED or FULL. Both have stride 0 where the mask is broadcast. Raises ValueError for a mask of another
+    dtype or shape.
+    """
+    if mask.dtype is not torch.bool:
+        raise ValueError(f"a mask to pack must be torch.bool, got {mask.dtype}: add a mask of numbers as attn_mask")
+    _check_broadcast(mask, shape)
+    return _once(mask, ("packed", *shape), lambda: _pack(_narrowed(mask.detach(), shape[3]), shape))
+
+
+def bounds(lengths: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
+    """(B, 2) int32: the first key of each batch element, and the one behind its last, from 0 to `keys`.
+
+    lengths: integers, (B,), how many keys each element has, or (B, 2), the two numbers themselves. Raises ValueError
+    for another dtype or shape.
+    """
+    integers = torch.int32, torch.int64
+    if lengths.dtype not in integers or tuple(lengths.shape) not in ((batch,), (batch, 2)):
+        raise ValueError(
+            f"lengths must be torch.int32 or torch.int64 of shape ({batch},), the keys of each batch element, or "
+            f"({batch}, 2), their first and the one behind their last; got {lengths.dtype} {tuple(lengths.shape)}"
+        )
+    return _once(lengths, ("bounds", batch, keys), lambda: _bound(lengths, keys))
+
+
+def expanded_bias(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """A view of a mask of numbers as (B, H, T, S), `shape`, with stride 0 where it is broadcast; differentiable.
+
+    Raises ValueError for a shape that does not broadcast.
+    """
+    _check_broadcast(mask, shape)
+    return mask.expand(shape)
+
+
+def _check_broadcast(mask, shape):
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > 4 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+        raise ValueError(
+            f"attn_mask {tuple(mask.shape)} does not broadcast to {tuple(shape)}: batch, heads, queries, keys"
+        )
+
+
+def _bound(lengths, keys):
+    lengths = lengths.clamp(0, keys).int().contiguous()
+    return lengths if lengths.dim() == 2 else torch.stack((torch.zeros_like(lengths), lengths), 1)
+
+
+def _narrowed(mask, keys):
+    """The mask with four dimensions, of size 1 where it is broadcast, but for the keys."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim in range(3):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.expand(*mask.shape[:3], keys)
+
+
+def _pack(mask, shape):
+    batch, heads, queries, keys = shape
+    rows = torch.nn.functional.pad(mask, (0, -keys % 8))
+    packed_bits = bits.pack(rows).view(*rows.shape[:3], rows.shape[3] // 8)
+    tiles = _tiles(mask)
+    down = -(-queries // TILE)
+    return (
+        packed_bits.expand(batch, heads, queries, packed_bits.shape[3]),
+        tiles.expand(batch, heads, down, tiles.shape[3]),
+    )
+
+
+def _tiles(mask):
+    """NONE, MIXED or FULL for each tile; a mask of one query, broadcast or not, has one row of them."""
+    some, every = mask, mask
+    for dim in (3, 2):
+        some, every = _by_tiles(some, dim, torch.any), _by_tiles(every, dim, torch.all)
+    return some.to(torch.uint8) + every.to(torch.uint8)
+
+
+def _by_tiles(x, dim, reduce):
+    """`reduce` over each TILE elements along `dim`; the last ones may be fewer."""
+    whole = x.shape[dim] // TILE * TILE
+    parts = [reduce(x.narrow(dim, 0, whole).unflatten(dim, (-1, TILE)), dim + 1)] if whole else []
+    if whole < x.shape[dim]:
+        parts.append(reduce(x.narrow(dim, whole, x.shape[dim] - whole), dim, keepdim=True))
+    return torch.cat(parts, dim) if parts else x
+
+
+def _once(x: torch.Tensor, what: tuple, make: Callable):
+    """make(), or what it gave before for the same part of the same tensor, if nobody wrote to it since.
+
+    A graph that is being captured makes its own each time: the mask of a replay has other contents.
+    """
+    owner = x if x._base is None else x._base
+    if type(x) is FakeTensor or x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+    what = (*what, stream, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
+    marks = x._version, x.data_ptr()
+    key = id(owner)
+    found = _made.get(key)
+    if found is None or found[0]() is not owner:
+        found = _made[key] = weakref.ref(owner, lambda _: _made.pop(key, None)), {}
+    before = found[1].get(what)
+    if before is None or before[0] != marks:
+        before = found[1][what] = marks, make()
+    return before[1]

@@ -1,0 +1,250 @@
+"""`torch.nn.MultiheadAttention` without the matrix of weights that nobody reads.
+
+    q, k, v = x_q W_q^T + b_q, x_k W_k^T + b_k, x_v W_v^T + b_v           one product where the inputs are one tensor
+    y = concat_h(softmax(q_h k_h^T / sqrt(D) + mask) v_h) W_o^T + b_o
+
+Vaswani et al., "Attention Is All You Need", 2017. https://arxiv.org/abs/1706.03762
+
+The products are hfnn's (hfnn/ops/linear.py), so that the norm before them is not kept; they work on the inputs as they
+are, and heads are views of what they return, where torch copies q, k, v before attention and its result after it.
+Attention is sdpa.py's. By default torch's module returns the weights as well, B x T x S numbers: they are computed
+where somebody can read them. Nobody can in `y, _ = attn(x, x, x)` or `attn(x, x, x)[0]`, as the byte code shows.
+
+Letters: B batch, T queries, S keys, H heads, D their width, E = H D.
+"""
+
+import dis
+import functools
+import sys
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hfnn.kernel import compiling, context, forced
+from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
+from hfnn.ops.linear import linear
+
+_CALLS = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`: the same arguments, defaults, state dict and results.
+
+    For weights that are read torch's own code runs, and in eval where nothing wants a gradient. With `y, _ = attn(...)`
+    and `attn(...)[0]` the weights are not computed, and None is in their place. `prefer` is set by `hfnn.convert`.
+    """
+
+    prefer = "auto"
+    _hfnn_when = "its weights are computed where the caller can read them, by torch"
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        key_padding_mask=None,
+        need_weights=True,
+        attn_mask=None,
+        average_attn_weights=True,
+        is_causal=False,
+    ):
+        ours = not compiling() and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+        if ours and (not need_weights or _are_unread(self, sys._getframe(1))):
+            return _attend(self, query, key, value, key_padding_mask, attn_mask, is_causal), None
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+
+def _takes(module, query, key, value, key_padding_mask, attn_mask, is_causal) -> bool:
+    """Whether the call is one that trains, of plain tensors that go together. All else is torch's, its errors too."""
+    weights = _weights(module)
+    if query is None or key is None or value is None or forced() == "torch":
+        return False
+    if context(query, key, value, key_padding_mask, attn_mask, *weights) is not None:
+        return False
+    # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+    if not module.training:
+        inputs = query, key, value, attn_mask, *weights
+        if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)):
+            return False
+    return _fit(module, query, key, value) and _masks_fit(module, query, key, key_padding_mask, attn_mask, is_causal)
+
+
+def _weights(module):
+    own, out = module._parameters.values(), module.out_proj
+    return *own, out.weight, out.bias
+
+
+def _fit(module, query, key, value) -> bool:
+    if query.is_nested or key.is_nested or value.is_nested or query.numel() == 0 or key.numel() == 0:
+        return False
+    if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3) or key.shape[:-1] != value.shape[:-1]:
+        return False
+    if (query.shape[-1], key.shape[-1], value.shape[-1]) != (module.embed_dim, module.kdim, module.vdim):
+        return False
+    if not all(_is_of(x.dtype, module.out_proj.weight) for x in (query, key, value)):
+        return False
+    return query.dim() == 2 or _sizes(module, query)[0] == _sizes(module, key)[0]
+
+
+def _masks_fit(module, query, key, key_padding_mask, attn_mask, is_causal) -> bool:
+    batch, queries = _sizes(module, query)
+    keys, kinds = _sizes(module, key)[1], set()
+    if is_causal and attn_mask is None:
+        return False
+    if attn_mask is not None:
+        shapes = (queries, keys), (batch * module.num_heads, queries, keys)
+        kinds.add(attn_mask.dtype)
+        if tuple(attn_mask.shape) not in shapes:
+            return False
+    if key_padding_mask is not None:
+        kinds.add(key_padding_mask.dtype)
+        if tuple(key_padding_mask.shape) != ((keys,) if query.dim() == 2 else (batch, keys)):
+            return False
+    # torch has a word to say on masks of two kinds, and takes none of another dtype than the query's without autocast.
+    return len(kinds) < 2 and all(kind is torch.bool or _is_of(kind, query) for kind in kinds)
+
+
+def _is_of(dtype, x) -> bool:
+    """Whether torch computes with this dtype and x."""
+    return dtype is x.dtype or (dtype.is_floating_point and torch.is_autocast_enabled(x.device.type))
+
+
+def _sizes(module, x) -> tuple[int, int]:
+    """(batch, length) of an input (T, E), (B, T, E) or (T, B, E)."""
+    if x.dim() == 2:
+        return 1, x.shape[0]
+    return (x.shape[0], x.shape[1]) if module.batch_first else (x.shape[1], x.shape[0])
+
+
+def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
+    q, k, v = (_in_heads(module, x) for x in _projected(module, query, key, value))
+    k, v = _extended(module, k, v)
+    extra = k.shape[2] - _sizes(module, key)[1]
+    if is_causal and key_padding_mask is not None:  # the hint, which stands in the mask's place where that is the same
+        alike = not extra and not attn_mask.requires_grad
+        is_causal = alike and OP.select(q, k, v, row=(module.head_dim,), prefer=module.prefer) is not None
+    mask = _merged(module, q.shape[0], key_padding_mask, None if is_causal else attn_mask, extra)
+    dropped = module.dropout if module.training else 0.0
+    if is_causal and mask is not None:
+        y = scaled_dot_product_attention(q, k, v, mask, dropped, window=(None, 0), prefer=module.prefer)
+    else:
+        y = scaled_dot_product_attention(q, k, v, mask, dropped, is_causal, prefer=module.prefer)
+    del q, k, v
+    y = linear(y.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)  # (B, T, E)
+    if query.dim() == 2:
+        return y.squeeze(0)
+    # Put in order after the product: what that keeps is then attention's own result, not a copy.
+    return y if module.batch_first else y.transpose(0, 1).contiguous()
+
+
+def _projected(module, query, key, value):
+    """q, k, v, each with the heads apart: (..., H, D)."""
+    bias, heads = module.in_proj_bias, (module.num_heads, module.head_dim)
+    if not module._qkv_same_embed_dim:
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    elif key is value and query is key:
+        return _split(linear(query, module.in_proj_weight, bias), 3, heads)
+    elif key is value:
+        sizes = module.embed_dim, 2 * module.embed_dim
+        (w_q, w_kv), (b_q, b_kv) = (
+            module.in_proj_weight.split(sizes),
+            (None, None) if bias is None else bias.split(sizes),
+        )
+        return linear(query, w_q, b_q).unflatten(-1, heads), *_split(linear(key, w_kv, b_kv), 2, heads)
+    else:
+        weights = module.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return tuple(linear(*args).unflatten(-1, heads) for args in zip((query, key, value), weights, biases, strict=True))
+
+
+def _split(x, parts, heads):
+    """Views of a packed product, whose gradient is put together once; that of slices would be added up in full size."""
+    return x.unflatten(-1, (parts, *heads)).unbind(-3)
+
+
+def _in_heads(module, x):
+    """(T, H, D), (B, T, H, D) or (T, B, H, D) as (B, H, T, D)."""
+    if x.dim() == 3:
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.transpose(1, 2) if module.batch_first else x.permute(1, 2, 0, 3)
+
+
+def _extended(module, k, v):
+    """Keys and values with the learnt pair (bias_k, bias_v) and the pair of zeros behind them, where there are any."""
+    if module.bias_k is None and not module.add_zero_attn:
+        return k, v
+    (batch, heads, _, width), more = k.shape, ([k], [v])
+    for found, bias in zip(more, (module.bias_k, module.bias_v), strict=True):
+        if bias is not None:
+            found.append(bias.to(k.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1))
+        if module.add_zero_attn:
+            found.append(k.new_zeros(batch, heads, 1, width))
+    return torch.cat(more[0], 2), torch.cat(more[1], 2)
+
+
+def _merged(module, batch, key_padding_mask, attn_mask, extra):
+    """Both masks as one of `scaled_dot_product_attention`, broadcast to (B, H, T, S + extra), or None."""
+    mask = padding = None
+    if attn_mask is not None:
+        mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, module.num_heads))
+        mask = ~mask if mask.dtype is torch.bool else mask
+    if key_padding_mask is not None:
+        padding = key_padding_mask.view(batch, 1, 1, -1)
+        padding = ~padding if padding.dtype is torch.bool else padding
+    if mask is None or padding is None:
+        mask = padding if mask is None else mask
+    else:
+        mask = mask & padding if mask.dtype is torch.bool else mask + padding
+    if mask is not None and extra:
+        mask = nn.functional.pad(mask, (0, extra), value=mask.dtype is torch.bool)
+    return mask
+
+
+def _are_unread(module, frame) -> bool:
+    """Whether the code that called the module, of whose forward `frame` is the caller, drops the second result."""
+    for code in _CALLS:
+        if frame is None or frame.f_code is not code:
+            return False
+        frame = frame.f_back
+    hooks = module._forward_hooks, module._backward_hooks, torch_module._global_forward_hooks
+    if frame is None or any(hooks) or torch_module._global_backward_hooks:
+        return False
+    return _drops_second(frame.f_code, frame.f_lasti)
+
+
+@functools.cache
+def _drops_second(code, at: int) -> bool:
+    """Whether, of the pair that the call at byte `at` returns, the code reads the first alone.
+
+    Either it takes [0], or it unpacks the pair into names of which it never reads the second.
+    """
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "NOP", "CACHE")]
+    after = [(i.opname, i.argval, i.argrepr) for i in instructions if i.offset > at][:3]
+    if len(after) < 3:
+        return False
+    (first, value, _), (second, stored, symbol), (third, last, _) = after
+    if first in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        subscripts = second == "BINARY_SUBSCR" or (second == "BINARY_OP" and symbol == "[]")
+        return subscripts and type(value) is int and value == 0
+    if first != "UNPACK_SEQUENCE" or value != 2:
+        return False
+    if second == "STORE_FAST_STORE_FAST":
+        name = stored[1]
+    elif second == "STORE_FAST" and third == "STORE_FAST":
+        name = last
+    else:
+        return False
+    if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & set(code.co_names):
+        return False
+    return not any(_reads(i, name) for i in instructions)
+
+
+def _reads(instruction, name: str) -> bool:
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return "LOAD_FAST" in instruction.opname and name in names
+
+
+OP.modules[nn.MultiheadAttention] = MultiheadAttention

@@ -1,0 +1,242 @@
+"""Scaled dot-product attention in O(T + S) memory, with what models put into dense masks as arguments.
+
+    s_ij = softcap tanh(scale q_i . k_j / softcap) + bias_ij - slope |i + offset - j|
+    o_i = sum_j exp(s_ij - lse_i) v_j,        lse_i = log(sum_j exp(s_ij) + exp(sink))
+
+over the keys j that query i may see. The scores are computed again in backward, from q, k, v, o and lse (Dao et al.,
+"FlashAttention", NeurIPS 2022, and "FlashAttention-2", ICLR 2024); csrc/attention.h is the definition in full. ALiBi: Press
+et al., ICLR 2022. Soft-capping: Gemma Team, "Gemma 2", 2024. Sinks: Xiao et al., "Efficient Streaming Language Models
+with Attention Sinks", ICLR 2024, as a learnt logit.
+
+What torch's own op can do without a dense matrix, it does, by the fastest of its backends (backends.py).
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from hfnn.kernel import FLOATS, Kernel, Op, compiling, double_backward, forced
+from hfnn.ops import dropout
+from hfnn.ops.attention import backends
+from hfnn.ops.attention.arguments import Arguments, Tensors
+from hfnn.ops.attention.reference import reference
+
+_torch = torch.nn.functional.scaled_dot_product_attention
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def sample(case, dtype, device, generator=None):
+    """Query, key and value of shape `case`."""
+    return tuple(torch.randn(case, generator=generator).to(dtype).to(device) for _ in range(3)), {}
+
+
+OP = Op(
+    "scaled_dot_product_attention",
+    reference,
+    _torch,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.attention", "cuda", max_cols=256, min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.attention", "cpu", (*FLOATS, torch.float64), min_elements=1 << 12),
+    ),
+    sample=sample,
+    cases=((1, 2, 17, 16),),
+    recipe=False,
+)
+_passes = OP.passes
+
+
+class _Attention(torch.autograd.Function):
+    """(o, lse). bias and sinks by themselves, for they may want gradients."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel):
+        batch, heads, queries, _ = query.shape
+        fresh = query.new_empty if tensors.starts_q is None else query.new_zeros  # rows of no sequence stay 0
+        o = fresh((batch, queries, heads, value.shape[-1])).transpose(1, 2)
+        statistics = torch.promote_types(query.dtype, torch.float32)
+        lse = torch.full((batch, heads, queries), -math.inf, dtype=statistics, device=query.device)
+        bits, tiles, slopes, bounds, starts_q, starts_k = tensors.all()
+        kernel.forward(
+            query, key, value, o, lse, bits, tiles, _expanded(bias, query, key), slopes, sinks, bounds, starts_q, starts_k,
+            *numbers.all(), pair, kernel.queue(query),
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors.all())
+        ctx.numbers, ctx.formula, ctx.kernel = numbers, formula, kernel
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        query, key, value, bias, sinks, o, lse, pair, *rest = ctx.saved_tensors
+        needs, inputs = ctx.needs_input_grad[:5], (query, key, value, bias, sinks)
+        if torch.is_grad_enabled():
+            grads = _again(ctx.formula, inputs, needs, dout, dlse, ctx.numbers)
+        else:
+            grads = _gradients(inputs, needs, o, lse, dout, dlse, Tensors(*rest), ctx.numbers, pair, ctx.kernel)
+        return *grads, None, None, None, None, None
+
+
+def _expanded(bias, query, key):
+    return None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+
+
+def _gradients(inputs, needs, o, lse, dout, dlse, tensors, numbers, pair, kernel):
+    query, key, value, bias, sinks = inputs
+    dout = torch.zeros_like(o) if dout is None else _rows(dout)
+    delta = torch.zeros_like(lse)
+    kernel.delta(o, dout, delta, kernel.queue(query))
+    if dlse is not None:
+        delta -= dlse
+    fresh = torch.empty_like if tensors.starts_q is None else torch.zeros_like
+    dq, dk, dv = (fresh(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
+    dbias = bias.new_empty(*bias.shape[:2], query.shape[2], key.shape[2]) if needs[3] else None
+    bits, tiles, slopes, bounds, starts_q, starts_k = tensors.all()
+    if any(needs[:4]):
+        kernel.backward(
+            query, key, value, lse, dout, delta, dq, dk, dv, dbias, bits, tiles, _expanded(bias, query, key), slopes,
+            bounds, starts_q, starts_k, *numbers.all(), pair, kernel.queue(query),
+        )  # fmt: skip
+    if dbias is not None:
+        dbias = dbias.sum_to_size(bias.shape)
+    dsinks = None
+    if needs[4]:
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp().where(lse != -math.inf, 0)
+        dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dbias, dsinks
+
+
+def _again(formula, inputs, needs, dout, dlse, numbers):
+    """Gradients that can be differentiated again."""
+    if numbers.threshold:
+        raise RuntimeError("attention with dropout has no second derivative here: call it with dropout_p=0")
+
+    def weighed(*inputs):
+        return sum((y * dy).sum() for y, dy in zip(formula(*inputs), (dout, dlse), strict=True) if dy is not None)
+
+    return double_backward(weighed, inputs, needs, None)
+
+
+def _rows(x):
+    """x itself where its rows are dense, which is all that kernels ask, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _torch_suffices(query, attn_mask, dropout_p, prefer) -> bool:
+    """Whether torch's op is as fast, and keeps as little: it has no kernel for a mask that wants a gradient, on the CPU
+    none for dropout, and on CUDA none that reads a mask which is not expanded.
+    """
+    if forced() is not None:
+        return forced() == "torch"
+    if compiling() or _passes(query, prefer):
+        return True
+    if attn_mask is None:
+        return query.is_cuda or not dropout_p
+    if attn_mask.requires_grad or dropout_p:
+        return False
+    return not query.is_cuda or _dtype(query) not in _HALVES
+
+
+def _dtype(x) -> torch.dtype:
+    """What torch's op casts x to under the present autocast state."""
+    device = "cuda" if x.is_cuda else "cpu"
+    casts = torch.is_autocast_enabled(device) and x.dtype in FLOATS
+    return torch.get_autocast_dtype(device) if casts else x.dtype
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    window=None, softcap=None, alibi=None, sinks=None, lengths=None, offset=0, cu_seqlens=None, return_lse=False,
+    prefer="auto",
+):  # fmt: skip
+    """`torch.nn.functional.scaled_dot_product_attention`, with what else models ask for in O(T + S) memory.
+
+    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as torch's; and as there
+    attn_mask is boolean (True: attends) or added, broadcast to (..., H, T, S), and may want a gradient. Besides:
+
+    * window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to i + offset + right.
+      is_causal is right = 0. offset: the position of the first query among the keys.
+    * softcap: c > 0; scores are c tanh(score / c), before anything is added.
+    * alibi: slopes (H,) or (B, H); slope |i + offset - j| is subtracted.
+    * sinks: (H,), one more logit in the denominator of each head; may want a gradient.
+    * lengths: int32 (B,), how many keys each batch element has, or (B, 2): its first, and the one behind its last.
+    * cu_seqlens: int32 (n + 1,), or two of them, for queries and for keys: B is 1, and sequence m is the rows
+      cu_seqlens[m] to cu_seqlens[m + 1], which see each other alone. window, offset and is_causal count within it. Not
+      together with attn_mask or lengths.
+    * return_lse: also the log-sum-exp of the scores (..., H, T), float32, differentiable.
+
+    A query that sees no key gives 0. Dropout is by numbers of 16 bits: p is exact to 2^-16, and what is kept is scaled by
+    just that. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
+    what is above.
+    """
+    asked = Arguments(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
+    )
+    ordinary = asked.ordinary and not return_lse
+    if ordinary and _torch_suffices(query, attn_mask, dropout_p, prefer):
+        if attn_mask is None:
+            return backends.plain(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+        return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    found = _attention(asked, query, key, value, ordinary, prefer)
+    if found is None:
+        return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return found if return_lse else found[0]
+
+
+def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str):
+    """(o, lse), or None where torch's own op is to run, or to raise."""
+    leading = query.shape[:-3]
+    dtype = _dtype(query)
+    q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
+    asked = replace(asked, attn_mask=_mask_in_four(asked.attn_mask, leading, q, k))
+    problem = asked.problem(q, k, v) if query.dim() == key.dim() == value.dim() >= 2 else "of different dimensions"
+    if problem is not None:
+        if ordinary:
+            return None
+        raise ValueError(f"scaled_dot_product_attention: {problem}")
+    kernel = _select(asked, q, k, v, ordinary, prefer)
+    if kernel is None and ordinary:
+        return None
+    o, lse = _compute(asked, q, k, v, kernel)
+    return o.reshape(*query.shape[:-1], o.shape[-1]), lse.reshape(query.shape[:-1])
+
+
+def _select(asked, query, key, value, ordinary, prefer):
+    if (asked.alibi is not None and asked.alibi.requires_grad) or asked.dropout_p == 1:
+        return None
+    if asked.is_causal and asked.attn_mask is not None and ordinary:
+        return None  # torch refuses both
+    row = (max(query.shape[-1], value.shape[-1]),)
+    return OP.select(query, key, value, row=row, prefer=prefer if ordinary else "memory")
+
+
+def _compute(asked, query, key, value, kernel):
+    settings = asked.for_reference()
+    if kernel is None:
+        return reference(query, key, value, asked.attn_mask, sinks=asked.sinks, return_lse=True, **settings)
+    bias = asked.bias(query)
+    selects = asked.attn_mask if bias is None else None
+
+    def formula(query, key, value, bias, sinks):
+        given = selects if bias is None else bias
+        return reference(query, key, value, given, sinks=sinks, return_lse=True, **settings)
+
+    numbers, pair = asked.numbers(query.shape[-1]), None
+    if asked.dropout_p > 0:
+        counters = math.prod(query.shape[:3]) * (-(-key.shape[2] // 8))
+        seed, offset, pair = dropout.draw(query, counters)
+        numbers = replace(numbers, threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
+    return _Attention.apply(
+        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel
+    )
+
+
+def _four(x):
+    """x in four dimensions."""
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+
+
+def _mask_in_four(attn_mask, leading, query, key):
+    if attn_mask is None or len(leading) < 2:
+        return attn_mask
+    return _four(attn_mask.expand(*leading, *attn_mask.shape[-3:]) if attn_mask.dim() > 3 else attn_mask)

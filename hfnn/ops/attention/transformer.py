@@ -1,0 +1,183 @@
+"""`torch.nn.TransformerEncoderLayer` and `TransformerDecoderLayer` of hfnn's parts, the ends of their blocks fused.
+
+    norm_first      x = x + dropout(block(norm(x)))         a sum and the norm of the next block in one kernel
+    else            x = norm(x + dropout(block(x)))         a sum and its norm in one kernel
+
+for the blocks self-attention, in the decoder attention to memory, and linear2(dropout(f(linear1(x)))). Vaswani et al.,
+"Attention Is All You Need", 2017; norms first: Xiong et al., "On Layer Normalization in the Transformer Architecture",
+ICML 2020, https://arxiv.org/abs/2002.04745
+
+So a layer keeps the sums, q, k, v, attention's result and linear1's: what is between is rebuilt, or told by a seed.
+"""
+
+import functools
+import types
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hfnn.kernel import compiling, context, forced
+from hfnn.ops.add_layer_norm import add_layer_norm
+from hfnn.ops.attention.multihead import MultiheadAttention
+from hfnn.ops.attention.sdpa import OP
+from hfnn.ops.dropout import Dropout
+from hfnn.ops.dropout_add import dropout_add
+from hfnn.ops.gelu import GELU, gelu
+from hfnn.ops.layer_norm import LayerNorm
+from hfnn.ops.linear import Linear
+from hfnn.ops.relu import ReLU, relu
+from hfnn.ops.relu_dropout import relu_dropout
+from hfnn.ops.silu import SiLU, silu
+
+_PARTS = {
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.LayerNorm: LayerNorm,
+    nn.Linear: Linear,
+    nn.Dropout: Dropout,
+    nn.ReLU: ReLU,
+    nn.GELU: GELU,
+    nn.SiLU: SiLU,
+}
+# The next product keeps what it is given, which is relu's output.
+_FUNCTIONS = {
+    nn.functional.relu: functools.partial(relu, keep="output"),
+    torch.relu: functools.partial(relu, keep="output"),
+    nn.functional.gelu: gelu,
+    nn.functional.silu: silu,
+}
+_RELUS = nn.functional.relu, torch.relu
+
+
+class _Layer:
+    """What both layers have: parts of hfnn from the start, and the question whether these are put together here."""
+
+    prefer = "auto"
+    _hfnn_when = (
+        "sums and norms are one where dropout and norm are hfnn's and carry no hooks, which would not be called"
+    )
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for part in self._modules.values():
+            if type(part) in _PARTS:
+                part.__class__ = _PARTS[type(part)]
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer`: the same arguments, defaults, state dict and results.
+
+    Where nothing wants a gradient, in eval, torch's own code runs, with its fast path. `prefer`: see `hfnn.convert`.
+    """
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        if not _takes(self, nn.TransformerEncoderLayer, src, (src_mask, src_key_padding_mask)):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        how = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        if not self.norm_first:
+            x, _ = _end(self, _attention(self.self_attn, src, src, how), src, self.dropout1, self.norm1)
+            return _end(self, _feed_forward(self, x), x, self.dropout2, self.norm2)[0]
+        y = self.norm1(src)
+        y, x = _end(self, _attention(self.self_attn, y, y, how), src, self.dropout1, self.norm2)
+        return _sum(self, _feed_forward(self, y), x, self.dropout2)
+
+
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer`: the same arguments, defaults, state dict and results.
+
+    Where nothing wants a gradient, in eval, torch's own code runs. `prefer` is set by `hfnn.convert`.
+    """
+
+    def forward(
+        self,
+        tgt,
+        memory,
+        tgt_mask=None,
+        memory_mask=None,
+        tgt_key_padding_mask=None,
+        memory_key_padding_mask=None,
+        tgt_is_causal=False,
+        memory_is_causal=False,
+    ):
+        if not _takes(self, nn.TransformerDecoderLayer, tgt):
+            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        own = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+        cross = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+        if not self.norm_first:
+            x, _ = _end(self, _attention(self.self_attn, tgt, tgt, own), tgt, self.dropout1, self.norm1)
+            x, _ = _end(self, _attention(self.multihead_attn, x, memory, cross), x, self.dropout2, self.norm2)
+            return _end(self, _feed_forward(self, x), x, self.dropout3, self.norm3)[0]
+        y = self.norm1(tgt)
+        y, x = _end(self, _attention(self.self_attn, y, y, own), tgt, self.dropout1, self.norm2)
+        y, x = _end(self, _attention(self.multihead_attn, y, memory, cross), x, self.dropout2, self.norm3)
+        return _sum(self, _feed_forward(self, y), x, self.dropout3)
+
+
+def _takes(layer, base: type, x, masks=()) -> bool:
+    """Whether the layer is to be put together here: in training, unless a subclass has its own blocks.
+
+    Masks that torch's layer would have a word to say on are given to it.
+    """
+    if compiling() or forced() == "torch" or context(x) is not None or x.is_nested:
+        return False
+    # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+    if not layer.training and not (torch.is_grad_enabled() and _learns(layer, x)):
+        return False
+    for name in ("_sa_block", "_mha_block", "_ff_block"):
+        own = getattr(base, name, None)
+        if own is not None and getattr(getattr(layer, name), "__func__", None) is not own:
+            return False
+    kinds = {mask.dtype for mask in masks if isinstance(mask, torch.Tensor)}
+    return len(kinds) < 2 and all(kind is torch.bool or kind.is_floating_point for kind in kinds)
+
+
+def _learns(layer, x) -> bool:
+    return x.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _attention(attention, x, memory, how):
+    return attention(x, memory, memory, need_weights=False, **how)[0]
+
+
+def _feed_forward(layer, x):
+    h, f, drop, prefer = layer.linear1(x), layer.activation, layer.dropout, layer.prefer
+    is_relu = any(f is known for known in _RELUS) or (isinstance(f, nn.Module) and _is_bare(f, ReLU))
+    if is_relu and _is_bare(drop, Dropout) and drop.training and 0 < drop.p < 1:
+        return layer.linear2(relu_dropout(h, drop.p, prefer=prefer))
+    known = _FUNCTIONS.get(f) if type(f) in (types.FunctionType, types.BuiltinFunctionType) else None
+    return layer.linear2(drop(f(h) if known is None else known(h, prefer=prefer)))
+
+
+def _end(layer, x, residual, drop, norm):
+    """(norm(sum), sum) for sum = residual + drop(x)."""
+    if _is_bare(drop, Dropout) and _is_bare(norm, LayerNorm):
+        how = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        return add_layer_norm(x, residual, *how, p=drop.p, training=drop.training, prefer=layer.prefer)
+    total = _sum(layer, x, residual, drop)
+    return norm(total), total
+
+
+def _sum(layer, x, residual, drop):
+    if _is_bare(drop, Dropout):
+        return dropout_add(x, residual, drop.p, drop.training, prefer=layer.prefer)
+    return residual + drop(x)
+
+
+def _is_bare(part, cls: type) -> bool:
+    """Whether a part is hfnn's, and nobody sees that it is not called: in its place runs what it computes."""
+    return type(part) is cls and not (
+        part._forward_pre_hooks
+        or part._forward_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or "forward" in vars(part)
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+OP.modules[nn.TransformerEncoderLayer] = TransformerEncoderLayer
+OP.modules[nn.TransformerDecoderLayer] = TransformerDecoderLayer

@@ -1,0 +1,270 @@
+"""Attention; csrc/attention.h is the contract, attention_tile.py what the kernels share.
+
+Forward: a program for a block of queries of one head, over the keys it sees with an online softmax. Backward: programs
+for blocks of keys give dk and dv, over the queries (of all heads that share the keys) that see them; others, for blocks
+of queries, give dq; others a tile of dbias, over what shares it. The scores are computed again by each: seven products
+where five would do, for no sum is shared between programs, so one run's bits are the next one's.
+
+Of the blocks that a program goes through, those in which every pair counts go without a mask.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_backward import bias_kernel, keys_kernel, queries_kernel
+from .attention_tile import LN2, LOG2E, TILE, keeps, rows, scores, seen_keys, sequence, store_rows, visible
+
+# Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages).
+FORWARD = ((32, 128, 64, 4, 3), (64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2))
+BACKWARD_KEYS = ((32, 64, 128, 4, 3), (64, 64, 128, 8, 2), (128, 64, 128, 8, 2), (256, 32, 64, 8, 1))
+BACKWARD_QUERIES = ((32, 128, 64, 4, 3), (64, 128, 64, 8, 2), (128, 128, 64, 8, 2), (256, 64, 32, 8, 1))
+WIDE = 32  # rows of what is not 16 bits wide: smaller blocks, or registers run out
+
+
+@triton.jit
+def _online(
+    acc, norm, top, q, k, v, n, N: tl.constexpr, i, row, k_t, v_t, S, bits, bits_t, bits_s, mixed, bias, bias_t, bias_s,
+    slope, scale, softcap, T, first, last, left, right, shift, threshold, seed, counter, groups,
+    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, CHEAP: tl.constexpr,
+    DROPOUT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax, (acc, norm, top), with the keys n to n + N added."""
+    k_ND = rows(k, n, S, k_t, D, N, BLOCK_D, MASKED)
+    qk = tl.dot(q, tl.trans(k_ND), input_precision=PRECISION)
+    j = n + tl.arange(0, N)[None, :]
+    PLAIN: tl.constexpr = not SOFTCAP and bias is None and slope is None and not MASKED
+    if PLAIN:
+        # Scaled by the fused multiply-add that subtracts, so the largest product is scaled, not each.
+        scaled = scale * LOG2E
+        new = tl.maximum(top, tl.max(qk, 1) * scaled)
+        p = tl.exp2(qk * scaled - new[:, None])
+        alpha = tl.exp2(top - new)
+    else:
+        s, _ = scores(qk, i, j, bias, bias_t, bias_s, slope, scale, softcap, shift, T, S, SOFTCAP, CHEAP)
+        if MASKED:
+            seen = visible(i, j, bits, bits_t, bits_s, mixed, T, first, last, left, right, shift, LEFT, RIGHT)
+            s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        at = tl.where(new == float("-inf"), 0.0, new)  # no key so far
+        p = tl.exp2(s - at[:, None])
+        alpha = tl.exp2(top - at)
+    norm = norm * alpha + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(keeps(seed, counter, row, n, threshold, q.shape[0], N, groups), p, 0.0)
+    v_NE = rows(v, n, S, v_t, E, N, BLOCK_E, MASKED)
+    acc = tl.dot(p.to(v_NE.dtype), v_NE, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, norm, new
+
+
+@triton.jit(do_not_specialize=["T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
+def forward_kernel(
+    q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair_2,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bits_b, bits_h, bits_t, bits_s,
+    tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s, slopes_b, slopes_h,
+    H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Causal blocks of late queries take longest: they go first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m, total, all_keys = block * M, T, S
+    first_row = b.to(tl.int64) * 0
+    if starts_q is not None:
+        s, m = sequence(block, starts_q, n, M)
+        start = tl.load(starts_q + s)
+        T = tl.load(starts_q + s + 1) - start
+        start_k = tl.load(starts_k + s)
+        S = tl.load(starts_k + s + 1) - start_k
+        first_row = start.to(tl.int64)
+        q += first_row * q_t
+        o += first_row * o_t
+        k += start_k.to(tl.int64) * k_t
+        v += start_k.to(tl.int64) * v_t
+        if m >= T:
+            return
+    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    k += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    v += b.to(tl.int64) * v_b + (h // GROUP).to(tl.int64) * v_h
+    o += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
+    lse += (b * H + h).to(tl.int64) * total + first_row
+    first, last = 0, S
+    if bounds is not None:
+        first = tl.maximum(tl.load(bounds + 2 * b), 0)
+        last = tl.minimum(tl.load(bounds + 2 * b + 1), S)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + b * slopes_b + h * slopes_h)
+    if bias is not None:
+        bias += b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h
+    if bits is not None:
+        bits += b.to(tl.int64) * bits_b + h.to(tl.int64) * bits_h
+        tiles += b.to(tl.int64) * tiles_b + h.to(tl.int64) * tiles_h + (m // TILE).to(tl.int64) * tiles_t
+    if pair_2 is not None:
+        seed = tl.load(pair_2)
+        offset = tl.load(pair_2 + 1)
+    groups = ((all_keys + 7) // 8).to(tl.int64)
+    i = m + tl.arange(0, M)
+    row = (b * H + h).to(tl.int64) * total + first_row + i
+    low, full, full_end, high = seen_keys(m, T, shift, left, right, first, last, LEFT, RIGHT, M, N)
+    q_MD = rows(q, m, T, q_t, D, M, BLOCK_D, True)
+    acc = tl.zeros([M, BLOCK_E], tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    if bits is not None:
+        for at in tl.range(low, high, N):
+            kind = tl.load(tiles + (at // TILE) * tiles_s)
+            if kind != 0:
+                acc, norm, top = _online(
+                    acc, norm, top, q_MD, k, v, at, N, i[:, None], row, k_t, v_t, S, bits, bits_t, bits_s, kind == 1,
+                    bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold, seed,
+                    offset, groups, True, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION,
+                )  # fmt: skip
+    else:
+        for part in tl.static_range(3):
+            begin = low if part == 0 else (full if part == 1 else full_end)
+            end = tl.minimum(full, high) if part == 0 else (full_end if part == 1 else high)
+            if part > 0 or LEFT or bounds is not None:
+                for at in tl.range(begin, end, N, num_stages=STAGES):
+                    acc, norm, top = _online(
+                        acc, norm, top, q_MD, k, v, at, N, i[:, None], row, k_t, v_t, S, None, 0, 0, False,
+                        bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold,
+                        seed, offset, groups, part != 1, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E,
+                        PRECISION,
+                    )  # fmt: skip
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        alpha = tl.exp2(top - new)
+        norm = norm * alpha + tl.exp2(sink - new)
+        acc = acc * alpha[:, None]
+        top = new
+    none = norm == 0.0
+    share = 1.0 / tl.where(none, 1.0, norm)
+    if DROPOUT:
+        share *= 65536.0 / (65536 - threshold).to(tl.float32)
+    store_rows(o, acc * share[:, None], m, T, o_t, E, M, BLOCK_E)
+    tl.store(lse + i, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def delta_kernel(o, dout, delta, o_b, o_h, o_t, d_b, d_h, d_t, H, T,
+                 E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m = tl.program_id(0) * M
+    o += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
+    dout += b.to(tl.int64) * d_b + h.to(tl.int64) * d_h
+    product = rows(o, m, T, o_t, E, M, BLOCK_E, True).to(tl.float32)
+    product *= rows(dout, m, T, d_t, E, M, BLOCK_E, True).to(tl.float32)
+    i = m + tl.arange(0, M)
+    tl.store(delta + (b * H + h).to(tl.int64) * T + i, tl.sum(product, 1), mask=i < T)
+
+
+# Launching
+
+
+def _tile(table, width: int, dtype) -> tuple[int, int, int, int]:
+    queries, keys, warps, stages = next(line[1:] for line in table if width <= line[0])
+    if dtype == torch.float32:
+        queries, keys, stages = min(queries, WIDE * 2), min(keys, WIDE), 1
+    return queries, keys, warps, stages
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _strides(x, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()[:count]
+
+
+@functools.cache
+def _approximates(dtype) -> bool:
+    """Whether an instruction of low precision will do for tanh."""
+    return dtype != torch.float32 and not triton.knobs.runtime.interpret
+
+
+def _precision(dtype) -> str:
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _blocks(T: int, starts, size: int) -> int:
+    """How many blocks of rows there are at most."""
+    return triton.cdiv(T, size) if starts is None else T // size + starts.numel() - 1
+
+
+def forward(
+    q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, scale, softcap, left, right, shift,
+    threshold, seed, offset, pair, queue,
+):  # fmt: skip
+    """csrc/attention.h."""
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    if lse.numel() == 0:
+        return
+    block_d, block_e = _padded(D), _padded(E)
+    M, N, warps, stages = _tile(FORWARD, max(block_d, block_e), q.dtype)
+    forward_kernel[_blocks(T, starts_q, M), B * H](
+        q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4),
+        *_strides(bias, 4), *_strides(slopes, 2),
+        H, T, S, 0 if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift, threshold, seed,
+        offset, GROUP=H // G, D=D, E=E, BLOCK_D=block_d, BLOCK_E=block_e, M=M, N=N, LEFT=left >= 0, RIGHT=right >= 0,
+        SOFTCAP=softcap > 0, CHEAP=_approximates(q.dtype), DROPOUT=threshold > 0, PRECISION=_precision(q.dtype),
+        STAGES=stages, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def delta(o, dout, delta, queue):
+    """csrc/attention.h."""
+    B, H, T, E = o.shape
+    if delta.numel() == 0:
+        return
+    block_e = _padded(E)
+    M = max(1, 4096 // block_e)
+    delta_kernel[triton.cdiv(T, M), B * H](
+        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], H, T, E=E, BLOCK_E=block_e, M=M, num_warps=4
+    )
+
+
+def backward(
+    q, k, v, lse, dout, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts_q, starts_k, scale, softcap,
+    left, right, shift, threshold, seed, offset, pair, queue,
+):  # fmt: skip
+    """csrc/attention.h."""
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    block_d, block_e = _padded(D), _padded(E)
+    options = {
+        "GROUP": H // G, "D": D, "E": E, "BLOCK_D": block_d, "BLOCK_E": block_e, "LEFT": left >= 0, "RIGHT": right >= 0,
+        "SOFTCAP": softcap > 0, "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0,
+        "PRECISION": _precision(q.dtype),
+    }  # fmt: skip
+    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3]
+    masks = *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2)
+    numbers = scale, softcap, left, right, shift, threshold, seed, offset
+    sequences = 0 if starts_q is None else starts_q.numel() - 1
+    if (dk is not None or dv is not None) and B * G * S:
+        M, N, warps, stages = _tile(BACKWARD_KEYS, max(block_d, block_e), q.dtype)
+        keys_kernel[_blocks(S, starts_k, N), B * G](
+            q, k, v, lse, dout, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **options,
+            M=M, N=N, STAGES=stages, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    M, N, warps, stages = _tile(BACKWARD_QUERIES, max(block_d, block_e), q.dtype)
+    if dq is not None and lse.numel():
+        queries_kernel[_blocks(T, starts_q, M), B * H](
+            q, k, v, lse, dout, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **options,
+            M=M, N=N, STAGES=stages, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    if dbias is not None and dbias.numel():
+        shared = dbias.shape[0] * dbias.shape[1]
+        bias_kernel[triton.cdiv(S, N), triton.cdiv(T, M), shared](
+            q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
+            *read, *masks, B, H, T, S, *numbers, OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **options,
+            M=M, N=N, num_warps=warps, num_stages=1,
+        )  # fmt: skip
