@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "add_norm.h"
+#include "attention.h"
 #include "bits.h"
 #include "caster.h"
 #include "compare.h"
@@ -13,11 +14,14 @@
 #include "gelu.h"
 #include "layer_norm.h"
 #include "log_probs.h"
+#include "masked_softmax.h"
 #include "piecewise.h"
 #include "pointwise_loss.h"
 #include "pool.h"
+#include "qk_norm_rope.h"
 #include "recode.h"
 #include "rms_norm.h"
+#include "rope.h"
 #include "scale.h"
 #include "silu.h"
 #include "softmax.h"
@@ -67,6 +71,11 @@ static void bind(py::module_ m, const AddLayerNorm& op) { m.def("add", op.add, U
 static void bind(py::module_ m, const AddRmsNorm& op) { m.def("add", op.add, Unlocked()); }
 
 static void bind(py::module_ m, const Softmax& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
+static void bind(py::module_ m, const MaskedSoftmax& op) {
   m.def("forward", op.forward, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }
@@ -121,9 +130,24 @@ static void bind(py::module_ m, const Unary& op) {
   m.def("backward", op.backward, Unlocked());
 }
 
+static void bind(py::module_ m, const Rope& op) { m.def("forward", op.forward, Unlocked()); }
+
+static void bind(py::module_ m, const QkNormRope& op) {
+  m.def("partials", op.partials);
+  m.def("forward", op.forward, Unlocked());
+  m.def("rebuild", op.rebuild, Unlocked());
+  m.def("backward", op.backward, Unlocked());
+}
+
 static void bind(py::module_ m, const Recode& op) {
   m.def("encode", op.encode, Unlocked());
   m.def("decode", op.decode, Unlocked());
+}
+
+static void bind(py::module_ m, const Attention& op) {
+  m.def("forward", op.forward, Unlocked());
+  m.def("delta", op.delta, Unlocked());
+  m.def("backward", op.backward, Unlocked());
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -136,6 +160,7 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);
   bind(cpu.def_submodule("softmax"), softmax_cpu);
+  bind(cpu.def_submodule("masked_softmax"), masked_softmax_cpu);
   bind(cpu.def_submodule("cross_entropy"), cross_entropy_cpu);
   bind(cpu.def_submodule("log_probs"), log_probs_cpu);
   bind(cpu.def_submodule("distillation"), distillation_cpu);
@@ -143,11 +168,14 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("scale"), scale_cpu);
   bind(cpu.def_submodule("unary"), unary_cpu);
   bind(cpu.def_submodule("recode"), recode_cpu);
+  bind(cpu.def_submodule("rope"), rope_cpu);
+  bind(cpu.def_submodule("qk_norm_rope"), qk_norm_rope_cpu);
   bind(cpu.def_submodule("gated"), gated_cpu);
   bind(cpu.def_submodule("compare"), compare_cpu);
   bind(cpu.def_submodule("pool"), pool_cpu);
   bind(cpu.def_submodule("bits"), bits_cpu);
   bind(cpu.def_submodule("piecewise"), piecewise_cpu);
+  bind(cpu.def_submodule("attention"), attention_cpu);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");
   cuda.def("refusal", &cuda_refusal);  // why these kernels cannot run here, or None

@@ -9,7 +9,7 @@
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
 
-from hfnn import bits, functional, kernel, memory, ops, recipe
+from hfnn import bits, data, functional, kernel, memory, ops, recipe
 from hfnn.convert import convert, revert
 from hfnn.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
@@ -31,6 +31,7 @@ __all__ = [
     "QuickGELU",
     "bits",
     "convert",
+    "data",
     "functional",
     "kernel",
     "memory",

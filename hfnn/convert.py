@@ -41,7 +41,14 @@ NO_OP = "no op of hfnn computes this"
 
 # Each takes a module whose class is not known and gives (how it is to be read, None), (None, why not) where something
 # hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
-RECOGNISERS = (lookalike.recognise, residual.recognise, feedforward.recognise, experts.recognise, inside.recognise)
+RECOGNISERS = (
+    lookalike.recognise,
+    residual.recognise,
+    feedforward.recognise,
+    experts.recognise,
+    adapters.recognise,
+    inside.recognise,
+)
 
 
 def convert(
@@ -78,6 +85,7 @@ def convert(
     for part, attributes in ((p, a) for parts in settings for p, a in parts.items() if is_converted(p)):
         for name, value in attributes.items():
             _set(part, name, value)
+    adapters.settle(model)
     return model
 
 
@@ -100,6 +108,7 @@ def revert(model: nn.Module) -> nn.Module:
         object.__setattr__(module, "__class__", original(type(module)))
         for name in ("prefer", "recompute", "keep"):
             vars(module).pop(name, None)
+    adapters.release(model)
     return model
 
 

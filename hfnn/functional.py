@@ -49,12 +49,14 @@ from hfnn.ops.mish import mish
 from hfnn.ops.mse_loss import mse_loss
 from hfnn.ops.nll_loss import nll_loss
 from hfnn.ops.prelu import prelu
+from hfnn.ops.qk_norm_rope import qk_norm_rope
 from hfnn.ops.quick_gelu import quick_gelu
 from hfnn.ops.reglu import reglu
 from hfnn.ops.relu import relu
 from hfnn.ops.relu6 import relu6
 from hfnn.ops.relu_dropout import relu_dropout
 from hfnn.ops.rms_norm import rms_norm
+from hfnn.ops.rope import apply_rotary_pos_emb, rope
 from hfnn.ops.rrelu import rrelu
 from hfnn.ops.selu import selu
 from hfnn.ops.sigmoid import sigmoid
@@ -80,6 +82,7 @@ __all__ = [
     "adaptive_max_pool3d",
     "add_layer_norm",
     "add_rms_norm",
+    "apply_rotary_pos_emb",
     "avg_pool1d",
     "avg_pool2d",
     "avg_pool3d",
@@ -122,12 +125,14 @@ __all__ = [
     "mse_loss",
     "nll_loss",
     "prelu",
+    "qk_norm_rope",
     "quick_gelu",
     "reglu",
     "relu",
     "relu6",
     "relu_dropout",
     "rms_norm",
+    "rope",
     "rrelu",
     "scaled_dot_product_attention",
     "selu",

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 
 from hfnn import ops
+from hfnn.ops.attention import backends
 
 # What the kernels are compiled for, and what decides how fast a machine is. The kernel's own names, x86 then Arm.
 CPU_FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
     *("asimd", "fphp", "sve", "bf16"),
 )
+_BACKENDS = ("GPU", "software", "call", "fastest", "cudnn, us", "flash, us", "efficient, us")
 VARIABLES = ("HFNN_", "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "KMP_")
 
 
@@ -46,6 +48,7 @@ def tables() -> list[Table]:
     """The whole report, as data."""
     return [
         Table("kernels", ("op", "kernel", "on", "from elements", "dtypes", "here"), list(_kernels())),
+        Table("plain attention", _BACKENDS, backends.table() or [("nothing measured", *[""] * 6)]),
         Table("software", ("what", "found"), [(name, found(look)) for name, look in _software()]),
         Table("hardware", ("what", "found"), [(name, found(look)) for name, look in _hardware()]),
         Table("environment", ("variable", "value"), _environment()),

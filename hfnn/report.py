@@ -102,7 +102,8 @@ def _kernel(module, op, weight) -> tuple[str, str]:
         return "torch", "keeps a recipe of its input where there is one"
     if not op.kernels:
         return "torch", "keeps less than torch's module"
-    device, cols = weight.device.type, weight.numel() if module._parameters else 0
+    # A norm's weight is a row of its input; what works along another length says so.
+    device, cols = weight.device.type, getattr(module, "_hfnn_cols", weight.numel() if module._parameters else 0)
     kernel = next((k for k in op.kernels if not k.refusals(device, weight.dtype, cols, weight.dtype)), None)
     if kernel is None:
         return "torch", f"no kernel here for {weight.dtype} on {device}"

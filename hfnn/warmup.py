@@ -2,7 +2,7 @@
 
 Triton compiles a kernel at its first use, once for each dtype and block of columns, and keeps the result on disk
 (TRITON_CACHE_DIR, ~/.triton otherwise). This runs every op forward, rebuilt and backward at common widths, so that the
-first training step finds its kernels there.
+first training step finds its kernels there. And it measures which of torch's backends is the fastest for attention.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import torch
 
 from hfnn import functional, ops
 from hfnn.kernel import Kernel, NoKernel, Op, use
+from hfnn.ops.attention import backends
 
 WIDTHS = (768, 1024, 1280, 1600, 2048, 4096, 8192)
 DTYPES = ("float32", "bfloat16")
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.cuda.synchronize()
             print(f"{op.name:<12}{kernel.name:<8}{runs:4} steps in {time.perf_counter() - start:.1f} s")
             sys.stdout.flush()
+    print(f"plain attention: the times of torch's backends are known for {backends.warm(dtypes)} kinds of call")
 
 
 if __name__ == "__main__":

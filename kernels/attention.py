@@ -13,27 +13,32 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_backward import bias_kernel, keys_kernel, queries_kernel
 from .attention_tile import LN2, LOG2E, TILE, keeps, rows, scores, seen_keys, sequence, store_rows, visible
 
-# Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages).
-FORWARD = ((32, 128, 64, 4, 3), (64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2))
-BACKWARD_KEYS = ((32, 64, 128, 4, 3), (64, 64, 128, 8, 2), (128, 64, 128, 8, 2), (256, 32, 64, 8, 1))
-BACKWARD_QUERIES = ((32, 128, 64, 4, 3), (64, 128, 64, 8, 2), (128, 128, 64, 8, 2), (256, 64, 32, 8, 1))
-WIDE = 32  # rows of what is not 16 bits wide: smaller blocks, or registers run out
+# Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64 and
+# 128 are the fastest of seven to nine tried on an H200 (docs/notes/attention.md).
+FORWARD = ((64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (256, 64, 32, 4, 2))
+BACKWARD_KEYS = ((64, 32, 128, 4, 2), (128, 32, 64, 4, 2), (256, 32, 64, 8, 2))
+BACKWARD_QUERIES = ((64, 64, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2))
+# The same for float32, of which every product is three of tf32: small, for all operands pass through registers.
+FORWARD_32 = ((64, 64, 32, 4, 1), (128, 16, 32, 4, 1), (256, 16, 16, 4, 1))
+BACKWARD_KEYS_32 = ((64, 32, 16, 4, 1), (256, 16, 16, 4, 1))
+BACKWARD_QUERIES_32 = ((64, 64, 16, 4, 1), (256, 16, 16, 4, 1))
 
 
 @triton.jit
 def _online(
-    acc, norm, top, q, k, v, n, N: tl.constexpr, i, row, k_t, v_t, S, bits, bits_t, bits_s, mixed, bias, bias_t, bias_s,
+    acc, norm, top, q, k, v, b, g, k0, n, N: tl.constexpr, i, row, k_b, k_h, k_t, v_b, v_h, v_t, S, bits, bits_t, bits_s, mixed, bias, bias_t, bias_s,
     slope, scale, softcap, T, first, last, left, right, shift, threshold, seed, counter, groups,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, CHEAP: tl.constexpr,
     DROPOUT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The online softmax, (acc, norm, top), with the keys n to n + N added."""
-    k_ND = rows(k, n, S, k_t, D, N, BLOCK_D, MASKED)
+    k_ND = rows(k, b, g, k0 + n, k0 + S, k_b, k_h, k_t, D, N, BLOCK_D, MASKED, TMA)
     qk = tl.dot(q, tl.trans(k_ND), input_precision=PRECISION)
     j = n + tl.arange(0, N)[None, :]
     PLAIN: tl.constexpr = not SOFTCAP and bias is None and slope is None and not MASKED
@@ -55,7 +60,7 @@ def _online(
     norm = norm * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(keeps(seed, counter, row, n, threshold, q.shape[0], N, groups), p, 0.0)
-    v_NE = rows(v, n, S, v_t, E, N, BLOCK_E, MASKED)
+    v_NE = rows(v, b, g, k0 + n, k0 + S, v_b, v_h, v_t, E, N, BLOCK_E, MASKED, TMA)
     acc = tl.dot(p.to(v_NE.dtype), v_NE, acc * alpha[:, None], input_precision=PRECISION)
     return acc, norm, new
 
@@ -68,31 +73,22 @@ def forward_kernel(
     H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Causal blocks of late queries take longest: they go first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
-    m, total, all_keys = block * M, T, S
-    first_row = b.to(tl.int64) * 0
+    g = h // GROUP
+    m, q0, k0, all_queries, all_keys = block * M, 0, 0, T, S
     if starts_q is not None:
         s, m = sequence(block, starts_q, n, M)
-        start = tl.load(starts_q + s)
-        T = tl.load(starts_q + s + 1) - start
-        start_k = tl.load(starts_k + s)
-        S = tl.load(starts_k + s + 1) - start_k
-        first_row = start.to(tl.int64)
-        q += first_row * q_t
-        o += first_row * o_t
-        k += start_k.to(tl.int64) * k_t
-        v += start_k.to(tl.int64) * v_t
+        q0 = tl.load(starts_q + s)
+        k0 = tl.load(starts_k + s)
+        T = tl.load(starts_q + s + 1) - q0
+        S = tl.load(starts_k + s + 1) - k0
         if m >= T:
             return
-    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    k += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
-    v += b.to(tl.int64) * v_b + (h // GROUP).to(tl.int64) * v_h
-    o += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
-    lse += (b * H + h).to(tl.int64) * total + first_row
+    first_row = (b * H + h).to(tl.int64) * all_queries + q0
     first, last = 0, S
     if bounds is not None:
         first = tl.maximum(tl.load(bounds + 2 * b), 0)
@@ -110,9 +106,9 @@ def forward_kernel(
         offset = tl.load(pair_2 + 1)
     groups = ((all_keys + 7) // 8).to(tl.int64)
     i = m + tl.arange(0, M)
-    row = (b * H + h).to(tl.int64) * total + first_row + i
+    row = first_row + i
     low, full, full_end, high = seen_keys(m, T, shift, left, right, first, last, LEFT, RIGHT, M, N)
-    q_MD = rows(q, m, T, q_t, D, M, BLOCK_D, True)
+    q_MD = rows(q, b, h, q0 + m, q0 + T, q_b, q_h, q_t, D, M, BLOCK_D, True, TMA)
     acc = tl.zeros([M, BLOCK_E], tl.float32)
     norm = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -121,9 +117,9 @@ def forward_kernel(
             kind = tl.load(tiles + (at // TILE) * tiles_s)
             if kind != 0:
                 acc, norm, top = _online(
-                    acc, norm, top, q_MD, k, v, at, N, i[:, None], row, k_t, v_t, S, bits, bits_t, bits_s, kind == 1,
+                    acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S, bits, bits_t, bits_s, kind == 1,
                     bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold, seed,
-                    offset, groups, True, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION,
+                    offset, groups, True, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
                 )  # fmt: skip
     else:
         for part in tl.static_range(3):
@@ -132,10 +128,10 @@ def forward_kernel(
             if part > 0 or LEFT or bounds is not None:
                 for at in tl.range(begin, end, N, num_stages=STAGES):
                     acc, norm, top = _online(
-                        acc, norm, top, q_MD, k, v, at, N, i[:, None], row, k_t, v_t, S, None, 0, 0, False,
+                        acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S, None, 0, 0, False,
                         bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold,
                         seed, offset, groups, part != 1, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E,
-                        PRECISION,
+                        PRECISION, TMA,
                     )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
@@ -148,8 +144,8 @@ def forward_kernel(
     share = 1.0 / tl.where(none, 1.0, norm)
     if DROPOUT:
         share *= 65536.0 / (65536 - threshold).to(tl.float32)
-    store_rows(o, acc * share[:, None], m, T, o_t, E, M, BLOCK_E)
-    tl.store(lse + i, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
+    store_rows(o, acc * share[:, None], b, h, q0 + m, q0 + T, o_b, o_h, o_t, E, M, BLOCK_E)
+    tl.store(lse + row, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -157,10 +153,8 @@ def delta_kernel(o, dout, delta, o_b, o_h, o_t, d_b, d_h, d_t, H, T,
                  E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr):  # fmt: skip
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     m = tl.program_id(0) * M
-    o += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
-    dout += b.to(tl.int64) * d_b + h.to(tl.int64) * d_h
-    product = rows(o, m, T, o_t, E, M, BLOCK_E, True).to(tl.float32)
-    product *= rows(dout, m, T, d_t, E, M, BLOCK_E, True).to(tl.float32)
+    product = rows(o, b, h, m, T, o_b, o_h, o_t, E, M, BLOCK_E, True, False).to(tl.float32)
+    product *= rows(dout, b, h, m, T, d_b, d_h, d_t, E, M, BLOCK_E, True, False).to(tl.float32)
     i = m + tl.arange(0, M)
     tl.store(delta + (b * H + h).to(tl.int64) * T + i, tl.sum(product, 1), mask=i < T)
 
@@ -168,11 +162,9 @@ def delta_kernel(o, dout, delta, o_b, o_h, o_t, d_b, d_h, d_t, H, T,
 # Launching
 
 
-def _tile(table, width: int, dtype) -> tuple[int, int, int, int]:
-    queries, keys, warps, stages = next(line[1:] for line in table if width <= line[0])
-    if dtype == torch.float32:
-        queries, keys, stages = min(queries, WIDE * 2), min(keys, WIDE), 1
-    return queries, keys, warps, stages
+def _tile(halves, floats, width: int, dtype) -> tuple[int, int, int, int]:
+    """(queries, keys, warps, stages) of a tile."""
+    return next(line[1:] for line in (floats if dtype == torch.float32 else halves) if width <= line[0])
 
 
 def _padded(width: int) -> int:
@@ -190,7 +182,33 @@ def _approximates(dtype) -> bool:
 
 
 def _precision(dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "ieee" if dtype != torch.float32 else "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+@functools.cache
+def _has_tma(index: int) -> bool:
+    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def _fits_tma(x) -> bool:
+    """Whether a descriptor can hold x: rows and heads that begin at multiples of 16 bytes, none of them twice."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(
+        size == 1 or (step > 0 and step % unit == 0) for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+
+
+def _operands(*pairs) -> tuple[list, bool]:
+    """What kernels read tensors by, for (tensor, rows of a block): descriptors where all can have one; and whether."""
+    if not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
+        return [x for x, _ in pairs], False
+    return [_descriptor(x, rows) for x, rows in pairs], True
+
+
+def _descriptor(x, rows: int):
+    # The stride of a dimension of one is anybody's, but a descriptor wants a multiple of 16 bytes.
+    strides = [16 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _padded(x.shape[-1])])
 
 
 def _blocks(T: int, starts, size: int) -> int:
@@ -198,24 +216,32 @@ def _blocks(T: int, starts, size: int) -> int:
     return triton.cdiv(T, size) if starts is None else T // size + starts.numel() - 1
 
 
+def _flags(q, k, v, left, right, softcap, threshold) -> dict:
+    """The constants of a call."""
+    return {
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "E": v.shape[3], "BLOCK_D": _padded(q.shape[3]),
+        "BLOCK_E": _padded(v.shape[3]), "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": softcap > 0,
+        "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0, "PRECISION": _precision(q.dtype),
+    }  # fmt: skip
+
+
 def forward(
     q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, scale, softcap, left, right, shift,
     threshold, seed, offset, pair, queue,
 ):  # fmt: skip
     """csrc/attention.h."""
-    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    (B, H, T, D), (S, E) = q.shape, v.shape[2:]
     if lse.numel() == 0:
         return
-    block_d, block_e = _padded(D), _padded(E)
-    M, N, warps, stages = _tile(FORWARD, max(block_d, block_e), q.dtype)
+    M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
+    operands, tma = _operands((q, M), (k, N), (v, N))
     forward_kernel[_blocks(T, starts_q, M), B * H](
-        q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
+        *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4),
         *_strides(bias, 4), *_strides(slopes, 2),
         H, T, S, 0 if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift, threshold, seed,
-        offset, GROUP=H // G, D=D, E=E, BLOCK_D=block_d, BLOCK_E=block_e, M=M, N=N, LEFT=left >= 0, RIGHT=right >= 0,
-        SOFTCAP=softcap > 0, CHEAP=_approximates(q.dtype), DROPOUT=threshold > 0, PRECISION=_precision(q.dtype),
-        STAGES=stages, num_warps=warps, num_stages=stages,
+        offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -224,10 +250,9 @@ def delta(o, dout, delta, queue):
     B, H, T, E = o.shape
     if delta.numel() == 0:
         return
-    block_e = _padded(E)
-    M = max(1, 4096 // block_e)
+    M = max(1, 4096 // _padded(E))
     delta_kernel[triton.cdiv(T, M), B * H](
-        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], H, T, E=E, BLOCK_E=block_e, M=M, num_warps=4
+        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], H, T, E=E, BLOCK_E=_padded(E), M=M, num_warps=4
     )
 
 
@@ -237,34 +262,31 @@ def backward(
 ):  # fmt: skip
     """csrc/attention.h."""
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
-    block_d, block_e = _padded(D), _padded(E)
-    options = {
-        "GROUP": H // G, "D": D, "E": E, "BLOCK_D": block_d, "BLOCK_E": block_e, "LEFT": left >= 0, "RIGHT": right >= 0,
-        "SOFTCAP": softcap > 0, "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0,
-        "PRECISION": _precision(q.dtype),
-    }  # fmt: skip
+    flags = _flags(q, k, v, left, right, softcap, threshold)
     read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3]
     masks = *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2)
     numbers = scale, softcap, left, right, shift, threshold, seed, offset
     sequences = 0 if starts_q is None else starts_q.numel() - 1
     if (dk is not None or dv is not None) and B * G * S:
-        M, N, warps, stages = _tile(BACKWARD_KEYS, max(block_d, block_e), q.dtype)
+        M, N, warps, stages = _tile(BACKWARD_KEYS, BACKWARD_KEYS_32, _padded(max(D, E)), q.dtype)
+        (q_, k_, v_, dout_), tma = _operands((q, M), (k, N), (v, N), (dout, M))
         keys_kernel[_blocks(S, starts_k, N), B * G](
-            q, k, v, lse, dout, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **options,
-            M=M, N=N, STAGES=stages, num_warps=warps, num_stages=stages,
+            q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **flags,
+            M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    M, N, warps, stages = _tile(BACKWARD_QUERIES, max(block_d, block_e), q.dtype)
+    M, N, warps, stages = _tile(BACKWARD_QUERIES, BACKWARD_QUERIES_32, _padded(max(D, E)), q.dtype)
     if dq is not None and lse.numel():
+        (q_, k_, v_, dout_), tma = _operands((q, M), (k, N), (v, N), (dout, M))
         queries_kernel[_blocks(T, starts_q, M), B * H](
-            q, k, v, lse, dout, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **options,
-            M=M, N=N, STAGES=stages, num_warps=warps, num_stages=stages,
+            q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **flags,
+            M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if dbias is not None and dbias.numel():
         shared = dbias.shape[0] * dbias.shape[1]
         bias_kernel[triton.cdiv(S, N), triton.cdiv(T, M), shared](
             q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
-            *read, *masks, B, H, T, S, *numbers, OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **options,
+            *read, *masks, B, H, T, S, *numbers, OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags,
             M=M, N=N, num_warps=warps, num_stages=1,
         )  # fmt: skip

@@ -32,22 +32,32 @@ def sequence(block, starts, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows(x, first, count, stride, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `first` to `first + BLOCK` of x, of which there are `count`, of width C; 0 beyond."""
-    r, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    at = x + tl.cast(first, tl.int64) * stride + r[:, None] * stride + c[None, :]
-    if MASKED:
-        return tl.load(at, mask=(first + r < count)[:, None] & (c < C)[None, :], other=0.0)
-    elif C == BLOCK_C:
-        return tl.load(at)
+def rows(
+    x, b, h, first, count, x_b, x_h, x_t,
+    C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows `first` to `first + BLOCK` of head h of batch b, of width C; 0 from `count` on. TMA: x is a descriptor."""
+    if TMA:
+        return tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
     else:
-        return tl.load(at, mask=(c < C)[None, :], other=0.0)
+        r, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
+        start = tl.cast(b, tl.int64) * x_b + tl.cast(h, tl.int64) * x_h + tl.cast(first, tl.int64) * x_t
+        at = x + start + r[:, None] * x_t + c[None, :]
+        if MASKED:
+            return tl.load(at, mask=(first + r < count)[:, None] & (c < C)[None, :], other=0.0)
+        elif C == BLOCK_C:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(c < C)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(x, value, first, count, stride, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+def store_rows(
+    x, value, b, h, first, count, x_b, x_h, x_t, C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     r, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    at = x + tl.cast(first, tl.int64) * stride + r[:, None] * stride + c[None, :]
+    start = tl.cast(b, tl.int64) * x_b + tl.cast(h, tl.int64) * x_h + tl.cast(first, tl.int64) * x_t
+    at = x + start + r[:, None] * x_t + c[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=(first + r < count)[:, None] & (c < C)[None, :])
 
 
@@ -116,7 +126,10 @@ def visible(
 @triton.jit
 def seen_keys(m, T, shift, left, right, first, last, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """(low, full, end of full, high), multiples of N but for high: keys that queries m to m + M see; all of them in full."""
+    """(low, full, end of full, high): the keys that queries m to m + M see, and those that all of them see.
+
+    Multiples of N, but for high.
+    """
     low, high, full, full_end = first, last, first, last
     end = tl.minimum(m + M, T)
     if LEFT:
@@ -134,7 +147,10 @@ def seen_keys(m, T, shift, left, right, first, last, LEFT: tl.constexpr, RIGHT: 
 @triton.jit
 def seeing_queries(n, T, shift, left, right, first, last, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """(low, full, end of full, high), multiples of M but for high: queries that see keys n to n + N; all of them in full."""
+    """(low, full, end of full, high): the queries that see keys n to n + N, and those that see all of them.
+
+    Multiples of M, but for high.
+    """
     low, high, full, full_end = 0, T, 0, T
     end = tl.minimum(n + N, last)
     if RIGHT:

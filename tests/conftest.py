@@ -33,6 +33,15 @@ def repair_interpreter():
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
         return interpreter.TensorHandle(rounded, tl.bfloat16)
 
+    # It multiplies the bit patterns of bfloat16 as if they were integers.
+    def as_float(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        wide = torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.bfloat16).float().numpy()
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    dot = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, as_float(a), as_float(b), *rest)
     np.seterr(all="ignore")  # overflow to inf is not worth a word on a GPU
     interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl = patch_lang_tensor, cast_impl
 

@@ -5,7 +5,7 @@ No library is imported here: where the user has not imported it, a model cannot 
 
 from torch import nn
 
-from hfnn.adapters import transformers
+from hfnn.adapters import attention, diffusers, transformers
 
 
 def rooms() -> dict[type, type]:
@@ -16,3 +16,21 @@ def rooms() -> dict[type, type]:
 def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
     """(the class it has without hfnn, what its forward becomes) for a module told by what is in it or around it."""
     return transformers.room_of(module, around)
+
+
+def recognise(module: nn.Module) -> tuple[object | None, str | None]:
+    """(how the module's class is to be read, None), (None, why not), or (None, None), for classes that use a library's
+    own interface.
+    """
+    like, why = attention.recognise(module)
+    return diffusers.recognise(module) if like is None and why is None else (like, why)
+
+
+def settle(model: nn.Module) -> None:
+    """What a model needs besides the classes of its modules, once these are as they are to be."""
+    attention.settle(model)
+
+
+def release(model: nn.Module) -> None:
+    """Undo `settle`."""
+    attention.release(model)

@@ -110,12 +110,56 @@ def launch_losses(dtype, cols):
         kernels("distillation").fused(x, soft, loss, one, x, beta, 1.0, 0)
 
 
+def launch_masked_softmax(dtype, cols):
+    """With each kind of mask, by rows and broadcast, and without."""
+    op, x = kernels("masked_softmax"), torch.empty(2, 4, 64, cols, dtype=dtype, device="meta")
+    masks = [torch.empty(2, 1, 64, width, dtype=d, device="meta") for d in (torch.uint8, F32) for width in (1, cols)]
+    for y in (x, x.float()):
+        for causal in (False, True):
+            for mask in (None, *(mask.expand(x.shape) for mask in masks)):
+                op.forward(x, mask, y, 0.125, causal, 0, 0)
+            op.backward(y, y, x, 0.125, causal, 0, 0)
+
+
 def launch_recode():
     x, op = torch.empty(1 << 20, dtype=BF16, device="meta"), kernels("recode")
     rank, start, table = (torch.empty(1 << 16, dtype=d, device="meta") for d in (torch.uint8, torch.int32, torch.int16))
     packed = torch.empty(5 << 17, dtype=torch.uint8, device="meta")
     op.encode(x, rank, packed, 0)
     op.decode(x, packed, start, table, x, 0)
+
+
+def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, **given):
+    """given: which of the optional tensors there are."""
+    op, (B, H, G, T) = kernels("attention"), (2, 8, 4, 1024)
+
+    def new(name, *shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta") if name is None or name in given else None
+
+    q, o, dq = (new(None, B, T, H, width).transpose(1, 2) for _ in range(3))
+    k, v, dk, dv = (new(None, B, T, G, width).transpose(1, 2) for _ in range(4))
+    lse, delta = (new(None, B, H, T, dtype=F32) for _ in range(2))
+    bits, tiles = (
+        new("mask", B, H, T, T // 8, dtype=torch.uint8),
+        new("mask", B, H, T // 128, T // 128, dtype=torch.uint8),
+    )
+    bias, dbias, slopes, sinks = new("bias", B, H, T, T), new("bias", 1, H, T, T), new("slopes", B, H), new("sinks", H)
+    bounds, starts = new("bounds", B, 2, dtype=torch.int32), new("starts", 5, dtype=torch.int32)
+    numbers = width**-0.5, softcap, left, right, 0, threshold, 1, 1, new("pair", 2, dtype=torch.int64), 0
+    op.forward(q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts, starts, *numbers)
+    op.delta(o, o, delta, 0)
+    op.backward(q, k, v, lse, o, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts, starts, *numbers)
+
+
+def launch_attentions(capability):
+    kernels("attention")._has_tma = lambda index: capability >= 90
+    for dtype, width in ((BF16, 32), (BF16, 64), (F16, 128), (BF16, 128), (BF16, 256), (F32, 64)):
+        launch_attention(dtype, width)
+    for options in (
+        {"left": 100, "sinks": 1}, {"softcap": 30.0, "slopes": 1}, {"right": -1, "bounds": 1}, {"starts": 1},
+        {"mask": 1, "right": -1}, {"bias": 1, "right": -1}, {"threshold": 6554, "pair": 1},
+    ):  # fmt: skip
+        launch_attention(BF16, 128, **options)
 
 
 def launch_rooms(dtype):
@@ -130,7 +174,7 @@ def launch_rooms(dtype):
         return types.SimpleNamespace(**vars(kernels(source.rpartition(".")[2])), queue=lambda x: 0, name="triton")
 
     kernel.Op._choose = kernel.Op.find = choose
-    for op in (op for op in ops.ALL if any(k.name == "triton" for k in op.kernels)):
+    for op in (op for op in ops.CONTRACT if any(k.name == "triton" for k in op.kernels)):
         sizes = (c for c in op.cases if all(entry == 1 for entry in c if isinstance(entry, int)))
         for case in (*warmup.cases(op, 1024, 1024), *sizes):
             args, options = op.sample(case, dtype, "meta")
@@ -143,9 +187,35 @@ def launch_rooms(dtype):
             y.sum().backward()
 
 
+def launch_rope(dtype, out, case):
+    """One launch for queries and keys, and for one of them; angles per token, or looked up."""
+    batch, heads, groups, tokens, dims, rotary, interleaved = case
+
+    def new(*shape, dtype=F32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, yq, yk = (new(batch, tokens, h, dims, dtype=d).transpose(1, 2) for d in (dtype, out) for h in (heads, groups))
+    rstd_q, rstd_k, w = new(batch, tokens, heads), new(batch, tokens, groups), new(dims, dtype=dtype)
+    turn, norm = kernels("rope"), kernels("qk_norm_rope")
+    sums = new(2, norm.partials(batch, tokens, dims), dims)
+    whole, half, at = new(batch, tokens, rotary, dtype=out), new(1, tokens, rotary // 2), new(1, tokens).long()
+    for t, positions in ((whole, None), (half, at)):
+        turn.forward(q, k, t, t, positions, yq, yk, rotary, interleaved, False, 0)
+        turn.forward(yq, None, t, t, positions, q, None, rotary, interleaved, True, 0)
+        norm.forward(q, k, w, w, t, t, positions, yq, yk, rstd_q, rstd_k, 1e-6, 0.0, rotary, interleaved, 0)
+        norm.rebuild(q, w, rstd_q, t, t, positions, yq, 0.0, rotary, interleaved, 0)
+        given = yq, yk, q, k, w, w, rstd_q, rstd_k, t, t, positions, q, k
+        norm.backward(*given, w, w, sums, 1.0, rotary, interleaved, 0)
+        norm.backward(*given, None, None, None, 1.0, rotary, interleaved, 0)
+
+
 def launch_all():
     launch_bits()
     launch_recode()
+    for case in ((2, 32, 8, 4096, 128, 128, False), (2, 8, 4, 4096, 256, 256, False), (2, 8, 8, 4096, 80, 32, True)):
+        launch_rope(BF16, BF16, case)
+        launch_rope(BF16, F32, case)
+    launch_rope(F32, F32, (2, 32, 8, 4096, 128, 64, True))
     for cols in (64, 1000, 1024, 2048, 4096, 8192, 32768):
         launch_layer_norm(BF16, BF16, BF16, cols)
         launch_layer_norm(F32, F32, F32, cols)
@@ -157,6 +227,7 @@ def launch_all():
     launch_layer_norm(BF16, BF16, BF16, 1 << 16)
     for cols in (1000, 8192, 128256):
         launch_losses(BF16, cols)
+        launch_masked_softmax(BF16, cols)
     for dtype in (BF16, F16, F32):
         launch_rooms(dtype)
         for cols in (64, 1000, 1001, 2048, 3000, 4096, 8192, 10000):
@@ -190,6 +261,7 @@ def compile_launches(capability):
     JITFunction.run = run
     kernels("rows").device = lambda: (132, SHARED[capability])
     launch_all()
+    launch_attentions(capability)
     return list(found.values())
 
 

@@ -99,6 +99,9 @@ class Arguments:
             found["starts_q"], found["starts_k"] = self.starts()
         return Tensors(**found)
 
+    def both_starts(self):
+        return self.cu_seqlens if isinstance(self.cu_seqlens, tuple | list) else (self.cu_seqlens, self.cu_seqlens)
+
     def starts(self) -> tuple[torch.Tensor, torch.Tensor]:
         both = self.cu_seqlens if isinstance(self.cu_seqlens, tuple | list) else (self.cu_seqlens, self.cu_seqlens)
         return tuple(starts.to(torch.int32).contiguous() for starts in both)
@@ -130,9 +133,7 @@ class Arguments:
             return None
         wanted = (*query.shape[:3], key.shape[2])
         shape = self.attn_mask.shape
-        fits = len(shape) <= 4 and all(
-            n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False)
-        )
+        fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False))
         if not fits:
             return f"attn_mask {tuple(shape)} cannot be broadcast to {wanted}"
         if self.cu_seqlens is not None:
@@ -141,7 +142,9 @@ class Arguments:
 
     def _other_problem(self, query, key) -> str | None:
         if self.window is not None and (
-            len(self.window) != 2 or any(limit is not None and limit < 0 for limit in self.window)
+            not isinstance(self.window, tuple | list)
+            or len(self.window) != 2
+            or any(limit is not None and limit < 0 for limit in self.window)
         ):
             return f"window is (left, right), each None or an int >= 0; got {self.window}"
         if self.softcap is not None and not self.softcap > 0:
@@ -154,6 +157,8 @@ class Arguments:
         if self.lengths is not None and tuple(self.lengths.shape) not in ((query.shape[0],), (query.shape[0], 2)):
             return f"lengths has shape ({query.shape[0]},) or ({query.shape[0]}, 2); got {tuple(self.lengths.shape)}"
         if self.cu_seqlens is not None:
+            if any(starts.dim() != 1 or starts.is_floating_point() for starts in self.both_starts()):
+                return "cu_seqlens is int32 (n + 1,), or two of them"
             if query.shape[0] != 1:
                 return f"with cu_seqlens there is one batch element, got {query.shape[0]}: put the sequences one behind the other"
             if self.lengths is not None:

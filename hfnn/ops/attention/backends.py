@@ -69,15 +69,18 @@ def plain(query, key, value, dropout_p=0.0, is_causal=False, scale=None, enable_
 
 def _call(query, key, value, dropout_p, is_causal, enable_gqa) -> tuple | None:
     """All that a choice depends on, or None where torch's own order is to run."""
-    if type(query) is not Tensor or query.is_nested or kernel._forced is not None or _deterministic() or not _other():
+    if type(query) is not Tensor or kernel._forced is not None or _deterministic() or not _other():
         return None  # `sdpa_kernel` turns the backend off that others may bring along, too; nobody else does
+    try:
+        shapes = query.shape, key.shape, value.shape
+    except RuntimeError:  # nested
+        return None
     dtype = query.dtype
     if _cuda_autocasts() and dtype in FLOATS:
         dtype = torch.get_autocast_dtype("cuda")
     dropout = dropout_p > 0
     grad = dropout or (_records() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    enabled, place = (_cudnn(), _flash(), _efficient()), query.get_device()
-    return query.shape, key.shape, value.shape, dtype, is_causal, dropout, grad, enable_gqa, enabled, place
+    return shapes, dtype, is_causal, dropout, grad, enable_gqa, (_cudnn(), _flash(), _efficient()), query.get_device()
 
 
 def _ordered(call, query, key, value, dropout_p, is_causal, scale, enable_gqa):
@@ -106,7 +109,7 @@ def choice(query, key, value, dropout_p=0.0, is_causal=False, scale=None, enable
 
     Measures, where `plain` would.
     """
-    if type(query) is not Tensor or query.is_nested or compiling():
+    if type(query) is not Tensor or compiling():
         return None
     call = _call(query, key, value, dropout_p, is_causal, enable_gqa) if query.is_cuda else None
     order = None if call is None else _known.get(call, _UNKNOWN)
@@ -133,7 +136,7 @@ def _torch_decides() -> bool:
 
 def _resolve(call: tuple, query, key, value) -> list[int] | None:
     """The order for a call that is not known yet; remembered, unless it can be measured another time."""
-    shape, keys, values, dtype, causal, dropout, grad, gqa, enabled, place = call
+    (shape, keys, values), dtype, causal, dropout, grad, gqa, enabled, place = call
     if {len(shape), len(keys), len(values)} != {4} or 0 in (*shape, *keys, *values) or dtype not in FLOATS:
         return _remember(call, None)
     if not any(enabled) or context(query, key, value) is not None:

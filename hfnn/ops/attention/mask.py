@@ -49,15 +49,6 @@ def bounds(lengths: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
     return _once(lengths, ("bounds", batch, keys), lambda: _bound(lengths, keys))
 
 
-def expanded_bias(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """A view of a mask of numbers as (B, H, T, S), `shape`, with stride 0 where it is broadcast; differentiable.
-
-    Raises ValueError for a shape that does not broadcast.
-    """
-    _check_broadcast(mask, shape)
-    return mask.expand(shape)
-
-
 def _check_broadcast(mask, shape):
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if mask.dim() > 4 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):

@@ -14,7 +14,6 @@ Letters: B batch, T queries, S keys, H heads, D their width, E = H D.
 """
 
 import dis
-import functools
 import sys
 
 import torch
@@ -38,6 +37,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     prefer = "auto"
     _hfnn_when = "its weights are computed where the caller can read them, by torch"
 
+    @property
+    def _hfnn_cols(self) -> int:
+        """For `hfnn.report`: what a kernel's limit is about."""
+        return self.head_dim
+
     def forward(
         self,
         query,
@@ -49,8 +53,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights=True,
         is_causal=False,
     ):
-        ours = not compiling() and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal)
-        if ours and (not need_weights or _are_unread(self, sys._getframe(1))):
+        # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+        ours = (self.training or torch.is_grad_enabled()) and not compiling()
+        ours = ours and (not need_weights or _are_unread(self, sys._getframe(1)))
+        if ours and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):
             return _attend(self, query, key, value, key_padding_mask, attn_mask, is_causal), None
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -64,11 +70,9 @@ def _takes(module, query, key, value, key_padding_mask, attn_mask, is_causal) ->
         return False
     if context(query, key, value, key_padding_mask, attn_mask, *weights) is not None:
         return False
-    # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
-    if not module.training:
-        inputs = query, key, value, attn_mask, *weights
-        if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)):
-            return False
+    inputs = query, key, value, attn_mask, *weights
+    if not module.training and not any(x is not None and x.requires_grad for x in inputs):
+        return False
     return _fit(module, query, key, value) and _masks_fit(module, query, key, key_padding_mask, attn_mask, is_causal)
 
 
@@ -212,10 +216,16 @@ def _are_unread(module, frame) -> bool:
     hooks = module._forward_hooks, module._backward_hooks, torch_module._global_forward_hooks
     if frame is None or any(hooks) or torch_module._global_backward_hooks:
         return False
-    return _drops_second(frame.f_code, frame.f_lasti)
+    # By identity: the hash of code is that of all its constants.
+    code, at = frame.f_code, frame.f_lasti
+    if (id(code), at) not in _verdicts:
+        _verdicts[id(code), at] = code, _drops_second(code, at)
+    return _verdicts[id(code), at][1]
 
 
-@functools.cache
+_verdicts: dict[tuple[int, int], tuple] = {}  # with the code itself, which keeps its identity from being another's
+
+
 def _drops_second(code, at: int) -> bool:
     """Whether, of the pair that the call at byte `at` returns, the code reads the first alone.
 

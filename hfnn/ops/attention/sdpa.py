@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from hfnn.kernel import FLOATS, Kernel, Op, compiling, double_backward, forced
+from hfnn.kernel import FLOATS, Kernel, NoKernel, Op, compiling, double_backward, forced
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
@@ -40,7 +40,7 @@ OP = Op(
         Kernel("cpp", "hfnn._C:cpu.attention", "cpu", (*FLOATS, torch.float64), min_elements=1 << 12),
     ),
     sample=sample,
-    cases=((1, 2, 17, 16),),
+    cases=((1, 2, 17, 16), (2, 2, 17, 16)),
     recipe=False,
 )
 _passes = OP.passes
@@ -58,7 +58,8 @@ class _Attention(torch.autograd.Function):
         lse = torch.full((batch, heads, queries), -math.inf, dtype=statistics, device=query.device)
         bits, tiles, slopes, bounds, starts_q, starts_k = tensors.all()
         kernel.forward(
-            query, key, value, o, lse, bits, tiles, _expanded(bias, query, key), slopes, sinks, bounds, starts_q, starts_k,
+            query, key, value, o, lse, bits, tiles, _expanded(bias, query, key), slopes,
+            None if sinks is None else sinks.float(), bounds, starts_q, starts_k,
             *numbers.all(), pair, kernel.queue(query),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors.all())
@@ -111,10 +112,12 @@ def _again(formula, inputs, needs, dout, dlse, numbers):
     if numbers.threshold:
         raise RuntimeError("attention with dropout has no second derivative here: call it with dropout_p=0")
 
-    def weighed(*inputs):
-        return sum((y * dy).sum() for y, dy in zip(formula(*inputs), (dout, dlse), strict=True) if dy is not None)
+    given = [dy is not None for dy in (dout, dlse)]
 
-    return double_backward(weighed, inputs, needs, None)
+    def asked_for(*inputs):
+        return [y for y, has in zip(formula(*inputs), given, strict=True) if has]
+
+    return double_backward(asked_for, inputs, needs, [dy for dy in (dout, dlse) if dy is not None])
 
 
 def _rows(x):
@@ -203,11 +206,13 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str)
 
 def _select(asked, query, key, value, ordinary, prefer):
     if (asked.alibi is not None and asked.alibi.requires_grad) or asked.dropout_p == 1:
+        if forced() not in (None, "torch"):
+            raise NoKernel(
+                f"{OP.name}: `{forced()}` was asked for; no kernel has gradients of alibi, or drops everything"
+            )
         return None
-    if asked.is_causal and asked.attn_mask is not None and ordinary:
-        return None  # torch refuses both
     row = (max(query.shape[-1], value.shape[-1]),)
-    return OP.select(query, key, value, row=row, prefer=prefer if ordinary else "memory")
+    return OP.select(query, key, value, row=row, out=query.dtype, prefer=prefer if ordinary else "memory")
 
 
 def _compute(asked, query, key, value, kernel):

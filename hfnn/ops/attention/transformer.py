@@ -57,6 +57,11 @@ class _Layer:
         "sums and norms are one where dropout and norm are hfnn's and carry no hooks, which would not be called"
     )
 
+    @property
+    def _hfnn_cols(self) -> int:
+        """For `hfnn.report`: what a kernel's limit is about."""
+        return self.self_attn.head_dim
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         for part in self._modules.values():
@@ -119,10 +124,10 @@ def _takes(layer, base: type, x, masks=()) -> bool:
 
     Masks that torch's layer would have a word to say on are given to it.
     """
-    if compiling() or forced() == "torch" or context(x) is not None or x.is_nested:
-        return False
     # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
-    if not layer.training and not (torch.is_grad_enabled() and _learns(layer, x)):
+    if compiling() or not (layer.training or torch.is_grad_enabled()):
+        return False
+    if forced() == "torch" or context(x) is not None or x.is_nested or not (layer.training or _learns(layer, x)):
         return False
     for name in ("_sa_block", "_mha_block", "_ff_block"):
         own = getattr(base, name, None)

@@ -1,0 +1,343 @@
+"""Attention of Hugging Face transformers, through its own interface.
+
+transformers looks attention up by a name, `config._attn_implementation`, and so it does the function that makes masks.
+`register` gives both the name "hfnn", which changes no model. `recognise` finds the modules that look attention up;
+converted, they and the models around them see their config through `hfnn.adapters.views`, which says "hfnn". The config
+itself stays as it is, for other models may share it, and `hfnn.revert` takes the views away.
+
+What transformers' sdpa leaves to a dense mask goes to `hfnn.functional.scaled_dot_product_attention` as what it is: a
+window, the first and the last key of each sequence, the starts of packed sequences, a soft cap, sinks, a bias that
+wants a gradient (hfnn/adapters/masks.py). In compiled code, for a single query, and where weights are asked for, the
+implementation runs that the model had, on the mask that it would have had.
+"""
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn import inside
+from hfnn.adapters import masks, rotary, views
+from hfnn.kernel import compiling, forced, is_plain
+from hfnn.lookalike import _seclusion
+from hfnn.ops import attention as room
+
+NAME = views.NAME
+BASES = ("sdpa", "eager")  # those that a model is moved from; any other was chosen for a reason
+
+
+def register() -> None:
+    """Make the name "hfnn" known to transformers. No model uses it for that alone."""
+    modeling, masking = views.modeling(), masks.masking()
+    if modeling is not None and masking is not None:
+        modeling.AttentionInterface.register(NAME, attention)
+        masking.AttentionMaskInterface.register(NAME, masks.mask)
+
+
+@dataclass(frozen=True)
+class AttentionLike:
+    """How a module is to be read that looks attention up by its config's name for it."""
+
+    op = room.OP
+
+    @property
+    def mixin(self):
+        return Attention
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name}"
+
+
+class Attention:
+    """Goes before the class of such a module: its own forward, which finds `attention`."""
+
+    prefer = "auto"
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "_hfnn_original" in vars(cls):
+            register()  # where such a module is unpickled, nobody has converted one yet
+            cls._hfnn_eager = staticmethod(eager_of(cls._hfnn_original))
+            found = rotary.calls(cls._hfnn_original)
+            if found is not None:
+                cls.forward = inside._within(cls._hfnn_original.forward, found)
+                cls._hfnn_when = "apply_rotary_pos_emb inside, too"
+
+
+def recognise(module: nn.Module) -> tuple[AttentionLike | None, str | None]:
+    """(how the module is to be read, None), (None, why it is left alone), or (None, None): it looks no attention up."""
+    config = vars(module).get("config")
+    forward = inside._unwrapped(type(module).forward)
+    if config is None or forward is None or not _looks_up(forward) or not views.is_config(config):
+        return None, None
+    base = views.implementation(config)
+    why = _unfit(type(module), forward, base)
+    if why is None and base == "eager":
+        why = _differs(module)
+    return (AttentionLike(), None) if why is None else (None, why)
+
+
+def _looks_up(forward) -> bool:
+    """Whether a function finds attention by name."""
+    interface = getattr(views.modeling(), "AttentionInterface", None)
+    names = forward.__code__.co_names
+    return (
+        interface is not None
+        and "_attn_implementation" in names
+        and any(isinstance(forward.__globals__.get(name), interface) for name in names)
+    )
+
+
+def _unfit(cls: type, forward, base: str | None) -> str | None:
+    """What about a class, or the implementation asked for, keeps its attention from being hfnn's, or None."""
+    if base not in BASES:
+        return (
+            f"its attention implementation is {base!r}, which its owner has chosen: {' and '.join(BASES)} are changed"
+        )
+    models = _models(cls)
+    if models and not any(m._supports_attention_backend or m._supports_sdpa for m in models):
+        return f"{models[0].__name__} supports no attention implementation but its own"
+    interface = views.modeling().AttentionInterface
+    for name in forward.__code__.co_names:
+        value = forward.__globals__.get(name)
+        if isinstance(value, interface) and value._local_mapping:
+            return f"its file has {', '.join(value._local_mapping)} attention of its own"
+    if base in views.constants(forward.__code__):
+        return f"its forward does something else where the implementation is {base!r}"
+    return None
+
+
+def _models(cls: type) -> list[type]:
+    """The models of the file that a class, or one it inherits from, stands in."""
+    base = views.modeling().PreTrainedModel
+    found = []
+    for origin in cls.__mro__:
+        file = sys.modules.get(origin.__module__)
+        for value in vars(file).values() if file is not None and origin is not nn.Module else ():
+            is_model = isinstance(value, type) and issubclass(value, base) and value is not base
+            if is_model and value.__module__ == origin.__module__:
+                found.append(value)
+    return found
+
+
+@functools.cache
+def eager_of(cls: type):
+    """The function in a class's file that computes attention where its config says "eager", or None."""
+    forward = inside._unwrapped(cls.forward)
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    found = [forward.__globals__.get(name) for name in names]
+    return found[0] if len(found) == 1 and callable(found[0]) else None
+
+
+_proofs: dict[tuple, str | None] = {}
+
+
+def _differs(module) -> str | None:
+    """What is different between eager attention, as the module's file has it, and the definition of ours, or None."""
+    cls, config = type(module), vars(module)["config"]
+    eager, heads = eager_of(cls), getattr(config, "num_attention_heads", 4)
+    groups = getattr(module, "num_key_value_groups", 1)
+    if eager is None:
+        return "its eager attention is not to be found in its file"
+    if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
+        return "its config does not tell its number of heads"
+    key = cls, heads, groups, tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
+    if key not in _proofs:
+        try:
+            with _seclusion(), torch.no_grad():
+                same = _same(module, eager, heads, groups)
+            _proofs[key] = None if same else "its eager attention computes something else"
+        except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+            _proofs[key] = f"its eager attention raises on the probe: {error}"
+    return _proofs[key]
+
+
+def _same(module, eager, heads: int, groups: int) -> bool:
+    """Whether eager attention of random tensors is `room.reference` of them."""
+    clone = object.__new__(type(module))
+    generator = torch.Generator("cpu").manual_seed(0)
+    vars(clone).update({**vars(module), "training": False})
+    vars(clone)["_parameters"] = {
+        name: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator))
+        for name, p in module._parameters.items()
+    }
+    width = getattr(module, "head_dim", 8)
+    width = width if isinstance(width, int) else 8
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    query, key, value = draw(2, heads, 5, width), *(draw(2, heads // groups, 7, width) for _ in "kv")
+    seen = draw(2, 1, 5, 7) > -0.5
+    seen[..., 0] = True
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    constants = views.constants(inside._unwrapped(type(module).forward).__code__)
+    takes = inspect.signature(eager).parameters
+    options, ours = {"dropout": 0.0}, {"enable_gqa": groups > 1}
+    if "scaling" in constants:
+        options["scaling"] = ours["scale"] = 0.3
+    if "softcap" in takes:
+        options["softcap"] = ours["softcap"] = 2.0
+    if "s_aux" in constants:
+        options["s_aux"] = ours["sinks"] = next(p for p in clone._parameters.values() if p is not None)
+    if "position_bias" in takes:
+        options["position_bias"] = draw(1, heads, 5, 7)
+        seen = torch.where(seen, options["position_bias"], torch.finfo(torch.float32).min)
+    wanted = eager(clone, query, key, value, added, **options)[0]
+    found = room.OP.reference(query, key, value, seen, **ours)
+    return torch.allclose(wanted, found.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def attention(module, query, key, value, attention_mask=None, **options):
+    """Attention for transformers: (result (B, T, H, E), weights or None).
+
+    query (B, H, T, D), key (B, G, S, D), value (B, G, S, E); attention_mask: None, what `masks.mask` made, or a mask of
+    four dimensions, boolean or added. Options are those that transformers' modules give: scaling, dropout, is_causal,
+    softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k, and any more, which are ignored as sdpa does.
+    """
+    config = getattr(module, "config", None)
+    base = views.base(config)
+    if base == "sdpa" and not views.by_name(config):
+        options = _as_sdpa(options)
+    given = None
+    if not _is_usual(module, base, query, attention_mask, options):
+        given = _arguments(module, base, query, key, attention_mask, options)
+    if given is None:
+        return _usual(module, base, query, key, value, attention_mask, options)
+    rows, given = given
+    given["dropout_p"] = options.get("dropout", 0.0) if base != "eager" or module.training else 0.0
+    given.update(scale=options.get("scaling"), softcap=options.get("softcap"), sinks=options.get("s_aux"))
+    if key.shape[2] > rows:
+        key, value = key[:, :, :rows], value[:, :, :rows]
+    batch = query.shape[0]
+    if "cu_seqlens" in given and batch > 1:
+        query, key, value = (masks.flattened(x) for x in (query, key, value))
+    out = room.scaled_dot_product_attention(
+        query, key, value, enable_gqa=query.shape[1] != key.shape[1], prefer=getattr(module, "prefer", "auto"), **given
+    )
+    out = out.transpose(1, 2)
+    return (out if out.shape[0] == batch else out.reshape(batch, -1, *out.shape[2:])).contiguous(), None
+
+
+def _as_sdpa(options: dict) -> dict:
+    """The options that count where a model was on transformers' sdpa: that has no sinks, and in old versions passes
+    over a soft cap; newer ones refuse it, and are asked to.
+    """
+    if options.get("softcap") is None and options.get("s_aux") is None:
+        return options
+    refused = "softcap" in views.constants(_sdpa().__code__)
+    return {name: value for name, value in options.items() if name != "s_aux" and (refused or name != "softcap")}
+
+
+def _sdpa():
+    return views.modeling().ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _is_usual(module, base, query, attention_mask, options) -> bool:
+    """Whether the implementation that the model had is to run without further questions."""
+    if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
+        return True
+    if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
+        return True
+    special = options.get("softcap") is not None or options.get("s_aux") is not None
+    if base == "sdpa" and special:  # asked for by name, else sdpa has a word to say
+        return not views.by_name(getattr(module, "config", None))
+    if query.shape[2] == 1:  # a step of generation
+        return True
+    return not (attention_mask is None or isinstance(attention_mask, torch.Tensor))
+
+
+def _weights_wanted() -> bool:
+    """Whether somebody collects the attention weights of this forward."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    return bool(wanted) and any("attentions" in name for name in wanted)
+
+
+def _arguments(module, base, query, key, attention_mask, options) -> tuple[int, dict] | None:
+    """(how many keys count, keyword arguments for the mask), or None for the usual implementation."""
+    queries, keys, bias = query.shape[2], key.shape[2], options.get("position_bias")
+    if attention_mask is None:
+        rows, given = _without_mask(module, base, queries, keys, options)
+        if bias is not None:
+            bias = bias[..., :rows]
+    elif isinstance(attention_mask, masks.Mask):
+        if tuple(attention_mask.shape[-2:]) != (queries, keys) or attention_mask.shape[0] != query.shape[0]:
+            return None
+        rows, given = keys, attention_mask.arguments()
+    else:
+        if attention_mask.dim() != 4 or attention_mask.shape[-1] != keys:
+            return None
+        rows, given = keys, {"attn_mask": attention_mask}
+    if bias is not None:
+        if "cu_seqlens" in given:
+            return None
+        seen = given.get("attn_mask")
+        if seen is not None:
+            hidden = torch.finfo(query.dtype).min
+            bias = torch.where(seen, bias, hidden) if seen.dtype is torch.bool else bias + seen
+        if given.pop("is_causal", False):
+            given["window"] = (None, 0)
+        given["attn_mask"] = bias
+    return rows, given
+
+
+def _without_mask(module, base, queries: int, keys: int, options) -> tuple[int, dict]:
+    """What no mask says: to sdpa whether the module is causal, to eager attention that all is seen."""
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and queries > 1 and base != "eager"
+    starts = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if all(isinstance(x, torch.Tensor) for x in starts) and options.get("position_bias") is None:
+        window = options.get("sliding_window")
+        limits = {} if window is None or not causal else {"window": (window - 1, 0)}
+        return keys, {"cu_seqlens": starts, "is_causal": causal and not limits, **limits}
+    # The cache behind the last key is empty yet.
+    return (queries if causal and keys > queries else keys), {"is_causal": causal}
+
+
+def _usual(module, base, query, key, value, attention_mask, options):
+    """The implementation that the model had."""
+    if isinstance(attention_mask, masks.Mask):
+        attention_mask = attention_mask.dense()
+    if base == "eager":
+        eager = getattr(type(module), "_hfnn_eager", None) or eager_of(type(module))
+        return eager(module, query, key, value, attention_mask, **options)
+    return _sdpa()(module, query, key, value, attention_mask, **options)
+
+
+def settle(model: nn.Module) -> None:
+    """Give every converted attention module, and what else in the model shares its config, that config's view."""
+    configs = {id(views.plain(m.config)) for m in model.modules() if isinstance(m, Attention)}
+    for module in model.modules() if configs else ():
+        config = vars(module).get("config")
+        if config is None or id(views.plain(config)) not in configs:
+            continue
+        if isinstance(module, Attention) or not _asks(type(module)):
+            vars(module)["config"] = views.view(config)
+        else:
+            vars(module)["config"] = views.plain(config)
+
+
+def release(model: nn.Module) -> None:
+    """Give every module its config again."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None and views.is_view(config):
+            vars(module)["config"] = views.plain(config)
+
+
+@functools.cache
+def _asks(cls: type) -> bool:
+    """Whether a class's own code looks attention up itself, or tells its implementations apart by name."""
+    forward = inside._unwrapped(cls.forward)
+    if forward is not None and _looks_up(forward):
+        return True
+    base = views.modeling().PreTrainedModel
+    own = [c for c in cls.__mro__ if c not in base.__mro__]
+    functions = (getattr(value, "__func__", value) for c in own for value in vars(c).values())
+    codes = [inspect.unwrap(f).__code__ for f in functions if hasattr(inspect.unwrap(f), "__code__")]
+    return any("_attn_implementation" in c.co_names and set(BASES) & views.constants(c) for c in codes)

@@ -1,0 +1,110 @@
+"""diffusers. Its attention modules leave the computation to a processor, an object that is no module.
+
+What the processor's own code calls is routed as what a module's is (hfnn/inside.py), and so is the function of torch's
+backend that newer processors go through. A processor that is set later is read when it is first used.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from hfnn import inside
+from hfnn.kernel import compiling
+from hfnn.ops import attention
+
+
+@dataclass(frozen=True)
+class Processing:
+    """How such a module is to be read."""
+
+    @property
+    def mixin(self):
+        return Processed
+
+    @property
+    def op(self):
+        return attention.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} in its processor"
+
+
+class Processed:
+    """Goes before the class of such a module: its own forward, with the calls in its processor's code routed."""
+
+    prefer = "auto"
+
+    @property
+    def _hfnn_when(self) -> str:
+        found = _calls(self._hfnn_original, type(self.processor))
+        return "never: its processor calls none" if found is None else f"called in {found.where}"
+
+    def __init_subclass__(cls, **kwargs):
+        if "_hfnn_original" in vars(cls):
+            cls.forward = _with_processor(cls._hfnn_original)
+        super().__init_subclass__(**kwargs)
+
+
+def _with_processor(original: type) -> Callable:
+    """The forward of such a class, of the same signature."""
+
+    @functools.wraps(original.forward)
+    def forward(self, *args, **kwargs):
+        if compiling():
+            return original.forward(self, *args, **kwargs)
+        return _routed(original, type(self.processor))(self, *args, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def _routed(original: type, processor: type) -> Callable:
+    found = _calls(original, processor)
+    return original.forward if found is None else inside._within(original.forward, found)
+
+
+@functools.cache
+def _calls(original: type, processor: type) -> inside.Calls | None:
+    """What the processor's code calls of what hfnn has, with what the module's own code does; None where nothing."""
+    own, found = inside.calls(original), {}
+    for function, depth in _functions(processor):
+        inside._collect(function, processor, depth, found)
+    found = {function: places for function, places in found.items() if places}
+    if not found:
+        return own
+    places = {place for places in found.values() for place in places}.union(own.places if own else ())
+    codes = {code for function in found for code in inside._codes(function)}.union(own.codes if own else ())
+    where = ", ".join(function.__qualname__ for function in found)
+    return inside.Calls(tuple(sorted(places, key=id)), frozenset(codes), where)
+
+
+def _functions(processor: type) -> Iterator[tuple]:
+    """The processor's own code and the backend of torch that newer ones call, each with how far to follow helpers."""
+    call = inside._unwrapped(processor.__call__)
+    if call is None or inside._checkpoints(call):
+        return
+    yield call, 2
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if any("dispatch_attention_fn" in code.co_names for code in inside._nested(call.__code__)):
+        native = inside._unwrapped(getattr(dispatch, "_native_attention", None))
+        if native is not None:
+            yield native, 0  # its helpers are for tensors spread over devices
+
+
+def recognise(module: nn.Module) -> tuple[Processing | None, str | None]:
+    """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it is no such."""
+    if not isinstance(module, _classes()) or not hasattr(module, "processor"):
+        return None, None
+    own = inside.calls(type(module))
+    if isinstance(own, str):
+        return None, own
+    return (Processing(), None) if _calls(type(module), type(module.processor)) else (None, None)
+
+
+def _classes() -> tuple[type, ...]:
+    names = ("attention_processor", "Attention"), ("attention", "AttentionModuleMixin")
+    found = (getattr(sys.modules.get(f"diffusers.models.{file}"), name, None) for file, name in names)
+    return tuple(cls for cls in found if cls is not None)

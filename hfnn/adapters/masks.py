@@ -1,0 +1,243 @@
+"""Masks of Hugging Face transformers without their matrix.
+
+transformers describes a mask by a function of indices, and makes a (B, 1, T, S) tensor of it. `mask` reads the
+description: causal or not, a window, packed sequences, and which keys are padding. A `Mask` stands for the tensor.
+Attention takes the description from it (hfnn/adapters/attention.py); anything else that is done with it, an index, a
+sum, another attention, makes the tensor that transformers would have made, once, and goes on with that.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from hfnn.adapters import views
+from hfnn.kernel import compiling
+from hfnn.recorded import METADATA, name_of
+
+
+def masking():
+    """transformers.masking_utils where it was imported, else None."""
+    return sys.modules.get("transformers.masking_utils")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Query i sees the keys from i - left to i + right, None: without limit, of its own sequence alone.
+
+    sequences (B, T): the number of the sequence that each token belongs to; positions: each token's place in it.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    sequences: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def also(self, other: "Rule") -> "Rule | None":
+        """Both of two rules."""
+        if self.sequences is not None and other.sequences is not None:
+            return None
+        return Rule(
+            _lower(self.left, other.left),
+            _lower(self.right, other.right),
+            other.sequences if self.sequences is None else self.sequences,
+            other.positions if self.positions is None else self.positions,
+        )
+
+
+def _lower(a, b):
+    return min(a, b) if a is not None and b is not None else b if a is None else a
+
+
+def read(function) -> Rule | None:
+    """The rule that a mask function of transformers follows, or None. Told by its code, not by its name."""
+    m = masking()
+    if function is m.causal_mask_function:
+        return Rule(right=0)
+    if function is m.bidirectional_mask_function:
+        return Rule()
+    kind = _kinds().get(getattr(function, "__code__", None))
+    if kind is None:
+        return None
+    held = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__), strict=True))
+    return kind(held)
+
+
+@functools.cache
+def _kinds() -> dict:
+    """The code of a function that transformers makes -> how what it holds is to be read."""
+    m, some = masking(), torch.zeros(1, 1, dtype=torch.int64)
+    made = {
+        "and_masks": ((m.causal_mask_function,), _all_of),
+        "sliding_window_overlay": ((1,), lambda held: _window(held, lambda w: Rule(left=w - 1))),
+        "sliding_window_bidirectional_overlay": ((1,), lambda held: _window(held, lambda w: Rule(w, w))),
+        "packed_sequence_mask_function": ((some,), lambda held: Rule(sequences=held["packed_sequence_mask"])),
+        "remap_positions_for_packed_sequence": ((m.causal_mask_function, some), _remapped),
+    }
+    return {getattr(m, name)(*given).__code__: kind for name, (given, kind) in made.items() if hasattr(m, name)}
+
+
+def _all_of(held) -> Rule | None:
+    rules = [read(function) for function in held["mask_functions"]]
+    return functools.reduce(lambda a, b: None if a is None or b is None else a.also(b), rules)
+
+
+def _window(held, rule: Callable) -> Rule | None:
+    width = held["sliding_window"]
+    return rule(width) if type(width) is int and width > 0 else None
+
+
+def _remapped(held) -> Rule | None:
+    """A rule on positions: the same on indices, where the positions of a sequence follow one another."""
+    rule = read(held["mask_function"])
+    return None if rule is None or rule.sequences is not None else rule.also(Rule(positions=held["position_ids"]))
+
+
+class Mask(torch.Tensor):
+    """A (B, 1, T, S) mask that is made when it is looked at. Boolean, or of numbers to add where `make` makes those."""
+
+    @staticmethod
+    def of(shape, dtype, device, given: dict, make: Callable) -> "Mask":
+        """given: the mask as arguments of `hfnn.functional.scaled_dot_product_attention`."""
+        mask = torch.Tensor._make_wrapper_subclass(Mask, shape, dtype=dtype, device=device)
+        mask._given, mask._make, mask._dense = given, make, None
+        return mask
+
+    def arguments(self) -> dict:
+        return dict(self._given)
+
+    def dense(self) -> torch.Tensor:
+        """The tensor, as transformers makes it."""
+        if self._dense is None:
+            with torch.no_grad():
+                made = self._make()
+            self._dense, self._make = made.expand(*self._shape()), None
+        return self._dense
+
+    def _shape(self):
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if len(args) == 1 and type(args[0]) is Mask and not kwargs:
+            name = name_of(func)
+            if name == "detach":  # by a checkpoint, which calls again with what it gets
+                return args[0]
+            if name in METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
+        args, kwargs = tree_map_only(Mask, Mask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Mask, Mask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"Mask(shape={self._shape()}, {', '.join(self._given)})"
+
+
+def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **others):
+    """What transformers calls for a mask; the arguments are those of its `sdpa_mask` and `eager_mask`.
+
+    None where nothing is to be said besides whether the module is causal, a `Mask` where the rule can be read, else the
+    dense mask that goes with the model's own implementation.
+    """
+    m, eager = masking(), views.base(others.get("config")) == "eager"
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    function = m.causal_mask_function if mask_function is None else mask_function
+    make = functools.partial(
+        m.eager_mask if eager else m.sdpa_mask, *sizes, mask_function=function, attention_mask=attention_mask, **others
+    )
+    if compiling() or torch.jit.is_tracing() or others.get("use_vmap") or q_length == 1:
+        return make()
+    if type(q_offset) is not int or type(kv_offset) is not int or not _readable(attention_mask, batch_size):
+        return make()
+    rule = read(function)
+    given = None if rule is None else _describe(rule, *sizes, attention_mask)
+    if given is None:
+        return make()
+    if not given and others.get("allow_is_bidirectional_skip", False):
+        return None
+    causal = given == {"window": (None, 0)} and q_length == kv_length and q_offset == kv_offset
+    if causal and others.get("allow_is_causal_skip", True) and not eager:
+        return None
+    dtype = others.get("dtype", torch.float32) if eager else torch.bool
+    whole = functools.partial(make, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return Mask.of((batch_size, 1, q_length, kv_length), dtype, others.get("device", "cpu"), given, whole)
+
+
+def _readable(attention_mask, batch: int) -> bool:
+    """Whether a mask of padding is one that can be looked into here."""
+    if attention_mask is None:
+        return True
+    return (
+        type(attention_mask) is torch.Tensor
+        and attention_mask.dtype is torch.bool
+        and attention_mask.dim() == 2
+        and attention_mask.shape[0] == batch
+        and not (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> dict | None:
+    """Arguments of `hfnn.functional.scaled_dot_product_attention` that say what the rule and the padding say."""
+    shift = q_offset - kv_offset
+    if rule.sequences is not None:
+        # A padded batch is not packed, and what is packed has no cache.
+        if padding is not None or shift or queries != keys or tuple(rule.sequences.shape) != (batch, keys):
+            return None
+        starts = _starts(rule)
+        return None if starts is None else {"cu_seqlens": starts, "window": (rule.left, rule.right)}
+    if rule.positions is not None:
+        return None
+    # A limit that no pair is beyond is none: the farthest key behind a query, and ahead of one.
+    left = None if rule.left is None or rule.left >= queries - 1 + shift else rule.left
+    right = None if rule.right is None or rule.right >= keys - 1 - shift else rule.right
+    given = {} if left is None and right is None else {"window": (left, right)}
+    if shift:
+        given["offset"] = shift
+    if padding is not None:
+        given |= _visible(padding, keys, kv_offset)
+    return given if "window" in given or "offset" not in given else {k: v for k, v in given.items() if k != "offset"}
+
+
+def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
+    """{} where no key is padding; its bounds where the other keys of each sequence follow one another; else a mask."""
+    padding = padding[:, offset : offset + keys]
+    if padding.shape[1] < keys:
+        padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
+    numbers = padding.int()
+    count, first = numbers.sum(1), numbers.argmax(1)
+    last = torch.where(count > 0, keys - numbers.flip(1).argmax(1), first)
+    # transformers asks the GPU whether there is padding at all, and waits: the other answer comes along.
+    full, dense = torch.stack(((count == keys).all(), (last - first == count).all())).tolist()
+    if full:
+        return {}
+    if dense:
+        return {"lengths": torch.stack((first, last), 1).int()}
+    return {"attn_mask": padding[:, None, None, :]}
+
+
+def _starts(rule: Rule) -> torch.Tensor | None:
+    """Where each sequence begins, (n + 1,) int32, a batch's rows one behind the other; None for other positions."""
+    sequences = rule.sequences
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    if rule.positions is not None:
+        positions = rule.positions.expand_as(sequences)
+        steady = (positions[:, 1:] - positions[:, :-1] == 1) | begins[:, 1:]
+        if not steady.all():
+            return None
+    starts = begins.flatten().nonzero().flatten().int()
+    return torch.nn.functional.pad(starts, (0, 1), value=sequences.numel())
+
+
+def flattened(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, D) as (1, H, B T, D), the rows of a batch one behind the other."""
+    return x.transpose(1, 2).reshape(1, -1, x.shape[1], x.shape[3]).transpose(1, 2)

@@ -1,0 +1,93 @@
+"""What attention modules of transformers call in their own code besides attention: rotary embeddings, above all.
+
+Each of transformers' files has a function of its own that turns queries and keys, and modules call it by its global
+name. Where it computes what `hfnn.functional.apply_rotary_pos_emb` does, calls made by a converted module's own code go
+there, while its forward runs (hfnn/inside.py); every other caller meets transformers' function.
+"""
+
+import functools
+import inspect
+import sys
+import types
+
+import torch
+
+from hfnn import functional, inside
+from hfnn.lookalike import _seclusion
+from hfnn.patch import Place, _routed
+
+NAME = "apply_rotary_pos_emb"
+_ARGUMENTS = ["q", "k", "cos", "sin"]
+
+
+@functools.cache
+def calls(cls: type) -> inside.Calls | None:
+    """The calls to be routed in an attention class's own code, or None.
+
+    What stands in its eager attention alone is left: that runs only where hfnn's does not.
+    """
+    found = inside.calls(cls)
+    if not isinstance(found, inside.Calls) or all(
+        name.endswith("attention_forward") for name in found.where.split(", ")
+    ):
+        found = None
+    forward = inside._unwrapped(cls.forward)
+    owner = sys.modules.get(forward.__globals__.get("__name__"))
+    names = forward.__code__.co_names if owner is not None and vars(owner) is forward.__globals__ else ()
+    places = tuple(place for place in (_place(owner, name) for name in dict.fromkeys(names)) if place is not None)
+    if not places:
+        return found
+    if found is None:
+        return inside.Calls(places, frozenset(inside._codes(forward)), forward.__name__)
+    return inside.Calls((*found.places, *places), found.codes, found.where)
+
+
+@functools.cache
+def _place(owner: types.ModuleType, name: str) -> Place | None:
+    """The attribute of a file that holds a function with the arguments and the results of ours."""
+    function, ours = vars(owner).get(name), getattr(functional, NAME, None)
+    if type(function) is not types.FunctionType or ours is None:
+        return None
+    theirs, known = inspect.signature(function).parameters, inspect.signature(ours).parameters
+    if list(theirs)[:4] != _ARGUMENTS or not all(
+        n in known and known[n].default == p.default for n, p in theirs.items()
+    ):
+        return None
+    return Place(owner, name, function, _routed(NAME, function, ours)) if _same(function, ours) else None
+
+
+def _same(theirs, ours) -> bool:
+    """Whether both give the same results and gradients for tensors of several shapes and dtypes."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    try:
+        with _seclusion():
+            return all(
+                _agree(theirs, ours, shape, batch, dtype, generator)
+                for dtype, shape, batch in (
+                    (torch.float32, (2, 3, 5, 8), 1),
+                    (torch.float32, (2, 3, 5, 8), 2),
+                    (torch.bfloat16, (2, 3, 5, 16), 1),
+                )
+            )
+    except Exception:  # the author's code, run by us: it is not the function that ours is
+        return False
+
+
+def _agree(theirs, ours, shape, batch, dtype, generator) -> bool:
+    def draw(*sizes):
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    # As a model makes them; a function that turns half of a head, or pairs of neighbours, gives something else.
+    cos, sin = (draw(batch, shape[2], shape[3]) for _ in "cs")
+    q, k = draw(*shape).requires_grad_(), draw(shape[0], 1, *shape[2:]).requires_grad_()
+    given = [draw(*shape), draw(shape[0], 1, *shape[2:])]
+    results = []
+    for function in (theirs, ours):
+        turned = function(q, k, cos, sin)
+        grads = torch.autograd.grad(turned, (q, k), given)
+        results.append((*turned, *grads))
+    near = 32 * torch.finfo(dtype).eps
+    return all(
+        a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=near, atol=near)
+        for a, b in zip(*results, strict=True)
+    )

@@ -1,0 +1,191 @@
+"""Sequences behind one another instead of padded: batches without a token that is computed for nothing.
+
+    sampler = hfnn.data.PackedBatchSampler(lengths, max_tokens=8192, seed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=hfnn.data.PackedCollator())
+
+A batch is one row of tokens. That sequences do not see each other is told to the model by `position_ids`, which begin
+at 0 with each sequence (transformers makes a mask of them), and by where the sequences begin, `cu_seqlens`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import distributed
+from torch.utils.data import Sampler
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices of `lengths`, each of a total of at most `capacity`: best fit, the longest first.
+
+    A sequence goes where it leaves the least room, and opens a bin where it fits into none. At most 11/9 of the bins
+    that are needed, and 6/9 of one, in O(n log n) steps; the same bins every time, of which number and sizes do not
+    depend on the order of lengths. Raises ValueError for a length that is negative or longer than capacity.
+    Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}: give the number of tokens of a batch, 1 or more")
+    lengths = [int(length) for length in lengths]
+    for index, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, a batch takes 0 to {capacity}: cut or leave out what is "
+                "longer, or give a larger capacity"
+            )
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # how much room there is in some bin, ascending, each once
+    having: dict[int, list[int]] = {}  # room -> the bins that have it
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[index])
+        if at == len(rooms):
+            chosen, room = len(bins), capacity
+            bins.append([])
+        else:
+            room = rooms[at]
+            chosen = having[room].pop()
+            if not having[room]:
+                del having[room], rooms[at]
+        bins[chosen].append(index)
+        left = room - lengths[index]
+        if left not in having:
+            having[left] = []
+            rooms.insert(bisect_left(rooms, left), left)
+        having[left].append(chosen)
+    return bins
+
+
+class PackedCollator:
+    """A `collate_fn` for DataLoader and transformers' Trainer: the sequences of a batch, behind one another.
+
+    A feature is a dict of lists or 1-D tensors of one length: input_ids, maybe labels (input_ids otherwise), and any
+    others. The batch has, each of shape (1, tokens): what the features have; labels, with `label_ignore` in place of
+    the first of each sequence, which is what the last token of the one before would be asked to predict; position_ids,
+    from 0 in each sequence. And cu_seqlens (sequences + 1,) int32, where the sequences begin and the last one ends,
+    which is also cu_seq_lens_q and cu_seq_lens_k, with the longest in max_length_q and max_length_k, as transformers'
+    DataCollatorWithFlattening names them. It has no attention_mask: nothing is padded. A sequence without tokens is
+    left out.
+
+    transformers' own sdpa and eager attention look at position_ids only where no cache is made: with `use_cache=False`,
+    as its Trainer sets it, or else sequences see each other.
+
+    max_tokens: ValueError for a batch of more. pad_to_multiple_of: tokens `pad_token` behind the last sequence, up to
+    such a length, are a sequence of their own that no label asks about; other values are padded with 0.
+
+    Raises ValueError for features without input_ids, of different keys or lengths, with padding, and for a batch
+    without tokens.
+    """
+
+    def __init__(
+        self,
+        max_tokens=None,
+        *,
+        pad_to_multiple_of=None,
+        pad_token=0,
+        label_ignore=-100,
+        return_position_ids=True,
+        return_cu_seqlens=True,
+    ):
+        for name, value in (("max_tokens", max_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give a number of tokens, 1 or more, or None")
+        self.max_tokens, self.pad_to_multiple_of, self.pad_token = max_tokens, pad_to_multiple_of, pad_token
+        self.label_ignore = label_ignore
+        self.return_position_ids, self.return_cu_seqlens = return_position_ids, return_cu_seqlens
+
+    def __call__(self, features: list[dict]) -> dict:
+        sequences = [sequence for sequence in map(_sequence, features) if len(sequence["input_ids"])]
+        lengths = [len(sequence["input_ids"]) for sequence in sequences]
+        total = sum(lengths)
+        if total == 0:
+            raise ValueError(f"a batch of {len(features)} features without a token: give at least one input id")
+        if self.max_tokens is not None and total > self.max_tokens:
+            raise ValueError(
+                f"a batch of {total} tokens, and max_tokens={self.max_tokens}: make batches with hfnn.data.pack or "
+                "hfnn.data.PackedBatchSampler"
+            )
+        _check_keys(sequences)
+        for sequence in sequences:
+            labels = sequence.get("labels", sequence["input_ids"]).clone()
+            labels[0] = self.label_ignore
+            sequence["labels"] = labels
+        batch = {key: torch.cat([sequence[key] for sequence in sequences]) for key in sequences[0]}
+        padding = -total % (self.pad_to_multiple_of or 1)
+        if padding:
+            lengths.append(padding)
+            fill = {"input_ids": self.pad_token, "labels": self.label_ignore}
+            batch = {k: torch.cat([v, v.new_full((padding,), fill.get(k, 0))]) for k, v in batch.items()}
+        if self.return_position_ids:
+            batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
+        batch = {key: value[None] for key, value in batch.items()}
+        if self.return_cu_seqlens:
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            batch |= {"cu_seqlens": starts, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+            batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return batch
+
+
+def _sequence(feature) -> dict[str, torch.Tensor]:
+    """A feature's tensors of one value a token, without its attention_mask, which must be all ones."""
+    if "input_ids" not in feature:
+        raise ValueError(f"a feature with {', '.join(map(repr, feature)) or 'nothing'}: give input_ids")
+    found = {key: torch.as_tensor(value) for key, value in feature.items() if value is not None}
+    shape = found["input_ids"].shape
+    for key, value in found.items():
+        if value.dim() != 1 or value.shape != shape:
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, input_ids {tuple(shape)}: give one value a token in each, in a "
+                "list or a tensor of one dimension, and leave out other columns"
+            )
+    if not found.pop("attention_mask", torch.ones(1)).all():
+        raise ValueError("a feature's attention_mask has zeros: give sequences without padding")
+    return {key: value if value.is_floating_point() else value.long() for key, value in found.items()}
+
+
+def _check_keys(sequences):
+    for sequence in sequences:
+        if sequence.keys() != sequences[0].keys():
+            both = (", ".join(sorted(s)) for s in (sequences[0], sequence))
+            raise ValueError("features with {} and with {}: give all features the same keys".format(*both))
+
+
+class PackedBatchSampler(Sampler):
+    """A `batch_sampler` for DataLoader: each batch is a bin of `pack(lengths, max_tokens)`.
+
+    lengths: the number of tokens of each element of the dataset. shuffle: in each epoch (`set_epoch`) sequences of one
+    length change places, and the batches come in another order, by `seed`. rank, world_size: this process's share, by
+    default that of torch.distributed where it is initialised; give 0 and 1 where something else deals out batches, as
+    accelerate does. All ranks have the same number of batches, len(sampler), in all epochs: batches that do not go
+    round are left out with drop_last, and otherwise others are taken a second time.
+    Raises ValueError for a sequence of more than max_tokens, and for a rank outside the world.
+    """
+
+    def __init__(self, lengths, max_tokens, shuffle=True, seed=0, *, rank=None, world_size=None, drop_last=False):
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        self.world_size = (1 if alone else distributed.get_world_size()) if world_size is None else world_size
+        self.rank = (0 if alone else distributed.get_rank()) if rank is None else rank
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} of world_size={self.world_size}: give a rank from 0 to world_size - 1")
+        self.lengths, self.max_tokens = [int(length) for length in lengths], max_tokens
+        self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
+        self._bins = pack(self.lengths, max_tokens)
+        whole, rest = divmod(len(self._bins), self.world_size)
+        self._batches = whole + (rest > 0 and not drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order the next iteration has."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        bins = self._shuffled() if self.shuffle else self._bins
+        for batch in range(self.rank, self._batches * self.world_size, self.world_size):
+            yield list(bins[batch % len(bins)])
+
+    def _shuffled(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        bins = pack([self.lengths[i] for i in order], self.max_tokens)
+        return [[order[i] for i in bins[at]] for at in torch.randperm(len(bins), generator=generator).tolist()]

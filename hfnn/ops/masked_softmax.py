@@ -1,0 +1,215 @@
+"""Softmax of scores of which some do not count: scaled, masked and normalised in one pass.
+
+    y = exp(z - lse),    z = scale * x + mask,    lse = log(sum(exp(z)));    dx = scale * y * (dy - sum(dy * y))
+
+For attention that is asked for its weights. torch scales, masks, widens, normalises and narrows in a pass each, and
+keeps y in float32 and the mask; here y is kept, in the dtype it is returned in, and a mask is read where it lies,
+without being expanded. The last two dimensions are those of queries and keys: T and S.
+
+What does not count is 0 in y and in the gradient, whatever its x and dy are, and a row in which nothing counts is all
+0, where torch's softmax makes NaNs.
+"""
+
+import torch
+
+from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+
+INF = float("inf")
+
+
+def reference(input, mask=None, scale=1.0, dim=-1, *, dtype=None, offset=None):
+    """The formula in torch's own ops: in the dtype of input, but for the softmax, which is float32 at least.
+
+    offset: None, or keys count up to that many behind their query.
+    """
+    z = input * scale
+    if offset is not None:
+        z = z.masked_fill(~_causal(input, offset), -INF)
+    if mask is not None:
+        z = z.masked_fill(~mask, -INF) if mask.dtype is torch.bool else z + mask
+    empty = (z == -INF).all(dim, keepdim=True)
+    y = torch.softmax(z.masked_fill(empty, 0), dim, dtype=torch.promote_types(z.dtype, torch.float32))
+    return y.masked_fill(empty, 0).to(_torchs_dtype(input) if dtype is None else dtype)
+
+
+def _causal(input, offset):
+    return torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device).tril(offset)
+
+
+def _torchs_dtype(input):
+    """What torch's softmax returns for input: another dtype under autocast."""
+    if not torch.is_autocast_enabled(input.device.type):
+        return input.dtype
+    return torch.softmax(input.new_empty(0, 1), -1).dtype
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `masked_softmax` for x of shape `case[:-1]`; the last entry of a case is the scale.
+
+    The mask leaves out a quarter, and is that of one matrix for all.
+    """
+    *shape, scale = case
+    x = torch.randn(shape, generator=generator).to(dtype).to(device)
+    return (x, (torch.rand(shape[-2:], generator=generator) > 0.25).to(device), scale), {}
+
+
+OP = Op(
+    "masked_softmax",
+    reference,
+    reference,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.masked_softmax", "cuda", max_cols=1 << 20, min_elements=1 << 18),
+        Kernel("cpp", "hfnn._C:cpu.masked_softmax", "cpu", (*FLOATS, torch.float64)),
+    ),
+    sample=sample,
+    cases=tuple(
+        (*shape, 0.125) for shape in ((30, 257), (10, 769), (2, 3, 5, 64), (257, 1024), (0, 4), (8, 8192), (1,))
+    ),
+    small=(3, 5, 0.5),
+    bench=((8, 16, 2048, 2048, 0.125),),
+    traffic=(2, 3),
+    recipe=False,
+)
+_passes = OP.passes
+
+
+def _matrices(x):
+    """x as (N, H, T, S), contiguous."""
+    x = x.contiguous()
+    return x if x.dim() == 4 else x.view((1,) * (4 - x.dim()) + x.shape) if x.dim() < 4 else x.flatten(0, -4)
+
+
+def _as_kernels_want(mask, shape):
+    """A mask as (N, H, T, S) for scores of `shape`: expanded, and copied only where it has strides no kernel takes."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = mask.view(torch.uint8)
+    if mask.dim() and mask.stride(-1) != 1 and mask.shape[-1] != 1:
+        mask = mask.contiguous()
+    mask = mask.detach().expand(shape)
+    # A dimension of size 1 in front, and what was expanded alike, are views; five dimensions may have to be copied.
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape) if mask.dim() < 4 else mask.flatten(0, -4)
+
+
+def _compute(x, mask, scale, shift, out, kernel):
+    y = torch.empty(x.shape, dtype=out, device=x.device)
+    x_NHTS, mask_NHTS, y_NHTS = _matrices(x), _as_kernels_want(mask, x.shape), _matrices(y)
+    kernel.forward(x_NHTS, mask_NHTS, y_NHTS, scale, shift is not None, shift or 0, kernel.queue(x))
+    return y
+
+
+class _MaskedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask, scale, shift, out, kernel):
+        y = _compute(x, mask, scale, shift, out, kernel)
+        ctx.save_for_backward(y)
+        ctx.mask = mask is not None and mask.requires_grad and (mask.shape, mask.dtype)
+        ctx.dtype, ctx.scale, ctx.shift, ctx.kernel = x.dtype, scale, shift, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        if not ctx.mask and not torch.is_grad_enabled():
+            return _gradient(ctx, dy, y, ctx.scale, ctx.dtype), None, None, None, None, None
+        # dz first: the mask has a gradient of its own, which is not to be a sum of rounded numbers.
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        dz = _differentiable(dy, y, wide) if torch.is_grad_enabled() else _gradient(ctx, dy, y, 1.0, wide)
+        dx = (dz * ctx.scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        dmask = dz.sum_to_size(ctx.mask[0]).to(ctx.mask[1]) if ctx.mask else None
+        return dx, dmask, None, None, None, None
+
+
+def _gradient(ctx, dy, y, scale, dtype):
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    dy_NHTS, y_NHTS, dx_NHTS = map(_matrices, (dy, y, dx))
+    queue = ctx.kernel.queue(y)
+    ctx.kernel.backward(dy_NHTS, y_NHTS, dx_NHTS, scale, ctx.shift is not None, ctx.shift or 0, queue)
+    return dx
+
+
+def _differentiable(dy, y, wide):
+    """dz as a formula of dy and the saved output, whose own graph leads on to x and the mask."""
+    dy, y = dy.to(wide).masked_fill(y == 0, 0), y.to(wide)
+    return y * (dy - (dy * y).sum(-1, keepdim=True))
+
+
+def _check(input, mask):
+    """ValueError for a mask that does not go with input."""
+    if not isinstance(mask, torch.Tensor) or (mask.dtype is not torch.bool and not mask.is_floating_point()):
+        got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"mask is {got}: give a tensor that is bool (True where a key counts) or floating (added to the scores)"
+        )
+    tail = input.shape[max(0, input.dim() - mask.dim()) :]
+    if mask.dim() > input.dim() or any(m not in (1, n) for m, n in zip(mask.shape, tail, strict=True)):
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} does not broadcast to input of shape {tuple(input.shape)}: give each "
+            "dimension, counted from the last, input's size or 1"
+        )
+
+
+def _kernel(input, mask, scale, out, prefer):
+    """The kernel for a call along the last dimension, or None for torch's formula."""
+    if _passes(input, prefer) or not isinstance(scale, (int, float)) or input.dim() == 0:
+        return None
+    pair = out, input.dtype
+    if out is not input.dtype and (torch.float32 not in pair or any(dtype not in FLOATS for dtype in pair)):
+        return None
+    others = (mask,)
+    if mask is not None and mask.dtype is torch.bool:  # not of a dtype for parameters
+        if not is_plain(mask) or mask.device != input.device:
+            return None
+        others = ()
+    if input.numel() >= input.shape[-1] << 31:  # rows that Triton does not count
+        return None
+    return OP.select(input, *others, row=input.shape[-1:], out=out, prefer=prefer)
+
+
+def _run(input, mask, scale, offset, dtype, prefer):
+    out = dtype
+    if out is None:
+        out = input.dtype if _passes(input, prefer) else OP.out_dtype(input)
+    kernel = _kernel(input, mask, scale, out, prefer)
+    if kernel is None:
+        return reference(input, mask, scale, dtype=dtype, offset=offset)
+    # A shift beyond the matrix is as good as one at its edge.
+    shift = None if offset is None else max(-input.shape[-2], min(offset, input.shape[-1]))
+    compute = _MaskedSoftmax.apply if torch.is_grad_enabled() else _compute
+    return compute(input, mask, scale, shift, out, kernel)
+
+
+def masked_softmax(input, mask=None, scale=1.0, dim=-1, *, dtype=None, prefer="auto"):
+    """softmax(scale * input + mask) along `dim`, in one pass over memory, keeping nothing but its result.
+
+    Shapes: input (*); mask, None or of a shape that broadcasts to input's, is bool (True where an element counts) or
+    floating (added, and differentiable); it is not expanded in memory. The result has input's shape and `dtype`, or the
+    dtype that torch's softmax returns for input; what is 16-bit is computed in float32 all the same, so that
+    `dtype=query.dtype` is transformers' `softmax(..., dtype=float32).to(query.dtype)`. A row in which nothing counts
+    is 0, not NaN. Kernels work along the last dimension, torch's ops along others. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`). Raises ValueError for a mask of another dtype or shape.
+    """
+    if mask is not None:
+        _check(input, mask)
+    if dim != -1 and dim != input.dim() - 1:
+        return reference(input, mask, scale, dim, dtype=dtype)
+    return _run(input, mask, scale, None, dtype, prefer)
+
+
+def causal_softmax(input, scale=1.0, *, mask=None, offset=None, dtype=None, prefer="auto"):
+    """`masked_softmax` along the last dimension where key j of query i counts if j <= i + offset; others are not read.
+
+    Shapes: input (*, T, S). offset: an int; by default S - T, so that the last query sees all keys, as in transformers'
+    eager masks. What else does not count (padding) `mask` tells; mask, dtype and prefer are as in `masked_softmax`.
+    Raises ValueError for an input of fewer than two dimensions or an offset that is not an int, and as that does.
+    """
+    if input.dim() < 2:
+        raise ValueError(f"input of shape {tuple(input.shape)}: give scores of shape (..., queries, keys)")
+    if offset is None:
+        offset = input.shape[-1] - input.shape[-2]
+    elif not isinstance(offset, int):
+        raise ValueError(f"offset={offset!r}: give an int, the position of query 0 among the keys, or None")
+    if mask is not None:
+        _check(input, mask)
+    return _run(input, mask, scale, offset, dtype, prefer)

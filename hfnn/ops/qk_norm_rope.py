@@ -1,0 +1,229 @@
+"""RMS norm of each head of queries and keys, then rotary position embedding.
+
+    n = x * rstd * (offset + weight),    rstd = 1 / sqrt(mean(x^2) + eps),    y = rope(n)
+
+Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023. https://arxiv.org/abs/2302.05442, has
+the norms; Qwen3 and Gemma 3 (whose weights are stored less 1: offset = 1) put them before rope.py's turn.
+
+In one pass, which keeps its inputs and a number a head. A consumer that would keep a result keeps that input instead.
+"""
+
+import torch
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops import rms_norm, rope
+from hfnn.ops.layer_norm import statistics_dtype
+from hfnn.ops.rope import check_layout, choose, columns_dense, heads_first, result, rows_index, table
+
+
+def reference(
+    query,
+    key,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    eps=1e-6,
+    *,
+    weight_offset=0.0,
+    position_ids=None,
+    rotary_dim=None,
+    interleaved=False,
+    layout="bhsd",
+):
+    """The definition, in the dtypes of the arguments."""
+
+    def normed(x, weight):
+        return None if x is None else rms_norm.reference(x, x.shape[-1:], weight, eps, weight_offset).to(x.dtype)
+
+    turn = {"rotary_dim": rotary_dim, "interleaved": interleaved, "layout": layout}
+    return rope.reference(normed(query, query_weight), normed(key, key_weight), cos, sin, position_ids, **turn)
+
+
+def _torch(query, key, query_weight, key_weight, cos, sin, eps=1e-6, *, interleaved=False):
+    weights = query_weight, key_weight
+    return _by_torch(query, key, *weights, cos, sin, eps, 0.0, None, None, interleaved, "bhsd")
+
+
+def _by_torch(query, key, query_weight, key_weight, cos, sin, eps, offset, position_ids, *turn):
+    """By torch's own norm, as a model would call it."""
+
+    def normed(x, weight):
+        if x is None or offset == 0:
+            return None if x is None else torch.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.rms_norm(x.to(wide), x.shape[-1:], offset + weight.to(wide), eps).to(x.dtype)
+
+    return rope.formula(normed(query, query_weight), normed(key, key_weight), cos, sin, position_ids, *turn)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `qk_norm_rope` for a case (B, H, G, S, D, R, interleaved)."""
+    (query, key, cos, sin), options = rope.sample(case, dtype, device, generator)
+    weights = (torch.randn(case[4], generator=generator).to(dtype).to(device) for _ in range(2))
+    return (query, key, *weights, cos, sin), options
+
+
+OP = Op(
+    "qk_norm_rope",
+    reference,
+    _torch,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.qk_norm_rope", "cuda", min_elements=1 << 20),
+        Kernel("cpp", "hfnn._C:cpu.qk_norm_rope", "cpu", (*FLOATS, torch.float64), min_elements=1 << 9),
+    ),
+    sample=sample,
+    cases=rope.OP.cases,
+    small=rope.OP.small,
+    bench=((8, 32, 8, 4096, 128, 128, False), (8, 4, 1, 4096, 256, 256, False)),
+)
+_passes = OP.passes
+
+
+def _compute(query, key, weights, tables, eps, offset, how, kernel, keep):
+    """(y of query, y of key, rstd of query, rstd of key), None for what there is not, or is not to be kept."""
+    inputs = columns_dense(query), columns_dense(key)
+    results = tuple(result(x, how.out) for x in inputs)
+    q, k, yq, yk = (heads_first(x, how) for x in (*inputs, *results))
+    rstd = tuple(_statistic(x) if keep else None for x in (q, k))
+    options = eps, offset, how.rotary, how.interleaved
+    kernel.forward(q, k, *weights, *_tables(*tables), yq, yk, *rstd, *options, kernel.queue(query))
+    return *results, *rstd
+
+
+def _statistic(x):
+    """Memory for a number per token and head of x (B, H, S, D): (B, S, H)."""
+    if x is None:
+        return None
+    batch, heads, tokens, _ = x.shape
+    return torch.empty(batch, tokens, heads, dtype=statistics_dtype(x), device=x.device)
+
+
+def _tables(cos, sin, position_ids):
+    return table(cos), table(sin), rows_index(position_ids)
+
+
+class _QkNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how, kernel):
+        weights, tables = (query_weight, key_weight), (cos, sin, position_ids)
+        *both, q_rstd, k_rstd = _compute(query, key, weights, tables, eps, offset, how, kernel, True)
+        recipe.save(ctx, query, key, *weights, *tables, q_rstd, k_rstd)
+        ctx.options = eps, offset, how, kernel
+        for x, y, weight, rstd in zip((query, key), both, weights, (q_rstd, k_rstd), strict=True):
+            if y is not None:
+                recipe.attach(y, _build(y.stride(), *ctx.options), x, weight, *tables, rstd)
+        return tuple(both)
+
+    @staticmethod
+    def backward(ctx, dquery, dkey):
+        query, key, query_weight, key_weight, cos, sin, position_ids, q_rstd, k_rstd = recipe.saved(ctx)
+        inputs, tables = (query, key, query_weight, key_weight), (cos, sin, position_ids)
+        needs = ctx.needs_input_grad[:4]
+        gradients = _differentiable if torch.is_grad_enabled() else _gradients
+        return *gradients(dquery, dkey, inputs, tables, (q_rstd, k_rstd), needs, *ctx.options), *(None,) * 7
+
+
+def _gradients(dquery, dkey, inputs, tables, rstd, needs, eps, offset, how, kernel):
+    query, key, *weights = inputs
+    given = tuple(columns_dense(x) for x in (dquery, dkey, query, key))
+    dx = [result(x, query.dtype) for x in (query, key)]
+    dweights, partials = [None, None], None
+    if needs[2] or needs[3]:
+        dweights = [None if x is None else torch.empty_like(x) for x in weights]
+        columns = query.shape[-1]
+        planes = 2, kernel.partials(rstd[0].shape[0], rstd[0].shape[1], columns), columns
+        partials = torch.empty(planes, dtype=rstd[0].dtype, device=query.device)
+    seen, dseen = (tuple(heads_first(x, how) for x in some) for some in (given, dx))
+    options = offset, how.rotary, how.interleaved
+    kernel.backward(
+        *seen, *weights, *rstd, *_tables(*tables), *dseen, *dweights, partials, *options, kernel.queue(query)
+    )  # fmt: skip
+    return tuple(grad if need else None for grad, need in zip((*dx, *dweights), needs, strict=True))
+
+
+def _differentiable(dquery, dkey, inputs, tables, rstd, needs, *options):
+    """Gradients that can be differentiated again."""
+    with torch.enable_grad():
+        results = _formula(*inputs, *tables, *options[:3])
+        results, dy = zip(*((y, d) for y, d in zip(results, (dquery, dkey), strict=True) if y is not None), strict=True)
+        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(results, wanted, dy, create_graph=True))
+    return tuple(next(grads) if need else None for need in needs)
+
+
+def _formula(query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how):
+    """The definition in the widest dtype at hand, returning what the kernel returned."""
+    given = (query, key, query_weight, key_weight, cos, sin)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    options = {"weight_offset": offset, "position_ids": position_ids}
+    layout = "bshd" if how.tokens_first else "bhsd"
+    turn = {"rotary_dim": how.rotary, "interleaved": how.interleaved, "layout": layout}
+    both = reference(*(None if x is None else x.to(wide) for x in given), eps, **options, **turn)
+    return tuple(None if y is None else y.to(how.out) for y in both)
+
+
+def _build(strides, eps, offset, how, kernel):
+    """One result of one input, in the order of `strides`: in backward."""
+
+    def build(x, weight, cos, sin, position_ids, rstd):
+        if torch.is_grad_enabled():
+            return _formula(x, None, weight, None, cos, sin, position_ids, eps, offset, how)[0]
+        x = columns_dense(x)
+        y = result(x, how.out, strides)
+        options = offset, how.rotary, how.interleaved
+        seen, to = heads_first(x, how), heads_first(y, how)
+        kernel.rebuild(seen, weight, rstd, *_tables(cos, sin, position_ids), to, *options, kernel.queue(x))
+        return y
+
+    return build
+
+
+def _run(query, key, weights, tables, *options):
+    if torch.is_grad_enabled():
+        return _QkNormRope.apply(query, key, *weights, *tables, *options)
+    return _compute(query, key, weights, tables, *options, False)[:2]
+
+
+def _weights_fit(query, key, *weights):
+    """Whether kernels take the weights; where not, torch's formula runs, or says what is wrong."""
+    kept = weights[:1] if key is None else weights
+    dtypes = {None if weight is None else weight.dtype for weight in kept}
+    if len(dtypes) > 1 or not dtypes <= {query.dtype, torch.float32}:
+        return False
+    return all(w.shape == query.shape[-1:] and w.device == query.device and rope.is_plain(w) for w in kept)
+
+
+def qk_norm_rope(
+    query,
+    key,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    eps=1e-6,
+    *,
+    weight_offset=0.0,
+    position_ids=None,
+    rotary_dim=None,
+    interleaved=False,
+    layout="bhsd",
+    prefer="auto",
+):
+    """(query, key), each head's D columns divided by their root mean square, weighted, and turned by its position.
+
+    Shapes: query_weight, key_weight (D,), float32 or of query's dtype, to which weight_offset is added (Gemma: 1); key
+    and key_weight may be None. eps is added to the mean square. All else is as in `hfnn.functional.rope`. The results
+    have the dtype of `query * cos`, rounded once; statistics are float32. Kept are query, key and a number for each of
+    their heads and tokens; a room that would keep a result keeps these instead. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`). Raises ValueError for an unknown layout, and what torch raises.
+    """
+    check_layout(layout)
+    turn, weights = (rotary_dim, interleaved, layout), (query_weight, key_weight)
+    chosen = None if _passes(query, prefer) else choose(OP, query, key, cos, sin, position_ids, *turn, prefer)
+    if chosen is None or not _weights_fit(query, key, *weights):
+        return _by_torch(query, key, *weights, cos, sin, eps, weight_offset, position_ids, *turn)
+    kernel, how = chosen
+    weights = query_weight, None if key is None else key_weight
+    return _run(query, key, weights, (cos, sin, position_ids), eps, weight_offset, how, kernel)

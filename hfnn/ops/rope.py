@@ -1,0 +1,280 @@
+"""Rotary position embedding of queries and keys.
+
+    y_a = x_a cos_a - x_b sin_a,     y_b = x_b cos_b + x_a sin_b         for each pair (a, b) of a head's columns
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. https://arxiv.org/abs/2104.09864
+The pairs of the R columns that are turned are (i, i + R / 2), as in GPT-NeoX and Llama, or (2 i, 2 i + 1), as in the
+paper, GPT-J and ChatGLM; the others are copied. Scaled variants differ in cos and sin alone.
+
+Shapes: B batches, H heads of queries, G of keys, S tokens, D columns of a head, R of them turned, W columns and P rows
+of cos and sin. The gradient is turned back by the same kernel, and needs nothing but cos and sin.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+
+_HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
+
+
+class How(NamedTuple):
+    """What a call is besides its tensors. strides: of the results for queries and for keys, where they are decided."""
+
+    rotary: int
+    interleaved: bool
+    tokens_first: bool  # layout="bshd"
+    out: torch.dtype
+    transposed: bool = False
+    strides: tuple = (None, None)
+
+
+def rotate_half(x, interleaved=False):
+    """Each pair (a, b) as (-b, a)."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rows_of(table, position_ids, heads):
+    """cos or sin for each token, as it goes with tensors whose heads are dimension `heads`."""
+    if position_ids is not None:
+        table = (table if table.dim() == 2 else table[0])[position_ids]
+    return table.unsqueeze(heads)
+
+
+def turned(x, cos, sin, rotary, interleaved):
+    """The formula of transformers, for cos and sin as `rows_of` gives them."""
+    if cos.shape[-1] != rotary:
+        cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
+    if rotary == x.shape[-1]:
+        return (x * cos) + (rotate_half(x, interleaved) * sin)
+    x, rest = x[..., :rotary], x[..., rotary:]
+    return torch.cat(((x * cos) + (rotate_half(x, interleaved) * sin), rest), -1)
+
+
+def reference(query, key, cos, sin, position_ids=None, *, rotary_dim=None, interleaved=False, layout="bhsd"):
+    """The definition, in the dtypes of the arguments."""
+    return formula(query, key, cos, sin, position_ids, rotary_dim, interleaved, layout)
+
+
+def formula(query, key, cos, sin, position_ids, rotary_dim, interleaved, layout):
+    rotary, heads = rotary_dim or cos.shape[-1], _HEADS[layout]
+    cos, sin = rows_of(cos, position_ids, heads), rows_of(sin, position_ids, heads)
+    q = turned(query, cos, sin, rotary, interleaved)
+    return q, None if key is None else turned(key, cos, sin, rotary, interleaved)
+
+
+def angles(batch, tokens, rotary, dtype, device, generator=None, interleaved=False):
+    """cos and sin (batch, tokens, rotary) as transformers makes them, for positions that begin anywhere."""
+    first = torch.randint(1000, (batch, 1, 1), generator=generator)
+    pairs = torch.arange(tokens)[:, None] + first, 10000 ** -(torch.arange(0, rotary, 2) / rotary)
+    pairs = pairs[0] * pairs[1]
+    both = pairs.repeat_interleave(2, -1) if interleaved else torch.cat((pairs, pairs), -1)
+    return both.cos().to(dtype).to(device), both.sin().to(dtype).to(device)
+
+
+def heads_of(batch, heads, tokens, columns, dtype, device, generator=None):
+    """(batch, heads, tokens, columns), laid out as a projection leaves it: tokens before heads."""
+    return torch.randn(batch, tokens, heads, columns, generator=generator).to(dtype).to(device).transpose(1, 2)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of `rope` for a case (B, H, G, S, D, R, interleaved)."""
+    batch, heads, groups, tokens, columns, rotary, interleaved = case
+    query, key = (heads_of(batch, n, tokens, columns, dtype, device, generator) for n in (heads, groups))
+    cos, sin = angles(batch, tokens, rotary, dtype, device, generator, interleaved)
+    return (query, key, cos, sin), {"interleaved": interleaved}
+
+
+OP = Op(
+    "rope",
+    reference,
+    reference,
+    kernels=(
+        Kernel("triton", "hfnn.kernels.rope", "cuda", min_elements=1 << 20),
+        Kernel("cpp", "hfnn._C:cpu.rope", "cpu", (*FLOATS, torch.float64), min_elements=1 << 9),
+    ),
+    sample=sample,
+    cases=(
+        (2, 4, 2, 9, 16, 16, False), (2, 3, 1, 17, 96, 96, False), (1, 4, 4, 5, 80, 32, False),
+        (2, 4, 2, 9, 24, 24, True), (1, 2, 1, 7, 64, 16, True), (2, 2, 1, 0, 8, 8, False),
+    ),
+    small=(2, 2, 1, 3, 6, 4, False),
+    bench=((8, 32, 8, 4096, 128, 128, False), (8, 32, 32, 2048, 128, 32, False), (8, 16, 16, 2048, 64, 64, True)),
+    saves=False,
+    recipe_needs_recipe=True,
+)  # fmt: skip
+_passes = OP.passes
+
+
+def table(t):
+    """cos or sin as kernels take it: (B or 1, P, W), contiguous."""
+    t = t if t.dim() == 3 else t.unsqueeze(0)
+    return (t[:1] if t.stride(0) == 0 else t).contiguous()
+
+
+def rows_index(position_ids):
+    """Positions as kernels take them: (B or 1, S) int64, contiguous."""
+    if position_ids is None:
+        return None
+    return (position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)).to(torch.int64).contiguous()
+
+
+def columns_dense(x):
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def result(x, dtype, strides=None):
+    """Memory for a tensor like x, dense, in the order of its strides, as torch's results are."""
+    if x is None:
+        return None
+    if strides is None:
+        return torch.empty_like(x, dtype=dtype)
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+
+def heads_first(x, how):
+    """x as kernels take it, (B, H, S, D)."""
+    return x.transpose(1, 2) if how.tokens_first and x is not None else x
+
+
+def _compute(query, key, cos, sin, position_ids, how, kernel):
+    inputs = columns_dense(query), columns_dense(key)
+    results = tuple(result(x, how.out, like) for x, like in zip(inputs, how.strides, strict=True))
+    q, k, yq, yk = (heads_first(x, how) for x in (*inputs, *results))
+    options = how.rotary, how.interleaved, how.transposed
+    kernel.forward(q, k, table(cos), table(sin), rows_index(position_ids), yq, yk, *options, kernel.queue(query))
+    return results
+
+
+class _Rope(torch.autograd.Function):
+    """Linear in queries and keys, so its own backward: the same angles, the other way round."""
+
+    @staticmethod
+    def forward(ctx, query, key, cos, sin, position_ids, how, kernel):
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.set_materialize_grads(False)
+        both = _compute(query, key, cos, sin, position_ids, how, kernel)
+        # Gradients have the order of the inputs' strides, which the results have, whatever that of theirs.
+        strides = tuple(None if y is None else y.stride() for y in both)
+        ctx.how = how._replace(transposed=not how.transposed, out=query.dtype, strides=strides)
+        ctx.kernel = kernel
+        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
+        for x, y in zip((query, key), both, strict=True):
+            if y is not None and recipe.find(x) is not None:
+                recipe.attach(y, _build(how._replace(strides=(y.stride(), None)), kernel), x, cos, sin, position_ids)
+        return both
+
+    @staticmethod
+    def backward(ctx, dquery, dkey):
+        wanted = (dy if need else None for dy, need in zip((dquery, dkey), ctx.needs_input_grad[:2], strict=True))
+        return *_run(*wanted, *ctx.saved_tensors, ctx.how, ctx.kernel), *(None,) * 5
+
+
+def _build(how, kernel):
+    """One result of one input: in backward."""
+
+    def build(x, cos, sin, position_ids):
+        return _run(x, None, cos, sin, position_ids, how, kernel)[0]
+
+    return build
+
+
+def _run(query, key, cos, sin, position_ids, how, kernel):
+    """(of query, of key), None for what is None."""
+    if query is None:
+        if key is None:
+            return None, None
+        return None, _run(key, None, cos, sin, position_ids, how._replace(strides=how.strides[::-1]), kernel)[0]
+    if torch.is_grad_enabled():
+        return _Rope.apply(query, key, cos, sin, position_ids, how, kernel)
+    return _compute(query, key, cos, sin, position_ids, how, kernel)
+
+
+def fits(query, key, cos, sin, position_ids, rotary, layout) -> bool:
+    """Whether kernels take these tensors; where not, torch's formula runs, or says what is wrong."""
+    if query.dim() != 4 or cos.shape != sin.shape or cos.dim() not in (2, 3):
+        return False
+    heads = _HEADS[layout]
+    batch, *_, columns = query.shape
+    tokens = query.shape[-5 - heads]  # the other one of dimensions 1 and 2
+    if key is not None:
+        if key.dim() != 4 or (key.shape[0], key.shape[-5 - heads], key.shape[-1]) != (batch, tokens, columns):
+            return False
+        if not is_plain(key) or key.dtype is not query.dtype or key.device != query.device:
+            return False
+    if rotary % 2 or not 2 <= rotary <= columns or cos.shape[-1] not in (rotary, rotary // 2):
+        return False
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return False
+    if position_ids is None:
+        return cos.shape[-2] == tokens and (cos.dim() == 2 or cos.shape[0] in (1, batch))
+    return (
+        position_ids.dtype in (torch.int64, torch.int32)
+        and position_ids.device == query.device
+        and position_ids.shape in ((tokens,), (1, tokens), (batch, tokens))
+        and (cos.dim() == 2 or cos.shape[0] == 1)
+    )
+
+
+def choose(op, query, key, cos, sin, position_ids, rotary_dim, interleaved, layout, prefer):
+    """(kernel, How), or None for torch's formula."""
+    out, rotary = torch.promote_types(query.dtype, cos.dtype), rotary_dim or cos.shape[-1]
+    kernel = op.select(query, cos, sin, out=out, prefer=prefer)
+    if kernel is None or not fits(query, key, cos, sin, position_ids, rotary, layout):
+        return None
+    return kernel, How(rotary, interleaved, layout == "bshd", out)
+
+
+def check_layout(layout):
+    if layout not in _HEADS:
+        raise ValueError(f"layout={layout!r}: 'bhsd' for (batch, heads, tokens, columns), 'bshd' for tokens first")
+
+
+def rope(
+    query,
+    key,
+    cos,
+    sin,
+    position_ids=None,
+    *,
+    rotary_dim=None,
+    interleaved=False,
+    layout="bhsd",
+    prefer="auto",
+):
+    """(query, key) turned by their positions, in one pass; nothing is kept for backward but cos and sin.
+
+    Shapes: query (B, H, S, D), key (B, G, S, D) or None (then None comes back for it), or (B, S, H, D) and (B, S, G, D)
+    with layout="bshd"; any strides, whose order the results have. cos, sin (S, W), (1, S, W) or (B, S, W), or with
+    position_ids (B, S), of int64 or int32, tables (P, W) whose rows those are. The first R = `rotary_dim` (None: W)
+    columns are turned; W is R, as in transformers, or R / 2, where both columns of a pair have one angle. interleaved:
+    pairs (2 i, 2 i + 1) instead of (i, i + R / 2). The results have the dtype of `query * cos`, rounded once; for
+    float32 they are those of the formula in torch, bit for bit. A cos or sin that requires grad gets it, from torch's
+    formula. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises ValueError for an unknown layout, and what
+    torch raises.
+    """
+    check_layout(layout)
+    turn = rotary_dim, interleaved, layout
+    chosen = None if _passes(query, prefer) else choose(OP, query, key, cos, sin, position_ids, *turn, prefer)
+    if chosen is None:
+        return formula(query, key, cos, sin, position_ids, *turn)
+    kernel, how = chosen
+    return _run(query, key, cos, sin, position_ids, how, kernel)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, *, interleaved=False, prefer="auto"):
+    """`apply_rotary_pos_emb` of transformers' models: (q, k) turned by cos and sin (B, S, R), R the width of a head.
+
+    unsqueeze_dim: where the heads are, 1 or 2 of q's four dimensions. interleaved, prefer: as in `rope`. Raises what
+    torch raises.
+    """
+    if not _passes(q, prefer) and cos.dim() == 3 and q.dim() == 4 and unsqueeze_dim in (1, 2, -2, -3):
+        layout = "bhsd" if unsqueeze_dim in (1, -3) else "bshd"
+        return rope(q, k, cos, sin, interleaved=interleaved, layout=layout, prefer=prefer)
+    cos, sin, width = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), cos.shape[-1]
+    return turned(q, cos, sin, width, interleaved), turned(k, cos, sin, width, interleaved)

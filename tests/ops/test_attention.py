@@ -1,0 +1,53 @@
+"""Attention by its definition: each feature, every pair of features, and what may not be combined."""
+
+import itertools
+
+import pytest
+
+import hfnn
+
+from .attention_cases import FEATURES, FLOATS, NAMES, attention, case, compare, excluded, refused
+
+names = pytest.mark.parametrize("name", NAMES)
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not excluded(pair)]
+
+
+@names
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("feature", ("plain", *FEATURES))
+def test_each_feature(feature, dtype, name):
+    compare(case((feature,), dtype, name=name), name)
+
+
+@names
+@pytest.mark.parametrize("features", [p for p in PAIRS if not refused(p)], ids="-".join)
+def test_every_pair_of_features(features, name):
+    compare(case(features, name=name), name)
+
+
+@names
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("causal", "window", "softcap", "gqa", "sinks", "lse"),  # gemma2, gpt-oss
+        ("causal", "window", "sinks", "gqa", "varlen", "dropout", "lse"),
+        ("alibi", "causal", "lengths", "dropout", "lse"),
+        ("shared_bias", "lengths", "dropout", "offset", "window", "lse"),
+        ("mask", "softcap", "sinks", "mqa", "widths", "dropout", "lse"),
+        ("blocks", "causal", "window", "gqa", "dropout", "sinks", "lengths", "lse"),
+        ("bias", "softcap", "alibi", "sinks", "lengths", "window", "offset", "gqa", "dropout", "widths", "lse"),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_many_features_at_once(features, dtype, name):
+    compare(case(features, dtype, name=name), name)
+
+
+@names
+@pytest.mark.parametrize("features", [p for p in PAIRS if refused(p)], ids="-".join)
+def test_what_excludes_each_other_is_an_error(features, name):
+    made = case(features, name=name)
+    for forced in (name, "torch"):
+        with hfnn.use(forced), pytest.raises((ValueError, RuntimeError), match=r"(?i)mask|lengths"):
+            made.call(attention)

@@ -1,0 +1,480 @@
+"""Which of torch's backends runs plain attention: how it is chosen, measured, kept. Mostly with stand-ins for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hfnn
+from hfnn.ops.attention import backend_times, backends
+from hfnn.ops.attention.backend_times import NUMBERS, Kind
+
+CUDNN, FLASH, EFFICIENT = (NUMBERS[name] for name in ("cudnn", "flash", "efficient"))
+FLASH_FIRST, CUDNN_FIRST = backends._TORCHS
+KIND = Kind("GPU", "torch", torch.bfloat16, 64, 64, True, False, True, False, 1)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """Nothing known, a file of its own, and no deterministic algorithms, under which nothing is chosen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(backends, "_known", {})
+    monkeypatch.setattr(backends, "_planned", {})
+    backend_times.rows.cache_clear()
+    torch.use_deterministic_algorithms(False)
+    before = backend_times.get_order()
+    yield
+    backend_times.rows.cache_clear()
+    assert backend_times.get_order() == before, "torch's order was not put back"
+
+
+class Fake(SimpleNamespace):
+    """What is asked of a CUDA tensor."""
+
+    def __init__(self, *shape, dtype=torch.bfloat16, requires_grad=True):
+        super().__init__(shape=torch.Size(shape), dtype=dtype, requires_grad=requires_grad, is_cuda=True)
+
+    def get_device(self):
+        return 0
+
+
+class Gpu:
+    """Times that are "measured", and the orders in which torch was called."""
+
+    def __init__(self):
+        self.times = {"cudnn": 1.0, "flash": 2.0, "efficient": 3.0}
+        self.measured, self.orders, self.capturing = [], [], False
+
+    def measure(self, kind, names, device, clock):
+        self.measured.append((kind, tuple(names)))
+        return {name: self.times[name] for name in names}
+
+    def sdpa(self, *args, **kwargs):
+        self.orders.append(backend_times.get_order())
+        return len(self.orders)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(backends, "Tensor", Fake)
+    monkeypatch.setattr(backends, "_sdpa", gpu.sdpa)
+    monkeypatch.setattr(backends, "_begin", lambda place: None)
+    monkeypatch.setattr(backends, "context", lambda *tensors: None)
+    monkeypatch.setattr(backends, "gpu", lambda place: "NVIDIA H200")
+    monkeypatch.setattr(backend_times, "measure", gpu.measure)
+    monkeypatch.setattr(backend_times, "_may_measure", lambda: not gpu.capturing)
+    return gpu
+
+
+def run(shape=(2, 4, 1024, 64), dropout_p=0.0, is_causal=True, enable_gqa=False, **options):
+    x = Fake(*shape, **options)
+    return backends.plain(x, x, x, dropout_p, is_causal, None, enable_gqa)
+
+
+# Choosing
+
+
+def test_the_fastest_goes_first_and_is_measured_once(gpu):
+    for _ in range(3):
+        run()
+    assert len(gpu.measured) == 1 and gpu.measured[0][1] == ("cudnn", "flash", "efficient")
+    assert [order[0] for order in gpu.orders] == [CUDNN] * 3
+    assert all(sorted(order) == sorted(FLASH_FIRST) for order in gpu.orders), "every backend has its place"
+    run((3, 4, 1100, 64))
+    assert len(gpu.measured) == 1, "another shape of the same kind"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shape": (2, 4, 1024, 128)},
+        {"shape": (2, 4, 512, 64)},
+        {"shape": (2, 4, 2049, 64)},
+        {"dtype": torch.float16},
+        {"is_causal": False},
+        {"requires_grad": False},
+        {"dropout_p": 0.1},
+        {"enable_gqa": True},
+    ],
+)
+def test_what_makes_another_kind(gpu, other):
+    run()
+    run(**other)
+    first, second = (kind for kind, _ in gpu.measured)
+    assert first != second and str(first) != str(second)
+
+
+def test_times_that_are_noise_apart_leave_it_to_torch(gpu):
+    gpu.times = {"cudnn": 0.99, "flash": 1.0, "efficient": 0.98}
+    run()
+    assert gpu.orders == [[FLASH, EFFICIENT, CUDNN, 0, 4]]
+
+
+def test_who_does_not_take_the_call_is_not_chosen(gpu):
+    gpu.times = {"cudnn": None, "flash": None, "efficient": 3.0}
+    run()
+    assert gpu.orders[0][0] == EFFICIENT
+    gpu.times = dict.fromkeys(gpu.times)
+    run(is_causal=False)
+    assert gpu.orders[1] == FLASH_FIRST, "torch's own where nobody has a time"
+
+
+def test_what_is_off_stays_off_and_is_measured_when_it_is_on(gpu):
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        run()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    run()
+    assert [names for _, names in gpu.measured] == [("flash", "efficient"), ("cudnn",)]
+    assert [order[0] for order in gpu.orders] == [FLASH, CUDNN]
+
+
+@pytest.mark.parametrize("priority", [False, True])
+def test_in_sdpa_kernel_the_users_order_holds(gpu, priority):
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION], set_priority=priority):
+        expected = backend_times.get_order()
+        run()
+    assert gpu.orders == [expected] and not gpu.measured
+
+
+def test_an_order_that_was_set_otherwise_holds(gpu):
+    before = backend_times.get_order()
+    run()
+    backend_times.set_order([EFFICIENT, CUDNN, FLASH, 0, 4])
+    try:
+        run()
+        run((2, 4, 64, 64))
+    finally:
+        backend_times.set_order(before)
+    assert gpu.orders[1:] == [[EFFICIENT, CUDNN, FLASH, 0, 4]] * 2 and len(gpu.measured) == 1
+
+
+def test_switched_off_or_deterministic_is_torchs_order(gpu):
+    with hfnn.use("torch"):
+        run()
+    torch.use_deterministic_algorithms(True)
+    run()
+    torch.use_deterministic_algorithms(False)
+    run((4, 1024, 64))
+    run((0, 4, 1024, 64))
+    run(dtype=torch.float64)
+    assert gpu.orders == [FLASH_FIRST] * 5 and not gpu.measured
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_torchs(gpu, monkeypatch):
+    x = torch.nested.nested_tensor([torch.randn(3, 4, 8), torch.randn(3, 2, 8)])
+    monkeypatch.setattr(backends, "Tensor", torch.Tensor)
+    assert backends._call(x, x, x, 0.0, False, False) is None
+    assert backends._call(*[torch.randn(2, 3, 4, 8)] * 3, 0.0, False, False) is not None
+
+
+def test_autocast_decides_the_dtype(gpu, monkeypatch):
+    monkeypatch.setattr(backends, "_cuda_autocasts", lambda: True)
+    run(dtype=torch.float32)
+    assert gpu.measured[0][0].dtype is torch.get_autocast_dtype("cuda")
+
+
+def test_dropout_goes_the_same_way_with_and_without_grad(gpu):
+    """A checkpoint may run forward without a graph, and again with one: it must draw the same mask."""
+    run(dropout_p=0.1)
+    with torch.no_grad():
+        run(dropout_p=0.1)
+    run(dropout_p=0.1, requires_grad=False)
+    assert len(gpu.measured) == 1 and gpu.measured[0][0].grad
+    with torch.no_grad():
+        run()
+    assert not gpu.measured[1][0].grad
+
+
+def test_in_a_capture_nothing_is_measured_and_later_it_is(gpu):
+    gpu.capturing = True
+    run()
+    run((2, 4, 1024, 80))
+    assert gpu.orders == [CUDNN_FIRST, FLASH_FIRST] and not gpu.measured, "a guess where there is one"
+    gpu.capturing, gpu.times["efficient"] = False, 0.5
+    run()
+    assert gpu.orders[-1][0] == EFFICIENT and len(gpu.measured) == 1
+
+
+def test_without_memory_torchs_order_and_another_try(gpu, monkeypatch):
+    def short(*args):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(backend_times, "measure", short)
+    run(dtype=torch.float32)
+    monkeypatch.setattr(backend_times, "measure", gpu.measure)
+    run(dtype=torch.float32)
+    assert gpu.orders[0] == FLASH_FIRST and gpu.orders[1][0] == CUDNN
+
+
+def test_ever_new_shapes_are_not_planned_by_cudnn(gpu, monkeypatch):
+    monkeypatch.setattr(backends, "PLANS", 2)
+    lengths = (600, 601, 602, 600, 602, 601)
+    for _ in range(2):
+        for length in lengths:
+            run((1, 4, length, 64))
+        backends._known.clear()
+    assert [order[0] for order in gpu.orders] == [CUDNN, CUDNN, FLASH, CUDNN, FLASH, CUDNN] * 2
+    gpu.times = {"cudnn": 1.0, "flash": None, "efficient": None}
+    for length in lengths:
+        run((1, 4, length, 96))
+    assert [order[0] for order in gpu.orders[12:]] == [CUDNN] * 6, "where nobody else takes it, cuDNN does"
+
+
+def test_what_is_remembered_is_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(backends, "MOST", 3)
+    for length in range(600, 610):
+        run((1, 4, length, 64))
+    assert len(backends._known) <= 3 and len(gpu.measured) == 1
+
+
+def test_what_fails_in_our_order_goes_by_torchs(gpu, monkeypatch):
+    def picky(*args, **kwargs):
+        if gpu.sdpa() and backend_times.get_order()[0] == CUDNN:
+            raise RuntimeError("no valid execution plan")
+        return "done"
+
+    monkeypatch.setattr(backends, "_sdpa", picky)
+    assert run() == "done" and run() == "done"
+    assert [order[0] for order in gpu.orders] == [CUDNN, FLASH, FLASH], "tried once"
+
+
+def test_an_error_is_torchs_own(gpu, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError(f"refused in order {backend_times.get_order()}")
+
+    monkeypatch.setattr(backends, "_sdpa", refuse)
+    with pytest.raises(RuntimeError, match=r"order \[1, 2, 0, 3, 4\]"):
+        run()
+
+
+def test_threads_do_not_leave_an_order_behind(gpu):
+    gpu.times = {"cudnn": 1.0, "flash": 2.0, "efficient": 0.5}
+    run()
+
+    def many():
+        for _ in range(300):
+            run()
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert {order[0] for order in gpu.orders} == {EFFICIENT}
+
+
+# On the CPU
+
+
+def test_on_the_cpu_it_is_torchs_op(monkeypatch):
+    q, k, v = (torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3))
+    for options in ({}, {"is_causal": True}, {"scale": 0.3}):
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        assert torch.equal(backends.plain(q, k, v, **options), expected)
+    few = k[:, :2], v[:, :2]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *few, enable_gqa=True)
+    assert torch.equal(backends.plain(q, *few, 0.0, False, None, True), expected)
+    assert backends.choice(q, k, v) == "flash" and backends.choice(q, k, v, dropout_p=0.5) == "math"
+    assert backends.choice(torch.nn.Parameter(q.detach()), k, v) is None
+    with pytest.raises(RuntimeError):
+        backends.plain(q, k[..., :3], v)
+
+
+# Measuring
+
+
+def test_medians_of_rounds_there_and_back():
+    clocked, times = [], {"a": iter((9, 1, 2, 3)), "b": iter((9, 30, 10, 20))}
+
+    def clock(call):
+        clocked.append(call())
+        return float(next(times[clocked[-1]]))
+
+    found = backend_times.medians({"a": lambda: "a", "b": lambda: "b"}, clock, rounds=3)
+    assert found == {"a": 2.0, "b": 20.0} and "".join(clocked) == "ab" + "abba" + "ab"
+
+
+def test_who_cannot_run_has_no_time():
+    def broken():
+        raise RuntimeError("no plan")
+
+    def short():
+        raise torch.OutOfMemoryError("no")
+
+    assert backend_times.medians({"a": broken, "b": int}, lambda call: 1.0) == {"a": None, "b": 1.0}
+    with pytest.raises(torch.OutOfMemoryError):
+        backend_times.medians({"a": short}, lambda call: 1.0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_measuring_leaves_no_trace(monkeypatch, grad):
+    """Of random numbers, modes, hooks; on the CPU, where torch takes flash whatever is asked."""
+    monkeypatch.setattr(backend_times, "MEASURED", (16, 16, 16))
+    monkeypatch.setattr(backend_times, "BYTES", 1 << 14)
+    packed, seen, calls = [], [], []
+
+    def clock(call):
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+        calls.append(call())
+        return 7.0
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+    kind = KIND._replace(dtype=torch.float32, grad=grad, causal=False)
+    with hooks, torch.inference_mode(not grad), torch.autocast("cpu", torch.bfloat16):
+        found = backend_times.measure(kind, list(NUMBERS), torch.device("cpu"), clock)
+    assert found == {"cudnn": None, "flash": 7.0, "efficient": None}
+    assert set(seen) == {(grad, False, False)} and not packed
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("gqa", [False, True])
+def test_the_tensors_stand_for_their_kind(gqa):
+    for bucket, length in enumerate(backend_times.MEASURED):
+        kind = KIND._replace(bucket=bucket, gqa=gqa, value_width=32)
+        query, key, value, dout = backend_times._tensors(kind, torch.device("cpu"))
+        assert query.shape[2:] == (length, 64) and value.shape[3] == dout.shape[3] == 32
+        assert query.shape[1] == key.shape[1] * (4 if gqa else 1)
+        assert query.nbytes <= backend_times.BYTES and query.requires_grad and not dout.requires_grad
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, :8], key[:, :, :8], value[:, :, :8], enable_gqa=gqa
+        )
+        assert expected.shape == (*query.shape[:2], 8, 32)
+    wide = KIND._replace(width=256, dtype=torch.float32, bucket=2, value_width=256)
+    assert backend_times._tensors(wide, torch.device("cpu"))[0].shape == (1, 2, 4096, 256)
+
+
+# The file
+
+
+def test_the_next_process_reads_what_this_one_measured(gpu):
+    run()
+    assert json.loads(backend_times.cache_file().read_text())[str(gpu.measured[0][0])] == gpu.times
+    assert os.listdir(backend_times.cache_file().parent) == ["attention.json"], "nothing is left beside it"
+    backend_times.rows.cache_clear()
+    backends._known.clear()
+    run()
+    assert len(gpu.measured) == 1 and gpu.orders[0] == gpu.orders[1]
+
+
+def test_rows_of_another_process_are_kept(gpu):
+    run()
+    other = str(KIND._replace(gpu="another"))
+    path = backend_times.cache_file()
+    path.write_text(json.dumps({**json.loads(path.read_text()), other: {"flash": 1.5}}))
+    run(is_causal=False)
+    assert len(json.loads(path.read_text())) == 3 and other in json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"%s": 3}',
+        '{"%s": {"flash": "x"}}',
+        '{"%s": {"flash": -1}}',
+        '{"%s": {"new": 1}}',
+        "[" * 99999,
+    ],
+)
+def test_a_broken_file_is_measured_anew(gpu, content):
+    path = backend_times.cache_file()
+    path.parent.mkdir(parents=True)
+    kind = Kind("NVIDIA H200", backends.software(), torch.bfloat16, 64, 64, True, False, True, False, 1)
+    path.write_text(content.replace("%s", str(kind)))
+    run()
+    assert len(gpu.measured) == 1 and gpu.measured[0][0] == kind
+    assert json.loads(path.read_text()) == {str(kind): gpu.times}, "and replaced"
+
+
+def test_without_a_place_for_the_file(gpu, monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("a file, not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    run()
+    run()
+    assert len(gpu.measured) == 1 and gpu.orders[0][0] == CUDNN
+
+
+def test_the_table(gpu):
+    run()
+    gpu.times = {"cudnn": None, "flash": 20.0, "efficient": 12.25}
+    run((2, 4, 4096, 128), 0.1, False)
+    assert backends.table() == [
+        (
+            "NVIDIA H200",
+            backends.software(),
+            "bfloat16 128x128 dropout grad over 2048",
+            "efficient",
+            "-",
+            "20.0",
+            "12.2",
+        ),
+        ("NVIDIA H200", backends.software(), "bfloat16 64x64 causal grad up to 2048", "cudnn", "1.0", "2.0", "3.0"),
+    ]
+
+
+def test_warm_measures_what_is_not_known(gpu):
+    assert backends.warm([torch.bfloat16]) == len(gpu.measured) == 12
+    assert backends.warm([torch.bfloat16]) == len(gpu.measured) == 12
+    run((2, 4, 1024, 64))
+    assert len(gpu.measured) == 12
+
+
+# On a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu(causal, grad):
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(3))
+    state = torch.cuda.get_rng_state()
+    y = backends.plain(q, k, v, 0.0, causal)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    ((kind, row),) = backend_times.rows().items()
+    assert "bfloat16 64x64" in kind and row["flash"] > 0
+    fastest = min((us, name) for name, us in row.items() if us is not None)[0]
+    assert row[backends.choice(q, k, v, 0.0, causal)] <= fastest * backends.NOISE
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=causal)
+    assert hfnn.testing.error(y, exact).l2 < 0.01
+    if grad:
+        torch.autograd.grad(y.sum(), (q, k, v))
+
+
+@needs_gpu
+def test_torchs_own_order_is_what_it_would_be_without_us():
+    """The first question that torch is asked settles it; ours must not be taken for it."""
+    code = (
+        "import torch; x = torch.randn(1, 2, 64, 64, device='cuda', dtype=torch.float16)\n"
+        "{}; torch.nn.functional.scaled_dot_product_attention(x, x, x); print(torch._C._get_sdp_priority_order())"
+    )
+    ours = "from hfnn.ops.attention import backends; backends.plain(x, x, x)"
+    orders = [subprocess.check_output([sys.executable, "-P", "-c", code.format(c)]) for c in ("pass", ours)]
+    assert orders[0] == orders[1]
+
+
+@needs_gpu
+def test_in_a_graph_capture():
+    q = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    backends._begin(0)
+    with torch.cuda.graph(graph):
+        y = backends.plain(q, q, q)
+    graph.replay()
+    assert not backend_times.rows() and hfnn.testing.error(y, expected).l2 < 0.01

@@ -1,0 +1,232 @@
+"""How transformers comes to hfnn's attention: configs, masks and names; what is refused; and the way back."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hfnn
+from hfnn.adapters import attention, masks, rotary, views
+from hfnn.ops import rope
+
+from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, build, inputs, padding
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_soft_cap_on_sdpa():
+    """What transformers' sdpa does with a soft cap, refuse it or pass over it, is what hfnn does in its place."""
+    model, batch = build("gemma2"), inputs("gemma2", "right")
+    model.config._attn_implementation_internal = "sdpa"
+    try:
+        wanted = model(**batch).logits
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            hfnn.convert(model)(**batch)
+    else:
+        with hfnn.use("cpp"):
+            torch.testing.assert_close(hfnn.convert(model)(**batch).logits, wanted)
+
+
+def test_only_this_model():
+    """Two models share a config: what is converted is one of them, and it alone reads "hfnn" from it."""
+    config = transformers.LlamaConfig(**GROUPED)
+    mine, other = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
+    attention.register()
+    assert config._attn_implementation == "sdpa"
+    hfnn.convert(mine)
+    assert mine.config._attn_implementation == mine.model.layers[0].self_attn.config._attn_implementation == "hfnn"
+    assert config._attn_implementation == other.config._attn_implementation == "sdpa"
+    assert other.model.layers[0].self_attn.config is config
+    config.use_cache = False
+    assert mine.config.use_cache is False and isinstance(mine.config, transformers.LlamaConfig)
+    assert mine.config == config and mine.config.to_dict() == config.to_dict()
+    mine.config.use_cache = True
+    assert config.use_cache is True
+    hfnn.revert(mine)
+    assert all(m.config is config for m in mine.modules() if hasattr(m, "config"))
+    assert config._attn_implementation == "sdpa"
+
+
+def test_another_choice():
+    """Whoever names another implementation gets that one."""
+    model, batch = hfnn.convert(build("llama")), inputs("llama", "left")
+    wanted = model(**batch).logits
+    model.set_attn_implementation("eager")  # the config says so; hfnn takes eager attention's place, too
+    torch.testing.assert_close(model(**batch).logits[padding("left").bool()], wanted[padding("left").bool()])
+    hfnn.revert(model)
+    assert model.config._attn_implementation == "eager"
+    left = build("llama", attn_implementation="flex_attention")
+    hfnn.convert(left)
+    assert left.config._attn_implementation == "flex_attention"
+    row = next(row for row in hfnn.report(left).rows if row.name == "model.layers.0.self_attn")
+    assert row.to is None or "attention" not in row.to
+
+
+def test_weights():
+    """output_attentions gives what it gave: the weights of eager attention, a warning from sdpa."""
+    for name, how in (("gemma2", {}), ("gpt_oss", {}), ("llama", {"attn_implementation": "eager"})):
+        model, batch = build(name, **how), inputs(name, "right")
+        wanted = model(**batch, output_attentions=True)
+        found = hfnn.convert(model)(**batch, output_attentions=True)
+        assert len(found.attentions) == 2
+        for a, b in zip(found.attentions, wanted.attentions, strict=True):
+            torch.testing.assert_close(a, b)
+    model = build("llama")
+    wanted = model(**batch, output_attentions=True)
+    found = hfnn.convert(model)(**batch, output_attentions=True)
+    assert found.attentions == wanted.attentions
+
+
+def test_skipped_modules_get_the_mask_they_know():
+    """A module that is left alone in a converted model: eager attention adds numbers, sdpa reads booleans."""
+    for name in ("gemma2", "gpt_oss", "mistral", "bert"):
+        model, batch = build(name), inputs(name, "right")
+        wanted = model(**batch).logits
+        part = next(n for n, m in model.named_modules() if type(m).__name__.endswith("Attention") and ".0." in n)
+        hfnn.convert(model, skip=part)
+        assert sum(isinstance(m, attention.Attention) for m in model.modules()) == 1
+        torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_are_made_where_they_are_looked_at():
+    attention.register()
+    from transformers import masking_utils as m
+
+    config = views.view(build("mistral").config)
+    seen = padding("left").bool()
+    how = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS, "attention_mask": seen}
+    how["mask_function"] = m.sliding_window_causal_mask_function(5)
+    mask, wanted = masks.mask(**how, config=config), m.sdpa_mask(**how, local_size=5)
+    assert type(mask) is masks.Mask and mask.shape == wanted.shape and mask.dtype is torch.bool
+    assert mask.arguments()["lengths"].tolist() == [[5, TOKENS], [0, TOKENS]]
+    assert mask._dense is None and mask.detach() is mask
+    part = mask[:, :, :, :-1]
+    assert type(part) is torch.Tensor and torch.equal(part, wanted[:, :, :, :-1])
+    assert torch.equal(copy.deepcopy(mask), wanted) and torch.equal(mask & mask, wanted)
+    query = torch.randn(2, 2, TOKENS, 4)
+    attend = nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(query, query, query, mask), attend(query, query, query, wanted))
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), wanted)
+
+
+def test_unknown_masks_are_dense():
+    """A mask function of the user's own, and chunked attention."""
+    from transformers import masking_utils as m
+
+    config = views.view(build("llama").config)
+    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "config": config}
+    for function in (lambda b, h, q, k: k <= q, m.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))):
+        mask = masks.mask(**how, mask_function=function)
+        wanted = m.sdpa_mask(batch_size=1, q_length=6, kv_length=6, mask_function=function, allow_is_causal_skip=False)
+        assert mask is None or torch.equal(mask, wanted)
+        mask = masks.mask(**how, mask_function=function, allow_is_causal_skip=False)
+        assert type(mask) is torch.Tensor and torch.equal(mask, wanted)
+
+
+def test_copies_and_files():
+    """deepcopy, torch.save and save_pretrained know the config, and not the view."""
+    model, batch = hfnn.convert(build("gemma2")), inputs("gemma2", "right")
+    wanted = model(**batch).logits
+    for again in (copy.deepcopy(model), _through_file(model)):
+        assert again.config is not model.config and again.config._attn_implementation == "hfnn"
+        assert again.config is again.model.layers[0].self_attn.config
+        assert torch.equal(again(**batch).logits, wanted)
+        hfnn.revert(again)
+        assert again.config._attn_implementation == "eager" and not views.is_view(again.config)
+    assert model.config._attn_implementation == "hfnn"
+    assert "hfnn" not in model.config.to_json_string()
+
+
+def _through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_refusals():
+    """What is not transformers' attention is left alone, and the report says why."""
+    model = build("gpt2", attn_implementation="eager")
+    like, why = attention.recognise(model.transformer.h[0].attn)
+    assert like is None and "something else where the implementation is 'eager'" in why
+    hfnn.convert(model)
+    assert model.config._attn_implementation == "eager"
+
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64))
+    hfnn.convert(bloom)
+    assert bloom.config._attn_implementation != "hfnn"
+    assert not any(isinstance(m, attention.Attention) for m in bloom.modules())
+
+
+def test_eager_attention_is_proved(monkeypatch):
+    """A file whose eager attention computes something else keeps it."""
+    model = build("gemma2")
+    file = transformers.models.gemma2.modeling_gemma2
+    own = file.eager_attention_forward
+
+    def eager_attention_forward(module, query, *args, **options):
+        return own(module, query + 0.1, *args, **options)
+
+    monkeypatch.setattr(file, "eager_attention_forward", eager_attention_forward)
+    monkeypatch.setattr(attention, "_proofs", {})
+    attention.eager_of.cache_clear()
+    try:
+        like, why = attention.recognise(model.model.layers[0].self_attn)
+    finally:
+        attention.eager_of.cache_clear()
+    assert like is None and "computes something else" in why
+
+
+def test_report():
+    row = next(r for r in hfnn.report(hfnn.convert(build("gemma2"))).rows if r.name == "model.layers.0.self_attn")
+    assert row.to == "hfnn scaled_dot_product_attention" and row.kernel == "cpp"
+
+
+def test_rotary(monkeypatch):
+    """Turned by hfnn's kernel in the converted model's own code, and nowhere else; what turns otherwise is left."""
+    kernel, turned = next(k for k in rope.OP.kernels if k.name == "cpp"), []
+    function = kernel.forward
+    monkeypatch.setitem(vars(kernel), "forward", lambda *args: turned.append(args) or function(*args))
+    file = transformers.models.llama.modeling_llama
+    own = file.apply_rotary_pos_emb
+    mine, other, batch = hfnn.convert(build("llama"), prefer="memory"), build("llama"), inputs("llama")
+    with hfnn.use("cpp"):
+        found = mine(**batch).logits
+        assert len(turned) == 2 and file.apply_rotary_pos_emb is own
+        wanted = other(**batch).logits
+        assert len(turned) == 2
+        mine(**batch).logits.sum().backward()
+        assert len(turned) == 6  # two of forward, two of backward
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    cohere = transformers.CohereConfig(**(WIDTHS | {"num_key_value_heads": 2}))
+    assert rotary.calls(type(transformers.CohereModel(cohere).layers[0].self_attn)) is None
+
+
+def test_by_name():
+    """Registered under transformers' own interface: a model may be built with it."""
+    attention.register()
+    for name in ("llama", "gemma2"):
+        model, batch = build(name), inputs(name, "left")
+        wanted = model(**batch).logits
+        named = build(name, attn_implementation="hfnn")
+        assert named.config._attn_implementation == "hfnn"
+        seen = batch["attention_mask"].bool()
+        torch.testing.assert_close(named(**batch).logits[seen], wanted[seen], rtol=1e-4, atol=1e-5)
+        how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(named.generate(**batch, **how), model.generate(**batch, **how))
+
+
+def test_compiled():
+    """Under torch.compile the implementation that the model had, in one graph."""
+    for name in ("llama", "gemma2"):
+        model, batch = hfnn.convert(build(name)), {"input_ids": inputs(name)["input_ids"], "use_cache": False}
+        wanted = model(**batch).logits
+        found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
+        torch.testing.assert_close(found, wanted)
