@@ -18,8 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_backward import bias_kernel, keys_kernel, queries_kernel
 from .attention_tile import LN2, LOG2E, TILE, keeps, rows, scores, seen_keys, sequence, store_rows, visible
 
-# Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64 and
-# 128 are the fastest of seven to nine tried on an H200 (docs/notes/attention.md).
+# Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64
+# and 128 are the fastest of seven to nine tried on an H200 (docs/notes/attention.md).
 FORWARD = ((64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (256, 64, 32, 4, 2))
 BACKWARD_KEYS = ((64, 32, 128, 4, 2), (128, 32, 64, 4, 2), (256, 32, 64, 8, 2))
 BACKWARD_QUERIES = ((64, 64, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2))
@@ -31,7 +31,8 @@ BACKWARD_QUERIES_32 = ((64, 64, 16, 4, 1), (256, 16, 16, 4, 1))
 
 @triton.jit
 def _online(
-    acc, norm, top, q, k, v, b, g, k0, n, N: tl.constexpr, i, row, k_b, k_h, k_t, v_b, v_h, v_t, S, bits, bits_t, bits_s, mixed, bias, bias_t, bias_s,
+    acc, norm, top, q, k, v, b, g, k0, n, N: tl.constexpr, i, row, k_b, k_h, k_t, v_b, v_h, v_t, S, bits, bits_t,
+    bits_s, mixed, bias, bias_t, bias_s,
     slope, scale, softcap, T, first, last, left, right, shift, threshold, seed, counter, groups,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, CHEAP: tl.constexpr,
     DROPOUT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -117,7 +118,8 @@ def forward_kernel(
             kind = tl.load(tiles + (at // TILE) * tiles_s)
             if kind != 0:
                 acc, norm, top = _online(
-                    acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S, bits, bits_t, bits_s, kind == 1,
+                    acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S,
+                    bits, bits_t, bits_s, kind == 1,
                     bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold, seed,
                     offset, groups, True, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
                 )  # fmt: skip
@@ -128,7 +130,8 @@ def forward_kernel(
             if part > 0 or LEFT or bounds is not None:
                 for at in tl.range(begin, end, N, num_stages=STAGES):
                     acc, norm, top = _online(
-                        acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S, None, 0, 0, False,
+                        acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S,
+                        None, 0, 0, False,
                         bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold,
                         seed, offset, groups, part != 1, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E,
                         PRECISION, TMA,
@@ -193,16 +196,17 @@ def _has_tma(index: int) -> bool:
 def _fits_tma(x) -> bool:
     """Whether a descriptor can hold x: rows and heads that begin at multiples of 16 bytes, none of them twice."""
     unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(
+    placed = all(
         size == 1 or (step > 0 and step % unit == 0) for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
     )
+    return placed and x.numel() > 0 and x.data_ptr() % 16 == 0
 
 
-def _operands(*pairs) -> tuple[list, bool]:
-    """What kernels read tensors by, for (tensor, rows of a block): descriptors where all can have one; and whether."""
+def _operands(starts, *pairs) -> tuple[list, int]:
+    """What kernels read tensors by, for (tensor, rows of a block), and TMA: descriptors where all can have one."""
     if not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
-        return [x for x, _ in pairs], False
-    return [_descriptor(x, rows) for x, rows in pairs], True
+        return [x for x, _ in pairs], 0
+    return [_descriptor(x, rows) for x, rows in pairs], 1 if starts is None else 2
 
 
 def _descriptor(x, rows: int):
@@ -234,7 +238,7 @@ def forward(
     if lse.numel() == 0:
         return
     M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
-    operands, tma = _operands((q, M), (k, N), (v, N))
+    operands, tma = _operands(starts_q, (q, M), (k, N), (v, N))
     forward_kernel[_blocks(T, starts_q, M), B * H](
         *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4),
@@ -269,7 +273,7 @@ def backward(
     sequences = 0 if starts_q is None else starts_q.numel() - 1
     if (dk is not None or dv is not None) and B * G * S:
         M, N, warps, stages = _tile(BACKWARD_KEYS, BACKWARD_KEYS_32, _padded(max(D, E)), q.dtype)
-        (q_, k_, v_, dout_), tma = _operands((q, M), (k, N), (v, N), (dout, M))
+        (q_, k_, v_, dout_), tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         keys_kernel[_blocks(S, starts_k, N), B * G](
             q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **flags,
@@ -277,7 +281,7 @@ def backward(
         )  # fmt: skip
     M, N, warps, stages = _tile(BACKWARD_QUERIES, BACKWARD_QUERIES_32, _padded(max(D, E)), q.dtype)
     if dq is not None and lse.numel():
-        (q_, k_, v_, dout_), tma = _operands((q, M), (k, N), (v, N), (dout, M))
+        (q_, k_, v_, dout_), tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         queries_kernel[_blocks(T, starts_q, M), B * H](
             q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **flags,

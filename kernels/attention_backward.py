@@ -115,7 +115,8 @@ def keys_kernel(
                     dk_ND, dv_NE = _add_keys(
                         dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, delta + row, b, h, q0, m, at, M, N, j, row,
                         q_b, q_h, q_t, d_b, d_h, d_t, bits_, bits_t, bits_s, kind == 1, bias_, bias_t, bias_s, slope,
-                        scale, softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share, True, LEFT, RIGHT, SOFTCAP,
+                        scale, softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share,
+                        True, LEFT, RIGHT, SOFTCAP,
                         CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
                     )  # fmt: skip
         else:
@@ -127,7 +128,8 @@ def keys_kernel(
                         dk_ND, dv_NE = _add_keys(
                             dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, delta + row, b, h, q0, m, at, M, N, j, row,
                             q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope, scale,
-                            softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share, part != 1, LEFT, RIGHT, SOFTCAP,
+                            softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share,
+                            part != 1, LEFT, RIGHT, SOFTCAP,
                             CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
                         )  # fmt: skip
     if dk is not None:

@@ -36,9 +36,16 @@ def rows(
     x, b, h, first, count, x_b, x_h, x_t,
     C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` to `first + BLOCK` of head h of batch b, of width C; 0 from `count` on. TMA: x is a descriptor."""
+    """Rows `first` to `first + BLOCK` of head h of batch b, of width C; 0 from `count` on.
+
+    TMA: x is a descriptor, which knows where the tensor ends. 2: there may be rows of others behind `count`, and a NaN
+    among them would be one in products with 0, too.
+    """
     if TMA:
-        return tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
+        tile = tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
+        if TMA == 2 and MASKED:
+            tile = tl.where((first + tl.arange(0, BLOCK) < count)[:, None], tile, 0.0)
+        return tile
     else:
         r, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
         start = tl.cast(b, tl.int64) * x_b + tl.cast(h, tl.int64) * x_h + tl.cast(first, tl.int64) * x_t

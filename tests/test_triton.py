@@ -47,11 +47,11 @@ def test_compiles_without_spilling(capability, tmp_path):
     assert {launch["kernel"] for launch in launches} == set(entry_kernels())
     for launch in launches:
         # Both gradients of a block of keys fill the registers: what spills a little is the fastest of what was tried.
-        spills = 1024 if launch["kernel"] == "attention_backward.keys_kernel" else 0
+        spills = {"attention_backward.keys_kernel": 1536, "attention.forward_kernel": 16}.get(launch["kernel"], 0)
         assert launch["LOCAL"] == 0 and launch["STACK"] <= spills, launch
         given = launch["given"]
         # What promises to have tiles in flight has them.
-        if given.get("TMA") != "True":  # the copy engine brings single tiles, too
+        if given.get("TMA", "0") == "0":  # the copy engine brings single tiles, too
             assert launch["ahead"] == (int(given.get("STAGES", 1)) > 1), launch
         # Programs that add up parameter gradients all run at once, or the last ones would double the time.
         if launch["kernel"] == "rows.backward_kernel" and given["dx_RC"] != "None":

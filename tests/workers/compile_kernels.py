@@ -153,12 +153,9 @@ def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, *
 
 def launch_attentions(capability):
     kernels("attention")._has_tma = lambda index: capability >= 90
-    for dtype, width in ((BF16, 32), (BF16, 64), (F16, 128), (BF16, 128), (BF16, 256), (F32, 64)):
+    for dtype, width in ((BF16, 64), (F16, 128), (BF16, 256), (F32, 64)):
         launch_attention(dtype, width)
-    for options in (
-        {"left": 100, "sinks": 1}, {"softcap": 30.0, "slopes": 1}, {"right": -1, "bounds": 1}, {"starts": 1},
-        {"mask": 1, "right": -1}, {"bias": 1, "right": -1}, {"threshold": 6554, "pair": 1},
-    ):  # fmt: skip
+    for options in ({"left": 9, "softcap": 30.0, "sinks": 1, "starts": 1}, {"mask": 1, "threshold": 9}, {"bias": 1}):
         launch_attention(BF16, 128, **options)
 
 

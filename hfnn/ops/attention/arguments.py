@@ -115,13 +115,13 @@ class Arguments:
         return bias if bias.dtype is query.dtype else bias.to(torch.promote_types(query.dtype, torch.float32))
 
     def problem(self, query, key, value) -> str | None:
-        """What about the shapes and dtypes of a call no kernel takes, as a sentence, or None. query, ... in 4 dimensions."""
-        batch, heads, queries, width = query.shape
+        """What about a call no kernel takes, as a sentence, or None. query, key and value in four dimensions."""
+        batch, heads, _, width = query.shape
         if query.dtype is not key.dtype or query.dtype is not value.dtype:
             return f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}: give all the same dtype"
         if key.shape[0] != batch or key.shape[3] != width or value.shape[:3] != key.shape[:3]:
             return (
-                f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go together: "
+                f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not go together: "
                 "(B, H, T, D), (B, G, S, D), (B, G, S, E)"
             )
         if key.shape[1] != heads and not (self.enable_gqa and key.shape[1] and heads % key.shape[1] == 0):
@@ -160,7 +160,7 @@ class Arguments:
             if any(starts.dim() != 1 or starts.is_floating_point() for starts in self.both_starts()):
                 return "cu_seqlens is int32 (n + 1,), or two of them"
             if query.shape[0] != 1:
-                return f"with cu_seqlens there is one batch element, got {query.shape[0]}: put the sequences one behind the other"
+                return f"cu_seqlens goes with one batch element of sequences one behind the other, got {query.shape[0]}"
             if self.lengths is not None:
                 return "lengths and cu_seqlens exclude each other"
         if not 0 <= self.dropout_p <= 1:

@@ -4,9 +4,9 @@
     o_i = sum_j exp(s_ij - lse_i) v_j,        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
 over the keys j that query i may see. The scores are computed again in backward, from q, k, v, o and lse (Dao et al.,
-"FlashAttention", NeurIPS 2022, and "FlashAttention-2", ICLR 2024); csrc/attention.h is the definition in full. ALiBi: Press
-et al., ICLR 2022. Soft-capping: Gemma Team, "Gemma 2", 2024. Sinks: Xiao et al., "Efficient Streaming Language Models
-with Attention Sinks", ICLR 2024, as a learnt logit.
+"FlashAttention", NeurIPS 2022, and "FlashAttention-2", ICLR 2024); csrc/attention.h is the definition in full. ALiBi:
+Press et al., ICLR 2022. Soft-capping: Gemma Team, "Gemma 2", 2024. Sinks: Xiao et al., "Efficient Streaming Language
+Models with Attention Sinks", ICLR 2024, as a learnt logit.
 
 What torch's own op can do without a dense matrix, it does, by the fastest of its backends (backends.py).
 """
@@ -133,6 +133,8 @@ def _torch_suffices(query, attn_mask, dropout_p, prefer) -> bool:
         return forced() == "torch"
     if compiling() or _passes(query, prefer):
         return True
+    if dropout_p == 1:  # its kernels multiply infinity by 0
+        return False
     if attn_mask is None:
         return query.is_cuda or not dropout_p
     if attn_mask.requires_grad or dropout_p:
@@ -154,11 +156,11 @@ def scaled_dot_product_attention(
 ):  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention`, with what else models ask for in O(T + S) memory.
 
-    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as torch's; and as there
+    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as torch's; as there
     attn_mask is boolean (True: attends) or added, broadcast to (..., H, T, S), and may want a gradient. Besides:
 
-    * window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to i + offset + right.
-      is_causal is right = 0. offset: the position of the first query among the keys.
+    * window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to
+      i + offset + right. is_causal is right = 0. offset: the position of the first query among the keys.
     * softcap: c > 0; scores are c tanh(score / c), before anything is added.
     * alibi: slopes (H,) or (B, H); slope |i + offset - j| is subtracted.
     * sinks: (H,), one more logit in the denominator of each head; may want a gradient.
@@ -168,9 +170,9 @@ def scaled_dot_product_attention(
       together with attn_mask or lengths.
     * return_lse: also the log-sum-exp of the scores (..., H, T), float32, differentiable.
 
-    A query that sees no key gives 0. Dropout is by numbers of 16 bits: p is exact to 2^-16, and what is kept is scaled by
-    just that. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
-    what is above.
+    A query that sees no key gives 0. Dropout draws numbers of 16 bits: p is exact to 2^-16, and what is kept is
+    scaled by just that. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError
+    for what is above.
     """
     asked = Arguments(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
@@ -198,7 +200,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str)
             return None
         raise ValueError(f"scaled_dot_product_attention: {problem}")
     kernel = _select(asked, q, k, v, ordinary, prefer)
-    if kernel is None and ordinary:
+    if kernel is None and ordinary and asked.dropout_p != 1:
         return None
     o, lse = _compute(asked, q, k, v, kernel)
     return o.reshape(*query.shape[:-1], o.shape[-1]), lse.reshape(query.shape[:-1])
