@@ -174,8 +174,9 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _strides(x, count: int) -> tuple[int, ...]:
-    return (0,) * count if x is None else x.stride()[:count]
+def _strides(x, count: int) -> tuple[int | None, ...]:
+    """None for what is absent: a launch costs by the number of arguments that are not."""
+    return (None,) * count if x is None else x.stride()[:count]
 
 
 @functools.cache
@@ -202,11 +203,11 @@ def _fits_tma(x) -> bool:
     return placed and x.numel() > 0 and x.data_ptr() % 16 == 0
 
 
-def _operands(starts, *pairs) -> tuple[list, int]:
-    """What kernels read tensors by, for (tensor, rows of a block), and TMA: descriptors where all can have one."""
+def _operands(starts, *pairs) -> tuple[list, list, int]:
+    """Descriptors for (tensor, rows of a block), where all can have one, else the tensors; their strides, and TMA."""
     if not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
-        return [x for x, _ in pairs], 0
-    return [_descriptor(x, rows) for x, rows in pairs], 1 if starts is None else 2
+        return [x for x, _ in pairs], [step for x, _ in pairs for step in x.stride()[:3]], 0
+    return [_descriptor(x, rows) for x, rows in pairs], [None] * 3 * len(pairs), 1 if starts is None else 2
 
 
 def _descriptor(x, rows: int):
@@ -238,13 +239,12 @@ def forward(
     if lse.numel() == 0:
         return
     M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
-    operands, tma = _operands(starts_q, (q, M), (k, N), (v, N))
+    operands, read, tma = _operands(starts_q, (q, M), (k, N), (v, N))
     forward_kernel[_blocks(T, starts_q, M), B * H](
         *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4),
-        *_strides(bias, 4), *_strides(slopes, 2),
-        H, T, S, 0 if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift, threshold, seed,
-        offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
+        *read, *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2),
+        H, T, S, None if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift, threshold,
+        seed, offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -267,13 +267,12 @@ def backward(
     """csrc/attention.h."""
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     flags = _flags(q, k, v, left, right, softcap, threshold)
-    read = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3]
     masks = *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2)
     numbers = scale, softcap, left, right, shift, threshold, seed, offset
-    sequences = 0 if starts_q is None else starts_q.numel() - 1
+    sequences = None if starts_q is None else starts_q.numel() - 1
     if (dk is not None or dv is not None) and B * G * S:
         M, N, warps, stages = _tile(BACKWARD_KEYS, BACKWARD_KEYS_32, _padded(max(D, E)), q.dtype)
-        (q_, k_, v_, dout_), tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
+        (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         keys_kernel[_blocks(S, starts_k, N), B * G](
             q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **flags,
@@ -281,7 +280,7 @@ def backward(
         )  # fmt: skip
     M, N, warps, stages = _tile(BACKWARD_QUERIES, BACKWARD_QUERIES_32, _padded(max(D, E)), q.dtype)
     if dq is not None and lse.numel():
-        (q_, k_, v_, dout_), tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
+        (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         queries_kernel[_blocks(T, starts_q, M), B * H](
             q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **flags,
@@ -291,6 +290,6 @@ def backward(
         shared = dbias.shape[0] * dbias.shape[1]
         bias_kernel[triton.cdiv(S, N), triton.cdiv(T, M), shared](
             q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
-            *read, *masks, B, H, T, S, *numbers, OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags,
-            M=M, N=N, num_warps=warps, num_stages=1,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, B, H, T, S, *numbers,
+            OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags, M=M, N=N, num_warps=warps, num_stages=1,
         )  # fmt: skip
