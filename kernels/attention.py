@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_backward import bias_kernel, keys_kernel, queries_kernel
-from .attention_tile import LN2, LOG2E, TILE, keeps, rows, scores, seen_keys, sequence, store_rows, visible
+from .attention_tile import LN2, LOG2E, TILE, keeps, place, rows, scores, seen_keys, sequence, store_rows, visible
 
 # Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64
 # and 128 are the fastest of seven to nine tried on an H200 (docs/notes/attention.md).
@@ -66,19 +66,19 @@ def _online(
     return acc, norm, new
 
 
-@triton.jit(do_not_specialize=["T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
+@triton.jit(do_not_specialize=["blocks", "T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
 def forward_kernel(
     q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair_2,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bits_b, bits_h, bits_t, bits_s,
     tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s, slopes_b, slopes_h,
-    H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
+    blocks, H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Causal blocks of late queries take longest: they go first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, b, h = place(tl.program_id(0), blocks, H)
+    block = blocks - 1 - block
     g = h // GROUP
     m, q0, k0, all_queries, all_keys = block * M, 0, 0, T, S
     if starts_q is not None:
@@ -151,11 +151,11 @@ def forward_kernel(
     tl.store(lse + row, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
 
 
-@triton.jit(do_not_specialize=["T"])
-def delta_kernel(o, dout, delta, o_b, o_h, o_t, d_b, d_h, d_t, H, T,
+@triton.jit(do_not_specialize=["blocks", "T"])
+def delta_kernel(o, dout, delta, o_b, o_h, o_t, d_b, d_h, d_t, blocks, H, T,
                  E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
-    m = tl.program_id(0) * M
+    block, b, h = place(tl.program_id(0), blocks, H)
+    m = block * M
     product = rows(o, b, h, m, T, o_b, o_h, o_t, E, M, BLOCK_E, True, False).to(tl.float32)
     product *= rows(dout, b, h, m, T, d_b, d_h, d_t, E, M, BLOCK_E, True, False).to(tl.float32)
     i = m + tl.arange(0, M)
@@ -203,11 +203,15 @@ def _fits_tma(x) -> bool:
     return placed and x.numel() > 0 and x.data_ptr() % 16 == 0
 
 
-def _operands(starts, *pairs) -> tuple[list, list, int]:
-    """Descriptors for (tensor, rows of a block), where all can have one, else the tensors; their strides, and TMA."""
-    if not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
-        return [x for x, _ in pairs], [step for x, _ in pairs for step in x.stride()[:3]], 0
-    return [_descriptor(x, rows) for x, rows in pairs], [None] * 3 * len(pairs), 1 if starts is None else 2
+def _operands(starts, *pairs) -> tuple[list, list, bool]:
+    """Descriptors for (tensor, rows of a block), or the tensors; their strides; and whether they are descriptors.
+
+    Behind a sequence lie the rows of the next one, which a descriptor would read: a NaN among them is one in products
+    with 0, too.
+    """
+    if starts is not None or not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
+        return [x for x, _ in pairs], [step for x, _ in pairs for step in x.stride()[:3]], False
+    return [_descriptor(x, rows) for x, rows in pairs], [None] * 3 * len(pairs), True
 
 
 def _descriptor(x, rows: int):
@@ -240,11 +244,12 @@ def forward(
         return
     M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
     operands, read, tma = _operands(starts_q, (q, M), (k, N), (v, N))
-    forward_kernel[_blocks(T, starts_q, M), B * H](
+    blocks = _blocks(T, starts_q, M)
+    forward_kernel[(blocks * B * H,)](
         *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
         *read, *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2),
-        H, T, S, None if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift, threshold,
-        seed, offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
+        blocks, H, T, S, None if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift,
+        threshold, seed, offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -255,8 +260,9 @@ def delta(o, dout, delta, queue):
     if delta.numel() == 0:
         return
     M = max(1, 4096 // _padded(E))
-    delta_kernel[triton.cdiv(T, M), B * H](
-        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], H, T, E=E, BLOCK_E=_padded(E), M=M, num_warps=4
+    blocks = triton.cdiv(T, M)
+    delta_kernel[(blocks * B * H,)](
+        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], blocks, H, T, E=E, BLOCK_E=_padded(E), M=M, num_warps=4
     )
 
 
@@ -273,23 +279,27 @@ def backward(
     if (dk is not None or dv is not None) and B * G * S:
         M, N, warps, stages = _tile(BACKWARD_KEYS, BACKWARD_KEYS_32, _padded(max(D, E)), q.dtype)
         (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
-        keys_kernel[_blocks(S, starts_k, N), B * G](
+        blocks = _blocks(S, starts_k, N)
+        keys_kernel[(blocks * B * G,)](
             q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, H, T, S, sequences, *numbers, **flags,
+            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, blocks, H, T, S, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     M, N, warps, stages = _tile(BACKWARD_QUERIES, BACKWARD_QUERIES_32, _padded(max(D, E)), q.dtype)
     if dq is not None and lse.numel():
         (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
-        queries_kernel[_blocks(T, starts_q, M), B * H](
+        blocks = _blocks(T, starts_q, M)
+        queries_kernel[(blocks * B * H,)](
             q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dq, 3), *masks, H, T, S, sequences, *numbers, **flags,
+            *read, *_strides(dq, 3), *masks, blocks, H, T, S, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if dbias is not None and dbias.numel():
         shared = dbias.shape[0] * dbias.shape[1]
-        bias_kernel[triton.cdiv(S, N), triton.cdiv(T, M), shared](
+        across, down = triton.cdiv(S, N), triton.cdiv(T, M)
+        bias_kernel[(across * down * shared,)](
             q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, B, H, T, S, *numbers,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, across, down, B, H, T, S,
+            *numbers,
             OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags, M=M, N=N, num_warps=warps, num_stages=1,
         )  # fmt: skip

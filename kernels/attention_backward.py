@@ -3,7 +3,19 @@
 import triton
 import triton.language as tl
 
-from .attention_tile import LOG2E, TILE, keeps, rows, scores, seeing_queries, seen_keys, sequence, store_rows, visible
+from .attention_tile import (
+    LOG2E,
+    TILE,
+    keeps,
+    place,
+    rows,
+    scores,
+    seeing_queries,
+    seen_keys,
+    sequence,
+    store_rows,
+    visible,
+)
 
 
 @triton.jit
@@ -61,22 +73,23 @@ def _add_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
+@triton.jit(do_not_specialize=["blocks", "T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
 def keys_kernel(
     q, k, v, lse, dout, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair_2,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, d_b, d_h, d_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     bits_b, bits_h, bits_t, bits_s, tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s,
-    slopes_b, slopes_h, H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
+    slopes_b, slopes_h, blocks, H, T, S, n, scale, softcap, left, right, shift, threshold,
+    seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys."""
     G = H // GROUP
-    b, g = tl.program_id(1) // G, tl.program_id(1) % G
-    at, q0, k0, all_queries, all_keys = tl.program_id(0) * N, 0, 0, T, S
+    block, b, g = place(tl.program_id(0), blocks, G)
+    at, q0, k0, all_queries, all_keys = block * N, 0, 0, T, S
     if starts_q is not None:
-        s, at = sequence(tl.program_id(0), starts_k, n, N)
+        s, at = sequence(block, starts_k, n, N)
         q0 = tl.load(starts_q + s)
         k0 = tl.load(starts_k + s)
         T = tl.load(starts_q + s + 1) - q0
@@ -162,19 +175,20 @@ def _add_queries(
     return tl.dot((ds * cap).to(k_ND.dtype), k_ND, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
+@triton.jit(do_not_specialize=["blocks", "T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
 def queries_kernel(
     q, k, v, lse, dout, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair_2,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, d_b, d_h, d_t, dq_b, dq_h, dq_t,
     bits_b, bits_h, bits_t, bits_s, tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s,
-    slopes_b, slopes_h, H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
+    slopes_b, slopes_h, blocks, H, T, S, n, scale, softcap, left, right, shift, threshold,
+    seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, b, h = place(tl.program_id(0), blocks, H)
+    block = blocks - 1 - block
     g = h // GROUP
     m, q0, k0, all_queries, all_keys = block * M, 0, 0, T, S
     if starts_q is not None:
@@ -236,20 +250,21 @@ def queries_kernel(
     store_rows(dq, dq_MD * scale, b, h, q0 + m, q0 + T, dq_b, dq_h, dq_t, D, M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["T", "S", "left", "right", "shift", "threshold", "seed", "offset"])
+@triton.jit(do_not_specialize=["across", "down", "T", "S", "left", "right", "shift", "threshold", "seed", "offset"])
 def bias_kernel(
     q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair_2,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, d_b, d_h, d_t,
     bits_b, bits_h, bits_t, bits_s, tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s,
-    slopes_b, slopes_h, B, H, T, S, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
+    slopes_b, slopes_h, across, down, B, H, T, S, scale, softcap, left, right, shift, threshold,
+    seed: tl.int64, offset: tl.int64,
     OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of dbias, over the batches (unless OF_BATCH) and heads (unless OF_HEAD) that share it."""
-    m, n = tl.program_id(1) * M, tl.program_id(0) * N
-    z = tl.program_id(2)
+    column, z, row_of_tiles = place(tl.program_id(0), across, down)
+    m, n = row_of_tiles * M, column * N
     own_h = z % H if OF_HEAD else 0
     own_b = (z // H if OF_HEAD else z) if OF_BATCH else 0
     groups = ((S + 7) // 8).to(tl.int64)

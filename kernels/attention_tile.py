@@ -15,6 +15,13 @@ TILE = tl.constexpr(128)  # the side of a tile of `tiles`
 
 
 @triton.jit
+def place(program, blocks, heads):
+    """(block, batch, head) of a program. One dimension of programs, for the others of a grid end at 65535."""
+    row = program // blocks
+    return program % blocks, row // heads, row % heads
+
+
+@triton.jit
 def sequence(block, starts, n, BLOCK: tl.constexpr):
     """The sequence to which a block of rows belongs, and its first row there.
 
@@ -38,14 +45,10 @@ def rows(
 ):  # fmt: skip
     """Rows `first` to `first + BLOCK` of head h of batch b, of width C; 0 from `count` on.
 
-    TMA: x is a descriptor, which knows where the tensor ends. 2: there may be rows of others behind `count`, and a NaN
-    among them would be one in products with 0, too.
+    TMA: x is a descriptor, which knows where the tensor ends.
     """
     if TMA:
-        tile = tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
-        if TMA == 2 and MASKED:
-            tile = tl.where((first + tl.arange(0, BLOCK) < count)[:, None], tile, 0.0)
-        return tile
+        return tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
     else:
         r, c = tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
         start = tl.cast(b, tl.int64) * x_b + tl.cast(h, tl.int64) * x_h + tl.cast(first, tl.int64) * x_t

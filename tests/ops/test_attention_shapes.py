@@ -104,6 +104,14 @@ def test_any_call(data, name):
         assert error.l2 <= 3 * testing.error(torchs, want).l2 + ulps * torch.finfo(dtype).eps or want.norm() < 1e-5
 
 
+@pytest.mark.skipif(not CUDA, reason="a grid of a GPU")
+def test_more_heads_than_a_grid_has_rows():
+    q = torch.randn(1 << 15, 3, 5, 16, device=DEVICE, dtype=torch.bfloat16)
+    with hfnn.use("triton"):
+        y = attention(query=q, key=q, value=q, window=(2, 1))
+        assert torch.equal(y[-7:], attention(query=q[-7:], key=q[-7:], value=q[-7:], window=(2, 1)))
+
+
 # Layouts
 
 
