@@ -211,9 +211,9 @@ def test_rotary(monkeypatch):
 
 def test_by_name():
     """Registered under transformers' own interface: a model may be built with it."""
-    attention.register()
     for name in ("llama", "gemma2"):
         model, batch = build(name), inputs(name, "left")
+        attention.register()  # does what it says once transformers' models are imported
         wanted = model(**batch).logits
         named = build(name, attn_implementation="hfnn")
         assert named.config._attn_implementation == "hfnn"
