@@ -22,7 +22,9 @@ def combinations(narrow=False):
             if not runs or kernel.missing is not None:
                 continue
             for dtype in kernel.dtypes:
-                if not (narrow and dtype is torch.float64):
+                # The interpreter takes a second a case: two of three dtypes have to do.
+                slow = kernel.name == "triton" and device == "cpu" and dtype is torch.float16
+                if not slow and not (narrow and dtype is torch.float64):
                     name = f"{room.OP.name}-{kernel.name}-{device}-{str(dtype)[6:]}"
                     yield pytest.param(room.OP, kernel.name, device, dtype, id=name)
 
