@@ -17,7 +17,7 @@ from hfnn.dress import is_converted
 from hfnn.patch import unrouted
 from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
 
-# Where torch itself has no digit right (a gradient that is zero in theory), its error is noise, not a yardstick.
+# Where torch itself is off by half or more (a gradient that is zero in theory), its error is noise, not a yardstick.
 NOISE = 10.0
 # A tensor of so few elements, a loss above all, may be right by luck: its yardstick is at least the median error.
 FEW = 64

@@ -213,14 +213,15 @@ def assert_close(got, want, torchs, at_most, what):
 
     A gradient that is 0 but for rounding, as that of a query with one key, is as exact as the terms that cancel.
     """
-    few, ulp = got.numel() <= 64 or CUDA, torch.finfo(got.dtype).eps  # a GPU's exp2 and its float32 of tf32: 4 ulps
+    few, ulp = got.numel() <= 64, torch.finfo(got.dtype).eps
     if got.dtype is not torch.float32 and got.numel() > 65536:
         testing.assert_close(got, want, torchs, at_most, what)
         return
     assert got.shape == want.shape and got.dtype is torchs.dtype
     if got.dtype is torch.float32 and want.abs().max() < 1e-3 and (got - want).abs().max() < 1e-5:
         return
-    luck = ulp * ((16 if few else 4) if got.dtype is torch.float32 else 1.5 if few else 0.5)
+    # A GPU's exp2 is an instruction, and its float32 products are three of tf32: 11 ulps of a log-sum-exp were seen.
+    luck = ulp * ((16 if few or CUDA else 4) if got.dtype is torch.float32 else 1.5 if few else 0.5)
     mine, theirs = testing.error(got, want), testing.error(torchs, want)
     assert mine.l2 <= at_most * theirs.l2 + luck, f"{what}: error {mine.l2:.3g}, torch's own {theirs.l2:.3g}"
     assert mine.largest <= at_most * theirs.largest + luck, f"{what}: {mine.largest:.3g} {theirs.largest:.3g}"
