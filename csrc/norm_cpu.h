@@ -121,15 +121,18 @@ HFNN_INLINE void norm_backward(const Norm& n, int64_t begin, int64_t end) {
   });
 }
 
-// Columns [begin, end) of one plane of partials, summed in the order of the chunks and stored in out's dtype.
+// Columns [begin, end) of one plane of partials, summed in pairs and stored in out's dtype.
 HFNN_CLONES static void norm_sum_columns(const Tensor& partials, int64_t plane, const Tensor& out, int64_t begin,
                                          int64_t end) {
   const int64_t chunks = partials.shape[1], cols = partials.shape[2];
   with_wide(partials.dtype, [&](auto wide) HFNN_FLAT {
     auto* total = partials.as<decltype(wide)>() + plane * chunks * cols;
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+    for (int64_t left = chunks; left > 1; left -= left / 2) {
+      auto* upper = total + (left - left / 2) * cols;
+      for (int64_t chunk = 0; chunk < left / 2; ++chunk) {
 #pragma omp simd
-      for (int64_t c = begin; c < end; ++c) total[c] += total[chunk * cols + c];
+        for (int64_t c = begin; c < end; ++c) total[chunk * cols + c] += upper[chunk * cols + c];
+      }
     }
     with_dtype(out.dtype, [&](auto stored) HFNN_FLAT {
       auto* y = out.as<decltype(stored)>();
