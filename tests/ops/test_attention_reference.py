@@ -183,8 +183,8 @@ def test_masks_are_made_once_for_all_layers():
 @pytest.mark.skipif(not CUDA, reason="waiting for the GPU is what is tested")
 def test_no_wait_for_the_gpu():
     x, lengths = torch.rand(2, 1, 200, 300, device="cuda") < 0.5, torch.tensor([3, 300], device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         mask.packed(x, (2, 4, 200, 300))
         mask.bounds(lengths, 2, 300)
     finally:
