@@ -21,6 +21,7 @@ log = logging.getLogger("hfnn")
 
 # By their own names, for each look-up counts in a small call. Dynamo knows the function by its identity.
 Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 _UNKNOWN = object()
 
@@ -32,15 +33,20 @@ NAMES = ("torch", "cpp", "triton", "cuda")
 WORTH_ELEMENTS = 1 << 21
 
 
+class Function(torch.autograd.Function):
+    """For rooms: `apply` is C++'s, without torch's Python for functorch, which `context` has excluded: half the price.
+
+    Backward may leave gradients in another dtype than the inputs': the engine casts them.
+    """
+
+    apply = vars(torch._C._FunctionBase)["apply"]
+
+
 class NoKernel(RuntimeError):
     """The kernel asked for with `hfnn.use` cannot run this call; the message has every reason."""
 
 
-def _environment() -> str | None:
-    return "torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
-
-
-_forced: str | None = _environment()
+_forced: str | None = "torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
 
 
 @contextlib.contextmanager
@@ -205,6 +211,7 @@ class Op:
     recipe: bool = True  # whether the output carries a recipe
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     like_input: bool = True  # whether the output has the input's shape; a loss does not
+    constants: int = 0  # how many of the last arguments get no gradient
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
     likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
 
@@ -342,6 +349,8 @@ def context(*tensors: torch.Tensor | None) -> str | None:
     for x in tensors:
         if x is not None and type(x) not in _PLAIN:
             return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
+        if x is not None and _wrapped(x):
+            return "takes no tensor that a functorch transform left behind"
     return None
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 _enabled = True
 
@@ -58,10 +59,10 @@ class Recipe:
     def rebuild(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor, in `dtype` where a consumer worked on a cast of it."""
         if torch.is_grad_enabled():  # create_graph: no sharing, each consumer gets a graph of its own
-            return _cast(self._make(sources), dtype)
+            return as_dtype(self._make(sources), dtype)
         y, stream = self._cache, _stream(sources[0])
         if y is None or stream != self._stream or (dtype is not None and y.dtype is not dtype):
-            y = _cast(self._make(sources, dtype), dtype)
+            y = as_dtype(self._make(sources, dtype), dtype)
             counter.rebuilt += 1
         self._served += 1
         if self._served >= self._users:
@@ -112,7 +113,7 @@ class _Tag:
         if dtype is y.dtype:
             return y
         if dtype not in self._casts:
-            self._casts[dtype] = y.detach().to(dtype)
+            self._casts[dtype] = y.to(dtype=dtype)
         return self._casts[dtype]
 
 
@@ -128,8 +129,10 @@ def _marks(y: torch.Tensor, sources: tuple) -> list:
     return [(t._version, t.data_ptr()) for t in (y, *sources) if t is not None]
 
 
-def _cast(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return y if dtype is None or y.dtype is dtype else y.to(dtype)
+def as_dtype(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """y in `dtype` (None: as it is), without a call where there is nothing to do."""
+    # By its keyword: by place, torch tries another signature first, for a third of the price.
+    return y if dtype is None or y.dtype is dtype else y.to(dtype=dtype)
 
 
 def _stream(x: torch.Tensor):
@@ -216,45 +219,33 @@ def _collect(parts, sources, rebuild) -> list:
     return tensors
 
 
-class _Cast(torch.autograd.Function):
-    """x in another dtype, of which `low` holds the values: one tensor for all who cast x, a gradient for each."""
-
-    @staticmethod
-    def forward(ctx, x, low):
-        ctx.dtype = x.dtype
-        return low.view_as(low)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.to(ctx.dtype), None
-
-
-# (id of the tensor, dtype of the cast): (weak reference to the tensor, its marks, weak reference to the cast's memory).
+# By (id of the tensor, dtype of the cast, whether the tensor requires a gradient): weak reference to the tensor, its
+# marks, weak references to the cast and to its memory.
 _casts: dict[tuple, tuple] = {}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`, differentiable; one copy serves all consumers for as long as any of them keeps it."""
     if x.dtype is dtype or x.is_inference() or type(x) is FakeTensor:
-        return x.to(dtype)
-    low = _known_cast(x, dtype)
-    if low is None:
-        low, key = x.detach().to(dtype), (id(x), dtype)
-        ref = weakref.ref(x, lambda _: _casts.pop(key, None))
-        _casts[key] = ref, _marks(x, ()), StorageWeakRef(low.untyped_storage())
-    return _Cast.apply(x, low) if x.requires_grad else low
+        return as_dtype(x, dtype)
+    low, memory = known_cast(x, dtype)
+    if low is not None:
+        return low
+    low, key = x.to(dtype), (id(x), dtype, x.requires_grad)
+    if memory is not None:
+        low.data = torch.empty(0, dtype=dtype, device=x.device).set_(memory, 0, low.shape, low.stride())
+    ref = weakref.ref(x, lambda _: _casts.pop(key, None))
+    _casts[key] = ref, _marks(x, ()), TensorWeakRef(low), StorageWeakRef(low.untyped_storage())
+    return low
 
 
-def _known_cast(x, dtype):
-    """The cast that a consumer of x keeps, or None. Told by its memory: what autograd keeps may be another object."""
-    ref, marks, memory = _casts.get((id(x), dtype), (None, None, None))
+def known_cast(x: torch.Tensor, dtype: torch.dtype):
+    """(the cast of x that a consumer keeps, or None; its memory where that is in other hands: those of a hook)."""
+    ref, marks, low, memory = _casts.get((id(x), dtype, x.requires_grad), (None,) * 4)
     if ref is None or ref() is not x or marks != _marks(x, ()):
-        return None
-    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-    if storage is None:
-        return None
-    like = torch.empty_like(x, dtype=dtype, device="meta")
-    return torch.empty(0, dtype=dtype, device=x.device).set_(storage, 0, like.shape, like.stride())
+        return None, None
+    low = low()
+    return low, torch.UntypedStorage._new_with_weak_ptr(memory.cdata) if low is None else None
 
 
 def parameters_may_be_resharded() -> bool:

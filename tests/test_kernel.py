@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import hfnn
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Kernel, Op, context
 
 BROKEN = Kernel("triton", "hfnn.kernels.no_such_op", "cpu")
 
@@ -127,6 +127,14 @@ def test_functorch_transforms_go_to_torch():
     primal, tangent = torch.func.jvp(gelu, (x,), (torch.ones_like(x),))
     assert torch.equal(primal, want) and tangent.shape == x.shape
     assert torch.func.grad(lambda x: gelu(x).sum())(x).shape == x.shape
+
+
+def test_what_a_functorch_transform_left_behind_goes_to_torch():
+    """Such a tensor outlives its transform as a wrapper, which `Function` does not take apart."""
+    left = []
+    torch.func.grad(lambda x: (left.append(x * 2), x.sum())[1])(torch.randn(300, 300))
+    assert "left behind" in context(left[0])
+    assert torch.equal(hfnn.functional.gelu(left[0], prefer="memory"), torch.nn.functional.gelu(left[0]))
 
 
 def test_forward_mode_goes_to_torch():

@@ -295,8 +295,8 @@ def test_rebuilt_into_a_cast(norm, low, device, monkeypatch):
     weight = torch.randn(1025, device=device)
     y = getattr(hfnn.functional, norm)(x, (1025,), weight, prefer="memory")
     seen = []
-    cast = recipe._cast
-    monkeypatch.setattr(recipe, "_cast", lambda y, dtype: seen.append(y.dtype) or cast(y, dtype))
+    cast = recipe.as_dtype
+    monkeypatch.setattr(recipe, "as_dtype", lambda y, dtype: seen.append(y.dtype) or cast(y, dtype))
     tag = recipe.take(y)
     with torch.no_grad():
         again = tag.recipe.rebuild(tag.sources, low)

@@ -10,7 +10,7 @@ by torch's rules of promotion, and dx is in low precision again.
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Function, Kernel, Op
 from hfnn.ops import dropout
 
 
@@ -53,7 +53,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _DropoutAdd(torch.autograd.Function):
+class _DropoutAdd(Function):
     @staticmethod
     def forward(ctx, x, residual, p, drawn, kernel, fill):
         seed, offset, pair = drawn
@@ -82,7 +82,7 @@ def _compute(x, residual, p, drawn, kernel, fill):
 def _dropped(dy, pair, dtype, p, seed, offset, kernel):
     """The gradient of x: dy through the mask, from its dtype to that of x."""
     if p == 0:
-        return dy.to(dtype)
+        return dy  # the engine casts it
     if torch.is_grad_enabled():
         return dropout._build(p, seed, offset, kernel)(dy.to(dtype), pair)
     dy = dy.contiguous()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 from hfnn.ops import recode
 
 _gelu = torch._C._nn.gelu
@@ -49,7 +49,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _GELU(torch.autograd.Function):
+class _GELU(Function):
     @staticmethod
     def forward(ctx, x, approximate, out, kernel):
         recipe.save(ctx, x)

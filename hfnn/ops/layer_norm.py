@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 
 
 def reference(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -54,14 +54,14 @@ def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
     """(y, mean_R, rstd_R)"""
     x_RC = rows(x, normalized_shape)
     # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     mean_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
     rstd_R = torch.empty_like(mean_R)
     kernel.forward(x_RC, flat(weight), flat(bias), y.view(x_RC.shape), mean_R, rstd_R, eps, kernel.queue(x))
     return y, mean_R, rstd_R
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, normalized_shape, out_dtype, kernel):
         y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)

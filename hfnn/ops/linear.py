@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import Op, compiling, context
+from hfnn.kernel import Function, Op, compiling, context
+from hfnn.recipe import as_dtype
 
 _linear_of_torch, _autocasting = nn.functional.linear, torch._C._is_any_autocast_enabled
 
@@ -36,87 +37,87 @@ def sample(case, dtype, device, generator=None):
 OP = Op("linear", reference, _linear_of_torch, kernels=(), sample=sample, cases=((3, 5, 64, 32), (7, 16, 1)))
 
 
-class _Linear(torch.autograd.Function):
-    """y = x @ weight_IO + bias in `dtype`, keeping the sources of x's recipe, or x; and the weight as it is.
+class _Linear(Function):
+    """y = x @ weight_OI^T + bias in `dtype`, keeping the sources of x's recipe, or x in `dtype`; the weight as it is.
 
-    `weight_IO` is a view of the parameter, (in, out). The view matters: its node tells whether the engine wants the
-    weight's gradient in this pass (zero-bubble schedules ask for the input's alone, then for the weight's, and no
-    product may run twice).
+    `sources` are the recipe's, or x in `dtype` alone: inputs without a gradient, by which a second derivative reaches x
+    (hfnn/recipe.py). `weight_OI` is no leaf where its gradient is wanted: its node tells whether the engine wants it in
+    this pass (zero-bubble schedules ask for the input's alone, then for the weight's, and no product may run twice).
     """
 
     @staticmethod
-    def forward(ctx, x, weight_IO, bias, tag, dtype, *sources):
-        low = x if tag is None else tag.cast(x, dtype)
-        if tag is None and weight_IO.requires_grad:
-            sources = (x,)
-        ctx.save_for_backward(weight_IO, *sources)
-        ctx.recipe, ctx.dtype, ctx.x_dtype = None if tag is None else tag.recipe, dtype, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _product(low, weight_IO, bias, dtype)
+    def forward(ctx, x, weight_OI, bias, tag, dtype, *sources):
+        low = sources[0] if tag is None else tag.cast(x, dtype)
+        ctx.save_for_backward(weight_OI, *(sources if weight_OI.requires_grad else ()))
+        ctx.recipe, ctx.dtype = None if tag is None else tag.recipe, dtype
+        return _product(low, weight_OI, bias, dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        weight_IO, *sources = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = (_wanted(ctx, i) for i in range(3))
+        weight_OI, *sources = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
+        nodes = ctx.next_functions
         dx = dweight = dbias = None
         dy_RO = dy.reshape(-1, dy.shape[-1])
-        if needs_weight:  # first, so that what is rebuilt for it is gone before dx is there
+        if needs_weight and _wanted(nodes[1][0]):  # first, so that what is rebuilt for it is gone before dx is there
             x = sources[0] if ctx.recipe is None else ctx.recipe.rebuild(sources, ctx.dtype)
-            dweight = _outer(x.reshape(-1, weight_IO.shape[0]), dy_RO, weight_IO).to(weight_IO.dtype)
+            dweight = _outer(dy_RO, x.reshape(-1, x.shape[-1]), weight_OI)
             del x
-        if needs_x:
-            dx = (dy_RO @ weight_IO.to(ctx.dtype).t()).view(*dy.shape[:-1], -1).to(ctx.x_dtype)
+        if needs_x and _wanted(nodes[0][0]):
+            dx = torch.mm(dy_RO, as_dtype(weight_OI, ctx.dtype)).view(*dy.shape[:-1], -1)
         if needs_bias:
-            dbias = dy_RO.sum(0).to(ctx.bias_dtype)
-        return dx, dweight, dbias, *(None for _ in ctx.needs_input_grad[3:])
+            dbias = dy_RO.sum(0)
+        return dx, dweight, dbias, *[None] * len(others)
 
 
-def _product(x, weight_IO, bias, dtype):
-    return _linear_of_torch(x.to(dtype), weight_IO.to(dtype).t(), None if bias is None else bias.to(dtype))
+def _product(x, weight_OI, bias, dtype):
+    bias = None if bias is None else as_dtype(bias, dtype)
+    return _linear_of_torch(as_dtype(x, dtype), as_dtype(weight_OI, dtype), bias)
 
 
-def _outer(x_RI, dy_RO, weight_IO):
-    """x^T dy (in, out), computed in the weight's own layout, as torch does."""
-    if weight_IO.stride() == (1, weight_IO.shape[0]):  # the transpose of a contiguous (out, in)
-        return (dy_RO.t() @ x_RI).t()
-    return x_RI.t() @ dy_RO
+def _outer(dy_RO, x_RI, weight_OI):
+    """dy^T x (out, in), computed in the weight's own layout, as torch does."""
+    if weight_OI.stride() == (weight_OI.shape[1], 1):
+        return torch.mm(dy_RO.t(), x_RI)
+    return torch.mm(x_RI.t(), dy_RO).t()
 
 
-def _wanted(ctx, i: int) -> bool:
-    """Whether this pass of the engine uses the gradient of input i."""
-    if not ctx.needs_input_grad[i]:
-        return False
-    node = ctx.next_functions[i][0]
-    if not node.next_functions:  # a leaf: the engine cannot be asked, and says so by raising
-        return True
-    return torch._C._will_engine_execute_node(node)
+def _wanted(node) -> bool:
+    """Whether this pass of the engine runs the node of an input. A leaf's it cannot be asked for: it raises."""
+    return not node.next_functions or torch._C._will_engine_execute_node(node)
 
 
-def _linear(x, weight_IO, bias, recompute):
-    """x @ weight_IO + bias, or None where torch's own op is to run, or to raise."""
-    if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_IO.shape[0]:
+def _linear(x, weight_OI, bias, recompute):
+    """x @ weight_OI^T + bias, or None where torch's own op is to run, or to raise."""
+    if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_OI.shape[1]:
         return None
-    if context(x, weight_IO, bias) is not None:
+    if context(x, weight_OI, bias) is not None:
         return None
     device = "cuda" if x.is_cuda else "cpu"
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    tensors = [t for t in (x, weight_IO, bias) if t is not None]
-    casts = any(t.dtype is not dtype for t in tensors)
-    if (casts and not autocast) or not all(t.is_floating_point() and t.device == x.device for t in tensors):
-        return None  # torch's own op raises
-    tag = recipe.take(x) if weight_IO.requires_grad else None
-    if tag is not None:
-        y = _Linear.apply(x, weight_IO, bias, tag, dtype, *tag.sources)
-    elif casts and (x.requires_grad or weight_IO.requires_grad):
-        y = _Linear.apply(recipe.cast(x, dtype), weight_IO, bias, None, dtype)
-    elif recompute:
-        y = _linear_of_torch(x, weight_IO.t(), bias)
-    else:
+    casts = False
+    for t in (x, weight_OI, bias):
+        if t is not None:
+            if not t.is_floating_point() or t.device != x.device:
+                return None  # torch's own op raises
+            casts = casts or t.dtype is not dtype
+    if casts and not autocast:
+        return None  # as above
+    tag = recipe.take(x) if weight_OI.requires_grad else None
+    ours = tag is not None or (casts and (x.requires_grad or weight_OI.requires_grad))
+    if not ours and not recompute:
         return None
+    if weight_OI.requires_grad and weight_OI.is_leaf:
+        weight_OI = weight_OI.view_as(weight_OI)
+    if ours:
+        sources = (recipe.cast(x, dtype),) if tag is None else tag.sources
+        y = _Linear.apply(x, weight_OI, bias, tag, dtype, *sources)
+    else:
+        y = _linear_of_torch(x, weight_OI, bias)
     # A weight that fully_shard takes away again would have to be copied.
     if recompute and y.requires_grad and not recipe.parameters_may_be_resharded():
-        recipe.attach(y, functools.partial(_product, dtype=dtype), x, weight_IO, bias)
+        recipe.attach(y, functools.partial(_product, dtype=dtype), x, weight_OI, bias)
     return y
 
 
@@ -128,7 +129,7 @@ def linear(input, weight, bias=None, *, recompute=False):
     """
     # Where there is nothing to gain, a call pays for no more than this line.
     if not compiling() and (id(input) in recipe.tags or recompute or _autocasting()) and weight.dim() == 2:
-        y = _linear(input, weight.t(), bias, recompute)
+        y = _linear(input, weight, bias, recompute)
         if y is not None:
             return y
     return _linear_of_torch(input, weight, bias)
@@ -138,7 +139,7 @@ def linear_io(input, weight, bias, recompute=False):
     """`linear` for a weight stored as (in, out), or None where there is nothing to gain."""
     if compiling() or not (id(input) in recipe.tags or recompute or _autocasting()):
         return None
-    return _linear(input, weight.view_as(weight), bias, recompute)
+    return _linear(input, weight.t(), bias, recompute)
 
 
 class Linear(nn.Linear):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Kernel, Op, double_backward
+from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 
 
@@ -52,13 +52,13 @@ def _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel):
     """(y, rstd_R)"""
     x_RC = rows(x, normalized_shape)
     # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     rstd_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
     kernel.forward(x_RC, flat(weight), y.view(x_RC.shape), rstd_R, eps, offset, kernel.queue(x))
     return y, rstd_R
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, normalized_shape, out_dtype, kernel):
         y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)

@@ -72,7 +72,7 @@ def test_siblings_share_one_cast_of_their_input(device, needs):
     assert same(ours[:3], theirs[:3])
     if needs:  # torch adds in bfloat16 what its one cast of a leaf is given, we in float32
         torch.testing.assert_close(ours[3], theirs[3], rtol=2e-2, atol=2e-2 * theirs[3].abs().max().item())
-    assert recipe._known_cast(x, torch.bfloat16) is None, "a cast outlived its step"
+    assert recipe.known_cast(x, torch.bfloat16) == (None, None), "a cast outlived its step"
 
 
 def test_a_written_input_is_cast_anew(device):
@@ -111,6 +111,31 @@ def test_double_backward_under_autocast(device):
 
     for a, b in zip(second(linear), second(torch.nn.functional.linear), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_second_derivatives_by_a_shared_cast(device, hooks):
+    """A sibling's cast leads to x, too, be it the same tensor or, under hooks, the same memory."""
+    leaf, first, second = parameters(device, (ROWS, COLS), (WIDE, COLS), (WIDE, COLS))
+
+    def gradients(fn):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else torch.enable_grad():
+            x = leaf * 2
+            y = under(device, lambda: fn(x, first).float().square().sum() + fn(x, second).float().square().sum())
+            # Of the second weight's gradient alone: what of x is in it came by the cast of its own product.
+            (dsecond,) = torch.autograd.grad(y, second, create_graph=True)
+            return torch.autograd.grad(dsecond.float().square().sum(), leaf)
+
+    (ours,), (theirs,) = gradients(linear), gradients(torch.nn.functional.linear)
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+
+
+def test_gradients_have_the_dtypes_of_their_inputs(device):
+    """The engine casts what backward returns, also for an input in the middle of a graph."""
+    leaf, weight, bias = parameters(device, (ROWS, COLS), (WIDE, COLS), (WIDE,))
+    x = leaf * 2
+    y = under(device, lambda: linear(x, weight, bias))
+    assert all(g.dtype is torch.float32 for g in torch.autograd.grad(y.float().sum(), [x, weight, bias]))
 
 
 def mlp(x, norm, first, bias, second, recompute):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from hfnn.ops.attention import mask
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """In the order of csrc/attention.h."""
 
     scale: float
@@ -23,12 +22,8 @@ class Numbers:
     seed: int = 0
     offset: int = 0
 
-    def all(self) -> tuple:
-        return self.scale, self.softcap, self.left, self.right, self.shift, self.threshold, self.seed, self.offset
 
-
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """What tells the pairs that count, and ALiBi's slopes; None where absent."""
 
     bits: torch.Tensor | None = None
@@ -38,12 +33,8 @@ class Tensors:
     starts_q: torch.Tensor | None = None
     starts_k: torch.Tensor | None = None
 
-    def all(self) -> tuple:
-        return self.bits, self.tiles, self.slopes, self.bounds, self.starts_q, self.starts_k
 
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
+class Arguments(NamedTuple):
     """What is asked for besides query, key and value, as it was given."""
 
     attn_mask: torch.Tensor | None

@@ -12,11 +12,10 @@ What torch's own op can do without a dense matrix, it does, by the fastest of it
 """
 
 import math
-from dataclasses import replace
 
 import torch
 
-from hfnn.kernel import FLOATS, Kernel, NoKernel, Op, compiling, double_backward, forced
+from hfnn.kernel import FLOATS, Function, Kernel, NoKernel, Op, compiling, double_backward, forced
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
@@ -46,7 +45,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """(o, lse). bias and sinks by themselves, for they may want gradients."""
 
     @staticmethod
@@ -56,13 +55,13 @@ class _Attention(torch.autograd.Function):
         o = fresh((batch, queries, heads, value.shape[-1])).transpose(1, 2)
         statistics = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, queries), -math.inf, dtype=statistics, device=query.device)
-        bits, tiles, slopes, bounds, starts_q, starts_k = tensors.all()
+        bits, tiles, slopes, bounds, starts_q, starts_k = tensors
         kernel.forward(
             query, key, value, o, lse, bits, tiles, _expanded(bias, query, key), slopes,
             None if sinks is None else sinks.float(), bounds, starts_q, starts_k,
-            *numbers.all(), pair, kernel.queue(query),
+            *numbers, pair, kernel.queue(query),
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors.all())
+        ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors)
         ctx.numbers, ctx.formula, ctx.kernel = numbers, formula, kernel
         ctx.set_materialize_grads(False)
         return o, lse
@@ -92,11 +91,11 @@ def _gradients(inputs, needs, o, lse, dout, dlse, tensors, numbers, pair, kernel
     fresh = torch.empty_like if tensors.starts_q is None else torch.zeros_like
     dq, dk, dv = (fresh(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
     dbias = bias.new_empty(*bias.shape[:2], query.shape[2], key.shape[2]) if needs[3] else None
-    bits, tiles, slopes, bounds, starts_q, starts_k = tensors.all()
+    bits, tiles, slopes, bounds, starts_q, starts_k = tensors
     if any(needs[:4]):
         kernel.backward(
             query, key, value, lse, dout, delta, dq, dk, dv, dbias, bits, tiles, _expanded(bias, query, key), slopes,
-            bounds, starts_q, starts_k, *numbers.all(), pair, kernel.queue(query),
+            bounds, starts_q, starts_k, *numbers, pair, kernel.queue(query),
         )  # fmt: skip
     if dbias is not None:
         dbias = dbias.sum_to_size(bias.shape)
@@ -131,10 +130,10 @@ def _torch_suffices(query, attn_mask, dropout_p, prefer) -> bool:
     """
     if forced() is not None:
         return forced() == "torch"
-    if compiling() or _passes(query, prefer):
-        return True
     if dropout_p == 1:  # its kernels multiply infinity by 0
         return False
+    if compiling() or _passes(query, prefer):
+        return True
     if attn_mask is None:
         return query.is_cuda or not dropout_p
     if attn_mask.requires_grad or dropout_p:
@@ -193,7 +192,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str)
     leading = query.shape[:-3]
     dtype = _dtype(query)
     q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
-    asked = replace(asked, attn_mask=_mask_in_four(asked.attn_mask, leading, q, k))
+    asked = asked._replace(attn_mask=_mask_in_four(asked.attn_mask, leading, q, k))
     problem = asked.problem(q, k, v) if query.dim() == key.dim() == value.dim() >= 2 else "of different dimensions"
     if problem is not None:
         if ordinary:
@@ -232,7 +231,7 @@ def _compute(asked, query, key, value, kernel):
     if asked.dropout_p > 0:
         counters = math.prod(query.shape[:3]) * (-(-key.shape[2] // 8))
         seed, offset, pair = dropout.draw(query, counters)
-        numbers = replace(numbers, threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
+        numbers = numbers._replace(threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
     return _Attention.apply(
         query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel
     )
