@@ -16,11 +16,14 @@ say = functools.cache(print)  # a line is said once
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of arguments, as a training step has them: an activation first, then parameters."""
+    """One set of arguments, as a training step has them: an activation first, then parameters.
+
+    dy: one tensor, or as many as the op has results.
+    """
 
     args: tuple
     kwargs: dict
-    dy: torch.Tensor
+    dy: torch.Tensor | tuple[torch.Tensor, ...]
 
     @functools.cached_property
     def leaves(self) -> list[torch.Tensor]:
@@ -52,12 +55,20 @@ def draw(op, case, dtype, device: str) -> Inputs:
     """Inputs of a case, drawn on the device."""
     with torch.device(device):
         args, kwargs = op.sample(case, dtype, device)
-        args = tuple(_leaf(a, parameter=i > 0) if is_float(a) else a for i, a in enumerate(args))
+        leaves = len(args) - op.constants
+        args = tuple(_leaf(a, parameter=i > 0) if is_float(a) and i < leaves else a for i, a in enumerate(args))
         with torch.no_grad():
             y = op.torch(*args, **kwargs)
-        # A training step begins its backward with 1 at a loss, and Liger has a shorter way for just that.
-        dy = torch.randn(y.shape, dtype=torch.float32).to(y.dtype) if y.dim() else torch.ones_like(y)
-        return Inputs(args, kwargs, dy)
+        return Inputs(args, kwargs, tuple(map(_cotangent, y)) if isinstance(y, tuple) else _cotangent(y))
+
+
+def _cotangent(y: torch.Tensor) -> torch.Tensor:
+    # A training step begins its backward with 1 at a loss, and Liger has a shorter way for just that.
+    return torch.randn(y.shape, dtype=torch.float32).to(y.dtype) if y.dim() else torch.ones_like(y)
+
+
+def several(y) -> tuple[torch.Tensor, ...]:
+    return y if isinstance(y, tuple) else (y,)
 
 
 @contextlib.contextmanager
@@ -76,15 +87,17 @@ def result(provider, given: Inputs) -> list[torch.Tensor]:
     given = given.of(provider)
     with provider.around(), poisoned() if provider.name == "hfnn" else contextlib.nullcontext():
         y = given.forward(provider.fn)
-        return [y.detach(), *given.backward(y)]
+        return [*(part.detach() for part in several(y)), *given.backward(y)]
 
 
 def exactly(op, given: Inputs, y: torch.Tensor) -> list[torch.Tensor]:
     """The output and the gradients in float64. `y`: the result whose random draw a random op is to repeat."""
     pin = {} if op.pin is None else op.pin(given.args, y)
-    wide = Inputs(tuple(_leaf(a.double()) if is_float(a) else a for a in given.args), given.kwargs, given.dy.double())
+    args = tuple(a if not is_float(a) else _leaf(a.double()) if a.requires_grad else a.double() for a in given.args)
+    dy = tuple(d.double() for d in given.dy) if isinstance(given.dy, tuple) else given.dy.double()
+    wide = Inputs(args, given.kwargs, dy)
     exact = op.reference(*wide.args, **wide.kwargs, **pin)
-    return [exact.detach(), *wide.backward(exact)]
+    return [*(part.detach() for part in several(exact)), *wide.backward(exact)]
 
 
 def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[testing.Error]:
@@ -96,16 +109,16 @@ def _thin(x: torch.Tensor) -> torch.Tensor:
     return x.flatten()[:: x.numel() // CHECKED | 1]
 
 
-def broken(results, mine, torchs) -> list[str]:
-    """The results that break the accuracy rule, in words."""
+def broken(results, mine, torchs, outputs: int = 1) -> list[str]:
+    """The results that break the accuracy rule, in words; the first are outputs, the others gradients."""
     found = []
     for i, (r, m, t) in enumerate(zip(results, mine, torchs, strict=True)):
         if r.numel() == 1:
             # The error of one number is a matter of luck, torch's too: it counts as an ulp at least.
             ulp = torch.finfo(r.dtype).eps
             t = testing.Error(max(t.l2, ulp), max(t.largest, ulp))
-        if not m.within(t, r.dtype, testing.GRADIENTS if i else testing.OUTPUTS):
-            what = f"gradient {i - 1}" if i else "output"
+        if not m.within(t, r.dtype, testing.OUTPUTS if i < outputs else testing.GRADIENTS):
+            what = "output" if i < outputs else f"gradient {i - outputs}"
             found.append(f"{what}: error {m.l2:.3g} (largest {m.largest:.3g}), torch's {t.l2:.3g} ({t.largest:.3g})")
     return found
 
@@ -123,7 +136,8 @@ def judge(op, case, given: Inputs, providers) -> tuple[dict, bool]:
             right = right and (provider.name != "hfnn" or isinstance(why, hfnn.NoKernel))
             continue
         able[provider] = errors(results, exact if op.pin is None else exactly(op, given, results[0]))
-        wrong = broken(results, able[provider], torchs) if provider.name == "hfnn" else []
+        ours = provider.name == "hfnn"
+        wrong = broken(results, able[provider], torchs, len(several(given.dy))) if ours else []
         for line in wrong:
             print(f"RED: {provider} {op.name} {case} {given.args[0].dtype}: {line}")
         right = right and not wrong

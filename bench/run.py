@@ -27,11 +27,11 @@ import torch
 
 import hfnn
 
-# What a pass has of (output, gradients...) and of Op.traffic. A loss is also timed as a whole, for it is a choice where
+# What a pass has of Op.traffic. A loss is also timed as a whole, for it is a choice where
 # its gradient is made: in forward or in backward.
 PASSES = {"forward": slice(0, 1), "backward": slice(1, None), "both": slice(None)}
 ROOT = Path(__file__).resolve().parent.parent
-OPS = {op.name: op for op in hfnn.ops.CONTRACT}
+OPS = {op.name: op for op in (*hfnn.ops.CONTRACT, hfnn.ops.rope.OP, hfnn.ops.qk_norm_rope.OP)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -62,8 +62,9 @@ def measure(op, case, dtype, options) -> list[dict] | None:
         timings = timing.interleaved({**timed, "copy": options.copy}, options.device, options.rounds, options.seconds)
         copy = 2 * timing.COPY_BYTES[options.device] / timings.pop("copy").device_us / 1e3
         for provider, clocks in timings.items():
-            part = PASSES[name]
-            rates = report.rates(sum(op.traffic[part]) * first.args[0].nbytes, clocks.device_us, copy)
+            rates = report.rates(sum(op.traffic[PASSES[name]]) * first.args[0].nbytes, clocks.device_us, copy)
+            split = len(check.several(first.dy))
+            part = {"forward": slice(split), "backward": slice(split, None), "both": slice(None)}[name]
             error, notes = max(e.l2 for e in errors[provider][part]), found[provider][1]
             rows.append(report.row(op.name, case, dtype, provider.name, name, clocks, error, rates | notes))
     return rows
@@ -75,7 +76,7 @@ def calls(provider, sets) -> tuple[dict[str, timing.Call], dict]:
     found = {"both": timing.Call(tuple(functools.partial(g.step, provider.fn) for g in given), provider.around)}
     with provider.around():
         outputs = [g.forward(provider.fn) for g in given]
-        kernel = report.kernel_of(outputs[0]) if provider.name == "hfnn" else ""
+        kernel = report.kernel_of(check.several(outputs[0])[0]) if provider.name == "hfnn" else ""
         notes = {"kernel": kernel, "saved_bytes": saved(provider, given[0])}
     if not provider.whole:
         forward = tuple(functools.partial(g.forward, provider.fn) for g in given)
@@ -97,7 +98,7 @@ def cases(op, options) -> list[tuple]:
     """What was asked for; else the op's own, on a CPU with a sixteenth of the rows, and smaller still for --sweep."""
     if options.case:
         return [(*shape, *(rest or small.tail(op))) for shape, rest in options.case]
-    found = [c if options.device == "cuda" else (c[0] // 16, *c[1:]) for c in op.bench]
+    found = [c if options.device == "cuda" else (max(1, c[0] // 16), *c[1:]) for c in op.bench]
     if options.sweep:
         found = [(c[0] >> shift, *c[1:]) for c in found for shift in range(0, 32, 4) if c[0] >> shift]
     return found
@@ -115,7 +116,7 @@ def compare(options) -> int:
     options.copy = timing.copy_call(options.device)
     path, rows, red = report.path(options.results, options.device), [], False
     try:
-        for op in options.ops or hfnn.ops.CONTRACT:
+        for op in options.ops or OPS.values():
             if not op.kernels:
                 print(f"skipped: {op.name}: has no kernels of its own")
             elif options.tests and not own_tests(op):

@@ -77,6 +77,8 @@ OP = Op(
     cases=rope.OP.cases,
     small=rope.OP.small,
     bench=((8, 32, 8, 4096, 128, 128, False), (8, 4, 1, 4096, 256, 256, False)),
+    traffic=(2.5, 3.75),  # of the queries' size, with a key for four of them
+    constants=2,
 )
 _passes = OP.passes
 

@@ -104,9 +104,11 @@ OP = Op(
         (2, 4, 2, 9, 24, 24, True), (1, 2, 1, 7, 64, 16, True), (2, 2, 1, 0, 8, 8, False),
     ),
     small=(2, 2, 1, 3, 6, 4, False),
-    bench=((8, 32, 8, 4096, 128, 128, False), (8, 32, 32, 2048, 128, 32, False), (8, 16, 16, 2048, 64, 64, True)),
+    bench=((8, 32, 8, 4096, 128, 128, False), (8, 32, 8, 2048, 128, 32, False), (8, 16, 4, 4096, 64, 64, True)),
+    traffic=(2.5, 2.5),  # of the queries' size, with a key for four of them
     saves=False,
     recipe_needs_recipe=True,
+    constants=2,
 )  # fmt: skip
 _passes = OP.passes
 

@@ -188,7 +188,9 @@ def test_tables_and_positions(op, kernel, device, dtype, interleaved):
     options = {"interleaved": interleaved}
 
     def same(a, b):  # each form of table is a kernel of its own, of which a GPU's compiler fuses what it likes
-        return torch.equal(a, b) or (device == "cuda" and testing.error(a, b.double()).l2 <= torch.finfo(a.dtype).eps)
+        return torch.equal(a, b) or (
+            device == "cuda" and testing.error(a, b.double()).l2 <= 4 * torch.finfo(a.dtype).eps
+        )
 
     with hfnn.use(kernel):
         want = run(function(op), [*leaves(op, args)[:-2], cos[positions], sin[positions]], **options)
