@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import dropout, rows
 from .dropout import _four
+from .launch import launch
 from .rows import _columns, _load_bias, _load_scale, _mean, _normalise, _rows
 
 # As rows.FORWARD, with more threads: the words of a tile take registers besides its elements.
@@ -80,7 +81,8 @@ def add(x, residual, sum, weight, bias, y, mean, rstd, eps, offset, center, thre
         dropout.add(x, residual, sum, threshold, scale, seed, first, pair, 0)
         rows.forward(sum, weight, bias, y, mean, rstd, eps, offset, center)
         return
-    add_norm_kernel[(-(-R // plan.rows),)](
+    launch(
+        add_norm_kernel, (-(-R // plan.rows),),
         x, residual, sum, weight, bias, y, mean, rstd, eps, offset, R, plan.units,
         threshold, scale, seed, first, pair,
         threshold > 0, center, plan.unit, plan.even, plan.rows, plan.block_c,

@@ -9,6 +9,7 @@ Of the blocks that a program goes through, those in which every pair counts go w
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,20 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_backward import bias_kernel, keys_kernel, queries_kernel
-from .attention_tile import LN2, LOG2E, TILE, keeps, place, rows, scores, seen_keys, sequence, store_rows, visible
+from .attention_tile import (
+    LN2,
+    LOG2E,
+    TILE,
+    keeps,
+    place,
+    rows,
+    scores,
+    seen_keys,
+    sequence,
+    store_rows,
+    visible,
+)
+from .launch import launch
 
 # Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64
 # and 128 are the fastest of seven to nine tried on an H200 (docs/notes/attention.md).
@@ -74,8 +88,10 @@ def forward_kernel(
     blocks, H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    S *= UNIT
     # Causal blocks of late queries take longest: they go first.
     block, b, h = place(tl.program_id(0), blocks, H)
     block = blocks - 1 - block
@@ -116,7 +132,14 @@ def forward_kernel(
     if bits is not None:
         for at in tl.range(low, high, N):
             kind = tl.load(tiles + (at // TILE) * tiles_s)
-            if kind != 0:
+            if (kind == 2) & (at >= full) & (at < full_end):
+                acc, norm, top = _online(
+                    acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S,
+                    None, 0, 0, False,
+                    bias, bias_t, bias_s, slope, scale, softcap, T, first, last, left, right, shift, threshold, seed,
+                    offset, groups, False, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
+                )  # fmt: skip
+            elif kind != 0:
                 acc, norm, top = _online(
                     acc, norm, top, q_MD, k, v, b, g, k0, at, N, i[:, None], row, k_b, k_h, k_t, v_b, v_h, v_t, S,
                     bits, bits_t, bits_s, kind == 1,
@@ -170,6 +193,7 @@ def _tile(halves, floats, width: int, dtype) -> tuple[int, int, int, int]:
     return next(line[1:] for line in (floats if dtype == torch.float32 else halves) if width <= line[0])
 
 
+@functools.cache
 def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
@@ -194,13 +218,31 @@ def _has_tma(index: int) -> bool:
     return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(index)[0] >= 9
 
 
-def _fits_tma(x) -> bool:
-    """Whether a descriptor can hold x: rows and heads that begin at multiples of 16 bytes, none of them twice."""
-    unit = 16 // x.element_size()
-    placed = all(
-        size == 1 or (step > 0 and step % unit == 0) for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
-    return placed and x.numel() > 0 and x.data_ptr() % 16 == 0
+class _Place(NamedTuple):
+    """What a descriptor asks of its tensor: one that is kept would keep the memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(1024)
+def _descriptor(place: _Place, shape, strides, rows: int) -> TensorDescriptor | None:
+    """Blocks of so many rows, or None where no descriptor can hold the tensor.
+
+    It can hold rows and heads that begin at multiples of 16 bytes, none of them twice. Making one costs more than
+    finding the one of the last step, which mostly has the same addresses.
+    """
+    unit = 16 // place.dtype.itemsize
+    sizes = list(zip(shape[:3], strides[:3], strict=True))
+    placed = all(size == 1 or (step > 0 and step % unit == 0) for size, step in sizes)
+    if not placed or 0 in shape or place.address % 16:
+        return None
+    # The stride of a dimension of one is anybody's, but a descriptor wants a multiple of 16 bytes.
+    steps = [16 if size == 1 else step for size, step in sizes]
+    return TensorDescriptor(place, list(shape), [*steps, 1], [1, 1, rows, _padded(shape[-1])])
 
 
 def _operands(starts, *pairs) -> tuple[list, list, bool]:
@@ -209,28 +251,26 @@ def _operands(starts, *pairs) -> tuple[list, list, bool]:
     Behind a sequence lie the rows of the next one, which a descriptor would read: a NaN among them is one in products
     with 0, too.
     """
-    if starts is not None or not (_has_tma(pairs[0][0].get_device()) and all(_fits_tma(x) for x, _ in pairs)):
-        return [x for x, _ in pairs], [step for x, _ in pairs for step in x.stride()[:3]], False
-    return [_descriptor(x, rows) for x, rows in pairs], [None] * 3 * len(pairs), True
-
-
-def _descriptor(x, rows: int):
-    # The stride of a dimension of one is anybody's, but a descriptor wants a multiple of 16 bytes.
-    strides = [16 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _padded(x.shape[-1])])
+    if starts is None and _has_tma(pairs[0][0].get_device()):
+        found = [_descriptor(_Place(x.data_ptr(), x.dtype), x.shape, x.stride(), rows) for x, rows in pairs]
+        if None not in found:
+            return found, [None] * 3 * len(pairs), True
+    return [x for x, _ in pairs], [step for x, _ in pairs for step in x.stride()[:3]], False
 
 
 def _blocks(T: int, starts, size: int) -> int:
     """How many blocks of rows there are at most."""
-    return triton.cdiv(T, size) if starts is None else T // size + starts.numel() - 1
+    return -(-T // size) if starts is None else T // size + starts.numel() - 1
 
 
-def _flags(q, k, v, left, right, softcap, threshold) -> dict:
+def _flags(q, k, v, bias, left, right, softcap, threshold) -> dict:
     """The constants of a call."""
     return {
         "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "E": v.shape[3], "BLOCK_D": _padded(q.shape[3]),
         "BLOCK_E": _padded(v.shape[3]), "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": softcap > 0,
         "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0, "PRECISION": _precision(q.dtype),
+        # S is given in units: so the compiler sees that it ends where 16 bytes of a bias end, and loads these at once.
+        "UNIT": 16 if bias is not None and k.shape[2] % 16 == 0 else 1,
     }  # fmt: skip
 
 
@@ -244,13 +284,14 @@ def forward(
         return
     M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
     operands, read, tma = _operands(starts_q, (q, M), (k, N), (v, N))
-    blocks = _blocks(T, starts_q, M)
-    forward_kernel[(blocks * B * H,)](
+    blocks, flags = _blocks(T, starts_q, M), _flags(q, k, v, bias, left, right, softcap, threshold)
+    launch(
+        forward_kernel, (blocks * B * H,),
         *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
         *read, *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2),
-        blocks, H, T, S, None if starts_q is None else starts_q.numel() - 1, scale, softcap, left, right, shift,
-        threshold, seed, offset, **_flags(q, k, v, left, right, softcap, threshold), M=M, N=N, TMA=tma, STAGES=stages,
-        num_warps=warps, num_stages=stages,
+        blocks, H, T, S // flags["UNIT"], None if starts_q is None else starts_q.numel() - 1, scale, softcap, left,
+        right, shift, threshold, seed, offset, **flags, M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 
@@ -260,10 +301,11 @@ def delta(o, dout, delta, queue):
     if delta.numel() == 0:
         return
     M = max(1, 4096 // _padded(E))
-    blocks = triton.cdiv(T, M)
-    delta_kernel[(blocks * B * H,)](
-        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], blocks, H, T, E=E, BLOCK_E=_padded(E), M=M, num_warps=4
-    )
+    blocks = -(-T // M)
+    launch(
+        delta_kernel, (blocks * B * H,),
+        o, dout, delta, *o.stride()[:3], *dout.stride()[:3], blocks, H, T, E=E, BLOCK_E=_padded(E), M=M, num_warps=4,
+    )  # fmt: skip
 
 
 def backward(
@@ -272,34 +314,38 @@ def backward(
 ):  # fmt: skip
     """csrc/attention.h."""
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
-    flags = _flags(q, k, v, left, right, softcap, threshold)
+    flags = _flags(q, k, v, bias, left, right, softcap, threshold)
     masks = *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2)
     numbers = scale, softcap, left, right, shift, threshold, seed, offset
+    units = S // flags["UNIT"]
     sequences = None if starts_q is None else starts_q.numel() - 1
     if (dk is not None or dv is not None) and B * G * S:
         M, N, warps, stages = _tile(BACKWARD_KEYS, BACKWARD_KEYS_32, _padded(max(D, E)), q.dtype)
         (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         blocks = _blocks(S, starts_k, N)
-        keys_kernel[(blocks * B * G,)](
+        launch(
+            keys_kernel, (blocks * B * G,),
             q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, blocks, H, T, S, sequences, *numbers, **flags,
+            *read, *_strides(dk, 3), *_strides(dv, 3), *masks, blocks, H, T, units, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     M, N, warps, stages = _tile(BACKWARD_QUERIES, BACKWARD_QUERIES_32, _padded(max(D, E)), q.dtype)
     if dq is not None and lse.numel():
         (q_, k_, v_, dout_), read, tma = _operands(starts_q, (q, M), (k, N), (v, N), (dout, M))
         blocks = _blocks(T, starts_q, M)
-        queries_kernel[(blocks * B * H,)](
+        launch(
+            queries_kernel, (blocks * B * H,),
             q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
-            *read, *_strides(dq, 3), *masks, blocks, H, T, S, sequences, *numbers, **flags,
+            *read, *_strides(dq, 3), *masks, blocks, H, T, units, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     if dbias is not None and dbias.numel():
         shared = dbias.shape[0] * dbias.shape[1]
-        across, down = triton.cdiv(S, N), triton.cdiv(T, M)
-        bias_kernel[(across * down * shared,)](
+        across, down = -(-S // N), -(-T // M)
+        launch(
+            bias_kernel, (across * down * shared,),
             q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, across, down, B, H, T, S,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, across, down, B, H, T, units,
             *numbers,
             OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags, M=M, N=N, num_warps=warps, num_stages=1,
         )  # fmt: skip

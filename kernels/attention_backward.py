@@ -82,9 +82,11 @@ def keys_kernel(
     seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys."""
+    S *= UNIT
     G = H // GROUP
     block, b, g = place(tl.program_id(0), blocks, G)
     at, q0, k0, all_queries, all_keys = block * N, 0, 0, T, S
@@ -124,7 +126,15 @@ def keys_kernel(
             tiles_ = tiles + b.to(tl.int64) * tiles_b + h.to(tl.int64) * tiles_h + (at // TILE) * tiles_s
             for m in tl.range(low, high, M):
                 kind = tl.load(tiles_ + (m // TILE) * tiles_t)
-                if kind != 0:
+                if (kind == 2) & (m >= full) & (m < full_end):
+                    dk_ND, dv_NE = _add_keys(
+                        dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, delta + row, b, h, q0, m, at, M, N, j, row,
+                        q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope,
+                        scale, softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share,
+                        False, LEFT, RIGHT, SOFTCAP,
+                        CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, TMA,
+                    )  # fmt: skip
+                elif kind != 0:
                     dk_ND, dv_NE = _add_keys(
                         dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, delta + row, b, h, q0, m, at, M, N, j, row,
                         q_b, q_h, q_t, d_b, d_h, d_t, bits_, bits_t, bits_s, kind == 1, bias_, bias_t, bias_s, slope,
@@ -184,9 +194,11 @@ def queries_kernel(
     seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries."""
+    S *= UNIT
     block, b, h = place(tl.program_id(0), blocks, H)
     block = blocks - 1 - block
     g = h // GROUP
@@ -226,7 +238,15 @@ def queries_kernel(
     if bits is not None:
         for at in tl.range(low, high, N):
             kind = tl.load(tiles + (at // TILE) * tiles_s)
-            if kind != 0:
+            if (kind == 2) & (at >= full) & (at < full_end):
+                dq_MD = _add_queries(
+                    dq_MD, q_MD, dout_ME, k, v, lse_M, delta_M, b, g, k0, at, N, i[:, None], row + i,
+                    k_b, k_h, k_t, v_b, v_h, v_t, None, 0,
+                    0, False, bias, bias_t, bias_s, slope, scale, softcap, T, S, first, last, left, right,
+                    shift, threshold, seed, offset, groups, share, False, LEFT, RIGHT, SOFTCAP, CHEAP, DROPOUT, D, E,
+                    BLOCK_D, BLOCK_E, PRECISION, TMA,
+                )  # fmt: skip
+            elif kind != 0:
                 dq_MD = _add_queries(
                     dq_MD, q_MD, dout_ME, k, v, lse_M, delta_M, b, g, k0, at, N, i[:, None], row + i,
                     k_b, k_h, k_t, v_b, v_h, v_t, bits, bits_t,
@@ -260,9 +280,10 @@ def bias_kernel(
     OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of dbias, over the batches (unless OF_BATCH) and heads (unless OF_HEAD) that share it."""
+    S *= UNIT
     column, z, row_of_tiles = place(tl.program_id(0), across, down)
     m, n = row_of_tiles * M, column * N
     own_h = z % H if OF_HEAD else 0

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 4096  # codes of a program
 WARPS = 4
 
@@ -79,7 +81,7 @@ def unpack5_kernel(packed_B, codes_N, n, BLOCK: tl.constexpr):
 
 def _run(kernel, source, target, n, *width):
     if n:
-        kernel[(-(-n // BLOCK),)](source, target, n, *width, BLOCK, num_warps=WARPS)
+        launch(kernel, (-(-n // BLOCK),), source, target, n, *width, BLOCK, num_warps=WARPS)
 
 
 def pack(codes, packed, width, queue):

@@ -8,6 +8,8 @@ bytes.
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program
 WARPS = 4
 
@@ -104,13 +106,14 @@ def backward_kernel(
 def forward(a, b, y, codes, kind, queue):
     n = a.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](a, b, y, codes, n, kind, BLOCK, num_warps=WARPS)
+        launch(forward_kernel, (-(-n // BLOCK),), a, b, y, codes, n, kind, BLOCK, num_warps=WARPS)
 
 
 def backward(dy, codes, dx, equal, less, greater, unordered, queue):
     n = dx.numel()
     if n:
         one = dy.numel() == 1 and n > 1
-        backward_kernel[(-(-n // BLOCK),)](
-            dy, codes, dx, n, equal, less, greater, unordered, one, BLOCK, num_warps=WARPS
-        )
+        launch(
+            backward_kernel, (-(-n // BLOCK),),
+            dy, codes, dx, n, equal, less, greater, unordered, one, BLOCK, num_warps=WARPS,
+        )  # fmt: skip

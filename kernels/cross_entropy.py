@@ -13,6 +13,7 @@ where lse = m + log(s) is not rounded before z_t or, in sums, the logit of an an
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, logits, plan_for, split
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile. Fused, blocks of
@@ -304,12 +305,14 @@ def fused(
     factors = factor is not None and factor.numel() > 1
     tensors = x, target, weight, loss, share, lse, slope, factor, dx
     if plan.wide:
-        wide_kernel[(R,)](
+        launch(
+            wide_kernel, (R,),
             *tensors, ignore_index, *numbers, plan.units, *flags, factors, plan.unit, plan.groups, plan.lanes,
             num_warps=plan.warps, maxnreg=REGISTERS if more else None, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        tile_kernel[(-(-R // plan.rows),)](
+        launch(
+            tile_kernel, (-(-R // plan.rows),),
             *tensors, ignore_index, *numbers, R, plan.units, *flags, factors, plan.unit, plan.rows, plan.block,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -323,7 +326,8 @@ def backward(
         return
     numbers, flags = _options(x, target, smoothing, z_loss, logit_scale, softcap)
     plan = plan_for(C, x.element_size(), BACKWARD)
-    backward_kernel[(-(-R // plan.rows) * plan.blocks,)](
+    launch(
+        backward_kernel, (-(-R // plan.rows) * plan.blocks,),
         x, target, weight, lse, slope, factor, dx, ignore_index, *numbers, R, plan.units, *flags, factor.numel() > 1,
         plan.unit, plan.rows, plan.block, num_warps=plan.warps, enable_fp_fusion=False,
         maxnreg=REGISTERS if x.element_size() == 4 else None,

@@ -12,6 +12,7 @@ their lse, again for the sums, and again for the gradient unless beta is 0, from
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile.
@@ -118,7 +119,8 @@ def fused(x, teacher, loss, factor, dx, beta, scale, queue):
     kind = {0: 0, 1: 1}.get(beta, 2)
     plan = plan_for(C, x.element_size(), FUSED, rows=False)
     factors = factor is not None and factor.numel() > 1
-    fused_kernel[(R,)](
+    launch(
+        fused_kernel, (R,),
         x, teacher, loss, factor, dx, beta, 1 - beta, scale, plan.units, kind, x.element_size() == 2, factors,
         plan.unit, plan.groups, plan.lanes, num_warps=plan.warps, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

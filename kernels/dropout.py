@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program
 WARPS = 4
 
@@ -118,7 +120,10 @@ def forward(x, y, threshold, scale, seed, offset, pair, queue):
         y.zero_()
     elif n:
         wide = x.element_size() == 2
-        forward_kernel[(-(-n // BLOCK),)](x, y, n, threshold, scale, seed, offset, pair, wide, BLOCK, num_warps=WARPS)
+        launch(
+            forward_kernel, (-(-n // BLOCK),),
+            x, y, n, threshold, scale, seed, offset, pair, wide, BLOCK, num_warps=WARPS,
+        )  # fmt: skip
 
 
 def add(x, residual, y, threshold, scale, seed, offset, pair, queue):
@@ -126,7 +131,8 @@ def add(x, residual, y, threshold, scale, seed, offset, pair, queue):
     if threshold == 1 << 32:
         y.copy_(residual)
     elif n:
-        add_kernel[(-(-n // BLOCK),)](
+        launch(
+            add_kernel, (-(-n // BLOCK),),
             x, residual, y, n, threshold, scale, seed, offset, pair, y.element_size() == 2, BLOCK,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

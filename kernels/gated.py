@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .gelu import _normal, _sigmoid_2u
+from .launch import launch
 from .silu import _sigmoid
 
 TILE = 2048  # elements of a program: 16 a thread, two 16-byte loads of each tensor at 16 bits
@@ -149,7 +150,8 @@ def _plan(tensors):
 def forward(gate, up, y, kind, queue):
     rows, cols, strides, R, C, programs = _plan((gate, up, y))
     if programs:
-        forward_kernel[(programs,)](
+        launch(
+            forward_kernel, (programs,),
             gate, up, y, rows, cols, *strides, kind, gate.element_size() == 2, R, C,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -158,7 +160,8 @@ def forward(gate, up, y, kind, queue):
 def backward(dy, gate, up, dgate, dup, kind, queue):
     rows, cols, strides, R, C, programs = _plan((dy, gate, up, dgate, dup))
     if programs and (dgate is not None or dup is not None):
-        backward_kernel[(programs,)](
+        launch(
+            backward_kernel, (programs,),
             dy, gate, up, dgate, dup, rows, cols, *strides, kind, gate.element_size() == 2, R, C,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -9,6 +9,8 @@ the cancellation of 1 + tanh(u) at negative x.
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
 WARPS = 4
 
@@ -116,12 +118,13 @@ def rebuild(x, y, tanh, queue):
 def _launch(x, y, tanh, cheap):
     n = x.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](x, y, n, tanh, cheap, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        launch(forward_kernel, (-(-n // BLOCK),), x, y, n, tanh, cheap, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def backward(dy, x, dx, tanh, queue):
     n = x.numel()
     if n:
-        backward_kernel[(-(-n // BLOCK),)](
-            dy, x, dx, n, tanh, dy.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            backward_kernel, (-(-n // BLOCK),),
+            dy, x, dx, n, tanh, dy.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

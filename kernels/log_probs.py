@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from . import rows
+from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, logits, plan_for, split
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile.
@@ -249,7 +250,8 @@ def forward(x, target, picked, lse, mean, logit_scale, softcap, queue):
         return
     numbers, flags = _options(x, logit_scale, softcap)
     plan = plan_for(C, x.element_size(), FORWARD, rows=False)
-    forward_kernel[(R,)](
+    launch(
+        forward_kernel, (R,),
         x, target, picked, lse, mean, *numbers, plan.units, *flags, plan.unit, plan.groups, plan.lanes,
         num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -261,7 +263,8 @@ def backward(x, target, lse, a, b, t, dx, logit_scale, softcap, queue):
         return
     numbers, flags = _options(x, logit_scale, softcap)
     plan = plan_for(C, x.element_size(), BACKWARD)
-    backward_kernel[(-(-R // plan.rows) * plan.blocks,)](
+    launch(
+        backward_kernel, (-(-R // plan.rows) * plan.blocks,),
         x, target, lse, a, b, t, dx, *numbers, R, plan.units, *flags, plan.unit, plan.rows, plan.block,
         num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -308,11 +311,13 @@ def forward_columns(x, target, partials, picked, lse, logit_scale, softcap, queu
         return
     numbers, flags = _options(x, logit_scale, softcap)
     plan, S = columns_plan(R, x.element_size(), COLUMNS_FORWARD), partials.shape[1]
-    forward_columns_kernel[(S * plan.blocks,)](
+    launch(
+        forward_columns_kernel, (S * plan.blocks,),
         x, partials, *numbers, C, S, plan.units, *flags, *plan.constants, plan.stages,
         num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip
-    add_splits_kernel[(-(-R // SPLITS[1]),)](
+    launch(
+        add_splits_kernel, (-(-R // SPLITS[1]),),
         x, target, partials, picked, lse, *numbers, C, S, R, *flags, *SPLITS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -323,7 +328,8 @@ def backward_columns(x, target, lse, a, t, dx, logit_scale, softcap, queue):
         return
     numbers, flags = _options(x, logit_scale, softcap)
     plan = columns_plan(R, x.element_size(), COLUMNS_BACKWARD)
-    backward_columns_kernel[(-(-C // (plan.height * plan.n)) * plan.blocks,)](
+    launch(
+        backward_columns_kernel, (-(-C // (plan.height * plan.n)) * plan.blocks,),
         x, target, lse, a, t, dx, *numbers, C, plan.units, *flags, *plan.constants, plan.stages, plan.n,
         num_warps=plan.warps, enable_fp_fusion=False,
     )  # fmt: skip

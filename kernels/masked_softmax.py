@@ -10,6 +10,7 @@ step_n, step_h, step_t are what the mask's elements lie apart along these. What 
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
 from .softmax import BACKWARD
 
@@ -172,12 +173,14 @@ def _launch(tile_kernel, wide_kernel, table, arguments, x, size, constants):
         return
     plan = plan_for(C, size, table)
     if plan.wide:
-        wide_kernel[(R,)](
+        launch(
+            wide_kernel, (R,),
             *arguments, plan.units, *constants, plan.unit, plan.groups, plan.lanes,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        tile_kernel[(-(-R // plan.rows),)](
+        launch(
+            tile_kernel, (-(-R // plan.rows),),
             *arguments, R, plan.units, *constants, plan.unit, plan.rows, plan.block,
             num_warps=plan.warps, enable_fp_fusion=False, maxnreg=REGISTERS,
         )  # fmt: skip

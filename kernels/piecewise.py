@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from hfnn.kernels import bits
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits, two bytes of bits
 WARPS = 4
 
@@ -104,7 +106,8 @@ def backward_kernel(dy_N, bits_B, dx_N, n, inside: tl.float32, outside: tl.float
 def forward(x, y, bits, kind, a, b, queue):
     n = x.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](
+        launch(
+            forward_kernel, (-(-n // BLOCK),),
             x, y, bits, n, a, b, kind, BLOCK, num_warps=WARPS, enable_fp_fusion=False
         )  # fmt: skip
 
@@ -112,4 +115,4 @@ def forward(x, y, bits, kind, a, b, queue):
 def backward(dy, bits, dx, inside, outside, queue):
     n = dy.numel()
     if n:
-        backward_kernel[(-(-n // BLOCK),)](dy, bits, dx, n, inside, outside, BLOCK, num_warps=WARPS)
+        launch(backward_kernel, (-(-n // BLOCK),), dy, bits, dx, n, inside, outside, BLOCK, num_warps=WARPS)

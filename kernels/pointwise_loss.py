@@ -7,6 +7,8 @@ runs. The length depends on numel alone, and so do the partial sums.
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 # Elements of a program at a time, blocks of a run, runs at most, warps.
 BLOCK, BLOCKS, PROGRAMS, WARPS = 2048, 4, 1 << 16, 8
 
@@ -90,6 +92,7 @@ def partials(numel):
 def forward(x, target, sums, dx, kind, parameter, queue):
     n = x.numel()
     if n:
-        forward_kernel[(partials(n),)](
-            x, target, sums, dx, parameter, n, _blocks(n), kind, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            forward_kernel, (partials(n),),
+            x, target, sums, dx, parameter, n, _blocks(n), kind, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

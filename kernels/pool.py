@@ -8,6 +8,8 @@ the sizes are not.
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 512  # elements of a program
 WARPS = 4
 UNROLLED = 16  # positions, at most, whose loads are written out one after another
@@ -123,7 +125,8 @@ def backward_kernel(
 def forward(x, y, codes, window, stride, padding, dilation, queue):
     n, positions = y.numel(), window[0] * window[1] * window[2]
     if n:
-        forward_kernel[(-(-n // BLOCK),)](
+        launch(
+            forward_kernel, (-(-n // BLOCK),),
             x, y, codes, n, *x.shape[1:], *y.shape[1:4], *window, *stride, *padding, *dilation,
             positions <= UNROLLED, BLOCK, num_warps=WARPS
         )  # fmt: skip
@@ -134,7 +137,8 @@ def backward(dy, codes, dx, window, stride, padding, dilation, queue):
     # Windows, at most, that hold one position of a dimension.
     reach = [((k - 1) * dil) // s + 1 for k, dil, s in zip(window, dilation, stride, strict=True)]
     if n:
-        backward_kernel[(-(-n // BLOCK),)](
+        launch(
+            backward_kernel, (-(-n // BLOCK),),
             dy, codes, dx, n, *dx.shape[1:], *dy.shape[1:4], *window, *stride, *padding, *dilation,
             *reach, reach[0] * reach[1] * reach[2] <= UNROLLED, BLOCK, num_warps=WARPS
         )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from . import rows
+from .launch import launch
 from .rope import PROGRAMS, WARPS, _angles, _pair, _store_pair, _tokens, _turn, batch_stride, cut, strides
 
 BACKWARD_PROGRAMS = 3  # of one multiprocessor, which all run at once
@@ -187,7 +188,7 @@ def backward_kernel(
 
 
 def partials(batch, sequence, dims):
-    return max(1, min(batch * triton.cdiv(sequence, 4), rows.device()[0] * BACKWARD_PROGRAMS))
+    return max(1, min(batch * -(-sequence // 4), rows.device()[0] * BACKWARD_PROGRAMS))
 
 
 def forward(q, k, wq, wk, cos, sin, positions, yq, yk, rstd_q, rstd_k, eps, offset, rotary, interleaved, queue):
@@ -201,12 +202,13 @@ def rebuild(q, wq, rstd_q, cos, sin, positions, yq, offset, rotary, interleaved,
 def _forward(q, k, wq, wk, cos, sin, positions, yq, yk, rstd_q, rstd_k, eps, offset, rotary, interleaved, given):
     (B, H, S, D), G = q.shape, 0 if k is None else k.shape[1]
     blocks = cut(D, rotary)
-    programs = B * triton.cdiv(S, blocks.tokens)
+    programs = B * -(-S // blocks.tokens)
     if programs == 0 or H + G == 0:
         return
-    groups = min(triton.cdiv(H + G, 4), triton.cdiv(PROGRAMS, programs))
-    heads = triton.cdiv(H + G, groups)
-    forward_kernel[(programs, triton.cdiv(H + G, heads))](
+    groups = min(-(-(H + G) // 4), -(-PROGRAMS // programs))
+    heads = -(-(H + G) // groups)
+    launch(
+        forward_kernel, (programs, -(-(H + G) // heads)),
         q, k, wq, wk, cos, sin, positions, yq, yk, rstd_q, rstd_k,
         *strides(q), *strides(k), *strides(yq), *strides(yk),
         batch_stride(cos), batch_stride(positions), S, H, G, cos.shape[1], heads, eps, offset, given,
@@ -221,10 +223,11 @@ def backward(
 ):  # fmt: skip
     (B, H, S, D), G = q.shape, 0 if k is None else k.shape[1]
     cuts = cut(D, rotary, BACKWARD_ELEMENTS)
-    blocks = B * triton.cdiv(S, cuts.tokens)
+    blocks = B * -(-S // cuts.tokens)
     programs = min(blocks, rows.device()[0] * BACKWARD_PROGRAMS) if dwq is None else partials.shape[1]
     if blocks:
-        backward_kernel[(programs,)](
+        launch(
+            backward_kernel, (programs,),
             dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, cos, sin, positions, dq, dk, None if dwq is None else partials,
             *strides(dyq), *strides(dyk), *strides(q), *strides(k), *strides(dq), *strides(dk),
             batch_stride(cos), batch_stride(positions), S, H, G, cos.shape[1], blocks, offset,
@@ -233,6 +236,6 @@ def backward(
         )  # fmt: skip
     if dwq is not None:
         P = partials.shape[1]
-        rows.sum_kernel[(triton.cdiv(D, rows.SUM_C), 1 if dwk is None else 2)](
-            partials, dwq, dwk, P if blocks else 0, P, D, rows.SUM_P, rows.SUM_C, num_warps=8
-        )
+        grid = -(-D // rows.SUM_C), 1 if dwk is None else 2
+        share = P if blocks else 0
+        launch(rows.sum_kernel, grid, partials, dwq, dwk, share, P, D, rows.SUM_P, rows.SUM_C, num_warps=8)

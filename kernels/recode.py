@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program
 WARPS = 4
 
@@ -45,12 +47,13 @@ def decode_kernel(y_N, packed_B, start_P, table_P, x_N, n, BLOCK: tl.constexpr):
 def encode(x, rank, packed, queue):
     n = x.numel()
     if n:
-        encode_kernel[(-(-n // BLOCK),)](x.view(torch.int16), rank, packed, n, BLOCK, num_warps=WARPS)
+        launch(encode_kernel, (-(-n // BLOCK),), x.view(torch.int16), rank, packed, n, BLOCK, num_warps=WARPS)
 
 
 def decode(y, packed, start, table, x, queue):
     n = y.numel()
     if n:
-        decode_kernel[(-(-n // BLOCK),)](
-            y.view(torch.int16), packed, start, table, x.view(torch.int16), n, BLOCK, num_warps=WARPS
-        )
+        launch(
+            decode_kernel, (-(-n // BLOCK),),
+            y.view(torch.int16), packed, start, table, x.view(torch.int16), n, BLOCK, num_warps=WARPS,
+        )  # fmt: skip

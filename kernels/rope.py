@@ -10,6 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 ELEMENTS, WARPS = 1024, 4  # pairs of a tile: 8 a thread, two 16-byte loads at 16 bits
 PROGRAMS = 2048  # from here on all multiprocessors of the largest GPUs are full
 
@@ -159,13 +161,14 @@ def batch_stride(t):
 def forward(q, k, cos, sin, positions, yq, yk, rotary, interleaved, transposed, queue):
     (B, H, S, D), G = q.shape, 0 if k is None else k.shape[1]
     blocks = cut(D, rotary)
-    programs = B * triton.cdiv(S, blocks.tokens)
+    programs = B * -(-S // blocks.tokens)
     if programs == 0 or H + G == 0:
         return
     # As many heads in one program as leave enough programs; with fewer than four, angles would be most of the loads.
-    groups = min(triton.cdiv(H + G, 4), triton.cdiv(PROGRAMS, programs))
-    heads = triton.cdiv(H + G, groups)
-    forward_kernel[(programs, triton.cdiv(H + G, heads))](
+    groups = min(-(-(H + G) // 4), -(-PROGRAMS // programs))
+    heads = -(-(H + G) // groups)
+    launch(
+        forward_kernel, (programs, -(-(H + G) // heads)),
         q, k, cos, sin, positions, yq, yk, *strides(q), *strides(k), *strides(yq), *strides(yk),
         batch_stride(cos), batch_stride(positions), S, H, G, cos.shape[1], heads,
         rotary // 2, D, cos.shape[2] != rotary, interleaved, transposed, *blocks,

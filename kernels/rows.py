@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 MAX_COLS = 1 << 20  # no kernel here has a limit; wider rows than this are not tested
 
 
@@ -353,48 +355,46 @@ def forward(x, weight, bias, y, mean, rstd, eps, offset, center):
         return
     plan = plan_for(C, FORWARD[center])
     if plan.wide:
-        forward_wide_kernel[(R,)](
-            x, weight, bias, y, mean, rstd, eps, offset, plan.units,
-            center, plan.unit, plan.even, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
+        launch(
+            forward_wide_kernel, (R,), x, weight, bias, y, mean, rstd, eps, offset, plan.units, center, plan.unit,
+            plan.even, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        forward_kernel[(-(-R // plan.rows),)](
-            x, weight, bias, y, mean, rstd, eps, offset, R, plan.units,
-            center, plan.unit, plan.even, plan.rows, plan.block_c,
-            num_warps=plan.warps * x.element_size() // 2, enable_fp_fusion=False,
+        launch(
+            forward_kernel, (-(-R // plan.rows),), x, weight, bias, y, mean, rstd, eps, offset, R, plan.units, center,
+            plan.unit, plan.even, plan.rows, plan.block_c, num_warps=plan.warps * x.element_size() // 2,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def rebuild(x, weight, bias, mean, rstd, y, offset, center):
     R, C = x.shape
-    if R == 0:
-        return
     plan = plan_for(C, REBUILD)
-    rebuild_kernel[(-(-R // plan.rows) * plan.blocks,)](
-        x, weight, bias, mean, rstd, y, offset, R, plan.units,
-        center, plan.unit, plan.even, plan.rows, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    if R:
+        launch(
+            rebuild_kernel, (-(-R // plan.rows) * plan.blocks,), x, weight, bias, mean, rstd, y, offset, R, plan.units,
+            center, plan.unit, plan.even, plan.rows, plan.block_c, num_warps=plan.warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def backward(dy, x, weight, mean, rstd, dx, dweight, dbias, sums, offset, center):
-    R, C = x.shape
-    dw, db = dweight is not None, dbias is not None
+    (R, C), dw, db = x.shape, dweight is not None, dbias is not None
     plan = plan_for(C, BACKWARD[center])
     if dx is not None and plan.wide and R:
-        backward_wide_kernel[(R,)](
-            dy, x, weight, mean, rstd, dx, offset, plan.units,
-            center, plan.unit, plan.even, plan.block_c, num_warps=plan.warps,
+        launch(
+            backward_wide_kernel, (R,), dy, x, weight, mean, rstd, dx, offset, plan.units, center, plan.unit, plan.even,
+            plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
         dx = None
     if dx is None:
         plan = plan_for(C, COLUMNS)
     if R and (dw or db or dx is not None):
         P = sums.shape[1] if dw or db else _programs(plan, R)
-        backward_kernel[(P, plan.blocks)](
-            dy, x, weight, mean, rstd, dx, sums, offset, R, plan.units,
-            center, dw, db, plan.unit, plan.even, plan.rows, plan.block_c, _stages(plan, dy, x),
-            num_warps=plan.warps, maxnreg=None if dx is None else _registers(plan),
+        launch(
+            backward_kernel, (P, plan.blocks), dy, x, weight, mean, rstd, dx, sums, offset, R, plan.units, center, dw,
+            db, plan.unit, plan.even, plan.rows, plan.block_c, _stages(plan, dy, x), num_warps=plan.warps,
+            maxnreg=None if dx is None else _registers(plan),
         )  # fmt: skip
     if dw or db:
-        P = sums.shape[1]
-        sum_kernel[(-(-C // SUM_C), dw + db)](sums, dweight, dbias, P if R else 0, P, C, SUM_P, SUM_C, num_warps=8)
+        P, grid = sums.shape[1], (-(-C // SUM_C), dw + db)
+        launch(sum_kernel, grid, sums, dweight, dbias, P if R else 0, P, C, SUM_P, SUM_C, num_warps=8)

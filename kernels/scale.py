@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from . import rows
+from .launch import launch
 
 BLOCK = 2048  # elements of a program at a time
 WARPS = 4
@@ -36,4 +37,4 @@ def forward(x, factor, y, queue):
     if n:
         same = x is y or x.data_ptr() == y.data_ptr()
         programs = min(-(-n // BLOCK), PROGRAMS * rows.device()[0])
-        forward_kernel[(programs,)](x, factor, y, n, same, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        launch(forward_kernel, (programs,), x, factor, y, n, same, BLOCK, num_warps=WARPS, enable_fp_fusion=False)

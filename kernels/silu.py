@@ -8,6 +8,8 @@ Where exp overflows, below -88.7, s is 0, as torch's is.
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
 WARPS = 4
 
@@ -80,14 +82,16 @@ def backward_kernel(dy_N, x_N, dx_N, n, CHEAP: tl.constexpr, BLOCK: tl.constexpr
 def forward(x, y, queue):
     n = x.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](
-            x, y, n, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            forward_kernel, (-(-n // BLOCK),),
+            x, y, n, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def backward(dy, x, dx, queue):
     n = x.numel()
     if n:
-        backward_kernel[(-(-n // BLOCK),)](
-            dy, x, dx, n, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            backward_kernel, (-(-n // BLOCK),),
+            dy, x, dx, n, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ Letters: R rows, C columns, T rows of a tile; a wide row goes by blocks of G gro
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile, and are read
@@ -154,12 +155,14 @@ def _launch(tile_kernel, wide_kernel, table, tensors, log, cheap):
         return
     plan = plan_for(C, tensors[0].element_size(), table)
     if plan.wide:
-        wide_kernel[(R,)](
+        launch(
+            wide_kernel, (R,),
             *tensors, plan.units, log, cheap, plan.unit, plan.groups, plan.lanes,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip
     else:
-        tile_kernel[(-(-R // plan.rows),)](
+        launch(
+            tile_kernel, (-(-R // plan.rows),),
             *tensors, R, plan.units, log, cheap, plan.unit, plan.rows, plan.block,
             num_warps=plan.warps, enable_fp_fusion=False,
         )  # fmt: skip

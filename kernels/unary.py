@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .logits import _tanh, exp
 from .pointwise_loss import _log1p
 from .silu import _sigmoid
@@ -214,14 +215,16 @@ def backward_kernel(
 def forward(x, y, kind, a, b, c, queue):
     n = x.numel()
     if n:
-        forward_kernel[(-(-n // BLOCK),)](
-            x, y, n, a, b, c, kind, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            forward_kernel, (-(-n // BLOCK),),
+            x, y, n, a, b, c, kind, x.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def backward(dy, kept, dx, kind, a, b, c, queue):
     n = kept.numel()
     if n:
-        backward_kernel[(-(-n // BLOCK),)](
-            dy, kept, dx, n, a, b, c, kind, kept.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        launch(
+            backward_kernel, (-(-n // BLOCK),),
+            dy, kept, dx, n, a, b, c, kind, kept.element_size() == 2, BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
