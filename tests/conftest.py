@@ -1,5 +1,7 @@
 """Whole-suite settings: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
 
+import functools
+import gc
 import importlib.util
 import os
 
@@ -46,8 +48,52 @@ def repair_interpreter():
     interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl = patch_lang_tensor, cast_impl
 
 
+def hasten_interpreter():
+    """What Triton 3.6's interpreter spends half of its time on, for nothing."""
+    from triton.runtime import interpreter
+
+    # It computes every sum and product of integers in int64 besides, for an assertion that it drops unless it debugs.
+    options = interpreter.InterpreterOptions()
+    assert not options.debug
+    interpreter.InterpreterOptions = functools.partial(type(options), sanitize_overflow=False)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions()
+
+    # It looks through the language for what to replace at each launch and at each call of a device function. Nothing is
+    # compiled in this process, so once for each file of kernels will do, and what is replaced may stay.
+    patch_lang, done = interpreter._patch_lang, set()
+
+    def patch_lang_once(fn):
+        if fn.__module__ not in done:
+            done.add(fn.__module__)
+            patch_lang(fn)
+        return interpreter._LangPatchScope()  # with nothing to take back
+
+    interpreter._patch_lang = patch_lang_once
+
+    # It writes down the table of all dtypes whenever it looks one up.
+    known, find = {}, interpreter._get_np_dtype
+
+    def get_np_dtype(dtype):
+        if dtype.name not in known:
+            known[dtype.name] = find(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     repair_interpreter()
+    hasten_interpreter()
+
+
+def pytest_collection_modifyitems(items):
+    """What takes minutes comes first, or all but one worker would wait for it in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish():
+    """What was imported and collected lives until the end: to look through it at every `gc.collect()` takes long."""
+    gc.freeze()
 
 
 @pytest.fixture
