@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "adafactor.h"
 #include "add_norm.h"
 #include "attention.h"
 #include "bits.h"
@@ -12,9 +13,11 @@
 #include "dropout.h"
 #include "gated.h"
 #include "gelu.h"
+#include "lamb.h"
 #include "layer_norm.h"
 #include "log_probs.h"
 #include "masked_softmax.h"
+#include "optim.h"
 #include "piecewise.h"
 #include "pointwise_loss.h"
 #include "pool.h"
@@ -150,6 +153,30 @@ static void bind(py::module_ m, const Attention& op) {
   m.def("backward", op.backward, Unlocked());
 }
 
+static void bind(py::module_ m, const Optim& op) {
+  m.def("partials", op.partials);
+  m.def("prepare", op.prepare, Unlocked());
+  m.def("update", op.update, Unlocked());
+}
+
+static void bind(py::module_ m, const Lamb& op) {
+  m.def("partials", optim_cpu.partials);
+  m.def("prepare", optim_cpu.prepare, Unlocked());
+  m.def("moments", op.moments, Unlocked());
+  m.def("norms", op.norms, Unlocked());
+  m.def("update", op.update, Unlocked());
+}
+
+static void bind(py::module_ m, const Adafactor& op) {
+  m.def("partials", optim_cpu.partials);
+  m.def("prepare", optim_cpu.prepare, Unlocked());
+  m.def("sums", op.sums, Unlocked());
+  m.def("factors", op.factors, Unlocked());
+  m.def("norms", op.norms, Unlocked());
+  m.def("scale", op.scale, Unlocked());
+  m.def("update", op.update, Unlocked());
+}
+
 PYBIND11_MODULE(_C, m) {
   py::module_ cpu = m.def_submodule("cpu");
   bind(cpu.def_submodule("layer_norm"), layer_norm_cpu);
@@ -176,6 +203,9 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("bits"), bits_cpu);
   bind(cpu.def_submodule("piecewise"), piecewise_cpu);
   bind(cpu.def_submodule("attention"), attention_cpu);
+  bind(cpu.def_submodule("lamb"), lamb_cpu);
+  bind(cpu.def_submodule("adafactor"), adafactor_cpu);
+  bind(cpu.def_submodule("optim"), optim_cpu);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");
   cuda.def("refusal", &cuda_refusal);  // why these kernels cannot run here, or None
