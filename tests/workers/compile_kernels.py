@@ -159,10 +159,10 @@ def launch_attentions(capability):
         launch_attention(BF16, 128, **options)
 
 
-def launch_rooms(dtype):
+def launch_rooms(dtype, ones):
     """What every room of the index launches, forward, rebuilt and backward, in each way of calling it.
 
-    Of one element too: Triton takes an argument of 1 for a constant.
+    With ones, of one element too: Triton takes an argument of 1 for a constant.
     """
     from hfnn import functional, kernel, ops, recipe, warmup
 
@@ -173,7 +173,7 @@ def launch_rooms(dtype):
     kernel.Op._choose = kernel.Op.find = choose
     for op in (op for op in ops.CONTRACT if any(k.name == "triton" for k in op.kernels)):
         sizes = (c for c in op.cases if all(entry == 1 for entry in c if isinstance(entry, int)))
-        for case in (*warmup.cases(op, 1024, 1024), *sizes):
+        for case in (*warmup.cases(op, 1024, 1024), *(sizes if ones else ())):
             args, options = op.sample(case, dtype, "meta")
             args = [a.requires_grad_() if warmup.is_float(a) else a for a in args]
             y = getattr(functional, op.name)(*args, **options, prefer="memory")
@@ -206,9 +206,68 @@ def launch_rope(dtype, out, case):
         norm.backward(*given, None, None, None, 1.0, rotary, interleaved, 0)
 
 
-def launch_all():
+def launch_optim(everything):
+    """A step by each rule, with parameters, gradients and states of each format, and what else there may be."""
+    op = kernels("optim")
+
+    def new(*shape, dtype=F32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, owner = new(1000, 16, dtype=torch.int64), new(100_000, dtype=torch.int32)
+    hyper, control, squares = new(2, 8, dtype=torch.float64), new(4), new(op.partials(100_000), dtype=torch.float64)
+    op.prepare(rows, owner, control, None, 0)
+    op.prepare(rows, owner, control, squares, 0)
+    float32, bfloat16, float16, mixed, int8, int4 = 0x000, 0x111, 0x222, 0x011, 0x411, 0x511
+    # The rule and the codes; amsgrad, remainder, ema; a seed.
+    tables = [(0, (float32,), 0, 0, 0, -1), (0, (mixed,), 0, 1, 0, -1), (0, (float32, int8), 0, 0, 0, -1),
+              (0, (int4,), 0, 0, 0, 7), (1, (float32,), 0, 0, 0, -1), (2, (bfloat16,), 0, 0, 0, -1)]  # fmt: skip
+    if everything:
+        tables += [(0, (float32,), 1, 0, 1, -1), (0, (mixed,), 0, 0, 0, -1), (0, (float16,), 0, 0, 0, 7),
+                   (0, (bfloat16,), 0, 0, 0, 7), (0, (int8,), 0, 1, 1, -1), (0, (int4,), 0, 0, 0, -1),
+                   (0, (0x400,), 0, 0, 0, -1), (1, (int8,), 0, 0, 0, -1), (0, (int8,), 1, 0, 0, 7)]  # fmt: skip
+    for rule, codes, amsgrad, remainder, ema, seed in tables:
+        features = op.Features(codes, bool(amsgrad), bool(remainder), bool(ema))
+        decay = 0.99 if ema else -1.0
+        op.update(rows, owner, hyper, control, squares, rule, decay, seed, 0, 0, features)
+
+
+def launch_lamb_and_adafactor():
+    """Steps with and without clipping, in every format, and with all that may occur besides."""
+    lamb, adafactor, features = kernels("lamb"), kernels("adafactor"), kernels("optim").Features
+
+    def new(*shape, dtype=torch.float64):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, shapes, tiles = new(1000, 16).long(), new(1000, 5).long(), new(100_000, dtype=torch.int32)
+    hyper, control, work = new(2, 8), new(4, dtype=F32), new(1 << 20, dtype=F32)
+    pairs, norms, scales = new(100_000, 2), new(1000, 2), new(1000)
+    lamb.norms(rows, pairs, norms, 0)
+    squares = new(lamb.partials(100_000))
+    adafactor.scale(rows, shapes, hyper, control, squares, pairs, scales, 0)
+    for code, remainder, ema, seed in (
+        (0x000, 0, 0, -1), (0x111, 0, 0, -1), (0x222, 0, 0, -1), (0x011, 1, 1, -1), (0x111, 0, 0, 7), (0x011, 0, 0, 7),
+        (0x411, 0, 0, -1), (0x511, 0, 0, -1),
+    ):  # fmt: skip
+        occurs, clip = features((code,), False, bool(remainder), bool(ema)), squares if code else None
+        keep, given = (0.9 if ema else -1.0, seed, 0, 0, occurs), (hyper, control, clip, work)
+        lamb.moments(rows, tiles, hyper, control, clip, pairs, 0, occurs)
+        lamb.update(rows, tiles, hyper, control, norms, *keep)
+        if code >> 8 >= 4:
+            continue
+        adafactor.sums(rows, shapes, tiles, *given, 0, occurs)
+        adafactor.factors(rows, shapes, tiles, *given, 0, occurs)
+        for small in (False, True):
+            adafactor.norms(rows, shapes, tiles, *given, pairs, 0, occurs, small)
+            adafactor.update(rows, shapes, tiles, hyper, control, work, scales, *keep, small)
+
+
+def launch_all(everything):
+    """What does not depend on the architecture is asked for with everything, which one architecture is enough for:
+    float16 beside bfloat16, of the same size, and constants in place of arguments of 1."""
+    dtypes = (BF16, F16, F32) if everything else (BF16, F32)
     launch_bits()
     launch_recode()
+    launch_optim(everything)
     for case in ((2, 32, 8, 4096, 128, 128, False), (2, 8, 4, 4096, 256, 256, False), (2, 8, 8, 4096, 80, 32, True)):
         launch_rope(BF16, BF16, case)
         launch_rope(BF16, F32, case)
@@ -225,8 +284,8 @@ def launch_all():
     for cols in (1000, 8192, 128256):
         launch_losses(BF16, cols)
         launch_masked_softmax(BF16, cols)
-    for dtype in (BF16, F16, F32):
-        launch_rooms(dtype)
+    for dtype in dtypes:
+        launch_rooms(dtype, everything)
         for cols in (64, 1000, 1001, 2048, 3000, 4096, 8192, 10000):
             launch_add_norms(dtype, cols)
         launch_dropout_in_a_graph(dtype)
@@ -255,9 +314,9 @@ def compile_launches(capability):
                       **resources(code.asm["cubin"])}  # fmt: skip
             found[key] = launch | {"resident": resident(launch, capability)}
 
-    JITFunction.run = run
     kernels("rows").device = lambda: (132, SHARED[capability])
-    launch_all()
+    JITFunction.run = run  # after the kernels' own launcher has seen Triton's
+    launch_all(everything=capability == 90)
     launch_attentions(capability)
     return list(found.values())
 
