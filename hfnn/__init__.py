@@ -9,7 +9,7 @@
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
 
-from hfnn import bits, data, functional, kernel, memory, ops, recipe
+from hfnn import bits, data, functional, kernel, memory, ops, optim, recipe
 from hfnn.convert import convert, revert
 from hfnn.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
@@ -36,6 +36,7 @@ __all__ = [
     "kernel",
     "memory",
     "ops",
+    "optim",
     "patch_torch",
     "recipe",
     "report",

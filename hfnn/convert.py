@@ -2,7 +2,7 @@
 
 Parameters, buffers, hooks and names stay as they are, for nothing but `module.__class__` changes (and `prefer`, where
 it is not "auto"). Nothing outside the model is touched. `examine` gives the verdict on one module and is all that
-decides; `hfnn.report` prints it.
+decides; `hfnn.report` prints it. Optimizers go to `hfnn/optim/swap.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,10 +12,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from hfnn import adapters, experts, feedforward, inside, lookalike, residual
 from hfnn.dress import ROOMS, dress, is_converted, original
 from hfnn.kernel import PREFERENCES
+from hfnn.optim import swap
 
 Filter = str | type | Callable[[str, nn.Module], bool]
 
@@ -52,12 +54,15 @@ RECOGNISERS = (
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | Optimizer,
+    optimizer: Optimizer | None = None,
+    *,
     only: Filter | Iterable[Filter] | None = None,
     skip: Filter | Iterable[Filter] | None = None,
     prefer: str = "auto",
     recompute: str | None = None,
-) -> nn.Module:
+    **options,
+) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
     """Swap every module that hfnn has an op for, in place; returns the model.
 
     Swapped are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were proved to
@@ -68,7 +73,27 @@ def convert(
     (hfnn/feedforward.py) do not keep the first products, the widest tensors of a transformer, but compute them again in
     backward. Converting again changes nothing but `prefer` and `recompute`. Raises ValueError for an unknown `prefer`
     or `recompute`, and for a pattern that matches no module.
+
+    optimizer: of torch.optim, of which hfnn.optim has the class, or a subclass that inherits its step; it becomes
+    hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for
+    it. `convert(optimizer)` converts it alone and returns it; `convert(model, optimizer)` returns both. options: those
+    of `hfnn.optim` (`state_dtype="8bit"`, ...), which may also be set on a converted one. An optimizer that cannot be
+    converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; ValueError if it was given
+    options. Where accelerate prepared it with a GradScaler, give what accelerate returned.
     """
+    if isinstance(model, Optimizer) and optimizer is None:
+        return swap.convert(model, **options)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"takes a torch.optim.Optimizer as second argument, got {type(optimizer).__name__}")
+    if options and optimizer is None:
+        raise ValueError(
+            f"got {', '.join(options)}: those are for an optimizer, as in hfnn.convert(model, optimizer, ...)"
+        )
+    _convert(model, only, skip, prefer, recompute)
+    return model if optimizer is None else (model, swap.convert(optimizer, **options))
+
+
+def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -> None:
     for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
@@ -86,16 +111,23 @@ def convert(
         for name, value in attributes.items():
             _set(part, name, value)
     adapters.settle(model)
-    return model
 
 
-def revert(model: nn.Module) -> nn.Module:
-    """Give every converted module its original class again, in place; returns the model.
+def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
+    """Give every converted module its original class again, in place; returns what it was given.
 
     hfnn's own classes become torch's, also where the model was built with them; `hfnn.MLP` and `hfnn.GatedMLP`, which
     torch has no class for, stay, and only their parts change. Raises ValueError, and changes
     nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`).
+    An optimizer becomes torch's, with its states as torch keeps them; those in 8 or 4 bits are decoded.
     """
+    if isinstance(model, Optimizer) and optimizer is None:
+        return swap.revert(model)
+    _revert(model)
+    return model if optimizer is None else (model, swap.revert(optimizer))
+
+
+def _revert(model: nn.Module) -> None:
     modules = [module for module in model.modules() if is_converted(module)]
     for module in modules:
         if original(type(module)) is None:
@@ -109,7 +141,6 @@ def revert(model: nn.Module) -> nn.Module:
         for name in ("prefer", "recompute", "keep"):
             vars(module).pop(name, None)
     adapters.release(model)
-    return model
 
 
 def sites(model: nn.Module) -> list[Site]:

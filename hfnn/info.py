@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hfnn import ops
+from hfnn import ops, optim
 from hfnn.ops.attention import backends
 
 # What the kernels are compiled for, and what decides how fast a machine is. The kernel's own names, x86 then Arm.
@@ -56,13 +56,15 @@ def tables() -> list[Table]:
 
 
 def _kernels() -> Iterator[tuple[str, ...]]:
-    for op in ops.ALL:
-        for kernel in op.kernels:
+    rooms = [(op.name, op.kernels) for op in ops.ALL]
+    rooms += [(name, cls.kernels) for name in optim.__all__ if hasattr(cls := getattr(optim, name), "kernels")]
+    for room, kernels in rooms:
+        for kernel in kernels:
             dtypes = " ".join(_short(dtype) for dtype in kernel.dtypes)
             here = found(lambda kernel=kernel: "yes" if kernel.missing is None else f"no: {kernel.missing}")
-            yield op.name, kernel.name, kernel.device, f"{kernel.min_elements:,}", dtypes, here
-        if not op.kernels:
-            yield op.name, "torch", "any", "0", "all", "yes"
+            yield room, kernel.name, kernel.device, f"{kernel.min_elements:,}", dtypes, here
+        if not kernels:
+            yield room, "torch", "any", "0", "all", "yes"
 
 
 def _short(dtype: torch.dtype) -> str:

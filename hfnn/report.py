@@ -1,4 +1,4 @@
-"""`report`: every module of a model, what it was swapped for or why it was left alone."""
+"""`report`: every module of a model, or an optimizer: what it was swapped for or why it was left alone."""
 
 import io
 import re
@@ -8,11 +8,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
 
 from hfnn import recipe
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.dress import is_converted, op_of, original, title
 from hfnn.ops import linear
+from hfnn.optim import swap
+
+OPTIMIZER = "(optimizer)"  # in the place of a name
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Report:
         counter = recipe.counter
         caption = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone; "
         caption += f"in this process {counter.taken} recipes taken, {counter.rebuilt} tensors rebuilt"
-        table = Table("module", "from", "to", "kernel", "why", caption=caption)
+        of_modules = any(row.name != OPTIMIZER for row in self.rows)
+        table = Table("module", "from", "to", "kernel", "why", caption=caption if of_modules else None)
         folded: dict[tuple, list[str]] = {}
         for row in self.rows:
             key = re.sub(r"\b\d+\b", "*", row.name), row.original, row.to or "-", row.kernel or "-", row.why
@@ -61,13 +66,15 @@ class Report:
         return file.getvalue()
 
 
-def report(model: nn.Module) -> Report:
-    """Every module without modules inside, and of the others those that are converted, or nearly were.
+def report(model: nn.Module | Optimizer) -> Report:
+    """Every module without modules inside, and of the others those that are converted, or nearly were; or an optimizer.
 
     Print it, or read its `rows`. Kernels are those for contiguous inputs of the device and dtype of the module's
     parameters (of the model's first parameter where it has none), outside torch.compile. Works on models that are
     converted, partly or not at all.
     """
+    if isinstance(model, Optimizer):
+        return Report([Row(OPTIMIZER, *swap.explain(model))])
     found = [site for site in sites(model) if not site.module._modules or _is_of_note(site)]
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     return Report([_row(site, first) for site in found])

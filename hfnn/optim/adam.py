@@ -1,0 +1,35 @@
+"""Adam and AdamW in one launch: Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101.
+
+    g += wd p   (AdamW: p -= lr wd p);   m += (1 - b1)(g - m);   v = b2 v + (1 - b2) g g
+    p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+m is `exp_avg`, v `exp_avg_sq`; with amsgrad, the largest v so far stands in for v (`max_exp_avg_sq`).
+"""
+
+import torch
+
+from hfnn.optim import reference
+from hfnn.optim.fused import Fused
+
+
+class Adam(Fused, torch.optim.Adam):
+    """`torch.optim.Adam`: the same arguments and defaults, and those of `Fused`."""
+
+    rule = 0
+    signs = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+    _update = staticmethod(reference.adam)
+
+    def _names(self, group):
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    def _numbers(self, group):
+        options = (
+            reference.MAXIMIZE * group["maximize"]
+            | reference.DECOUPLED * group.get("decoupled_weight_decay", False)
+            | reference.AMSGRAD * group["amsgrad"]
+        )
+        return [group["lr"], *group["betas"], group["eps"], group["weight_decay"], options, 0.0, 0.0]
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """`torch.optim.AdamW`: the same arguments and defaults, and those of `Fused`."""

@@ -1,0 +1,298 @@
+"""`Fused`: what turns an optimizer of `torch.optim` into one whose step is one launch over all its parameters.
+
+A class names its rule and what it keeps (see `Fused`); the rest is here and in `state.py`: states are made, or taken
+over from torch's, at the first step; tables are kept while addresses stay (`table.py`); and where no kernel takes a
+parameter, torch's own step runs, with the reason in `report()`. Nothing relies on `__init__` having run: an optimizer
+of torch becomes one of hfnn by `optimizer.__class__ = hfnn.optim.AdamW`.
+"""
+
+import torch
+from torch import Tensor
+
+from hfnn import kernel as kernels
+from hfnn.kernel import FLOATS, Kernel, NoKernel
+from hfnn.ops.dropout import draw
+from hfnn.optim import formats
+from hfnn.optim.distributed import check_one_mesh, total_squares
+from hfnn.optim.fallback import ASKED, Fallback
+from hfnn.optim.memory import Memory, memory
+from hfnn.optim.state import OPTIONS
+from hfnn.optim.table import NORM, TILE, Plan, Settings, Table, capturing, clashing, dense, fit, local, sharding
+
+KERNELS = (
+    Kernel("triton", "hfnn.kernels.optim", "cuda"),
+    Kernel("cpp", "hfnn._C:cpu.optim", "cpu", (*FLOATS, torch.float64)),
+)
+COUNTERS = TILE // 8  # of Philox, which a tile uses for stochastic rounding
+
+
+class Fused(Fallback):
+    """Mixed in before an optimizer class: `class AdamW(Fused, torch.optim.AdamW)`.
+
+    state_dtype: None (the parameter's dtype, as torch), torch.float32, torch.bfloat16, "8bit" or "4bit";
+    master: None, or "remainder": 16 further bits make bfloat16 parameters float32 in all but name;
+    stochastic_rounding: of parameters of 16 bits; drawn from torch's generator, so a run that is to continue the same
+    saves and restores that generator's state, too;
+    max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_`, but within the step, so that `.grad` is
+    left as it is; `grad_norm` is their norm before;
+    ema_decay: keeps a float32 average of each parameter, ema += (1 - ema_decay) (p - ema), in `state[p]["ema"]`.
+
+    A class that mixes it in says:
+        rule: the number of its rule in `csrc/optim.h`;
+        signs: of each state by name, whether it may be negative;
+        counts: whether it keeps `step`;
+        kernels: a tuple of Kernel, in order of preference;
+        _names(group): the names of the states that a group's parameters have, in the header's order;
+        _numbers(group): the group's row of `hyper`, of HYPER floats or tensors of one element;
+        _update(p, g, states, numbers, step, first): the rule in plain torch, in place on p and states;
+    and may say otherwise what is launched for a table (`_launch`) and how a row is made (`_entry`).
+    """
+
+    kernels = KERNELS
+    rule: int
+    _step_supports_amp_scaling = True
+    _norm: Tensor | None = None
+    _ran: tuple[str, ...] = ()
+
+    def __init__(self, *args, state_dtype=None, master=None, stochastic_rounding=False, max_grad_norm=None,
+                 ema_decay=None, **kwargs):  # fmt: skip
+        self.configure(
+            state_dtype=state_dtype, master=master, stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm, ema_decay=ema_decay,
+        )  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._step_supports_amp_scaling = True
+
+    def configure(self, **options) -> None:
+        """Set some of the extra options. States are converted at the next step. Raises ValueError."""
+        if unknown := options.keys() - set(OPTIONS):
+            raise ValueError(f"got {', '.join(sorted(unknown))}; the options are {', '.join(OPTIONS)}")
+        value = {name: options.get(name, getattr(self, name)) for name in OPTIONS}
+        known = (None, torch.float32, torch.bfloat16, *formats.LOW)
+        if value["state_dtype"] not in known:
+            raise ValueError(f"state_dtype={value['state_dtype']!r}: choose one of {', '.join(map(repr, known))}")
+        if value["master"] not in (None, "remainder"):
+            raise ValueError(f"master={value['master']!r}: choose None or 'remainder'")
+        if value["master"] and value["stochastic_rounding"]:
+            raise ValueError("master='remainder' keeps all bits: leave stochastic_rounding=False")
+        norm, decay = value["max_grad_norm"], value["ema_decay"]
+        if norm is not None and not norm > 0:
+            raise ValueError(f"max_grad_norm={norm}: give a positive number, or None for no clipping")
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(f"ema_decay={decay}: give a number in [0, 1), or None for no average")
+        self.__dict__.update(value)
+
+    def add_param_group(self, param_group) -> None:
+        super().add_param_group(param_group)
+        if self.param_groups[-1].get("differentiable"):
+            self.param_groups.pop()
+            raise ValueError("differentiable=True: a kernel's step has no graph; use torch.optim's class for that")
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients before they were clipped at the last step; None without max_grad_norm."""
+        return None if self._norm is None else self._norm.clone()
+
+    # One step.
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure=None):
+        """Perform a single optimization step; `closure` reevaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step(None)
+        return loss
+
+    step.hooked = True  # what torch asks before it wraps a class's step
+
+    @torch.no_grad()
+    def step_parameters(self, params: list[Tensor]) -> None:
+        """A step of these parameters alone; hooks of `step` do not run. They must be this optimizer's."""
+        self._step(list(params))
+
+    @torch._disable_dynamo
+    def _step(self, wanted: list[Tensor] | None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]] if wanted is None else wanted
+        grads = [p.grad for p in params]
+        options = self._options()
+        if capturing():
+            self._check_capturable()
+            # What a graph works on is in its own memory and filled by its replays: of no use to steps outside of it.
+            plan = self._plan(params, grads, options, wanted, {})
+            self.__dict__.setdefault("_captured", []).append(plan)
+        else:
+            plans = self.__dict__.setdefault("_plans", {})
+            key = None if wanted is None else tuple(map(id, wanted))
+            plan = plans.get(key)
+            if plan is None or not plan.holds(params, options, self._states_of(wanted), grads):
+                plan = self._plan(params, grads, options, wanted, self.__dict__.setdefault("_settings", {}))
+                plans[key] = plan
+        if plan.refusal is not None:
+            self._fall_back(plan, wanted)
+        elif plan.tables:
+            self._run(plan)
+            plan.copied.clear()
+
+    def _check_capturable(self) -> None:
+        if not all(group.get("capturable", True) for group in self.param_groups):
+            raise RuntimeError(
+                f"{type(self).__name__}.step() is being captured in a CUDA graph: construct it with capturable=True"
+            )
+
+    def _states_of(self, wanted: list[Tensor] | None) -> list:
+        return list(self.state.values()) if wanted is None else [self.state.get(p) for p in wanted]
+
+    def _options(self) -> tuple:
+        """What tables depend on, besides tensors."""
+        names = tuple([self._names(group) for group in self.param_groups])
+        return (
+            kernels.forced(),
+            self.state_dtype,
+            self.master,
+            self.max_grad_norm is None,
+            self.ema_decay is None,
+            names,
+        )
+
+    def _plan(self, params: list[Tensor], grads: list, options: tuple, wanted, settings: dict) -> Plan:
+        """The tables for these gradients, of which None are absent, or why there are none."""
+        numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        if foreign := [p for p in params if id(p) not in numbers]:
+            raise ValueError(f"a parameter of shape {tuple(foreign[0].shape)} is in no group of this optimizer")
+        which = [i for i, g in enumerate(grads) if g is not None]
+        params_with, grads = [params[i] for i in which], [grads[i] for i in which]
+        if self.max_grad_norm is not None:
+            check_one_mesh(params_with)
+        refusal = self._refusal(list(zip(params_with, grads, strict=True)))
+        plan = Plan(params, options, which, refusal)
+        if refusal is None:
+            fitted = list(map(fit, grads, params_with))
+            plan.remember([local(g) for g in grads], fitted)
+            if self.counts:
+                self._count(params_with)
+            places: dict[tuple, list[int]] = {}
+            for place, p in enumerate(params_with):
+                places.setdefault((local(p).device, sharding(p)), []).append(place)
+            for (device, shards), found in places.items():
+                entries = [self._entry(params_with[i], numbers[id(params_with[i])]) for i in found]
+                kernel = self._kernel(device, {entry.param.dtype for entry in entries})
+                mine = settings.get(device)
+                if mine is None or len(mine.hyper) != len(self.param_groups):
+                    mine = settings[device] = Settings(device, len(self.param_groups))
+                clips = self.max_grad_norm is not None
+                plan.add(Table(entries, [fitted[i] for i in found], kernel, mine, clips, shards), found)
+        plan.states = self._states_of(wanted)
+        return plan
+
+    # Which kernel, and why none.
+
+    def _kernel(self, device: torch.device, dtypes: set) -> Kernel | None:
+        forced = kernels.forced()
+        for kernel in self.kernels:
+            if forced in (None, kernel.name) and not any(kernel.refusals(device.type, d, 0, d) for d in dtypes):
+                return kernel
+        return None
+
+    def _refusal(self, pairs: list[tuple[Tensor, Tensor]]) -> str | None:
+        """Why not all of these parameters with their gradients go to kernels, or None."""
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise ValueError("differentiable=True: a kernel's step has no graph; use torch.optim's class for that")
+        kinds: dict[torch.device, set] = {}
+        for p, g in pairs:
+            x = local(p)
+            if why := _strange(x, g):
+                return f"a parameter of shape {tuple(p.shape)}: {why}"
+            kinds.setdefault(x.device, set()).add(x.dtype)
+        if clashing([local(p).data_ptr() for p, _ in pairs]):
+            return "two parameters are in the same memory"
+        forced = kernels.forced()
+        if forced == "torch":
+            return ASKED
+        for device, dtypes in kinds.items():
+            if self._kernel(device, dtypes) is None:
+                refusals = {
+                    f"{k.name}: {r}" for k in self.kernels for d in dtypes for r in k.refusals(device.type, d, 0, d)
+                }
+                why = f"{type(self).__name__} on {device}: {'; '.join(sorted(refusals))}"
+                if forced is not None:
+                    raise NoKernel(f"`{forced}` was asked for; {why}")
+                return why
+        return None
+
+    # What a step does.
+
+    def _run(self, plan: Plan) -> None:
+        tables = plan.tables
+        numbers = [self._numbers(group) for group in self.param_groups]
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for settings in {id(table.settings): table.settings for table in tables}.values():
+            settings.set(numbers, self.max_grad_norm, scale, found)
+        for table in tables:
+            if self.counts or table.squares is not None:
+                table.prepare()
+        squares = self._total(tables) if self.max_grad_norm is not None else None
+        for table in tables:
+            self._launch(table, table.squares if squares is None else squares.to(table.rows.device))
+        self._ran = tuple(sorted({table.kernel.name for table in tables}))
+        self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
+        # Asks the device once at most, at the first step of rows that it fills and that may have been left out.
+        if any(table.first for table in tables) and not (found is not None and found.item()):
+            for table in tables:
+                table.written()
+
+    def _launch(self, table: Table, squares: Tensor | None) -> None:
+        """One step of all rows of a table; `squares` add up to that of the gradients' norm, where they are clipped."""
+        kernel, rows, settings = table.kernel, table.rows, table.settings
+        seed, offset = -1, 0
+        if self.stochastic_rounding:
+            seed, offset, pair = draw(rows, COUNTERS * table.tiles)
+            if pair is not None:
+                raise RuntimeError("stochastic_rounding=True: a CUDA graph would freeze the seed")
+        decay = -1.0 if self.ema_decay is None else self.ema_decay
+        extra = {"features": table.features} if kernel.name == "triton" else {}
+        kernel.update(
+            rows, table.owner, settings.hyper, settings.control, squares, self.rule, decay, seed, offset,
+            kernel.queue(rows), **extra,
+        )  # fmt: skip
+
+    def _total(self, tables: list[Table]) -> Tensor | None:
+        """The sum of squares over all tables and processes; None where the one table's partial sums say it all."""
+        if len(tables) == 1 and tables[0].shards is None:
+            return None
+        return total_squares([(table.shards, table.squares.sum()) for table in tables])
+
+    def memory(self) -> Memory:
+        """Bytes by kind (parameter, gradient, each state, scales, remainder, ema) and in total; prints as a table."""
+        return memory(self)
+
+    def report(self) -> str:
+        """What ran at the last step and how states are kept, or why no kernel ran, as text."""
+        plan = self.__dict__.get("_plans", {}).get(None)
+        name = type(self).__name__
+        if plan is None:
+            return f"{name}: no step yet"
+        if plan.refusal is not None:
+            return f"{name}: torch's own step, for {plan.refusal}"
+        lines = [f"{name}:"]
+        for table in plan.tables:
+            kinds: dict = {}
+            for entry in table.entries:
+                kinds[entry.param.dtype, entry.format] = kinds.get((entry.param.dtype, entry.format), 0) + 1
+            for (dtype, format), n in kinds.items():
+                states = f", states in {format}" if self.signs else ""
+                lines.append(f"  {n} parameters in {dtype}{states} on {table.settings.device}: {table.kernel.name}")
+        return "\n".join(lines)
+
+
+def _strange(x: Tensor, g: Tensor) -> str | None:
+    """What about a parameter or its gradient no kernel takes, or None."""
+    if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and type(x) is not Tensor:
+        return f"kernels take torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
+    if x.layout is not torch.strided or g.layout is not torch.strided:
+        return f"kernels take dense gradients, got {g.layout}"
+    if not x.is_floating_point():
+        return f"kernels take real numbers, got {x.dtype}"
+    return None if dense(x) else f"kernels take memory without gaps, got strides {x.stride()}"

@@ -1,0 +1,112 @@
+"""LAMB in a fixed number of launches: You et al., "Large Batch Optimization for Deep Learning", arXiv:1904.00962.
+
+    m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g g
+    u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p
+    p -= lr |p| / |u| u
+
+with the Euclidean norms of a whole parameter; the ratio is 1 where one of them is 0. m is `exp_avg`, v `exp_avg_sq`.
+"""
+
+import torch
+from torch import Tensor
+
+from hfnn.kernel import FLOATS, Kernel
+from hfnn.ops.dropout import draw
+from hfnn.optim.fused import COUNTERS, Fused
+from hfnn.optim.reference import DECOUPLED, MAXIMIZE
+
+BIAS_CORRECTION, SUM, ALWAYS = 16, 32, 64  # options, as in csrc/lamb.h
+
+KERNELS = (
+    Kernel("triton", "hfnn.kernels.lamb", "cuda"),
+    Kernel("cpp", "hfnn._C:cpu.lamb", "cpu", (*FLOATS, torch.float64)),
+)
+
+
+def keeping(optimizer: Fused, rows: Tensor, counters: int) -> tuple[float, int, int]:
+    """(ema_decay, seed, offset) as kernels take them, for so many counters of Philox."""
+    decay = -1.0 if optimizer.ema_decay is None else optimizer.ema_decay
+    if not optimizer.stochastic_rounding:
+        return decay, -1, 0
+    seed, offset, pair = draw(rows, counters)
+    if pair is not None:
+        raise RuntimeError("stochastic_rounding=True cannot be captured in a CUDA graph: its seed would be frozen")
+    return decay, seed, offset
+
+
+def reference(p, g, states, numbers, step, first) -> None:
+    """LAMB in plain torch, in place on p and its states."""
+    lr, beta1, beta2, eps, decay, options = numbers[:6]
+    m, v = states
+    if not options & DECOUPLED:
+        g, decay = g + p * decay, 0.0
+    m.mul_(beta1).add_(g, alpha=1 if options & SUM else 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    left = (1 - beta1**step, 1 - beta2**step) if options & BIAS_CORRECTION else (1.0, 1.0)
+    u = (m / left[0]) / ((v / left[1]).sqrt() + eps) + p * decay
+    p_norm, u_norm = p.norm(), u.norm()
+    ratio = torch.where((p_norm > 0) & (u_norm > 0), p_norm / u_norm, 1.0)
+    p.sub_(u * (lr * ratio if numbers[4] or options & ALWAYS else lr))
+
+
+class LAMB(Fused, torch.optim.Optimizer):
+    """LAMB, with the arguments that torch.optim's classes have, those of apex's FusedLAMB, and those of `Fused`.
+
+    bias_correction: divide m and v by 1 - b^t; grad_averaging: m averages gradients (b1 m + (1 - b1) g), without it, it
+    adds them up (b1 m + g); adam_w_mode: weight decay is added to u, without it to g; use_nvlamb: parameters without
+    weight decay have the ratio |p| / |u|, too, and not 1. `max_grad_norm` is that of `Fused`: None, where apex has 1.0.
+
+    Raises ValueError for a negative lr, eps or weight_decay, and for betas outside of [0, 1).
+    """
+
+    kernels = KERNELS
+    rule = 3
+    signs = {"exp_avg": True, "exp_avg_sq": False}
+    _update = staticmethod(reference)
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, *, bias_correction=True,
+        grad_averaging=True, adam_w_mode=True, use_nvlamb=False, maximize=False, capturable=False, **options,
+    ):  # fmt: skip
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging, "adam_w_mode": adam_w_mode, "use_nvlamb": use_nvlamb,
+            "maximize": maximize, "capturable": capturable, "differentiable": False,
+        }  # fmt: skip
+        super().__init__(params, defaults, **options)
+
+    def _names(self, group):
+        return ("exp_avg", "exp_avg_sq")
+
+    def _numbers(self, group):
+        options = (
+            MAXIMIZE * group["maximize"]
+            | DECOUPLED * group["adam_w_mode"]
+            | BIAS_CORRECTION * group["bias_correction"]
+            | SUM * (not group["grad_averaging"])
+            | ALWAYS * group["use_nvlamb"]
+        )
+        return [group["lr"], *group["betas"], group["eps"], group["weight_decay"], options, 0.0, 0.0]
+
+    def _launch(self, table, squares: Tensor | None) -> None:
+        kernel, rows, settings = table.kernel, table.rows, table.settings
+        partials = torch.empty(table.tiles, 2, dtype=torch.float64, device=rows.device)
+        norms = torch.empty(len(rows), 2, dtype=torch.float64, device=rows.device)
+        extra = {"features": table.features} if kernel.name == "triton" else {}
+        given, queue = (rows, table.owner, settings.hyper, settings.control), kernel.queue(rows)
+        kernel.moments(*given, squares, partials, queue, **extra)
+        kernel.norms(rows, partials, norms, queue)
+        if table.shards is not None:
+            mesh, dims = table.shards
+            for dim in dims:
+                torch.distributed.all_reduce(norms, group=mesh.get_group(dim))
+        kernel.update(*given, norms, *keeping(self, rows, COUNTERS * table.tiles), queue, **extra)

@@ -1,0 +1,37 @@
+"""What an optimizer and what it works on keep: `optimizer.memory()`."""
+
+from torch import Tensor
+
+from hfnn.optim.table import local
+
+
+class Memory(dict):
+    """Bytes by kind, in the order of the table that it prints; `numel` elements of parameters share them.
+
+    The kinds are "parameter", "gradient", the names of the states, "scales" of all low-bit states, "remainder", "ema"
+    and "step", as far as they are there, and "total". What two tensors share is counted once for each.
+    """
+
+    numel = 0
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<16}{'bytes':>16}{'a parameter':>14}"]
+        for kind, size in self.items():
+            lines.append(f"{kind:<16}{size:>16,}{size / max(self.numel, 1):>14.3f}")
+        return "\n".join(lines)
+
+
+def memory(optimizer) -> Memory:
+    """Count the bytes on this process; of a DTensor, those of its local part."""
+    found = Memory(parameter=0, gradient=0)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found.numel += local(p).numel()
+            found["parameter"] += local(p).nbytes
+            found["gradient"] += 0 if p.grad is None else local(p.grad).nbytes
+            for name, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    kind = "scales" if name.endswith("_scale") else name
+                    found[kind] = found.get(kind, 0) + local(value).nbytes
+    found["total"] = sum(found.values())
+    return found

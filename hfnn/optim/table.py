@@ -1,0 +1,309 @@
+"""What a step works on, as `csrc/optim.h` wants it: made when an address, a layout or an option changes, then kept.
+
+A `Plan` is all that one call of `step` needs, checked against the present gradients in a few passes over addresses. It
+has a `Table` for each device and sharding: the rows. `Settings`, one for each device, hold what changes without a
+table changing: the numbers of the groups, and what a GradScaler found.
+"""
+
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE = 4096
+PARAM, GRAD, STATE, SCALE, REMAINDER, EMA, STEP, NUMEL, FIRST_TILE, CODES, GROUP, FLAGS, COLUMNS = (
+    0, 1, 2, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16,
+)  # fmt: skip
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, "8bit": 4, "4bit": 5}
+HYPER, FIRST = 8, 1
+FOUND_INF, GRAD_SCALE, MAX_NORM, NORM, CONTROL = range(5)
+
+_WHOLE = frozenset((Tensor, torch.nn.Parameter))
+_address, _contiguous = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
+_stride, _dtype = torch._C.TensorBase.stride, attrgetter("dtype")
+
+
+class Features(NamedTuple):
+    """What occurs in a table, for kernels that are compiled for just that."""
+
+    codes: tuple[int, ...]  # the different values of the column CODES, ascending
+    amsgrad: bool
+    remainder: bool
+    ema: bool
+
+
+@dataclass
+class Entry:
+    """A parameter in a table: itself and its states as kept, all of them local tensors of one order of elements."""
+
+    param: Tensor
+    group: int
+    format: object  # of the states: a dtype, "8bit" or "4bit"
+    states: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    step: Tensor | None = None
+    remainder: Tensor | None = None
+    ema: Tensor | None = None
+    first: bool = False  # whether its states have never been written
+
+    def row(self, grad: Tensor, first_tile: int) -> list[int]:
+        """The row, whose columns are named at the head of this file."""
+        absent = [0, 0, 0]
+        codes = FORMATS[self.param.dtype] | FORMATS[grad.dtype] << 4 | FORMATS[self.format] << 8
+        return [
+            self.param.data_ptr(),
+            grad.data_ptr(),
+            *([x.data_ptr() for x in self.states] + absent)[:3],
+            *([x.data_ptr() for x in self.scales] + absent)[:3],
+            *(0 if x is None else x.data_ptr() for x in (self.remainder, self.ema, self.step)),
+            self.param.numel(),
+            first_tile,
+            codes,
+            self.group,
+            FIRST * self.first,
+        ]
+
+
+def local(x: Tensor) -> Tensor:
+    """This process's part of a DTensor; any other tensor as it is."""
+    return x if type(x) in _WHOLE else getattr(x, "_local_tensor", x)
+
+
+def order(x: Tensor) -> tuple:
+    """How the elements of x lie in memory, for comparison with tensors of its shape; gaps left out."""
+    return () if x.is_contiguous() else _steps(torch.empty_like(x, device="meta"))
+
+
+def dense(x: Tensor) -> bool:
+    """Whether the elements of x lie in memory without gaps and overlaps."""
+    return x.is_contiguous() or _steps(x) == order(x)
+
+
+def _steps(x: Tensor) -> tuple:
+    return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+
+
+def like(x: Tensor, wanted: Tensor) -> Tensor:
+    """x, copied where its elements do not lie in memory without gaps and in the order of those of `wanted`."""
+    if x.is_contiguous() and wanted.is_contiguous():
+        return x
+    if order(x) == order(wanted) and dense(x):
+        return x
+    return torch.empty_like(wanted, dtype=x.dtype).copy_(x)
+
+
+def flat(x: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class _Spare:
+    """Pinned memory for what a graph copies to the device, at every replay: so no piece is given out twice."""
+
+    def __init__(self):
+        self.free, self.taken = torch.empty(0, dtype=torch.uint8), []
+
+    def reserve(self, size: int) -> None:
+        if self.free.numel() < size:
+            self.free = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def take(self, values: Tensor) -> Tensor:
+        size = values.nbytes
+        self.reserve(size)
+        taken, self.free = self.free[:size], self.free[-(-size // 8) * 8 :]
+        taken = taken.view(values.dtype).view(values.shape)
+        self.taken.append(taken)
+        return taken.copy_(values)
+
+
+_spare = _Spare()
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """values, of the host, on the device; the host does not wait."""
+    return (_spare.take(values) if capturing() else values).to(device, non_blocking=True)
+
+
+class Settings:
+    """The numbers of the groups and of this step, on one device.
+
+    They are compared on the host, and copied where they changed; those that are tensors on a device go there by a copy
+    on the device, at every step.
+    """
+
+    def __init__(self, device: torch.device, groups: int):
+        self.device = device
+        self.hyper = torch.zeros(groups, HYPER, dtype=torch.float64, device=device)
+        self.control = upload(torch.tensor([0.0, 1.0, 0.0, 0.0]), device)
+        self.entries = self.control.unbind()
+        self._known: list | None = None
+        self._max_norm, self._scaled = 0.0, False
+
+    def set(self, numbers: list[list], max_norm: float | None, grad_scale: Tensor | None, found_inf: Tensor | None):
+        """numbers: the row of `hyper` of each group, of floats and tensors of one element."""
+        tensors = [(g, c) for g, row in enumerate(numbers) for c, x in enumerate(row) if isinstance(x, Tensor)]
+        if tensors:
+            late = {(g, c): numbers[g][c] for g, c in tensors if not numbers[g][c].is_cpu}
+            numbers = [
+                [0.0 if (g, c) in late else float(x) for c, x in enumerate(row)] for g, row in enumerate(numbers)
+            ]
+        if numbers != self._known:
+            self.hyper.copy_(upload(torch.tensor(numbers, dtype=torch.float64), self.device))
+            self._known = [list(row) for row in numbers]
+        for place in tensors:
+            if place in late:
+                self.hyper[place].copy_(late[place].squeeze())
+        if max_norm is not None and max_norm != self._max_norm:
+            self.entries[MAX_NORM].fill_(max_norm)
+            self._max_norm = max_norm
+        if found_inf is not None or grad_scale is not None or self._scaled:
+            self._scaled = found_inf is not None or grad_scale is not None
+            for place, value, default in ((FOUND_INF, found_inf, 0.0), (GRAD_SCALE, grad_scale, 1.0)):
+                self.entries[place].fill_(default) if value is None else self.entries[place].copy_(value.squeeze())
+
+
+class Table:
+    """The rows of one launch: parameters of one device, whose gradients are sharded alike (`shards`)."""
+
+    def __init__(self, entries: list[Entry], grads: list[Tensor], kernel, settings: Settings, norm: bool, shards):
+        self.entries, self.kernel, self.settings, self.shards = entries, kernel, settings, shards
+        device = settings.device
+        tiles = [-(-entry.param.numel() // TILE) for entry in entries]
+        first, rows = 0, []
+        for entry, grad, n in zip(entries, grads, tiles, strict=True):
+            rows.append(entry.row(grad, first))
+            first += n
+        self.tiles = first
+        self.first = any(entry.first for entry in entries)  # whether a row's states have never been written
+        self._host = torch.tensor(rows, dtype=torch.int64)
+        self.rows = upload(self._host, device)
+        numbers = torch.arange(len(entries), dtype=torch.int32)
+        self.owner = upload(numbers.repeat_interleave(torch.tensor(tiles)), device)
+        self.squares = None
+        if norm:
+            self.squares = torch.zeros(max(1, kernel.partials(first)), dtype=torch.float64, device=device)
+        there = [bool((self._host[:, column] != 0).any()) for column in (STATE + 2, REMAINDER, EMA)]
+        self.features = Features(tuple(self._host[:, CODES].unique().tolist()), *there)
+
+    def reserve(self) -> None:
+        """Set memory aside for making this table again while a graph is recorded."""
+        if self.rows.is_cuda:
+            numbers = (self.rows, self.owner, self.settings.hyper, self.settings.control)
+            _spare.reserve(2 * sum(x.nbytes for x in numbers) + 64 * len(numbers))
+
+    def prepare(self) -> None:
+        """Count the step, and where gradients are clipped add up their squares."""
+        self.kernel.prepare(self.rows, self.owner, self.settings.control, self.squares, self.kernel.queue(self.rows))
+
+    def move(self, addresses: list[int]) -> None:
+        """The gradients are elsewhere now, and nothing else about them has changed."""
+        self._set(GRAD, torch.tensor(addresses, dtype=torch.int64))
+
+    def written(self) -> None:
+        """The states have been written: no row is at its first step any more."""
+        self.first = False
+        self._set(FLAGS, torch.zeros(len(self.entries), dtype=torch.int64))
+
+    def _set(self, column: int, values: Tensor) -> None:
+        self._host[:, column] = values
+        if self.rows is not self._host:
+            self.rows[:, column].copy_(upload(values, self.rows.device))
+
+
+class Plan:
+    """The tables of one call of `step`, and all that they were made for.
+
+    `refusal` says why no kernel takes them; `which` are the numbers of the parameters that have a gradient, and
+    `places` of each table which of those gradients it has.
+    """
+
+    def __init__(self, params: list[Tensor], options: tuple, which: list[int], refusal: str | None):
+        self.params, self.options, self.which, self.refusal = params, options, which, refusal
+        self.tables: list[Table] = []
+        self.places: list[list[int]] = []
+        self.states: list = []  # set when the states are there
+        self._sharded = any(local(p) is not p for p in params)
+        self.copied: list[Tensor] = []  # the gradients of a step that rows point to, where they are copies
+        self._copies = False
+
+    def add(self, table: Table, places: list[int]) -> None:
+        self.tables.append(table)
+        self.places.append(places)
+        if not capturing():
+            table.reserve()
+
+    def remember(self, grads: list[Tensor], fitted: list[Tensor]) -> None:
+        """Note where parameters and gradients are and how they lie; rows point to the gradients `fitted`."""
+        self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not g]
+        self._copies = bool(self.copied)
+        self._parameters = list(map(_address, self._locals(self.params)))
+        self._gradients = list(map(_address, grads))
+        self._dtypes = list(map(_dtype, grads))
+        self._contiguous = list(map(_contiguous, grads))
+        self._odd = [i for i, plain in enumerate(self._contiguous) if not plain]
+        self._strides = [_stride(grads[i]) for i in self._odd]
+
+    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [local(x) for x in tensors] if self._sharded else tensors
+
+    def holds(self, params: list[Tensor], options: tuple, states: list, grads: list) -> bool:
+        """Whether this plan is right for these gradients (None where there is none); moves the rows of what moved.
+
+        Addresses, dtypes and layouts are compared and not objects: a gradient kept to be recognised would not be freed.
+        """
+        if self.refusal is not None or self._copies or options != self.options:
+            return False
+        if len(params) != len(self.params) or len(states) != len(self.states):
+            return False
+        if not all(map(is_, params, self.params)) or not all(map(is_, states, self.states)):
+            return False
+        if len(self.which) < len(params):
+            if [i for i, g in enumerate(grads) if g is not None] != self.which:
+                return False
+            grads = [grads[i] for i in self.which]
+        elif any(map(is_, grads, repeat(None))):
+            return False
+        grads = self._locals(grads)
+        if list(map(_dtype, grads)) != self._dtypes or list(map(_contiguous, grads)) != self._contiguous:
+            return False
+        if self._odd and [_stride(grads[i]) for i in self._odd] != self._strides:
+            return False
+        if list(map(_address, self._locals(params))) != self._parameters:
+            return False
+        addresses = list(map(_address, grads))
+        if addresses != self._gradients:
+            for table, places in zip(self.tables, self.places, strict=True):
+                table.move([addresses[i] for i in places])
+            self._gradients = addresses
+        return True
+
+
+def fit(grad: Tensor, p: Tensor) -> Tensor:
+    """The local gradient of p as a row wants it: itself, or a copy that lies in memory as p does."""
+    if type(p) not in _WHOLE and local(p) is not p and grad.placements != p.placements:
+        grad = grad.redistribute(placements=p.placements)
+    grad, x = local(grad), local(p)
+    if (x.dtype is torch.float64) != (grad.dtype is torch.float64) or grad.dtype not in FORMATS:
+        grad = grad.to(x.dtype)
+    return like(grad, x)
+
+
+def sharding(p: Tensor) -> tuple | None:
+    """(mesh, the dimensions of it over which p is sharded), or None for a tensor that is nowhere else."""
+    if local(p) is p:
+        return None
+    return p.device_mesh, tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
+
+
+def clashing(addresses: list[int]) -> bool:
+    """Whether one address stands there twice, of tensors with elements."""
+    real = [a for a in addresses if a]
+    return len(set(real)) < len(real)

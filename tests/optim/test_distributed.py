@@ -1,0 +1,50 @@
+"""Optimizers of sharded models, in real processes: what each rank does is in tests/workers/optimizer.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "optimizer.py"
+
+
+def run(way, world_size, folder):
+    """All ranks of one way, to their end."""
+    store, env = folder / f"store of {way} {world_size}", {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, way, str(rank), str(world_size), store, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+        for rank in range(world_size)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{output}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("way", ["fsdp2", "norm"])
+def test_sharded(way, world_size, tmp_path):
+    run(way, world_size, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["gradients", "in_backward", "ddp"])
+def test_two_ranks(way, tmp_path):
+    run(way, 2, tmp_path)
+
+
+def test_checkpoint_of_four_ranks_on_two_and_on_one(tmp_path):
+    run("save", 4, tmp_path)
+    run("load", 2, tmp_path)
+    run("load", 1, tmp_path)
+
+
+def test_checkpoint_of_one_rank_on_two(tmp_path):
+    run("save", 1, tmp_path)
+    run("load", 2, tmp_path)

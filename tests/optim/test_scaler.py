@@ -1,0 +1,89 @@
+"""GradScaler: gradients are divided and steps are left out on the device, and the host does not ask."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hfnn
+
+OPTIMIZERS = (("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Lion", {}))
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what waits for a device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"waits for the device: {function}")
+        return function(*args, **(kwargs or {}))
+
+
+def pair(name, options, **extras):
+    x = [torch.randn(5, 3), torch.randn(70, 70)]
+    made = []
+    for more in (extras, {}):
+        p = [t.clone().requires_grad_() for t in x]
+        made.append((p, getattr(hfnn.optim, name)(p, lr=0.1, **options, **more)))
+    return made
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_as_without(name, options, unscaled, kernel):
+    """With a scaler as without, and a step whose gradients overflow, the very first one among them, has not been."""
+    (a, mine), (b, other) = pair(name, options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for i in range(6):
+        overflows = i in (0, 3)
+        for x, y in zip(a, b, strict=True):
+            y.grad = torch.randn_like(y)
+            x.grad = torch.full_like(x, torch.inf) if overflows else y.grad * scaler.get_scale()
+        scaler.scale(torch.ones(()))  # which makes the scale
+        with hfnn.use(kernel):
+            if unscaled:
+                scaler.unscale_(mine)
+            scaler.step(mine)
+            scaler.update()
+            if not overflows:
+                other.step()
+        assert mine._ran == ((kernel,) if kernel != "torch" or name == "Lion" else ("torch",))
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+            if name == "AdamW" and i:
+                assert mine.state[x]["step"] == other.state[y]["step"]
+    assert scaler.get_scale() == 256.0 and not hasattr(mine, "found_inf")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"state_dtype": "8bit", "ema_decay": 0.9}])
+def test_no_sync(options):
+    (a, mine), _ = pair("AdamW", {"capturable": True}, **options)
+    mine.param_groups[0]["lr"] = torch.tensor(0.1)
+    for x in a:
+        x.grad = torch.randn_like(x)
+    mine.step()
+    mine.grad_scale, mine.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    mine.param_groups[0]["lr"] = 0.2
+    with NoSync():
+        mine.step()
+        norm = mine.grad_norm
+    assert (norm is None) == (mine.max_grad_norm is None)
+    with pytest.raises(AssertionError, match="waits"), NoSync():
+        mine.found_inf.item()
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+def test_clipping_is_of_what_was_scaled(kernel):
+    (a, mine), (b, _) = pair("AdamW", {}, max_grad_norm=0.5)
+    other = torch.optim.AdamW(b, lr=0.1)
+    for x, y in zip(a, b, strict=True):
+        y.grad = torch.randn_like(y)
+        x.grad = y.grad * 64
+    mine.grad_scale, mine.found_inf = torch.tensor(64.0), torch.tensor(0.0)
+    norm = torch.nn.utils.clip_grad_norm_(b, 0.5)
+    with hfnn.use(kernel):
+        mine.step()
+    other.step()
+    torch.testing.assert_close(mine.grad_norm, norm, rtol=1e-6, atol=0)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

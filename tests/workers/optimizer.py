@@ -1,0 +1,281 @@
+"""One gloo rank: hfnn's optimizers on sharded parameters do what they do on whole ones.
+
+python optimizer.py fsdp2|norm|gradients|in_backward|ddp|save|load RANK WORLD_SIZE STORE FOLDER
+"""
+
+import contextlib
+import copy
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+import hfnn
+from hfnn import kernel, optim
+from hfnn.optim.fused import Fused
+
+SAME = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+# Whether bits stay where the shards meet: elementwise states do, and blocks of 256 where shards begin between them.
+OPTIMIZERS = {
+    "adamw": lambda p, **o: optim.AdamW(p, lr=0.01, weight_decay=0.1, **o),
+    "amsgrad": lambda p, **o: optim.Adam(p, lr=0.01, amsgrad=True, **o),
+    "sgd": lambda p, **o: optim.SGD(p, lr=0.1, momentum=0.9, **o),
+    "lion": lambda p, **o: optim.Lion(p, lr=0.001, **o),
+    "8bit": lambda p, **o: optim.AdamW(p, lr=0.01, state_dtype="8bit", **o),
+    "4bit": lambda p, **o: optim.AdamW(p, lr=0.01, state_dtype="4bit", **o),
+    "ema": lambda p, **o: optim.AdamW(p, lr=0.01, ema_decay=0.9, **o),
+}
+REMAINDER = {"master": "remainder", "state_dtype": torch.float32}
+
+
+def build(dtype=torch.float32):
+    """Shards of the first weight are whole blocks on 4 ranks; 10 rows do not split evenly, 3 leave a rank with none."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10), nn.Tanh(), nn.Linear(10, 3)).to(dtype)
+
+
+def train(model, optimizer, first, last, clip=None):
+    """All ranks read the same batch, so the mean of their gradients is each one's, to the last bit."""
+    for i in range(first, last):
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(i)).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if isinstance(optimizer, Fused):
+            assert optimizer._ran == (kernel.forced() or "cpp",), optimizer.report()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal(model, plain, **tolerance):
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.detach()), whole(q.detach()), **tolerance)
+
+
+def assert_states_equal(optimizer, plain, **tolerance):
+    """As state_dict gives them: in the layout of the parameter, whatever they are kept in."""
+    found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert found.keys() == wanted.keys() and found
+    for index, values in wanted.items():
+        assert found[index].keys() == values.keys()
+        for key, value in values.items():
+            if value.dim():
+                assert isinstance(found[index][key], DTensor), key
+            # A remainder of a DTensor is int32 here, and int16 elsewhere.
+            torch.testing.assert_close(whole(found[index][key]), value, check_dtype=key != "remainder", **tolerance)
+
+
+def shard(model, mesh):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp2(world_size, folder):
+    """Equal to the unsharded run, bit for bit; also a converted torch optimizer, and a bfloat16 model with a master."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, make in OPTIMIZERS.items():
+        plain, model = build(), shard(build(), mesh)
+        reference, optimizer = make(plain.parameters()), make(model.parameters())
+        train(plain, reference, 0, 4)
+        train(model, optimizer, 0, 4)
+        assert_equal(model, plain, **SAME)
+        if name not in ("8bit", "4bit") or world_size in (2, 4):
+            assert_states_equal(optimizer, reference, **SAME)
+    plain, model = build(torch.bfloat16), shard(build(torch.bfloat16), mesh)
+    reference, optimizer = optim.AdamW(plain.parameters(), **REMAINDER), optim.AdamW(model.parameters(), **REMAINDER)
+    train(plain, reference, 0, 4)
+    train(model, optimizer, 0, 4)
+    assert_states_equal(optimizer, reference, **SAME)
+    assert_equal(model, plain, **SAME)
+    plain, model = build(), shard(build(), mesh)
+    reference, optimizer = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(model.parameters())
+    train(plain, reference, 0, 6)
+    train(model, optimizer, 0, 2)
+    train(model, hfnn.convert(optimizer), 2, 4)
+    train(model, hfnn.revert(optimizer), 4, 6)
+    assert_equal(model, plain, rtol=2e-5, atol=2e-6)
+
+
+class Whole(ParallelStyle):
+    """The same on all ranks, as a DTensor, with an output that is none."""
+
+    def _apply(self, module, mesh):
+        return distribute_module(module, mesh, output_fn=lambda m, y, mesh: y.full_tensor())
+
+
+def norm(world_size, folder):
+    """max_grad_norm is over all shards, counts replicas once, and is refused where the shards lie on several meshes."""
+    plain = build()
+    reference = torch.optim.AdamW(plain.parameters())
+    train(plain, reference, 0, 3, clip=0.01)
+    line = init_device_mesh("cpu", (world_size,))
+    models = [shard(build(), line)]
+    if world_size == 4:
+        models.append(shard(build(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
+    # Split products beside whole ones: some parameters are in shards and others the same on all ranks.
+    models.append(build())
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False), "4": Whole()}
+    parallelize_module(models[-1], line, plan)
+    # Once more by the definition in plain torch, which sums in its own way.
+    for model, how in [*((m, contextlib.nullcontext()) for m in models), (shard(build(), line), hfnn.use("torch"))]:
+        optimizer = optim.AdamW(model.parameters(), max_grad_norm=0.01)
+        with how:
+            train(model, optimizer, 0, 3)
+        assert_equal(model, plain, **CLOSE)
+        gradients = [whole(p.grad) for p in model.parameters()]
+        torch.testing.assert_close(optimizer.grad_norm, nn.utils.get_total_norm(gradients), **CLOSE)
+    other = shard(build(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))["b"])
+    for parameters in (
+        [*models[0].parameters(), *other.parameters()],
+        [*models[0].parameters(), *build().parameters()],
+    ):
+        optimizer = optim.AdamW(parameters, max_grad_norm=1.0)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        before = [whole(p.detach()).clone() for p in parameters]
+        with pytest.raises(ValueError, match="max_grad_norm"):
+            optimizer.step()
+        assert all(torch.equal(whole(p.detach()), q) for p, q in zip(parameters, before, strict=True))
+
+
+def gradients(world_size, folder):
+    """A gradient laid out otherwise than its parameter, such as a sum that is still to be taken, is brought along."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    plain, values = nn.Parameter(torch.ones(8, 8)), torch.arange(64.0).view(8, 8)
+    sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+    copied = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Replicate()]))
+    optimizers = [optim.AdamW([p], lr=0.1) for p in (plain, sharded, copied)]
+    plain.grad = values
+    sharded.grad = distribute_tensor(values, mesh, [Replicate()])
+    copied.grad = DTensor.from_local(values / world_size, mesh, [Partial()])
+    for optimizer in optimizers:
+        optimizer.step()
+    for p in (sharded, copied):
+        torch.testing.assert_close(p.detach().full_tensor(), plain.detach(), **SAME)
+
+
+def in_backward(world_size, folder):
+    """FSDP2 runs the hooks when a gradient is reduced; where nothing is sharded, DDP would average too late."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    plain, model = build(), shard(build(), mesh)
+    reference, optimizer = optim.AdamW(plain.parameters()), optim.AdamW(model.parameters())
+    handle = optim.step_in_backward(optimizer)
+    train(plain, reference, 0, 3)
+    train(model, optimizer, 0, 3)
+    assert_equal(model, plain, **SAME)
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    train(plain, reference, 3, 5)
+    train(model, optimizer, 3, 5)
+    assert_equal(model, plain, **SAME)
+    assert_states_equal(optimizer, reference, **SAME)
+    with pytest.raises(ValueError, match="fully_shard"):
+        optim.step_in_backward(reference)
+
+
+def ddp(world_size, folder):
+    """With a gradient of its own on each rank, whose mean is stepped with; also gradients that are views of buckets."""
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        plain, inner = build(), build()
+        model = nn.parallel.DistributedDataParallel(inner, **options)
+        reference = torch.optim.AdamW(plain.parameters())
+        optimizer = hfnn.convert(torch.optim.AdamW(model.parameters()), max_grad_norm=1e6)
+        for i in range(3):
+            x = torch.randn(world_size, 4, 128, generator=torch.Generator().manual_seed(i))
+            for m, o, batch in ((plain, reference, x), (model, optimizer, x[dist.get_rank()])):
+                o.zero_grad()
+                m(batch).square().mean().backward()
+                o.step()
+        assert_equal(inner, plain, **CLOSE)
+
+
+# What is saved on some number of ranks and loaded on another: a class, its options, the dtype of the model.
+SAVED = {
+    "adamw": (optim.AdamW, {}, torch.float32),
+    "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, torch.float32),
+    "8bit": (optim.AdamW, {"state_dtype": "8bit"}, torch.float32),
+    "4bit": (optim.AdamW, {"state_dtype": "4bit"}, torch.float32),
+    "remainder": (optim.AdamW, {**REMAINDER, "ema_decay": 0.9}, torch.bfloat16),
+}
+
+
+def distributed(name, world_size):
+    """On one rank, a model that is not sharded at all."""
+    cls, options, dtype = SAVED[name]
+    model = build(dtype) if world_size == 1 else shard(build(dtype), init_device_mesh("cpu", (world_size,)))
+    return model, cls(model.parameters(), **options)
+
+
+def save(world_size, folder):
+    for name in SAVED:
+        model, optimizer = distributed(name, world_size)
+        train(model, optimizer, 0, 3)
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+
+
+def load(world_size, folder):
+    """Going on from a checkpoint of another number of ranks gives the bits of the run that was never interrupted.
+
+    For low-bit states where the shards of both begin between blocks, as those of the first weight here: where one
+    does not, blocks are encoded anew. The other tensors of this model are smaller than any low-bit state.
+    """
+    for name, (cls, options, dtype) in SAVED.items():
+        print(name, flush=True)  # a failure shows it
+        plain = build(dtype)
+        reference = cls(plain.parameters(), **options)
+        train(plain, reference, 0, 6)
+        model, optimizer = distributed(name, world_size)
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        train(model, optimizer, 3, 6)
+        assert_equal(model, plain, **SAME)
+        if world_size > 1:
+            assert_states_equal(optimizer, reference, **SAME)
+        whole_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        again, other = distributed(name, world_size)
+        whole_state = copy.deepcopy(whole_state)  # optimizers that load one state dict share its tensors, as torch's do
+        set_optimizer_state_dict(again, other, whole_state, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(again, get_model_state_dict(model))
+        train(model, optimizer, 6, 7)
+        train(again, other, 6, 7)
+        assert_equal(again, model, **SAME)
+
+
+WAYS = {f.__name__: f for f in (fsdp2, norm, gradients, in_backward, ddp, save, load)}
+
+
+def main(way, rank, world_size, store, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    WAYS[way](world_size, folder)
+    dist.barrier()  # a rank that leaves early takes the other's connections down
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
