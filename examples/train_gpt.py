@@ -10,7 +10,8 @@ another attention kernel and other dropout masks, shows how far two correct runs
     python examples/train_gpt.py --save ckpt.pt             # and later, bit for bit from where it stopped:
     python examples/train_gpt.py --resume ckpt.pt --steps 200
 
-Needs `pip install hfnn[examples]`. All of hfnn in here is `hfnn.convert(model)`, and `hfnn.memory` to count bytes.
+Needs `pip install hfnn[examples]`. All of hfnn in here is `hfnn.convert(model, optimizer)`, and `hfnn.memory` to count
+bytes.
 """
 
 import argparse
@@ -157,10 +158,10 @@ class Run:
     def __init__(self, name: str, args: argparse.Namespace, layers: int | None = None):
         self.name, self.args, self.cuda = name, args, args.device != "cpu"
         self.model = build(args, layers or args.layers)
-        if name == HFNN:
-            self.model = hfnn.convert(self.model, prefer="memory")
-        self.forward = torch.compile(self.model) if args.compile else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        if name == HFNN:
+            hfnn.convert(self.model, self.optimizer, prefer="memory")
+        self.forward = torch.compile(self.model) if args.compile else self.model
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed((args.seed + (name == OTHER)) % 2**32)
         self.random = random_state()
