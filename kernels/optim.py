@@ -32,6 +32,8 @@ TILE = tl.constexpr(4096)  # elements of a program, as everyone who makes a tabl
 SPAN = 2048  # that are in registers at a time
 PIECE = tl.constexpr(512)  # the same where elements are masked, which takes more registers
 WARPS = 4
+# Where states are codes, arithmetic counts too: more and smaller programs at a time hide what each waits for.
+CODED_SPAN, CODED_WARPS, CODED_REGISTERS = 1024, 2, 96
 PARTIALS = tl.constexpr(1024)  # at most, for each program of update adds them up
 STEPS = tl.constexpr(128)  # counted by a program at a time
 
@@ -278,9 +280,10 @@ def _coefficient(control_C, squares_P, count):
 def update_kernel(
     rows_N, owner_T, hyper_G, control_C, squares_P, count, tiles, ema_rate, seed: tl.int64, offset: tl.int64,
     RULE: tl.constexpr, CODE: tl.constexpr, HAS_W: tl.constexpr, MASTER: tl.constexpr, HAS_EMA: tl.constexpr,
-    STOCHASTIC: tl.constexpr, SPAN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """CODE: a tuple of what occurs in the column kCodes, each with the elements that are moved together."""
+    """CODE: a tuple of what occurs in the column kCodes, each with the elements that are moved together, and those that
+    are in registers at a time."""
     coefficient = _coefficient(control_C, squares_P, count)
     tile = tl.program_id(0)
     if (tl.load(control_C + FOUND_INF) == 0) & (tile < tiles):
@@ -301,11 +304,11 @@ def update_kernel(
         for k in tl.static_range(len(CODE)):
             if code == CODE[k][0]:
                 if (end - begin == TILE) & (every & 15 == 0):
-                    for start in range(begin, end, SPAN):
+                    for start in range(begin, end, CODE[k][2]):
                         _span(
                             at, start, end - start, numbers, factor, options, flags, ema_rate, seed.to(tl.int64),
                             counter + (start - begin) // 8, RULE, CODE[k][0], HAS_W, MASTER, HAS_EMA, STOCHASTIC,
-                            SPAN // BLOCK, CODE[k][1],
+                            CODE[k][2] // BLOCK, CODE[k][1],
                         )  # fmt: skip
                 else:
                     for start in range(begin, end, PIECE):
@@ -331,12 +334,16 @@ def prepare(rows, owner, control, squares, queue):
         launch(prepare_kernel, (programs,), rows, owner, control, squares, n, tiles, num_warps=8)
 
 
+def _formats(code):
+    return {code & 15, code >> 4 & 15, code >> 8 & 15}
+
+
 def _vector(code, ema):
     """How many elements of a row of this code a thread moves at once.
 
     16 bytes of its widest numbers. But of blocks of codes a warp has whole lines, so that a scale is found within it.
     """
-    formats = {code & 15, code >> 4 & 15, code >> 8 & 15}
+    formats = _formats(code)
     return 4 if (ema or FLOAT32.value in formats) and formats.isdisjoint({INT8.value, INT4.value}) else 8
 
 
@@ -344,10 +351,16 @@ def update(rows, owner, hyper, control, squares, rule, ema_decay, seed, offset, 
     tiles = owner.numel()
     count = 0 if squares is None else squares.numel()
     assert count <= PARTIALS.value
-    codes = tuple((code, _vector(code, features.ema)) for code in features.codes)
+    codes, how = [(code, _vector(code, features.ema), SPAN) for code in features.codes], {"num_warps": WARPS}
+    if any(code >> 8 & 15 in (INT8.value, INT4.value) for code in features.codes):
+        # Numbers of 32 bits would take more registers: of these there are half as many.
+        codes = [(code, vector, CODED_SPAN >> (FLOAT32.value in _formats(code))) for code, vector, _ in codes]
+        how = {"num_warps": CODED_WARPS}
+        if not (features.amsgrad or features.remainder or features.ema or seed >= 0):  # which would spill
+            how["maxnreg"] = CODED_REGISTERS
     launch(
         update_kernel, (max(tiles, 1),),
         rows, owner, hyper, control, squares, count, tiles, 1.0 - ema_decay, max(seed, 0), offset,
-        rule, codes, features.amsgrad, features.remainder, features.ema, seed >= 0, SPAN,
-        num_warps=WARPS, enable_fp_fusion=False,
+        rule, tuple(codes), features.amsgrad, features.remainder, features.ema, seed >= 0,
+        enable_fp_fusion=False, **how,
     )  # fmt: skip
