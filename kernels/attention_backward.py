@@ -126,7 +126,10 @@ def keys_kernel(
             tiles_ = tiles + b.to(tl.int64) * tiles_b + h.to(tl.int64) * tiles_h + (at // TILE) * tiles_s
             for m in tl.range(low, high, M):
                 kind = tl.load(tiles_ + (m // TILE) * tiles_t)
-                if (kind == 2) & (m >= full) & (m < full_end):
+                whole = (kind == 2) & (m >= full) & (m < full_end)
+                if DROPOUT:  # two bodies would spill, and its random numbers cost more than a mask
+                    whole = False
+                if whole:
                     dk_ND, dv_NE = _add_keys(
                         dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, delta + row, b, h, q0, m, at, M, N, j, row,
                         q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope,
@@ -238,7 +241,10 @@ def queries_kernel(
     if bits is not None:
         for at in tl.range(low, high, N):
             kind = tl.load(tiles + (at // TILE) * tiles_s)
-            if (kind == 2) & (at >= full) & (at < full_end):
+            whole = (kind == 2) & (at >= full) & (at < full_end)
+            if DROPOUT:  # as above
+                whole = False
+            if whole:
                 dq_MD = _add_queries(
                     dq_MD, q_MD, dout_ME, k, v, lse_M, delta_M, b, g, k0, at, N, i[:, None], row + i,
                     k_b, k_h, k_t, v_b, v_h, v_t, None, 0,

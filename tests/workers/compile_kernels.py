@@ -268,6 +268,7 @@ def launch_all(everything):
     launch_bits()
     launch_recode()
     launch_optim(everything)
+    launch_lamb_and_adafactor()
     for case in ((2, 32, 8, 4096, 128, 128, False), (2, 8, 4, 4096, 256, 256, False), (2, 8, 8, 4096, 80, 32, True)):
         launch_rope(BF16, BF16, case)
         launch_rope(BF16, F32, case)
