@@ -37,6 +37,7 @@ def entry_kernels():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # minutes on a busy machine
 @pytest.mark.parametrize("capability", [90, 80, 100])  # the one with the most to compile first
 def test_compiles_without_spilling(capability, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
