@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -50,10 +49,10 @@ def test_compiles_without_spilling(capability, tmp_path):
     assert {launch["kernel"] for launch in launches} == set(entry_kernels())
     for launch in launches:
         # Tiles of attention were chosen on Hopper; there both gradients of a block of keys fill the registers, and what
-        # spills a little is the fastest of what was tried. For other GPUs they are a guess.
+        # spills a little is the fastest of what was tried. For other GPUs they are a guess, with what that spills.
         spills = 0
         if launch["kernel"].startswith("attention"):
-            spills = math.inf if capability != 90 else 256 if "keys" in launch["kernel"] else 0
+            spills = 1700 if capability != 90 else 256 if "keys" in launch["kernel"] else 0
         assert launch["LOCAL"] == 0 and launch["STACK"] <= spills, launch
         given = launch["given"]
         # What promises to have tiles in flight has them, but for what may pass tiles over, and the copy engine's loads.

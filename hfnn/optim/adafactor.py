@@ -19,7 +19,6 @@ from torch import Tensor
 from hfnn.kernel import FLOATS, Kernel
 from hfnn.optim import formats
 from hfnn.optim.fused import Fused
-from hfnn.optim.lamb import keeping
 from hfnn.optim.reference import MAXIMIZE
 from hfnn.optim.table import Entry, Table, local
 
@@ -143,5 +142,5 @@ class Adafactor(Fused, torch.optim.Adafactor):
         kernel.factors(rows, shapes, layout.block_row, *given, squares, work, queue, **features)
         kernel.norms(rows, shapes, tiles, *given, squares, work, partials, queue, **features, **small)
         kernel.scale(rows, shapes, *given, squares, partials, scales, queue)
-        keep = keeping(self, rows, TILE // 8 * len(tiles))
+        keep = self._keeping(rows, TILE // 8 * len(tiles))
         kernel.update(rows, shapes, tiles, *given, work, scales, *keep, queue, **features, **small)

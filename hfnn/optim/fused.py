@@ -246,17 +246,21 @@ class Fused(Fallback):
     def _launch(self, table: Table, squares: Tensor | None) -> None:
         """One step of all rows of a table; `squares` add up to that of the gradients' norm, where they are clipped."""
         kernel, rows, settings = table.kernel, table.rows, table.settings
-        seed, offset = -1, 0
-        if self.stochastic_rounding:
-            seed, offset, pair = draw(rows, COUNTERS * table.tiles)
-            if pair is not None:
-                raise RuntimeError("stochastic_rounding=True: a CUDA graph would freeze the seed")
-        decay = -1.0 if self.ema_decay is None else self.ema_decay
         extra = {"features": table.features} if kernel.name == "triton" else {}
         kernel.update(
-            rows, table.owner, settings.hyper, settings.control, squares, self.rule, decay, seed, offset,
-            kernel.queue(rows), **extra,
+            rows, table.owner, settings.hyper, settings.control, squares, self.rule,
+            *self._keeping(rows, COUNTERS * table.tiles), kernel.queue(rows), **extra,
         )  # fmt: skip
+
+    def _keeping(self, rows: Tensor, counters: int) -> tuple[float, int, int]:
+        """(ema_decay, seed, offset) as kernels take them, for so many counters of Philox."""
+        decay = -1.0 if self.ema_decay is None else self.ema_decay
+        if not self.stochastic_rounding:
+            return decay, -1, 0
+        seed, offset, pair = draw(rows, counters)
+        if pair is not None:
+            raise RuntimeError("stochastic_rounding=True cannot be captured in a CUDA graph: its seed would be frozen")
+        return decay, seed, offset
 
     def _total(self, tables: list[Table]) -> Tensor | None:
         """The sum of squares over all tables and processes; None where the one table's partial sums say it all."""
@@ -285,6 +289,19 @@ class Fused(Fallback):
                 states = f", states in {format}" if self.signs else ""
                 lines.append(f"  {n} parameters in {dtype}{states} on {table.settings.device}: {table.kernel.name}")
         return "\n".join(lines)
+
+
+def check_numbers(lr, betas, eps: float, weight_decay: float) -> None:
+    """Raises ValueError as torch's constructors do, for optimizers that torch has no class for."""
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def _strange(x: Tensor, g: Tensor) -> str | None:

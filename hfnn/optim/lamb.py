@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hfnn.kernel import FLOATS, Kernel
-from hfnn.ops.dropout import draw
-from hfnn.optim.fused import COUNTERS, Fused
+from hfnn.optim.fused import COUNTERS, Fused, check_numbers
 from hfnn.optim.reference import DECOUPLED, MAXIMIZE
 
 BIAS_CORRECTION, SUM, ALWAYS = 16, 32, 64  # options, as in csrc/lamb.h
@@ -21,17 +20,6 @@ KERNELS = (
     Kernel("triton", "hfnn.kernels.lamb", "cuda"),
     Kernel("cpp", "hfnn._C:cpu.lamb", "cpu", (*FLOATS, torch.float64)),
 )
-
-
-def keeping(optimizer: Fused, rows: Tensor, counters: int) -> tuple[float, int, int]:
-    """(ema_decay, seed, offset) as kernels take them, for so many counters of Philox."""
-    decay = -1.0 if optimizer.ema_decay is None else optimizer.ema_decay
-    if not optimizer.stochastic_rounding:
-        return decay, -1, 0
-    seed, offset, pair = draw(rows, counters)
-    if pair is not None:
-        raise RuntimeError("stochastic_rounding=True cannot be captured in a CUDA graph: its seed would be frozen")
-    return decay, seed, offset
 
 
 def reference(p, g, states, numbers, step, first) -> None:
@@ -68,15 +56,7 @@ class LAMB(Fused, torch.optim.Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, *, bias_correction=True,
         grad_averaging=True, adam_w_mode=True, use_nvlamb=False, maximize=False, capturable=False, **options,
     ):  # fmt: skip
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        check_numbers(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "grad_averaging": grad_averaging, "adam_w_mode": adam_w_mode, "use_nvlamb": use_nvlamb,
@@ -109,4 +89,4 @@ class LAMB(Fused, torch.optim.Optimizer):
             mesh, dims = table.shards
             for dim in dims:
                 torch.distributed.all_reduce(norms, group=mesh.get_group(dim))
-        kernel.update(*given, norms, *keeping(self, rows, COUNTERS * table.tiles), queue, **extra)
+        kernel.update(*given, norms, *self._keeping(rows, COUNTERS * table.tiles), queue, **extra)

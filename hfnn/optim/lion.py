@@ -8,7 +8,7 @@ m is `exp_avg`. The paper takes a learning rate 3 to 10 times smaller than AdamW
 import torch
 
 from hfnn.optim import reference
-from hfnn.optim.fused import Fused
+from hfnn.optim.fused import Fused, check_numbers
 
 
 class Lion(Fused, torch.optim.Optimizer):
@@ -25,13 +25,7 @@ class Lion(Fused, torch.optim.Optimizer):
     def __init__(
         self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, capturable=False, **options
     ):
-        if not lr >= 0.0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        for i, beta in enumerate(betas):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        check_numbers(lr, betas, 0.0, weight_decay)
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "capturable": capturable,
             "differentiable": False,
