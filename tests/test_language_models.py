@@ -387,7 +387,7 @@ def test_parallelised(way, tmp_path):
     script, world_size = Path(__file__).parent / "workers" / "language_model.py", 2
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-P", script, way, str(rank), str(world_size), tmp_path / "store"],
+            [sys.executable, script, way, str(rank), str(world_size), tmp_path / "store"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,8 +7,8 @@ import copy
 import sys
 
 import torch
-import torch.distributed as dist
 import transformers
+from ranks import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -94,16 +94,13 @@ def gradients(model, batch):
 
 
 def main(way, rank, world_size, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE)).eval()
-    model = hfnn.convert(copy.deepcopy(plain), prefer="memory")
-    ids = torch.randint(257, (4, 40))
-    mesh = init_device_mesh("cpu", (world_size,))
-    {"ddp": ddp, "fsdp2": fsdp2}[way](plain, model, {"input_ids": ids, "labels": ids}, mesh)
-    dist.barrier()  # a rank that leaves early takes the other's connections down
-    dist.destroy_process_group()
+    with process_group(rank, world_size, store):
+        torch.manual_seed(0)
+        plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE)).eval()
+        model = hfnn.convert(copy.deepcopy(plain), prefer="memory")
+        ids = torch.randint(257, (4, 40))
+        mesh = init_device_mesh("cpu", (world_size,))
+        {"ddp": ddp, "fsdp2": fsdp2}[way](plain, model, {"input_ids": ids, "labels": ids}, mesh)
 
 
 if __name__ == "__main__":

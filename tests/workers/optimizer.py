@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import process_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -270,11 +271,8 @@ WAYS = {f.__name__: f for f in (fsdp2, norm, gradients, in_backward, ddp, save, 
 
 
 def main(way, rank, world_size, store, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    WAYS[way](world_size, folder)
-    dist.barrier()  # a rank that leaves early takes the other's connections down
-    dist.destroy_process_group()
+    with process_group(rank, world_size, store):
+        WAYS[way](world_size, folder)
 
 
 if __name__ == "__main__":

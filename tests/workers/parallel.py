@@ -7,7 +7,7 @@ import copy
 import sys
 
 import torch
-import torch.distributed as dist
+from ranks import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -62,20 +62,17 @@ def gradients(model, x):
 
 
 def main(way, rank, world_size, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    plain, x = Block(), torch.randn(4, 16, 32)
-    want = gradients(copy.deepcopy(plain), x)
-    parallelise, least = WAYS[way]
-    for model in parallelise(hfnn.convert(plain, prefer="memory"), init_device_mesh("cpu", (world_size,))):
-        recipe.counter.reset()
-        got = gradients(model, x)
-        assert recipe.counter.taken >= least, recipe.counter.taken
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    dist.barrier()  # a rank that leaves early takes the other's connections down
-    dist.destroy_process_group()
+    with process_group(rank, world_size, store):
+        torch.manual_seed(0)
+        plain, x = Block(), torch.randn(4, 16, 32)
+        want = gradients(copy.deepcopy(plain), x)
+        parallelise, least = WAYS[way]
+        for model in parallelise(hfnn.convert(plain, prefer="memory"), init_device_mesh("cpu", (world_size,))):
+            recipe.counter.reset()
+            got = gradients(model, x)
+            assert recipe.counter.taken >= least, recipe.counter.taken
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 if __name__ == "__main__":

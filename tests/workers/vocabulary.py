@@ -7,6 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from ranks import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,13 +93,10 @@ def fully_sharded(rank, world_size):
 
 
 def main():
-    torch.set_num_threads(1)
     rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    shared_vocabulary(rank, world_size)
-    fully_sharded(rank, world_size)
-    dist.barrier()  # a rank that leaves early takes the other's connections down
-    dist.destroy_process_group()
+    with process_group(rank, world_size, store):
+        shared_vocabulary(rank, world_size)
+        fully_sharded(rank, world_size)
 
 
 if __name__ == "__main__":
