@@ -18,6 +18,7 @@
 #include "log_probs.h"
 #include "masked_softmax.h"
 #include "optim.h"
+#include "optim_look.h"
 #include "piecewise.h"
 #include "pointwise_loss.h"
 #include "pool.h"
@@ -206,6 +207,9 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("lamb"), lamb_cpu);
   bind(cpu.def_submodule("adafactor"), adafactor_cpu);
   bind(cpu.def_submodule("optim"), optim_cpu);
+  py::module_ tables = m.def_submodule("optim");  // on the host, whatever the device
+  tables.def("look", detail::look, py::arg("params"), py::arg("grads") = py::none());
+  tables.def("same", detail::same);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");
   cuda.def("refusal", &cuda_refusal);  // why these kernels cannot run here, or None

@@ -47,9 +47,9 @@ ADAM, SGD, LION = (tl.constexpr(i) for i in range(3))
 
 
 class Features(NamedTuple):
-    """What occurs in a table. Any named tuple of these fields will do."""
+    """What occurs in a table, for kernels that are compiled for just that."""
 
-    codes: tuple[int, ...]  # the different values of the column kCodes, ascending
+    codes: tuple[int, ...]  # the different values of the column CODES, ascending
     amsgrad: bool
     remainder: bool
     ema: bool

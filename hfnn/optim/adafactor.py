@@ -67,8 +67,9 @@ class Layout:
 class Adafactor(Fused, torch.optim.Adafactor):
     """`torch.optim.Adafactor`: the same arguments and defaults, and those of `Fused`; `state_dtype` has no low bits.
 
-    Where a parameter is a DTensor or not contiguous, torch's own step runs, and with options of `Fused` a ValueError is
-    raised: rows and columns would not be whole.
+    Where a parameter is a DTensor or not contiguous, torch's own step runs, and `report()` says why; with options of
+    `Fused` a ValueError is raised: rows and columns would not be whole. (Of matrices in shards, torch 2.13 does not
+    take the norms: its RuntimeError is raised.)
     """
 
     kernels = KERNELS
@@ -136,7 +137,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
         partials = torch.empty(len(tiles), 2, dtype=wide, device=device)
         scales = torch.empty(len(rows), dtype=wide, device=device)
         given, queue = (table.settings.hyper, table.settings.control), kernel.queue(rows)
-        features = {"features": table.features} if kernel.name == "triton" else {}
+        features = table.features
         small = {"small": layout.small} if kernel.name == "triton" else {}
         kernel.sums(rows, shapes, tiles, *given, squares, work, queue, **features)
         kernel.factors(rows, shapes, layout.block_row, *given, squares, work, queue, **features)

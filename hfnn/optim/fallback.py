@@ -1,6 +1,7 @@
 """What runs where no kernel does: the step of torch's class, or the definition in plain torch."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ class Fallback(States):
             self.param_groups = groups
             self.__dict__.update(mine)
 
+    def _rule(self, p: Tensor) -> Callable:
+        """The rule for p in plain torch: see `Fused`. What needs more of p than this process has says how to get it."""
+        return self._update
+
     def _reference_step(self, pairs: list) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scale, factor = 1.0 if scale is None else scale.item(), 1.0
@@ -97,7 +102,7 @@ class Fallback(States):
             values = [x.item() if isinstance(x, Tensor) else x for x in self._numbers(group)]
             sign = -1.0 if group.get("maximize") else 1.0
             entry = self._entry(p, numbers[id(p)])
-            reference.step(entry, g, self._update, values, [self.signs[n] for n in self._names(group)],
+            reference.step(entry, g, self._rule(p), values, [self.signs[n] for n in self._names(group)],
                            sign * factor / scale, self.stochastic_rounding, self.ema_decay)  # fmt: skip
 
 

@@ -44,7 +44,8 @@ class Fused(Fallback):
         kernels: a tuple of Kernel, in order of preference;
         _names(group): the names of the states that a group's parameters have, in the header's order;
         _numbers(group): the group's row of `hyper`, of HYPER floats or tensors of one element;
-        _update(p, g, states, numbers, step, first): the rule in plain torch, in place on p and states;
+        _update(p, g, states, numbers, step, first): the rule in plain torch, in place on p and states; or
+            _rule(p), which returns that for a parameter;
     and may say otherwise what is launched for a table (`_launch`) and how a row is made (`_entry`).
     """
 
@@ -116,19 +117,18 @@ class Fused(Fallback):
     @torch._disable_dynamo
     def _step(self, wanted: list[Tensor] | None) -> None:
         params = [p for group in self.param_groups for p in group["params"]] if wanted is None else wanted
-        grads = [p.grad for p in params]
         options = self._options()
         if capturing():
             self._check_capturable()
             # What a graph works on is in its own memory and filled by its replays: of no use to steps outside of it.
-            plan = self._plan(params, grads, options, wanted, {})
+            plan = self._plan(params, options, wanted, {})
             self.__dict__.setdefault("_captured", []).append(plan)
         else:
             plans = self.__dict__.setdefault("_plans", {})
             key = None if wanted is None else tuple(map(id, wanted))
             plan = plans.get(key)
-            if plan is None or not plan.holds(params, options, self._states_of(wanted), grads):
-                plan = self._plan(params, grads, options, wanted, self.__dict__.setdefault("_settings", {}))
+            if plan is None or not plan.holds(params, options, self._states_of(wanted)):
+                plan = self._plan(params, options, wanted, self.__dict__.setdefault("_settings", {}))
                 plans[key] = plan
         if plan.refusal is not None:
             self._fall_back(plan, wanted)
@@ -157,20 +157,19 @@ class Fused(Fallback):
             names,
         )
 
-    def _plan(self, params: list[Tensor], grads: list, options: tuple, wanted, settings: dict) -> Plan:
-        """The tables for these gradients, of which None are absent, or why there are none."""
+    def _plan(self, params: list[Tensor], options: tuple, wanted, settings: dict) -> Plan:
+        """The tables for these parameters, as far as they have gradients, or why there are none."""
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         if foreign := [p for p in params if id(p) not in numbers]:
             raise ValueError(f"a parameter of shape {tuple(foreign[0].shape)} is in no group of this optimizer")
-        which = [i for i, g in enumerate(grads) if g is not None]
-        params_with, grads = [params[i] for i in which], [grads[i] for i in which]
+        which = [i for i, p in enumerate(params) if p.grad is not None]
+        params_with, grads = [params[i] for i in which], [params[i].grad for i in which]
         if self.max_grad_norm is not None:
             check_one_mesh(params_with)
         refusal = self._refusal(list(zip(params_with, grads, strict=True)))
         plan = Plan(params, options, which, refusal)
         if refusal is None:
             fitted = list(map(fit, grads, params_with))
-            plan.remember([local(g) for g in grads], fitted)
             if self.counts:
                 self._count(params_with)
             places: dict[tuple, list[int]] = {}
@@ -184,7 +183,7 @@ class Fused(Fallback):
                     mine = settings[device] = Settings(device, len(self.param_groups))
                 clips = self.max_grad_norm is not None
                 plan.add(Table(entries, [fitted[i] for i in found], kernel, mine, clips, shards), found)
-        plan.states = self._states_of(wanted)
+            plan.remember(grads, fitted, self._states_of(wanted))
         return plan
 
     # Which kernel, and why none.
@@ -246,10 +245,9 @@ class Fused(Fallback):
     def _launch(self, table: Table, squares: Tensor | None) -> None:
         """One step of all rows of a table; `squares` add up to that of the gradients' norm, where they are clipped."""
         kernel, rows, settings = table.kernel, table.rows, table.settings
-        extra = {"features": table.features} if kernel.name == "triton" else {}
         kernel.update(
             rows, table.owner, settings.hyper, settings.control, squares, self.rule,
-            *self._keeping(rows, COUNTERS * table.tiles), kernel.queue(rows), **extra,
+            *self._keeping(rows, COUNTERS * table.tiles), kernel.queue(rows), **table.features,
         )  # fmt: skip
 
     def _keeping(self, rows: Tensor, counters: int) -> tuple[float, int, int]:

@@ -7,12 +7,16 @@
 with the Euclidean norms of a whole parameter; the ratio is 1 where one of them is 0. m is `exp_avg`, v `exp_avg_sq`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from hfnn.kernel import FLOATS, Kernel
+from hfnn.optim.distributed import total_squares
 from hfnn.optim.fused import COUNTERS, Fused, check_numbers
 from hfnn.optim.reference import DECOUPLED, MAXIMIZE
+from hfnn.optim.table import sharding
 
 BIAS_CORRECTION, SUM, ALWAYS = 16, 32, 64  # options, as in csrc/lamb.h
 
@@ -22,8 +26,8 @@ KERNELS = (
 )
 
 
-def reference(p, g, states, numbers, step, first) -> None:
-    """LAMB in plain torch, in place on p and its states."""
+def reference(p, g, states, numbers, step, first, total) -> None:
+    """LAMB in plain torch, in place on p and its states. total(x): the sum of x over all shards of the parameter."""
     lr, beta1, beta2, eps, decay, options = numbers[:6]
     m, v = states
     if not options & DECOUPLED:
@@ -32,7 +36,7 @@ def reference(p, g, states, numbers, step, first) -> None:
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     left = (1 - beta1**step, 1 - beta2**step) if options & BIAS_CORRECTION else (1.0, 1.0)
     u = (m / left[0]) / ((v / left[1]).sqrt() + eps) + p * decay
-    p_norm, u_norm = p.norm(), u.norm()
+    p_norm, u_norm = (total(x.double().square().sum()).sqrt() for x in (p, u))
     ratio = torch.where((p_norm > 0) & (u_norm > 0), p_norm / u_norm, 1.0)
     p.sub_(u * (lr * ratio if numbers[4] or options & ALWAYS else lr))
 
@@ -50,7 +54,6 @@ class LAMB(Fused, torch.optim.Optimizer):
     kernels = KERNELS
     rule = 3
     signs = {"exp_avg": True, "exp_avg_sq": False}
-    _update = staticmethod(reference)
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, *, bias_correction=True,
@@ -77,16 +80,18 @@ class LAMB(Fused, torch.optim.Optimizer):
         )
         return [group["lr"], *group["betas"], group["eps"], group["weight_decay"], options, 0.0, 0.0]
 
+    def _rule(self, p: Tensor):
+        return functools.partial(reference, total=lambda part: total_squares([(sharding(p), part)]).squeeze())
+
     def _launch(self, table, squares: Tensor | None) -> None:
         kernel, rows, settings = table.kernel, table.rows, table.settings
         partials = torch.empty(table.tiles, 2, dtype=torch.float64, device=rows.device)
         norms = torch.empty(len(rows), 2, dtype=torch.float64, device=rows.device)
-        extra = {"features": table.features} if kernel.name == "triton" else {}
         given, queue = (rows, table.owner, settings.hyper, settings.control), kernel.queue(rows)
-        kernel.moments(*given, squares, partials, queue, **extra)
+        kernel.moments(*given, squares, partials, queue, **table.features)
         kernel.norms(rows, partials, norms, queue)
         if table.shards is not None:
             mesh, dims = table.shards
             for dim in dims:
                 torch.distributed.all_reduce(norms, group=mesh.get_group(dim))
-        kernel.update(*given, norms, *self._keeping(rows, COUNTERS * table.tiles), queue, **extra)
+        kernel.update(*given, norms, *self._keeping(rows, COUNTERS * table.tiles), queue, **table.features)

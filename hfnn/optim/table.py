@@ -1,17 +1,16 @@
 """What a step works on, as `csrc/optim.h` wants it: made when an address, a layout or an option changes, then kept.
 
-A `Plan` is all that one call of `step` needs, checked against the present gradients in a few passes over addresses. It
-has a `Table` for each device and sharding: the rows. `Settings`, one for each device, hold what changes without a
+A `Plan` is all that one call of `step` needs, checked against the present tensors in one pass (`look.py`). It has a
+`Table` for each device and sharding: the rows. `Settings`, one for each device, hold what changes without a
 table changing: the numbers of the groups, and what a GradScaler found.
 """
 
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hfnn.optim.look import flat_values, look, same
 
 TILE = 4096
 PARAM, GRAD, STATE, SCALE, REMAINDER, EMA, STEP, NUMEL, FIRST_TILE, CODES, GROUP, FLAGS, COLUMNS = (
@@ -22,17 +21,6 @@ HYPER, FIRST = 8, 1
 FOUND_INF, GRAD_SCALE, MAX_NORM, NORM, CONTROL = range(5)
 
 _WHOLE = frozenset((Tensor, torch.nn.Parameter))
-_address, _contiguous = torch._C.TensorBase.data_ptr, torch._C.TensorBase.is_contiguous
-_stride, _dtype = torch._C.TensorBase.stride, attrgetter("dtype")
-
-
-class Features(NamedTuple):
-    """What occurs in a table, for kernels that are compiled for just that."""
-
-    codes: tuple[int, ...]  # the different values of the column CODES, ascending
-    amsgrad: bool
-    remainder: bool
-    ema: bool
 
 
 @dataclass
@@ -190,8 +178,14 @@ class Table:
         self.squares = None
         if norm:
             self.squares = torch.zeros(max(1, kernel.partials(first)), dtype=torch.float64, device=device)
+        self.features = self._features() if kernel.name == "triton" else {}  # arguments of each launch
+
+    def _features(self) -> dict:
+        """What occurs in this table, for kernels that are compiled for just that."""
+        from hfnn.kernels.optim import Features  # here, for it needs triton
+
         there = [bool((self._host[:, column] != 0).any()) for column in (STATE + 2, REMAINDER, EMA)]
-        self.features = Features(tuple(self._host[:, CODES].unique().tolist()), *there)
+        return {"features": Features(tuple(self._host[:, CODES].unique().tolist()), *there)}
 
     def reserve(self) -> None:
         """Set memory aside for making this table again while a graph is recorded."""
@@ -203,9 +197,9 @@ class Table:
         """Count the step, and where gradients are clipped add up their squares."""
         self.kernel.prepare(self.rows, self.owner, self.settings.control, self.squares, self.kernel.queue(self.rows))
 
-    def move(self, addresses: list[int]) -> None:
+    def move(self, addresses: Tensor) -> None:
         """The gradients are elsewhere now, and nothing else about them has changed."""
-        self._set(GRAD, torch.tensor(addresses, dtype=torch.int64))
+        self._set(GRAD, addresses)
 
     def written(self) -> None:
         """The states have been written: no row is at its first step any more."""
@@ -222,73 +216,73 @@ class Plan:
     """The tables of one call of `step`, and all that they were made for.
 
     `refusal` says why no kernel takes them; `which` are the numbers of the parameters that have a gradient, and
-    `places` of each table which of those gradients it has.
+    `places` of each table which of those it has.
     """
 
     def __init__(self, params: list[Tensor], options: tuple, which: list[int], refusal: str | None):
         self.params, self.options, self.which, self.refusal = params, options, which, refusal
         self.tables: list[Table] = []
-        self.places: list[list[int]] = []
-        self.states: list = []  # set when the states are there
+        self.places: list[Tensor] = []
+        self._states: list = []
         self._sharded = any(local(p) is not p for p in params)
         self.copied: list[Tensor] = []  # the gradients of a step that rows point to, where they are copies
         self._copies = False
 
     def add(self, table: Table, places: list[int]) -> None:
         self.tables.append(table)
-        self.places.append(places)
+        self.places.append(torch.tensor([self.which[i] for i in places]))
         if not capturing():
             table.reserve()
 
-    def remember(self, grads: list[Tensor], fitted: list[Tensor]) -> None:
-        """Note where parameters and gradients are and how they lie; rows point to the gradients `fitted`."""
-        self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not g]
+    def remember(self, grads: list[Tensor], fitted: list[Tensor], states: list[dict | None]) -> None:
+        """Note where all tensors are and how they lie; rows point to the gradients `fitted`."""
+        self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not local(g)]
         self._copies = bool(self.copied)
-        self._parameters = list(map(_address, self._locals(self.params)))
-        self._gradients = list(map(_address, grads))
-        self._dtypes = list(map(_dtype, grads))
-        self._contiguous = list(map(_contiguous, grads))
-        self._odd = [i for i, plain in enumerate(self._contiguous) if not plain]
-        self._strides = [_stride(grads[i]) for i in self._odd]
+        self._seen = self._look()
+        self._states = flat_values(states)
 
-    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [local(x) for x in tensors] if self._sharded else tensors
+    def _look(self) -> tuple | None:
+        """What `look` says of local parts; None also where a gradient is distributed otherwise than its parameter."""
+        if not self._sharded:
+            return look(self.params)
+        grads = [p.grad for p in self.params]  # once: of a DTensor it takes long
+        if any(map(_elsewhere, grads, self.params)):
+            return None
+        return look(*([getattr(x, "_local_tensor", x) for x in found] for found in (self.params, grads)))
 
-    def holds(self, params: list[Tensor], options: tuple, states: list, grads: list) -> bool:
-        """Whether this plan is right for these gradients (None where there is none); moves the rows of what moved.
+    def holds(self, params: list[Tensor], options: tuple, states: list[dict | None]) -> bool:
+        """Whether this plan is right for what these parameters, their gradients and states are now.
 
-        Addresses, dtypes and layouts are compared and not objects: a gradient kept to be recognised would not be freed.
+        The rows of gradients that are elsewhere now are moved. Of gradients, addresses and layouts are compared and not
+        objects: a gradient kept to be recognised would not be freed.
         """
         if self.refusal is not None or self._copies or options != self.options:
             return False
-        if len(params) != len(self.params) or len(states) != len(self.states):
+        if not same(params, self.params) or not same(states, self._states):
             return False
-        if not all(map(is_, params, self.params)) or not all(map(is_, states, self.states)):
+        seen = self._look()
+        if seen is None or self._seen is None:
             return False
-        if len(self.which) < len(params):
-            if [i for i, g in enumerate(grads) if g is not None] != self.which:
-                return False
-            grads = [grads[i] for i in self.which]
-        elif any(map(is_, grads, repeat(None))):
+        (at, grads_at, layouts), (known, grads_known, layouts_known) = seen, self._seen
+        if at != known or layouts != layouts_known:
             return False
-        grads = self._locals(grads)
-        if list(map(_dtype, grads)) != self._dtypes or list(map(_contiguous, grads)) != self._contiguous:
-            return False
-        if self._odd and [_stride(grads[i]) for i in self._odd] != self._strides:
-            return False
-        if list(map(_address, self._locals(params))) != self._parameters:
-            return False
-        addresses = list(map(_address, grads))
-        if addresses != self._gradients:
+        if grads_at != grads_known:
+            addresses = torch.frombuffer(bytearray(grads_at), dtype=torch.int64)
             for table, places in zip(self.tables, self.places, strict=True):
-                table.move([addresses[i] for i in places])
-            self._gradients = addresses
+                table.move(addresses[places])
+            self._seen = seen
         return True
+
+
+def _elsewhere(grad: Tensor | None, p: Tensor) -> bool:
+    """Whether a gradient is distributed otherwise than its parameter."""
+    spec = getattr(p, "_spec", None)  # of a DTensor; often the same object, which is compared sooner than placements
+    return spec is not None and grad is not None and grad._spec is not spec and grad.placements != spec.placements
 
 
 def fit(grad: Tensor, p: Tensor) -> Tensor:
     """The local gradient of p as a row wants it: itself, or a copy that lies in memory as p does."""
-    if type(p) not in _WHOLE and local(p) is not p and grad.placements != p.placements:
+    if _elsewhere(grad, p):
         grad = grad.redistribute(placements=p.placements)
     grad, x = local(grad), local(p)
     if (x.dtype is torch.float64) != (grad.dtype is torch.float64) or grad.dtype not in FORMATS:
@@ -300,7 +294,8 @@ def sharding(p: Tensor) -> tuple | None:
     """(mesh, the dimensions of it over which p is sharded), or None for a tensor that is nowhere else."""
     if local(p) is p:
         return None
-    return p.device_mesh, tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
+    # A shard of a shard (FSDP over tensor parallelism) is a placement of its own, which `is_shard` denies.
+    return p.device_mesh, tuple(i for i, placement in enumerate(p.placements) if not placement.is_replicate())
 
 
 def clashing(addresses: list[int]) -> bool:

@@ -29,12 +29,12 @@ def run(way, world_size, folder):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("way", ["fsdp2", "norm"])
+@pytest.mark.parametrize("way", ["fsdp2", "norm", "lamb"])
 def test_sharded(way, world_size, tmp_path):
     run(way, world_size, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["gradients", "in_backward", "ddp"])
+@pytest.mark.parametrize("way", ["gradients", "in_backward", "ddp", "adafactor"])
 def test_two_ranks(way, tmp_path):
     run(way, 2, tmp_path)
 

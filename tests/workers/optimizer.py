@@ -1,10 +1,11 @@
 """One gloo rank: hfnn's optimizers on sharded parameters do what they do on whole ones.
 
-python optimizer.py fsdp2|norm|gradients|in_backward|ddp|save|load RANK WORLD_SIZE STORE FOLDER
+python optimizer.py fsdp2|norm|lamb|adafactor|gradients|in_backward|ddp|save|load RANK WORLD_SIZE STORE FOLDER
 """
 
 import contextlib
 import copy
+import functools
 import sys
 
 import pytest
@@ -126,21 +127,31 @@ class Whole(ParallelStyle):
         return distribute_module(module, mesh, output_fn=lambda m, y, mesh: y.full_tensor())
 
 
+def split(model, mesh):
+    """Split products beside whole ones: some parameters are in shards and others the same on all ranks."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False), "4": Whole()}
+    return parallelize_module(model, mesh, plan)
+
+
+def distributions(world_size):
+    """(model, what to step it in) of each way to distribute one; the last by the definition, which sums its own way."""
+    line = init_device_mesh("cpu", (world_size,))
+    models = [shard(build(), line), split(build(), line)]
+    if world_size == 4:
+        models.append(shard(build(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
+        # The first weight is in shards over both dimensions.
+        plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
+        models.append(shard(split(build(), plane["split"]), plane["shard"]))
+    return [*((model, contextlib.nullcontext()) for model in models), (shard(build(), line), hfnn.use("torch"))]
+
+
 def norm(world_size, folder):
     """max_grad_norm is over all shards, counts replicas once, and is refused where the shards lie on several meshes."""
     plain = build()
     reference = torch.optim.AdamW(plain.parameters())
     train(plain, reference, 0, 3, clip=0.01)
-    line = init_device_mesh("cpu", (world_size,))
-    models = [shard(build(), line)]
-    if world_size == 4:
-        models.append(shard(build(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
-    # Split products beside whole ones: some parameters are in shards and others the same on all ranks.
-    models.append(build())
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False), "4": Whole()}
-    parallelize_module(models[-1], line, plan)
-    # Once more by the definition in plain torch, which sums in its own way.
-    for model, how in [*((m, contextlib.nullcontext()) for m in models), (shard(build(), line), hfnn.use("torch"))]:
+    models = distributions(world_size)
+    for model, how in models:
         optimizer = optim.AdamW(model.parameters(), max_grad_norm=0.01)
         with how:
             train(model, optimizer, 0, 3)
@@ -149,8 +160,8 @@ def norm(world_size, folder):
         torch.testing.assert_close(optimizer.grad_norm, nn.utils.get_total_norm(gradients), **CLOSE)
     other = shard(build(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))["b"])
     for parameters in (
-        [*models[0].parameters(), *other.parameters()],
-        [*models[0].parameters(), *build().parameters()],
+        [*models[0][0].parameters(), *other.parameters()],
+        [*models[0][0].parameters(), *build().parameters()],
     ):
         optimizer = optim.AdamW(parameters, max_grad_norm=1.0)
         for p in parameters:
@@ -161,20 +172,75 @@ def norm(world_size, folder):
         assert all(torch.equal(whole(p.detach()), q) for p, q in zip(parameters, before, strict=True))
 
 
+def lamb(world_size, folder):
+    """Both norms of the ratio are those of whole parameters: over all shards, with replicas counted once."""
+    for options in (
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.0, "use_nvlamb": True, "max_grad_norm": 0.01},
+        {"adam_w_mode": False, "grad_averaging": False, "bias_correction": False},
+    ):
+        print(options, flush=True)  # a failure shows it
+        plain = build()
+        reference = optim.LAMB(plain.parameters(), lr=0.01, **options)
+        train(plain, reference, 0, 3)
+        for model, how in distributions(world_size):
+            optimizer = optim.LAMB(model.parameters(), lr=0.01, **options)
+            with how:
+                train(model, optimizer, 0, 3)
+            assert_equal(model, plain, **CLOSE)
+
+
+def adafactor(world_size, folder):
+    """torch's own step, as without hfnn, and why; options that it does not know are an error."""
+    why, mesh = "kernels take whole matrices, got a DTensor", init_device_mesh("cpu", (world_size,))
+
+    def run(cls, placement, **options):
+        """Some parameters, an optimizer, and the error that three steps ended in, or None."""
+        new = functools.partial(distribute_tensor, device_mesh=mesh, placements=[placement])
+        params = [nn.Parameter(new(torch.ones(shape))) for shape in ((8, 6), (6,))]
+        optimizer, generator = cls(params, **options), torch.Generator().manual_seed(0)
+        try:
+            for _ in range(3):
+                for p in params:
+                    p.grad = new(torch.randn(p.shape, generator=generator))
+                optimizer.step()
+        except RuntimeError as error:  # of matrices in shards, torch 2.13 takes no norms
+            return params, optimizer, str(error)
+        return params, optimizer, None
+
+    for placement in (Replicate(), Shard(0)):
+        (ours, optimizer, error), (theirs, _, wanted) = (
+            run(cls, placement) for cls in (optim.Adafactor, torch.optim.Adafactor)
+        )
+        assert error == wanted and (wanted is None or placement.is_shard())
+        assert optimizer._ran == ("torch",) and "torch's own step" in optimizer.report() and why in optimizer.report()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(whole(p.detach()), whole(q.detach()), **SAME)
+        with pytest.raises(ValueError, match=why):
+            run(optim.Adafactor, placement, ema_decay=0.9)
+
+
 def gradients(world_size, folder):
-    """A gradient laid out otherwise than its parameter, such as a sum that is still to be taken, is brought along."""
+    """A gradient laid out otherwise than its parameter, such as a sum that is still to be taken, is brought along.
+
+    Also where the one before it was laid out as the parameter is.
+    """
     mesh = init_device_mesh("cpu", (world_size,))
     plain, values = nn.Parameter(torch.ones(8, 8)), torch.arange(64.0).view(8, 8)
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
     copied = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Replicate()]))
     optimizers = [optim.AdamW([p], lr=0.1) for p in (plain, sharded, copied)]
-    plain.grad = values
-    sharded.grad = distribute_tensor(values, mesh, [Replicate()])
-    copied.grad = DTensor.from_local(values / world_size, mesh, [Partial()])
-    for optimizer in optimizers:
-        optimizer.step()
-    for p in (sharded, copied):
-        torch.testing.assert_close(p.detach().full_tensor(), plain.detach(), **SAME)
+    grads = {
+        Shard(0): distribute_tensor(values, mesh, [Shard(0)]),
+        Replicate(): distribute_tensor(values, mesh, [Replicate()]),
+        Partial(): DTensor.from_local(values / world_size, mesh, [Partial()]),
+    }
+    for of_sharded, of_copied in ((Shard(0), Replicate()), (Replicate(), Partial()), (Shard(0), Replicate())):
+        plain.grad, sharded.grad, copied.grad = values, grads[of_sharded], grads[of_copied]
+        for optimizer in optimizers:
+            optimizer.step()
+        for p in (sharded, copied):
+            torch.testing.assert_close(p.detach().full_tensor(), plain.detach(), **SAME)
 
 
 def in_backward(world_size, folder):
@@ -267,7 +333,7 @@ def load(world_size, folder):
         assert_equal(again, model, **SAME)
 
 
-WAYS = {f.__name__: f for f in (fsdp2, norm, gradients, in_backward, ddp, save, load)}
+WAYS = {f.__name__: f for f in (fsdp2, norm, lamb, adafactor, gradients, in_backward, ddp, save, load)}
 
 
 def main(way, rank, world_size, store, folder):
