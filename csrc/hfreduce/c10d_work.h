@@ -1,0 +1,232 @@
+// An operation as torch holds it (c10d::Work), and the line of operations that one thread serves in order.
+//
+// Who completes a future runs the callbacks that hang on it, and a callback may begin another operation and wait for it
+// (the PowerSGD hook does). Two rules keep that free of deadlocks, and in the same order on every rank:
+//   * Futures are completed by the thread that served the operation, before it serves the next one.
+//   * What that thread begins meanwhile, it runs at once, before all that is queued.
+// So operations that callbacks begin come right after the one whose callbacks they are, whatever the timing. A pool of
+// threads for callbacks, as gloo has, lets the callbacks of two gradient buckets race: ranks then begin their nested
+// operations in different orders. Should a callback wait for what is queued behind it, another thread of the line takes
+// over after a second.
+#pragma once
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "fault.h"
+
+namespace hfreduce {
+
+class Operation : public c10d::Work {
+ public:
+  using Body = std::function<void(int& source)>;  // source: the rank that a message came from, where it may be any
+
+  Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, uint64_t sequence,
+            Body body)
+      : Work(rank, type, title), outputs_(std::move(outputs)), body_(std::move(body)), sequence_(sequence) {}
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+  int sourceRank() const override { return source_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  void blockCurrentStream() override { wait(); }
+
+  // Made when first asked for: most operations are only waited for.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::lock_guard lock(mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      settled_ = completed_;
+      if (completed_) mark();  // nobody can have hung a callback on it yet
+    }
+    return future_;
+  }
+
+  // Does the work; what went wrong is for `end`.
+  std::exception_ptr execute() {
+    std::exception_ptr error;
+    try {
+      at::AutoDispatchBelowADInplaceOrView below;  // copies of tensors that require grad are nobody's graph
+      body_(source_);
+    } catch (const Fault& fault) {
+      error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, fault.what()));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    body_ = nullptr;  // lets go of its tensors
+    return error;
+  }
+
+  // Wakes who waits. Whether there is more to do, by `notify`: a future that others hold, a bundle.
+  bool end(const std::exception_ptr& error) {
+    finish(error);
+    std::lock_guard lock(mutex_);
+    if (future_) owes_ = !std::exchange(settled_, true);
+    return owes_ || bundle_;
+  }
+
+  // Completes the future, which runs its callbacks, and tells the bundle.
+  void notify() {
+    if (owes_) mark();
+    if (bundle_) std::exchange(bundle_, {})->part_ended(exception_);
+  }
+
+  // Makes this operation, which has no body, the sum of others: it ends when the last of them has, and `part_ended` was
+  // called once more, for the bundle itself.
+  void add(Operation& part) {
+    parts_.fetch_add(1, std::memory_order_relaxed);
+    part.bundle_ = c10::intrusive_ptr<Operation>::reclaim_copy(this);
+    outputs_.insert(outputs_.end(), part.outputs_.begin(), part.outputs_.end());
+  }
+
+  void part_ended(const std::exception_ptr& error) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!first_error_) first_error_ = error;
+    }
+    if (parts_.fetch_sub(1, std::memory_order_acq_rel) == 1 && end(first_error_)) notify();
+  }
+
+ private:
+  void mark() {
+    if (exception_)
+      future_->setError(exception_);
+    else
+      future_->markCompleted(c10::IValue(outputs_));
+  }
+
+  std::vector<at::Tensor> outputs_;
+  Body body_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<Operation> bundle_;
+  std::exception_ptr first_error_;
+  std::atomic<int> parts_{1};
+  const uint64_t sequence_;
+  int source_ = -1;
+  bool settled_ = false, owes_ = false;
+};
+
+// Operations in the order in which they were submitted, one at a time, on a thread that is started when first needed;
+// or on the caller's own, where nothing is ahead. Held by shared_ptr: its threads keep it.
+class Line : public std::enable_shared_from_this<Line> {
+ public:
+  using Entry = c10::intrusive_ptr<Operation>;
+
+  // inline_ok: whether the caller will wait for it at once, so that it may as well do it.
+  void submit(const Entry& operation, bool inline_ok) {
+    std::unique_lock lock(mutex_);
+    TORCH_CHECK_WITH(DistBackendError, !closed_, "hfreduce: this process group was shut down: make a new one to go on");
+    const bool nested = holder_ == std::this_thread::get_id();
+    if (nested || (inline_ok && free() && queue_.empty())) {
+      serve(lock, operation);
+      if (holder_ != std::this_thread::get_id()) return;
+      if (!nested) return leave();
+      notifying_ = Clock::now();  // and goes on with its callback
+      return;
+    }
+    queue_.push_back(operation);
+    if (threads_.empty()) start();
+    work_.notify_one();
+  }
+
+  // Waits until nothing is queued or running; whether that came in time.
+  bool idle_by(Deadline deadline) {
+    std::unique_lock lock(mutex_);
+    if (holder_ == std::this_thread::get_id()) return queue_.empty();
+    return rest_.wait_until(lock, deadline, [this] { return free() && queue_.empty(); });
+  }
+
+  // Serves what is queued, takes nothing more, and joins the threads; idempotent.
+  void close() {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    work_.notify_all();
+    while (!threads_.empty()) {
+      std::thread thread = std::move(threads_.back());
+      threads_.pop_back();
+      lock.unlock();
+      if (thread.get_id() == std::this_thread::get_id())
+        thread.detach();  // a callback closes its own line; the thread ends after it
+      else
+        thread.join();
+      lock.lock();
+    }
+  }
+
+ private:
+  static constexpr milliseconds kPatience{1000};  // with a callback, while operations wait
+
+  bool free() const { return holder_ == std::thread::id(); }
+  bool overdue() const { return notifying_ != Deadline() && Clock::now() - notifying_ > kPatience; }
+  bool ready() const { return !queue_.empty() && (free() || overdue()); }
+
+  void start() {
+    threads_.emplace_back([self = shared_from_this()] { self->run(); });
+    pthread_setname_np(threads_.back().native_handle(), "hfreduce");
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      ++idle_;
+      if (queue_.empty())
+        work_.wait(lock, [this] { return !queue_.empty() || closed_; });
+      else  // behind somebody: with a look at the clock every now and then
+        work_.wait_for(lock, kPatience, [this] { return ready() || closed_; });
+      --idle_;
+      if (ready()) {
+        const Entry operation = std::move(queue_.front());
+        queue_.pop_front();
+        serve(lock, operation);
+        if (holder_ == std::this_thread::get_id()) leave();
+      } else if (closed_ && queue_.empty()) {
+        return;
+      } else if (closed_) {
+        work_.wait_for(lock, milliseconds(10));  // another thread is at it
+      }
+    }
+  }
+
+  // This thread holds the line, from here to `leave`, or until somebody takes over during callbacks.
+  void serve(std::unique_lock<std::mutex>& lock, const Entry& operation) {
+    holder_ = std::this_thread::get_id();
+    notifying_ = Deadline();
+    lock.unlock();
+    const bool more = operation->end(operation->execute());
+    lock.lock();
+    if (!more) return;
+    notifying_ = Clock::now();
+    if (idle_ == 0 && !closed_) start();
+    lock.unlock();
+    operation->notify();
+    lock.lock();
+  }
+
+  void leave() {
+    holder_ = std::thread::id();
+    notifying_ = Deadline();
+    if (!queue_.empty() || closed_)
+      work_.notify_one();
+    else
+      rest_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_, rest_;
+  std::deque<Entry> queue_;
+  std::vector<std::thread> threads_;
+  std::thread::id holder_;  // who serves
+  Deadline notifying_;      // since when the holder is in callbacks; none while it serves
+  int idle_ = 0;
+  bool closed_ = false;
+};
+
+}  // namespace hfreduce

@@ -1,0 +1,401 @@
+#include "communicator.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <system_error>
+#include <type_traits>
+
+#include "hierarchy.h"
+#include "local.h"
+#include "mesh.h"
+#include "messages.h"
+#include "mismatch.h"
+#include "monitor.h"
+#include "recorder.h"
+#include "reduce.h"
+#include "roster.h"
+#include "team.h"
+
+namespace hfreduce {
+
+namespace {
+
+// A descriptor that is closed in any case.
+struct Descriptor {
+  explicit Descriptor(int fd) : fd(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd(other.fd) { other.fd = -1; }
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+  int fd;
+};
+
+Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
+  Call call;
+  call.kind = kind, call.count = count, call.dtype = dtype, call.op = op, call.root = root, call.factor = factor;
+  return call;
+}
+
+}  // namespace
+
+struct Communicator::State {
+  State(Store& store, const Config& given);
+  ~State() { shutdown(); }
+
+  Roster meet(Store& store, Deadline deadline);
+  std::vector<Row> agree(Store& store, Deadline deadline);
+  std::vector<Segment> share(Deadline deadline);
+  std::vector<Socket> liveness(Deadline deadline);
+  void shutdown();
+
+  // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
+  template <class Body>
+  void run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  template <class Body>
+  void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  void check_root(const char* what, int rank) const;
+  void check_op(DType dtype, Reduction reduction) const;
+
+  Config config;
+  Health health;
+  Recorder recorder;
+  Mesh mesh;
+  Roster roster;
+  std::optional<Plan> plan;
+  std::optional<Team> team;
+  std::unique_ptr<Monitor> monitor;
+  std::optional<Hierarchy> hierarchy;  // of several hosts
+  std::optional<Messages> messages;
+  std::mutex collectives, ending;
+  std::vector<uint64_t> sent, received;
+  uint64_t sequence = 0, any = 0;
+  std::atomic<uint64_t> operations{0};
+  bool ended = false;
+  const pid_t owner = getpid();  // a child of a fork has none of the threads, and must leave all as it is
+};
+
+Communicator::State::State(Store& store, const Config& given)
+    : config(given), mesh(given.interface), sent(given.size), received(given.size) {
+  const Deadline deadline = Clock::now() + config.timeout;
+  for (int i = static_cast<int>(config.global_ranks.size()); i < config.size; ++i) config.global_ranks.push_back(i);
+  roster = meet(store, deadline);
+  mesh.start(roster, health);
+  std::vector<std::string> names;
+  for (int rank : roster.local()) names.push_back(roster.peers[rank].name());
+  plan.emplace(Shape{static_cast<int>(names.size()), static_cast<int>(roster.hosts.size()), roster.cores},
+               config.slot_bytes, agree(store, deadline));
+  team.emplace(share(deadline), roster.me().local_rank, roster.local(), names, config.slot_bytes, roster.cores);
+  health.on_failure = [this](const Fault& fault, bool from_peer) {
+    team->wake();
+    if (monitor && !from_peer) monitor->tell(fault);
+  };
+  monitor = std::make_unique<Monitor>(roster, liveness(deadline), health, recorder, config.where,
+                                      [this](int rank) { return team->last(rank); });
+  if (!roster.one_host()) hierarchy.emplace(roster, mesh, *team, health, *plan);
+  messages.emplace(roster, mesh, *team, health);
+}
+
+Roster Communicator::State::meet(Store& store, Deadline deadline) {
+  Peer mine = Roster::self(config.rank, config.global_ranks[config.rank], config.host_id);
+  mesh.listen(mine);
+  return Roster::meet(store, mine, config.size, deadline, config.global_ranks);
+}
+
+// The plan of rank 0 is everybody's: hosts may have been tuned apart, and must choose alike.
+std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
+  static_assert(std::is_trivially_copyable_v<Row>);
+  if (config.rank == 0 && config.size > 1)
+    store.set("plan " + roster.secret,
+              std::string(reinterpret_cast<const char*>(config.plan.data()), config.plan.size() * sizeof(Row)));
+  if (config.rank == 0) return config.plan;
+  const std::string told = store.wait("plan " + roster.secret, deadline);
+  std::vector<Row> rows(told.size() / sizeof(Row));
+  std::memcpy(rows.data(), told.data(), rows.size() * sizeof(Row));
+  return rows;
+}
+
+// The memory of all local ranks: each makes its own, and hands it to the others.
+std::vector<Segment> Communicator::State::share(Deadline deadline) {
+  const std::vector<int>& local = roster.local();
+  const size_t bytes = Team::segment_bytes(static_cast<int>(local.size()), config.slot_bytes);
+  const Descriptor mine(Segment::create(bytes));
+  std::vector<Socket> sockets;
+  for (int rank : local)
+    sockets.push_back(rank == config.rank  ? Socket()
+                      : rank < config.rank ? mesh.dial(rank, Purpose::segment, 0, deadline)
+                                           : mesh.take(rank, Purpose::segment, 0, deadline));
+  for (const Socket& socket : sockets)
+    if (socket.fd() >= 0) Mesh::give(socket, mine.fd, deadline);
+  std::vector<Segment> segments;
+  for (size_t i = 0; i < local.size(); ++i) {
+    if (local[i] == config.rank) {
+      segments.emplace_back(mine.fd, bytes);
+      continue;
+    }
+    const Descriptor theirs(Mesh::receive(sockets[i], deadline));
+    struct stat stat;
+    if (fstat(theirs.fd, &stat) || static_cast<size_t>(stat.st_size) != bytes)
+      throw std::invalid_argument("hfreduce: " + roster.peers[local[i]].name() + " made " +
+                                  std::to_string(stat.st_size) + " bytes of shared memory, this rank " +
+                                  std::to_string(bytes) + ": slot_bytes must be the same on all ranks");
+    segments.emplace_back(theirs.fd, bytes);
+  }
+  return segments;
+}
+
+std::vector<Socket> Communicator::State::liveness(Deadline deadline) {
+  std::vector<Socket> sockets(config.size);
+  for (int rank = 0; rank < config.size; ++rank)
+    if (rank < config.rank)
+      sockets[rank] = mesh.dial(rank, Purpose::liveness, 0, deadline);
+    else if (rank > config.rank)
+      sockets[rank] = mesh.take(rank, Purpose::liveness, 0, deadline);
+  return sockets;
+}
+
+void Communicator::State::shutdown() {
+  std::lock_guard lock(ending);
+  if (ended) return;
+  ended = true;
+  try {
+    if (messages && !health.failed()) messages->drain(Clock::now() + std::min(config.timeout, milliseconds(10000)));
+  } catch (const std::exception&) {  // whoever had to know has been told
+  }
+  if (monitor) monitor->leave();
+  health.fail(Fault(Fault::Cause::aborted, {config.rank},
+                    "group " + config.name + " was shut down by this rank; make a new one to go on"),
+              true);
+  messages.reset();
+  hierarchy.reset();
+  mesh.close();
+}
+
+template <class Body>
+void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
+                              Body body) {
+  health.check();
+  call.sequence = ++sequence;
+  operations.fetch_add(1, std::memory_order_relaxed);
+  if (timeout.count() <= 0) timeout = config.timeout;
+  const Watch::Report report = [this, timeout](const Call& call, const std::vector<int>& missing) {
+    return timed_out(roster, call, missing, monitor->ask(milliseconds(1000)), timeout);
+  };
+  const Watch watch(health, Clock::now() + timeout, call, report);
+  const uint64_t id = recorder.scheduled(call, bytes_in, bytes_out);
+  recorder.started(id);
+  try {
+    body(watch);
+  } catch (const Fault& fault) {
+    recorder.ended(id, false);
+    health.fail(fault);
+    health.check();
+  } catch (const std::exception& error) {
+    recorder.ended(id, false);
+    health.fail(Fault(Fault::Cause::aborted, {config.rank},
+                      roster.me().name() + " failed in " + told(call) + ": " + error.what()));
+    health.check();
+  }
+  recorder.ended(id, true);
+}
+
+template <class Body>
+void Communicator::State::collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
+                                     Body body) {
+  std::lock_guard lock(collectives);
+  run(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch) {
+    team->begin(watch.call);
+    body(watch);
+  });
+}
+
+void Communicator::State::check_root(const char* what, int rank) const {
+  if (rank < 0 || rank >= config.size)
+    throw std::invalid_argument(std::string("hfreduce: ") + what + " must be a rank of the group, 0 to " +
+                                std::to_string(config.size - 1) + ", got " + std::to_string(rank));
+}
+
+void Communicator::State::check_op(DType dtype, Reduction reduction) const {
+  if (!supported(dtype, reduction.op))
+    throw std::invalid_argument(std::string("hfreduce: ") + name(reduction.op) + " is not defined for " + name(dtype));
+}
+
+Communicator::Communicator(Store& store, const Config& config) : state_(std::make_unique<State>(store, config)) {}
+Communicator::~Communicator() {
+  if (getpid() != state_->owner) static_cast<void>(state_.release());
+}
+
+int Communicator::rank() const { return state_->config.rank; }
+int Communicator::size() const { return state_->config.size; }
+bool Communicator::failed() const { return state_->health.failed(); }
+const Plan& Communicator::plan() const { return *state_->plan; }
+uint64_t Communicator::operations() const { return state_->operations.load(std::memory_order_relaxed); }
+void Communicator::shutdown() {
+  if (getpid() == state_->owner) state_->shutdown();
+}
+
+void Communicator::abort(const std::string& reason) {
+  state_->health.fail(
+      Fault(Fault::Cause::aborted, {rank()},
+            "group " + state_->config.name + " was aborted by " + state_->roster.me().name() + ": " + reason));
+}
+
+std::string Communicator::record() const {
+  return state_->recorder.json(state_->config.name, rank(), state_->config.global_ranks);
+}
+
+std::string Communicator::describe() const {
+  const Roster& roster = state_->roster;
+  std::string text = "hfreduce group " + state_->config.name + ": " + roster.me().name() + ", " +
+                     std::to_string(roster.size()) + " ranks on " + std::to_string(roster.hosts.size()) + " host" +
+                     (roster.one_host() ? "" : "s") + " (";
+  for (size_t i = 0; i < roster.hosts.size(); ++i)
+    text += (i ? ", " : "") + roster.peers[roster.hosts[i][0]].hostname + ": " + std::to_string(roster.hosts[i].size());
+  return text + "), shared memory" + (roster.one_host() ? "" : ", TCP over " + state_->mesh.interface());
+}
+
+void Communicator::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                              milliseconds timeout) {
+  State& s = *state_;
+  s.check_op(dtype, reduction);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::all_reduce, count, dtype, reduction.op, -1, reduction.factor);
+  s.collective(call, bytes, bytes, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->all_reduce(in, out, count, dtype, reduction, watch);
+    const Choice choice = s.plan->choose(Kind::all_reduce, bytes);
+    if (choice.inside == Inside::one_shot)
+      local::all_reduce_one_shot(*s.team, in, out, count, dtype, reduction, choice.chunk, watch);
+    else
+      local::all_reduce_two_shot(*s.team, in, out, count, dtype, reduction, choice.chunk, watch);
+  });
+}
+
+void Communicator::reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
+                          milliseconds timeout) {
+  State& s = *state_;
+  s.check_op(dtype, reduction);
+  s.check_root("root", root);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::reduce, count, dtype, reduction.op, root, reduction.factor);
+  s.collective(call, bytes, rank() == root ? bytes : 0, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->reduce(in, out, count, dtype, reduction, root, watch);
+    local::reduce(*s.team, in, out, count, dtype, reduction, root, watch);
+  });
+}
+
+void Communicator::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                                  milliseconds timeout) {
+  State& s = *state_;
+  s.check_op(dtype, reduction);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
+  s.collective(call, bytes * size(), bytes, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->reduce_scatter(in, out, count, dtype, reduction, watch);
+    local::reduce_scatter(*s.team, in, count, out, count, dtype, reduction, size(), watch);
+  });
+}
+
+void Communicator::all_gather(const void* in, void* out, int64_t count, DType dtype, milliseconds timeout) {
+  State& s = *state_;
+  const int64_t bytes = count * size_of(dtype);
+  s.collective(call_of(Kind::all_gather, count, dtype), bytes, bytes * size(), timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->all_gather(in, out, bytes, watch);
+    local::all_gather(*s.team, in, out, bytes, bytes, watch);
+  });
+}
+
+void Communicator::broadcast(void* data, int64_t count, DType dtype, int root, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("root", root);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::broadcast, count, dtype, Op::sum, root);
+  s.collective(call, bytes, bytes, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->broadcast(data, bytes, root, watch);
+    local::broadcast(*s.team, data, bytes, root, watch);
+  });
+}
+
+void Communicator::gather(const void* in, void* out, int64_t count, DType dtype, int root, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("root", root);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::gather, count, dtype, Op::sum, root);
+  s.collective(call, bytes, rank() == root ? bytes * size() : 0, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->gather(in, out, bytes, root, watch);
+    local::gather(*s.team, in, out, bytes, root, watch);
+  });
+}
+
+void Communicator::scatter(const void* in, void* out, int64_t count, DType dtype, int root, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("root", root);
+  const int64_t bytes = count * size_of(dtype);
+  const Call call = call_of(Kind::scatter, count, dtype, Op::sum, root);
+  s.collective(call, rank() == root ? bytes * size() : 0, bytes, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->scatter(in, out, bytes, root, watch);
+    local::scatter(*s.team, in, out, bytes, root, watch);
+  });
+}
+
+void Communicator::all_to_all(const void* in, const std::vector<int64_t>& in_offsets,
+                              const std::vector<int64_t>& in_counts, void* out, const std::vector<int64_t>& out_offsets,
+                              const std::vector<int64_t>& out_counts, DType dtype, milliseconds timeout) {
+  State& s = *state_;
+  std::vector<int64_t> bytes[4];
+  int64_t all[2] = {};
+  int i = 0;
+  for (const auto* numbers : {&in_offsets, &in_counts, &out_offsets, &out_counts}) {
+    if (static_cast<int>(numbers->size()) != size())
+      throw std::invalid_argument("hfreduce: all_to_all takes an offset and a count for each of the " +
+                                  std::to_string(size()) + " ranks, got " + std::to_string(numbers->size()));
+    for (int64_t number : *numbers) bytes[i].push_back(number * size_of(dtype));
+    if (i % 2)
+      for (int64_t number : bytes[i]) all[i / 2] += number;
+    ++i;
+  }
+  s.collective(call_of(Kind::all_to_all, 0, dtype), all[0], all[1], timeout, [&](const Watch& watch) {
+    const int64_t *from = bytes[0].data(), *sizes = bytes[1].data(), *to = bytes[2].data(), *wanted = bytes[3].data();
+    if (s.hierarchy) return s.hierarchy->all_to_all(in, from, sizes, out, to, wanted, watch);
+    local::all_to_all(*s.team, in, from, sizes, out, to, wanted, watch);
+  });
+}
+
+void Communicator::barrier(milliseconds timeout) {
+  State& s = *state_;
+  s.collective(call_of(Kind::barrier, 0, DType::u8), 0, 0, timeout, [&](const Watch& watch) {
+    if (s.hierarchy) return s.hierarchy->barrier(watch);
+    s.team->arrive(watch);
+    s.team->next();
+  });
+}
+
+void Communicator::send(const void* data, int64_t count, DType dtype, int to, int tag, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("the receiver", to);
+  const int64_t bytes = count * size_of(dtype);
+  s.run(call_of(Kind::send, count, dtype, Op::sum, to), s.sent[to], bytes, 0, timeout,
+        [&](const Watch& watch) { s.messages->send(data, bytes, to, tag, watch); });
+}
+
+void Communicator::recv(void* data, int64_t count, DType dtype, int from, int tag, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("the sender", from);
+  const int64_t bytes = count * size_of(dtype);
+  s.run(call_of(Kind::recv, count, dtype, Op::sum, from), s.received[from], 0, bytes, timeout,
+        [&](const Watch& watch) { s.messages->recv(data, bytes, from, tag, watch); });
+}
+
+int Communicator::recv_any(void* data, int64_t count, DType dtype, int tag, milliseconds timeout) {
+  State& s = *state_;
+  const int64_t bytes = count * size_of(dtype);
+  int from = -1;
+  s.run(call_of(Kind::recv, count, dtype), s.any, 0, bytes, timeout,
+        [&](const Watch& watch) { from = s.messages->recv_any(data, bytes, tag, watch); });
+  return from;
+}
+
+}  // namespace hfreduce

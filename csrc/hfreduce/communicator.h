@@ -1,0 +1,73 @@
+// A group of ranks that compute together: everything else in this folder is a part of it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fault.h"
+#include "plan.h"
+#include "store.h"
+#include "types.h"
+
+namespace hfreduce {
+
+struct Config {
+  int rank = 0, size = 1;
+  std::vector<int> global_ranks;       // by group rank; empty: the same
+  std::string name = "default";        // of the group, for messages
+  milliseconds timeout{300000};        // of connecting, and of operations that name none
+  std::string host_id;                 // "" for the machine's own: two ranks share memory when it is equal
+  std::string interface;               // "" for the one with a route
+  size_t slot_bytes = 256 << 10;       // of shared memory, two of them a rank: they stay in a second-level cache
+  std::vector<Row> plan;               // rank 0's is everybody's; empty: the defaults
+  std::function<std::string()> where;  // what Python is doing: see Monitor
+};
+
+// Collectives are called by one thread at a time, in the same order by all ranks; send and recv by any thread. Each
+// throws Fault; after one, all do. Memory is contiguous and on the host. A timeout of zero is the group's.
+class Communicator {
+ public:
+  Communicator(Store& store, const Config& config);  // returns when all ranks have met; the store is not used later
+  ~Communicator();                                   // as shutdown()
+
+  int rank() const;
+  int size() const;
+
+  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = {});
+  void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root, milliseconds timeout = {});
+  // in: size() blocks of `count` elements. out: one.
+  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = {});
+  // in: `count` elements; out: size() blocks of them.
+  void all_gather(const void* in, void* out, int64_t count, DType, milliseconds timeout = {});
+  void broadcast(void* data, int64_t count, DType, int root, milliseconds timeout = {});
+  void gather(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = {});
+  void scatter(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = {});
+  // Elements for, and from, each rank: counts[i] of them at offsets[i].
+  void all_to_all(const void* in, const std::vector<int64_t>& in_offsets, const std::vector<int64_t>& in_counts,
+                  void* out, const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& out_counts, DType,
+                  milliseconds timeout = {});
+  void barrier(milliseconds timeout = {});
+  void send(const void* data, int64_t count, DType, int to, int tag, milliseconds timeout = {});
+  void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = {});
+  int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = {});
+
+  bool failed() const;
+  // Every operation, present and later, of every rank, throws Fault::aborted with this reason.
+  void abort(const std::string& reason);
+  // Lets what was sent go out, says goodbye, joins all threads, closes everything; idempotent. Throws nothing.
+  void shutdown();
+
+  std::string describe() const;  // hosts, ranks, interface, connections: one line
+  std::string record() const;    // the flight recorder's JSON
+  const Plan& plan() const;
+  uint64_t operations() const;  // collectives and messages begun by this rank
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hfreduce

@@ -1,0 +1,124 @@
+#include "team.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <ctime>
+
+#include "mismatch.h"
+
+namespace hfreduce {
+
+namespace {
+
+// Sleeps while the word has this value, 20 ms at most: a fault that nobody could announce here is then noticed too.
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  const timespec patience{0, 20'000'000};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &patience, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Steps wrap around; two ranks are never more than one apart.
+bool reached(uint32_t there, uint32_t wanted) { return static_cast<int32_t>(there - wanted) >= 0; }
+
+}  // namespace
+
+size_t Team::segment_bytes(int local_size, size_t slot_bytes) { return kHeader + 2 * slot_bytes + local_size * kPipe; }
+
+Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
+           size_t slot_bytes, int cores)
+    : segments_(std::move(segments)),
+      ranks_(std::move(ranks)),
+      names_(std::move(names)),
+      rank_(local_rank),
+      slot_bytes_(slot_bytes) {
+  static_assert(sizeof(Header) <= kHeader && std::atomic<uint32_t>::is_always_lock_free);
+  // A rank that spins on a core which another rank needs makes both late: then it only yields.
+  spins_ = size() <= cores ? 200 : 0;
+}
+
+void Team::begin(const Call& call) {
+  header(rank_).calls[call.sequence % 2] = call;
+  sequence_ = call.sequence;
+  first_ = true;
+}
+
+const Call& Team::call(int local_rank) const { return header(local_rank).calls[sequence_ % 2]; }
+
+Call Team::last(int rank) const {
+  const auto local = std::find(ranks_.begin(), ranks_.end(), rank);
+  if (local == ranks_.end()) return Call();
+  const Call* calls = header(static_cast<int>(local - ranks_.begin())).calls;
+  return calls[calls[0].sequence < calls[1].sequence];
+}
+
+char* Team::slot(int local_rank) const {
+  return segments_[local_rank].data() + kHeader + (step_ % 2 ? slot_bytes_ : 0);
+}
+
+char* Team::pipe(int from, int to) const { return segments_[to].data() + kHeader + 2 * slot_bytes_ + from * kPipe; }
+
+void Team::arrive(const Watch& watch) {
+  Header& mine = header(rank_);
+  // Sequentially consistent with the sleeper's increment: either it sees this step, or we see that it sleeps.
+  mine.step.store(step_, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst)) wake_all(mine.step);
+  for (int i = 1; i < size(); ++i) wait_for((rank_ + i) % size(), step_, watch);
+  if (first_) compare();
+  first_ = false;
+}
+
+void Team::wait_for(int local_rank, uint32_t step, const Watch& watch) {
+  Header& peer = header(local_rank);
+  const auto there = [&] { return reached(peer.step.load(std::memory_order_acquire), step); };
+  for (int i = 0; i < spins_; ++i) {
+    if (there()) return;
+    pause();
+  }
+  for (int i = 0; i < 100; ++i) {
+    if (there()) return;
+    sched_yield();
+  }
+  while (!there()) {
+    watch.check(missing(step));
+    peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t now = peer.step.load(std::memory_order_seq_cst);
+    if (!reached(now, step)) sleep_while(peer.step, now);
+    peer.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+std::vector<int> Team::missing(uint32_t step) const {
+  std::vector<int> ranks;
+  for (int i = 0; i < size(); ++i)
+    if (!reached(header(i).step.load(std::memory_order_acquire), step)) ranks.push_back(ranks_[i]);
+  return ranks;
+}
+
+void Team::compare() const {
+  bool agreed = true;
+  for (int i = 1; i < size(); ++i) agreed = agreed && same(call(i), call(0));
+  if (agreed) return;
+  std::vector<Call> calls;
+  for (int i = 0; i < size(); ++i) calls.push_back(call(i));
+  throw mismatch(ranks_, names_, calls);
+}
+
+void Team::wake() {
+  for (int i = 0; i < size(); ++i) wake_all(header(i).step);
+}
+
+}  // namespace hfreduce

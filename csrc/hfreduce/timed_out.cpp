@@ -1,0 +1,101 @@
+// The message of a timeout: a sentence, and a table with a row a rank, those that are missing first.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "mismatch.h"
+#include "monitor.h"
+
+namespace hfreduce {
+
+namespace {
+
+constexpr size_t kRows = 64;  // a table of a thousand ranks helps nobody
+
+using Line = std::vector<std::string>;
+
+std::string seconds(int64_t ms) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(ms) / 1000);
+  return text;
+}
+
+std::string state(const Standing& standing) {
+  switch (standing.answered) {
+    case Standing::silent:
+      return "does not answer (stopped, or its host is cut off?)";
+    case Standing::left:
+      return "has left the group";
+    case Standing::died:
+      return "has died";
+    default:
+      break;
+  }
+  if (!standing.last.sequence) return "in no operation yet";
+  return (standing.running ? "in it for " : "ended it ") + seconds(standing.age_ms) + (standing.running ? "" : " ago");
+}
+
+Line line(const Roster& roster, const Standing& standing, bool missing) {
+  const Peer& peer = roster.peers[standing.rank];
+  const std::string frame(standing.frame, strnlen(standing.frame, sizeof(standing.frame)));
+  return {std::to_string(peer.global_rank),
+          peer.hostname,
+          missing ? "missing" : "",
+          standing.last.sequence ? told(standing.last) : "-",
+          state(standing),
+          frame.empty() ? "-" : frame};
+}
+
+std::string table(const std::vector<Line>& lines) {
+  std::vector<size_t> widths(lines[0].size());
+  for (const Line& line : lines)
+    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  std::string text;
+  for (const Line& line : lines) {
+    std::string row = " ";
+    for (size_t i = 0; i < line.size(); ++i) row += " " + line[i] + std::string(widths[i] - line[i].size() + 1, ' ');
+    text += "\n" + row.substr(0, row.find_last_not_of(' ') + 1);
+  }
+  return text;
+}
+
+bool contains(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+// The ranks that have not come to a collective. The one that is waited for may itself be waiting for another: a
+// neighbour between hosts. Silence alone tells little, so it is believed first of those that are waited for.
+std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<Standing>& standings) {
+  if (call.kind == Kind::send || call.kind == Kind::recv) return missing;
+  std::vector<int> behind, both;
+  for (const Standing& standing : standings) {
+    if (standing.answered == Standing::here && standing.collective >= call.sequence) continue;
+    behind.push_back(standing.rank);
+    if (contains(missing, standing.rank)) both.push_back(standing.rank);
+  }
+  return !both.empty() ? both : !behind.empty() ? behind : missing;
+}
+
+}  // namespace
+
+Fault timed_out(const Roster& roster, const Call& call, const std::vector<int>& waited_for,
+                const std::vector<Standing>& standings, milliseconds waited) {
+  const std::vector<int> missing = culprits(call, waited_for, standings);
+  std::string text = "Timed out after " + seconds(waited.count()) + " on " + roster.me().name() + " in " + told(call);
+  for (size_t i = 0; i < missing.size(); ++i) text += (i ? ", " : ", waiting for ") + roster.peers[missing[i]].name();
+  const auto is_missing = [&](const Standing& standing) { return contains(missing, standing.rank); };
+  std::vector<Standing> sorted = standings;
+  std::stable_partition(sorted.begin(), sorted.end(), is_missing);
+  const size_t rows = std::min(sorted.size(), std::max(kRows, missing.size()));
+  std::vector<Line> lines = {{"rank", "host", "", "last operation", "state", "Python"}};
+  for (size_t i = 0; i < rows; ++i) lines.push_back(line(roster, sorted[i], is_missing(sorted[i])));
+  text += "." + table(lines);
+  if (rows < sorted.size()) text += "\n  and " + std::to_string(sorted.size() - rows) + " more that are not missing";
+  text +=
+      "\nA missing rank that is in Python is late, or on another path through the program; if it is only late, a "
+      "longer "
+      "timeout helps.";
+  return Fault(Fault::Cause::timeout, missing, text);
+}
+
+}  // namespace hfreduce

@@ -1,0 +1,59 @@
+// Two-shot all-reduce: the bandwidth path, and reduce, which is its first half.
+//
+// A chunk of the message, small enough that all ranks' slots stay in the caches, goes in two steps. Each rank copies
+// the slices of the others into its slot, all arrive, each adds up its own slice (rank order: equal bits everywhere),
+// all arrive, each copies all slices out. With n ranks and N bytes, each rank reads its input once and writes its
+// output once in memory; through the caches it writes (n-1)/n N and 1/n N, and reads (n-1)/n N and N.
+#include "local.h"
+#include "slots.h"
+
+namespace hfreduce::local {
+
+namespace {
+
+// The chunk that begins at `in`; `here` says whether this rank wants it in `out`.
+void chunk_two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
+                    const Watch& watch) {
+  const int64_t size = size_of(dtype);
+  const int n = team.size();
+  const Slice own(count, size, team.rank(), n);
+  copy(team.mine(), in, own.first * size);
+  copy(team.mine() + own.last * size, at(in, own.last * size), (count - own.last) * size);
+  team.arrive(watch);
+  Inputs inputs(team, own.first * size, reduction);
+  inputs.memory[team.rank()] = at(in, own.first * size);
+  team.next();
+  inputs.reduce(team.mine() + own.first * size, own.count(), dtype, reduction.op, n);
+  team.arrive(watch);
+  for (int i = 0; here && i < n; ++i) {
+    const Slice slice(count, size, i, n);
+    copy(at(out, slice.first * size), team.slot(i) + slice.first * size, slice.count() * size);
+  }
+  team.next();
+}
+
+void two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
+              int64_t chunk, const Watch& watch) {
+  const int64_t size = size_of(dtype);
+  const int64_t most = piece(std::min<int64_t>(chunk, team.slot_bytes()), 1, size);
+  int64_t done = 0;
+  do {
+    const int64_t now = std::min(most, count - done);
+    chunk_two_shot(team, at(in, done * size), at(out, done * size), now, dtype, reduction, here, watch);
+    done += now;
+  } while (done < count);
+}
+
+}  // namespace
+
+void all_reduce_two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                         int64_t chunk, const Watch& watch) {
+  two_shot(team, in, out, count, dtype, reduction, true, chunk, watch);
+}
+
+void reduce(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
+            const Watch& watch) {
+  two_shot(team, in, out, count, dtype, reduction, team.rank() == root, team.slot_bytes(), watch);
+}
+
+}  // namespace hfreduce::local

@@ -1,0 +1,76 @@
+// What travels: element types, reductions and kinds of collectives, with the numbers that cross to Python and the wire.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace hfreduce {
+
+enum class DType : uint8_t { u8, i8, i16, i32, i64, boolean, f16, bf16, f32, f64, e4m3, e5m2 };
+enum class Op : uint8_t { sum, avg, prod, min, max, band, bor, bxor, premul_sum };
+enum class Kind : uint8_t {
+  barrier,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  reduce,
+  all_to_all,
+  gather,
+  scatter,
+  send,
+  recv,
+};
+
+constexpr int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::i16:
+    case DType::f16:
+    case DType::bf16:
+      return 2;
+    case DType::i32:
+    case DType::f32:
+      return 4;
+    case DType::i64:
+    case DType::f64:
+      return 8;
+    default:
+      return 1;
+  }
+}
+
+// The names are those of torch: "float32", "all_reduce", "sum".
+const char* name(DType dtype);
+const char* name(Op op);
+const char* name(Kind kind);
+
+// How elements are added up. `factor` multiplies this rank's input, for premul_sum alone.
+struct Reduction {
+  Op op = Op::sum;
+  double factor = 1.0;
+};
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+using std::chrono::milliseconds;
+
+// One collective as its caller asked for it. All ranks must ask for the same: `same` says whether two calls agree.
+// It lies in shared memory and travels in headers, so it has no pointers and one layout.
+struct Call {
+  uint64_t sequence = 0;  // of this communicator: 1, 2, ... (send and recv: of this pair and direction)
+  int64_t count = 0;      // elements: of the whole input (all_reduce, broadcast, reduce), or of one rank's block
+  double factor = 1.0;    // this rank's own, no part of the agreement
+  int32_t root = -1;      // group rank; -1 where there is none
+  Kind kind = Kind::barrier;
+  DType dtype = DType::u8;
+  Op op = Op::sum;
+  uint8_t unused = 0;
+};
+static_assert(sizeof(Call) == 32);
+
+inline bool same(const Call& a, const Call& b) {
+  return a.sequence == b.sequence && a.count == b.count && a.root == b.root && a.kind == b.kind && a.dtype == b.dtype &&
+         a.op == b.op;
+}
+
+}  // namespace hfreduce
