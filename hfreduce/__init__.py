@@ -1,0 +1,72 @@
+"""Collectives on CPU tensors, in one host by shared memory and between hosts by TCP, that say who went wrong.
+
+As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged:
+
+    import hfreduce
+    torch.distributed.init_process_group("hfreduce")
+
+Directly, without c10d's overhead (`hfreduce.api`):
+
+    hfreduce.init()
+    hfreduce.all_reduce_(gradient, "avg")
+
+What goes wrong is an exception on every rank that names ranks, hosts and operations: from a process group
+torch.distributed.DistBackendError, from the direct functions hfreduce.Fault. Groups that nobody ended are ended before
+the interpreter is, without waiting long.
+"""
+
+from hfreduce.api import (
+    Group,
+    all_gather,
+    all_reduce_,
+    all_to_all,
+    barrier,
+    broadcast_,
+    close,
+    explain,
+    gather,
+    init,
+    recv_,
+    recv_any_,
+    reduce_,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from hfreduce.backend import Options, describe, monitored_barrier, operations, record, register
+
+try:
+    from hfreduce._C import Fault
+except ImportError:  # nothing was compiled: whoever uses it is told, see api.native
+
+    class Fault(RuntimeError):
+        """What goes wrong in a group; `cause` says how, `ranks` whose fault it is."""
+
+
+__all__ = [
+    "Fault",
+    "Group",
+    "Options",
+    "all_gather",
+    "all_reduce_",
+    "all_to_all",
+    "barrier",
+    "broadcast_",
+    "close",
+    "describe",
+    "explain",
+    "gather",
+    "init",
+    "monitored_barrier",
+    "operations",
+    "record",
+    "recv_",
+    "recv_any_",
+    "reduce_",
+    "reduce_scatter",
+    "register",
+    "scatter",
+    "send",
+]
+
+register()

@@ -1,0 +1,286 @@
+"""The direct functions: collectives on contiguous CPU tensors, on the calling thread, without torch.distributed.
+
+A trailing underscore says that the tensor given is written to. All ranks of a group call the same functions in the same
+order, with the same shapes (but for the uneven all_to_all) and dtypes. ValueError: what was given cannot be computed;
+nothing was sent. hfreduce.Fault: the group is of no more use; the message names ranks, hosts and operations, `cause` is
+one of died, timeout, mismatch, aborted, left, broken, and `ranks` are the culprits.
+
+dtypes: uint8, int8, int16, int32, int64, bool, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2.
+op: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"; and "premul_sum", which multiplies this rank's input by
+`factor`. Bit operations take integers and bool, premul_sum floats, avg all but bool. Floats of 16 and 8 bits are added
+in float32 and rounded once; results are equal to the bit on all ranks, and from run to run.
+"""
+
+import os
+import sys
+import threading
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")  # as csrc/hfreduce/types.h has them
+_ORDER = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"  # as well
+DTYPES = {getattr(torch, name): number for number, name in enumerate(_ORDER.split())}
+_OPS = {name: number for number, name in enumerate(OPS)}
+
+
+def native():
+    """hfreduce._C; ImportError says what to run."""
+    try:
+        from hfreduce import _C
+    except ImportError as error:
+        raise ImportError(f"hfreduce was not built ({error}): it needs a C++ compiler; run `make`") from error
+    return _C
+
+
+def plan_rows(size):
+    """The measured plan of this machine, as rows of numbers; none where it was not tuned."""
+    from hfreduce import plan
+
+    return plan.rows(size)
+
+
+def explain(op, nbytes, *, ranks=None, hosts=None):
+    """What a collective of `nbytes` runs in a group of so many ranks and hosts, and why: see hfreduce.plan."""
+    from hfreduce import plan
+
+    return plan.explain(op, nbytes, ranks=ranks, hosts=hosts)
+
+
+def where():
+    """What the main thread does: "train.py:42 in step", its innermost frame outside torch and hfreduce."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "hfreduce", "contextlib", "threading", "importlib"):
+            code = frame.f_code
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+class Group:
+    """Ranks that compute together. See `init` for the arguments; the functions of this module are its methods."""
+
+    def __init__(self, store, rank, size, *, name="default", timeout=300.0, **config):
+        self.rank, self.size = rank, size
+        store = dist.PrefixStore(f"hfreduce/{name}", store)
+        config.setdefault("plan", plan_rows(size))
+        self._core = native().Communicator(
+            store.set,
+            lambda key: store.get(key) if store.check([key]) else None,  # never waits
+            rank,
+            size,
+            name=name,
+            timeout=timeout,
+            where=where,
+            **config,
+        )
+        self.close = weakref.finalize(self, _end, self._core, os.getpid())  # at the latest when the interpreter ends
+
+    def __repr__(self):
+        return f"<{self._core.describe()}>"
+
+    @property
+    def operations(self):
+        """How many operations this rank has begun."""
+        return self._core.operations
+
+    def record(self):
+        """The last operations, as JSON: what torch's flight recorder writes, schema 2.10."""
+        return self._core.record()
+
+    def abort(self, reason):
+        """Makes all operations, running and to come, of all ranks fail with this reason."""
+        self._core.abort(reason)
+
+    def all_reduce_(self, x, op="sum", *, factor=1.0, timeout=0.0):
+        """x = op of the x of all ranks, in place. Returns x."""
+        p, n, dtype = _memory(x)
+        self._core.all_reduce(p, p, n, dtype, _op(op), factor, timeout)
+        return x
+
+    def reduce_(self, x, root=0, op="sum", *, factor=1.0, timeout=0.0):
+        """x of rank `root` = op of the x of all ranks, in place; the others keep theirs. Returns x."""
+        p, n, dtype = _memory(x)
+        self._core.reduce(p, p if self.rank == root else 0, n, dtype, root, _op(op), factor, timeout)
+        return x
+
+    def reduce_scatter(self, x, op="sum", *, factor=1.0, out=None, timeout=0.0):
+        """out = op of x[rank] of all ranks. x: [size, *shape]; out: [*shape], made if None."""
+        self._blocks(x)
+        out = _output(out, x, x.shape[1:])
+        p, n, dtype = _memory(out)
+        self._core.reduce_scatter(_memory(x)[0], p, n, dtype, _op(op), factor, timeout)
+        return out
+
+    def all_gather(self, x, *, out=None, timeout=0.0):
+        """out[r] = x of rank r. x: [*shape]; out: [size, *shape], made if None; x may be out[rank]."""
+        p, n, dtype = _memory(x)
+        out = _output(out, x, (self.size, *x.shape))
+        self._core.all_gather(p, _memory(out)[0], n, dtype, timeout)
+        return out
+
+    def broadcast_(self, x, root=0, *, timeout=0.0):
+        """x = x of rank `root`, in place. Returns x."""
+        self._core.broadcast(*_memory(x), root, timeout)
+        return x
+
+    def gather(self, x, root=0, *, out=None, timeout=0.0):
+        """out[r] = x of rank r, on rank `root`; None on the others. x: [*shape]; out: [size, *shape], made if None."""
+        p, n, dtype = _memory(x)
+        out = _output(out, x, (self.size, *x.shape)) if self.rank == root else None
+        self._core.gather(p, 0 if out is None else _memory(out)[0], n, dtype, root, timeout)
+        return out
+
+    def scatter(self, x, out, root=0, *, timeout=0.0):
+        """out = x[rank] of rank `root`. x: [size, *shape] on rank `root`, None on the others; out: [*shape]."""
+        p, n, dtype = _memory(out)
+        if self.rank == root:
+            self._blocks(x)
+            _output(out, x, x.shape[1:])
+        self._core.scatter(_memory(x)[0] if self.rank == root else 0, p, n, dtype, root, timeout)
+        return out
+
+    def all_to_all(self, x, *, input_splits=None, output_splits=None, out=None, timeout=0.0):
+        """Rows of x for every rank, in order; rows of out from every rank. Returns out.
+
+        x: [rows, *shape], input_splits[r] rows for rank r; out: [sum(output_splits), *shape], made if None. Without
+        splits every rank gets the same number of rows.
+        """
+        into = self._splits("input_splits", input_splits, x.shape[0])
+        if output_splits is None and input_splits is not None:
+            raise ValueError(
+                "all_to_all was given input_splits, and needs output_splits: rows that each rank sends here"
+            )
+        back = self._splits("output_splits", output_splits, x.shape[0] if output_splits is None else sum(output_splits))
+        out = _output(out, x, (sum(back), *x.shape[1:]))
+        row = x[0].numel() if len(x) else out[0].numel() if len(out) else 0
+        (p, _, dtype), (q, _, _) = _memory(x), _memory(out)
+        self._core.all_to_all(p, *_ranges(into, row), q, *_ranges(back, row), dtype, timeout)
+        return out
+
+    def barrier(self, *, timeout=0.0):
+        """Returns when all ranks have called it."""
+        self._core.barrier(timeout)
+
+    def send(self, x, to, tag=0, *, timeout=0.0):
+        """Sends x to a rank; returns when x may be written again."""
+        self._core.send(*_memory(x), to, tag, timeout)
+
+    def recv_(self, x, source, tag=0, *, timeout=0.0):
+        """x = the next message with this tag from a rank, of the same size and dtype, in place. Returns x."""
+        self._core.recv(*_memory(x), source, tag, timeout)
+        return x
+
+    def recv_any_(self, x, tag=0, *, timeout=0.0):
+        """x = a message with this tag from whoever has sent one, in place. Returns the rank that sent it."""
+        return self._core.recv_any(*_memory(x), tag, timeout)
+
+    def _blocks(self, x):
+        if x.dim() == 0 or x.shape[0] != self.size:
+            raise ValueError(f"expected a first dimension of {self.size}, one block for each rank, got {_told(x)}")
+
+    def _splits(self, what, splits, rows):
+        if splits is None:
+            if rows % self.size:
+                raise ValueError(f"{rows} rows cannot be split evenly between {self.size} ranks: give {what}")
+            splits = [rows // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(f"{what} must be {self.size} numbers of rows that add up to {rows}, got {list(splits)}")
+        return splits
+
+
+def _end(core, pid):
+    if os.getpid() == pid:  # else it is a child of a fork that ends, and the group is its parent's
+        core.shutdown()
+
+
+def _told(x):
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _memory(x):
+    """Address, elements and dtype of a tensor; ValueError where the core cannot work on it."""
+    dtype = DTYPES.get(x.dtype)
+    if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
+        raise ValueError(
+            f"expected a contiguous tensor on the CPU, of one of {', '.join(map(str, DTYPES))}; got {_told(x)} on "
+            f"{x.device}, strides {x.stride() if x.layout == torch.strided else x.layout}"
+        )
+    return x.data_ptr(), x.numel(), dtype
+
+
+def _output(out, x, shape):
+    if out is None:
+        return torch.empty(shape, dtype=x.dtype)
+    if out.shape != torch.Size(shape) or out.dtype != x.dtype:
+        raise ValueError(f"expected an output of {x.dtype}{list(shape)}, got {_told(out)}")
+    return out
+
+
+def _op(op):
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    return _OPS[op]
+
+
+def _ranges(splits, row):
+    counts = [n * row for n in splits]
+    return [sum(counts[:i]) for i in range(len(counts))], counts
+
+
+_default = []  # none or one
+
+
+def init(store=None, rank=None, size=None, *, name="default", timeout=300.0, **config):
+    """A group of all ranks, which is then also the one that the functions of this module use. Returns it.
+
+    store, rank, size: a torch.distributed store that all ranks reach, who this is, how many there are. Without them
+    they come from the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE), as torchrun sets it.
+    name: of the group, for messages; groups on one store need different ones. timeout: seconds, to connect and for
+    operations that name none. config: interface, host_id, slot_bytes, plan, global_ranks; see `hfreduce.Options`.
+    """
+    if _default:
+        raise RuntimeError("hfreduce.init was called before: call hfreduce.close() first, or make a Group")
+    if store is None:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if rank is None or size is None:
+        raise ValueError("hfreduce.init with a store needs rank and size")
+    _default.append(Group(store, rank, size, name=name, timeout=timeout, **config))
+    return _default[0]
+
+
+def close():
+    """Ends the default group: lets out what was sent, and says goodbye to the others."""
+    if _default:
+        _default.pop().close()
+
+
+def _function(name):
+    method = getattr(Group, name)
+
+    def function(*args, **options):
+        if not _default:
+            raise RuntimeError(f"hfreduce.{name} needs a group: call hfreduce.init() first")
+        return method(_default[0], *args, **options)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = method.__doc__
+    return function
+
+
+all_reduce_ = _function("all_reduce_")
+reduce_ = _function("reduce_")
+reduce_scatter = _function("reduce_scatter")
+all_gather = _function("all_gather")
+broadcast_ = _function("broadcast_")
+gather = _function("gather")
+scatter = _function("scatter")
+all_to_all = _function("all_to_all")
+barrier = _function("barrier")
+send = _function("send")
+recv_ = _function("recv_")
+recv_any_ = _function("recv_any_")

@@ -1,0 +1,241 @@
+"""Which algorithm runs, for which size, and why: `explain`; and the rows that `python -m hfreduce.tune` has measured.
+
+The rows of this machine are in one JSON file, `path()`. They are kept by the shape of the group: ranks and hosts. All
+ranks of a group must have the same rows; the choice itself is made by csrc/hfreduce/plan.cpp, which has defaults.
+"""
+
+import datetime
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hfreduce import _C, cost
+
+# In the order of Kind, Inside and Between in csrc/hfreduce/.
+KINDS = (
+    "barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "gather", "scatter",
+    "send", "recv",
+)  # fmt: skip
+INSIDE = ("one_shot", "two_shot")
+BETWEEN = ("direct", "ring", "tree")
+VERSION = 1
+SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
+ANY = 2**63 - 1
+MAX_STREAMS = 64
+
+
+class PlanError(ValueError):
+    """A file of rows that cannot be used; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What messages of `kind` up to `max_bytes` do."""
+
+    kind: str
+    max_bytes: int
+    inside: str
+    between: str
+    chunk: int
+    streams: int
+
+    def tuple(self) -> tuple[int, int, int, int, int, int]:
+        """As hfreduce._C takes it."""
+        inside, between = INSIDE.index(self.inside), BETWEEN.index(self.between)
+        return (KINDS.index(self.kind), self.max_bytes, inside, between, self.chunk, self.streams)
+
+    @classmethod
+    def of(cls, numbers: tuple) -> "Row":
+        kind, max_bytes, inside, between, chunk, streams = numbers
+        return cls(KINDS[kind], max_bytes, INSIDE[inside], BETWEEN[between], chunk, streams)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a group: what rows are kept by."""
+
+    ranks: int
+    hosts: int = 1
+
+    @property
+    def local_size(self) -> int:
+        return -(-self.ranks // self.hosts)
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks on {self.hosts} host{'s' if self.hosts > 1 else ''}"
+
+
+def shape(size: int) -> Shape:
+    """The shape that a group of this size most likely has, as far as a launcher's environment tells."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local_size = int(local) if local.isdecimal() and int(local) > 0 else size
+    return Shape(size, max(1, size // local_size) if size % local_size == 0 else 1)
+
+
+def job_size() -> int:
+    """Ranks of the whole job as a launcher's environment tells, else one for each core."""
+    return int(os.environ.get("WORLD_SIZE") or os.cpu_count() or 1)
+
+
+# The file
+
+
+def path() -> Path | None:
+    """HFREDUCE_PLAN, or hfreduce/plan.json in XDG's folder of caches. None where HFREDUCE_PLAN is empty: no file."""
+    given = os.environ.get("HFREDUCE_PLAN")
+    if given is not None:
+        return Path(given) if given else None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "hfreduce" / "plan.json"
+
+
+def load(file: Path | None = None) -> dict[str, dict]:
+    """{shape: {"measured": date, "rows": [Row]}} of a file; empty where there is none. Raises PlanError."""
+    file = file or path()
+    if file is None or not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        if found["version"] != VERSION:
+            raise PlanError(f"it is of version {found['version']!r}, and this hfreduce reads {VERSION}")
+        return {
+            name: {"measured": str(entry["measured"]), "rows": [_row(fields) for fields in entry["rows"]]}
+            for name, entry in found["shapes"].items()
+        }
+    except PlanError as why:
+        reason = str(why)
+    except (OSError, ValueError) as why:
+        reason = f"it cannot be read as JSON: {why}"
+    except (KeyError, TypeError, AttributeError) as why:
+        reason = f"it is not laid out as a plan: {type(why).__name__}: {why}"
+    raise PlanError(
+        f"hfreduce: the plan {file} is not used: {reason}. Measure again with `python -m hfreduce.tune`, remove the "
+        "file, or set HFREDUCE_PLAN to another one (or to nothing, for the defaults)"
+    )
+
+
+def _row(fields: dict) -> Row:
+    row = Row(**fields)
+    limits = (("max_bytes", row.max_bytes, ANY), ("chunk", row.chunk, SLOT), ("streams", row.streams, MAX_STREAMS))
+    for name, value, most in limits:
+        if type(value) is not int or not 0 < value <= most:
+            raise PlanError(f"{name} must be a whole number from 1 to {most}, got {value!r} in {fields}")
+    for name, value, known in (
+        ("kind", row.kind, KINDS),
+        ("inside", row.inside, INSIDE),
+        ("between", row.between, BETWEEN),
+    ):
+        if value not in known:
+            raise PlanError(f"{name} must be one of {', '.join(known)}, got {value!r} in {fields}")
+    return row
+
+
+def save(of: Shape, rows: list[Row], file: Path | None = None) -> Path:
+    """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one."""
+    file = file or path()
+    if file is None:
+        raise PlanError("hfreduce: HFREDUCE_PLAN is empty, so there is no file to write the plan to: set or unset it")
+    shapes = load(file) | {str(of): {"measured": datetime.date.today().isoformat(), "rows": rows}}
+    laid_out = {name: entry | {"rows": [asdict(row) for row in entry["rows"]]} for name, entry in shapes.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with os.fdopen(handle, "w") as out:
+            json.dump({"version": VERSION, "shapes": laid_out}, out, indent=1)
+        os.replace(beside, file)
+    except BaseException:
+        os.unlink(beside)
+        raise
+    return file
+
+
+def rows(size: int | None = None) -> list[tuple]:
+    """The measured rows of a group of this size, for hfreduce._C.Communicator(plan=...); empty for the defaults."""
+    entry = load().get(str(shape(size or job_size())))
+    return [row.tuple() for row in entry["rows"]] if entry else []
+
+
+# What runs, and why
+
+
+def choose(kind: str, nbytes: int, of: Shape, measured: list[tuple]) -> Row:
+    """The row that a group of this shape takes; `max_bytes` is the message's."""
+    cores = os.cpu_count() or 1
+    return Row.of(_C.choose(of.local_size, of.hosts, cores, SLOT, measured, KINDS.index(kind), nbytes))
+
+
+def explain(op: str, nbytes: int, *, ranks: int | None = None, hosts: int | None = None) -> str:
+    """What a collective of `nbytes` would run, and why, as a text.
+
+    `nbytes` counts the whole message: the blocks of all ranks, where it is made of blocks. Without `ranks` and `hosts`
+    it is the job that the launcher's environment tells of (WORLD_SIZE, LOCAL_WORLD_SIZE), else a rank for each core.
+    Raises ValueError for an operation that is no collective, PlanError for a broken file.
+    """
+    if op not in KINDS[:-2]:
+        raise ValueError(f"op must be one of {', '.join(KINDS[:-2])}, got {op!r}")
+    if nbytes < 0:
+        raise ValueError(f"nbytes must not be negative, got {nbytes}")
+    size = ranks or job_size()
+    of = Shape(size, hosts) if hosts else shape(size)
+    entry = load().get(str(of))
+    row = choose(op, nbytes, of, [row.tuple() for row in entry["rows"]] if entry else [])
+    reached = entry and any(r.kind == op and nbytes <= r.max_bytes for r in entry["rows"])
+    why = f"measured on {entry['measured']}, {path()}" if reached else f"a default: {_unmeasured(of)}"
+    lines = [
+        f"{op} of {_size(nbytes)}, {of}",
+        *_inside(op, nbytes, of, row),
+        *_between(op, nbytes, of, row),
+        f"  {why}",
+    ]
+    return "\n".join(lines)
+
+
+def _unmeasured(of: Shape) -> str:
+    if of.hosts > 1:
+        return "nothing is measured for this shape (torchrun ... -m hfreduce.tune)"
+    return f"nothing is measured for this shape (python -m hfreduce.tune --ranks {of.ranks})"
+
+
+def _inside(op: str, nbytes: int, of: Shape, row: Row) -> list[str]:
+    if of.local_size == 1:
+        return ["  inside a host: nothing to do, its rank is alone"]
+    several = of.hosts > 1
+    spent = cost.inside(op, row.inside, nbytes, of.local_size, row.chunk, SLOT)
+    how = "shared memory"
+    if op == "all_reduce":
+        how = "reduce-scatter and all-gather" if several else row.inside
+        if several:
+            parts = [cost.inside(k, "", nbytes, of.local_size, 0, SLOT) for k in ("reduce_scatter", "all_gather")]
+            spent = cost.Inside(*(sum(each) for each in zip(*map(_fields, parts), strict=True)))
+        else:
+            how += f", chunks of {_size(row.chunk)}"
+    return [
+        f"  inside a host: {how}: {spent.steps} step{'s' * (spent.steps != 1)}; each rank writes "
+        f"{_size(spent.written)} and reads {_size(spent.read)} of shared memory"
+    ]
+
+
+def _fields(spent: cost.Inside) -> tuple:
+    return (spent.steps, spent.written, spent.read)
+
+
+def _between(op: str, nbytes: int, of: Shape, row: Row) -> list[str]:
+    if of.hosts == 1:
+        return []
+    spent = cost.between(op, row.between, nbytes, of.hosts)
+    count = cost.chunks(nbytes, of.local_size) if op in ("all_reduce", "reduce") else 1
+    cut = f", in {count} chunks" if count > 1 else ""
+    return [
+        f"  between hosts: {row.between}{cut}: {spent.hops} hop{'s' * (spent.hops != 1)}; each host sends "
+        f"{_size(spent.sent)}, over {of.local_size} rail{'s' * (of.local_size != 1)} of {row.streams} "
+        f"connection{'s' * (row.streams != 1)}"
+    ]
+
+
+def _size(nbytes: float) -> str:
+    for unit, of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= of:
+            return f"{nbytes / of:.4g} {unit}"
+    return f"{nbytes:.4g} bytes"

@@ -1,0 +1,186 @@
+"""Measure which algorithm and chunk are fastest on this machine, and keep them for all later groups of the same shape.
+
+    python -m hfreduce.tune                  # a rank for each core
+    python -m hfreduce.tune --ranks 4 --seconds 0.1
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
+
+All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
+is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from hfreduce import api, plan
+
+SIZES = [1 << k for k in (10, 12, 14, 15, 16, 17, 18, 20, 22, 24, 26)]
+CHUNKS = [plan.SLOT >> k for k in (3, 2, 1, 0)]
+WORTH = 0.95  # of the default's time, from which another candidate is preferred
+PATIENCE = 60  # seconds that a group waits for a rank
+
+
+def candidates(of: plan.Shape) -> dict[str, list[plan.Row]]:
+    """Rows to be compared, for each kind; the default is not among them."""
+    if of.hosts == 1:
+        rows = [plan.Row("all_reduce", plan.ANY, way, "direct", chunk, 1) for way in plan.INSIDE for chunk in CHUNKS]
+        return {"all_reduce": rows}
+    between = {"all_reduce": plan.BETWEEN, "reduce_scatter": ("direct", "ring"), "all_gather": ("direct", "ring")}
+    between |= {"broadcast": ("tree",), "reduce": ("tree",), "all_to_all": ("direct",)}
+    return {
+        kind: [plan.Row(kind, plan.ANY, "two_shot", name, plan.SLOT, n) for name in names for n in (1, 2, 4, 8)]
+        for kind, names in between.items()
+    }
+
+
+def label(row: plan.Row, of: plan.Shape) -> str:
+    if of.hosts > 1:
+        return f"{row.between} x{row.streams}"
+    return f"{row.inside} {row.chunk >> 10}K"
+
+
+def call(group: api.Group, kind: str, nbytes: int):
+    """A function that runs a collective of `nbytes` on zeros."""
+    n = group.size
+    x = torch.zeros(n, max(1, nbytes // 4 // n))
+    block = torch.zeros_like(x[0])
+    return {
+        "all_reduce": lambda: group.all_reduce_(x),
+        "reduce_scatter": lambda: group.reduce_scatter(x, out=block),
+        "all_gather": lambda: group.all_gather(block, out=x),
+        "broadcast": lambda: group.broadcast_(x),
+        "reduce": lambda: group.reduce_(x),
+        "all_to_all": lambda: group.all_to_all(x),
+    }[kind]
+
+
+def measure(group: api.Group, calls: list, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of each call, and how far its rounds lie apart, as a part of that. The calls, the same on all ranks of
+    the group, take turns in each round, for `seconds` each; a time is the median over rounds, the slowest rank's."""
+    once = []
+    for call in calls:
+        call()
+        begin = time.perf_counter()
+        call()
+        once.append(time.perf_counter() - begin)
+    repeats = [max(1, int(seconds / rounds / spent)) for spent in agreed(group, once)]
+    times = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, count, found in zip(calls, repeats, times, strict=True):
+            group.barrier()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            found.append((time.perf_counter() - begin) / count)
+    medians = agreed(group, [statistics.median(found) for found in times])
+    return medians, agreed(group, [(max(found) - min(found)) / statistics.median(found) for found in times])
+
+
+def agreed(group: api.Group, times: list[float]) -> list[float]:
+    """The greatest of all ranks: the same everywhere, so that all ranks decide alike."""
+    return group.all_reduce_(torch.tensor(times, dtype=torch.float64), "max").tolist()
+
+
+def pick(times: list[float]) -> int:
+    """The fastest, unless the first one, the default, is about as fast."""
+    best = min(range(len(times)), key=times.__getitem__)
+    return best if times[best] < WORTH * times[0] else 0
+
+
+def merged(chosen: list[tuple[int, plan.Row]]) -> list[plan.Row]:
+    """Rows for all sizes from those for some: a row ends halfway, by ratio, to the next size, the last one nowhere."""
+    rows = []
+    for i, (nbytes, row) in enumerate(chosen):
+        end = int((nbytes * chosen[i + 1][0]) ** 0.5) if i + 1 < len(chosen) else plan.ANY
+        row = plan.Row(row.kind, end, row.inside, row.between, row.chunk, row.streams)
+        if rows and rows[-1].tuple()[2:] == row.tuple()[2:]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def tune(store, rank: int, size: int, options) -> list[plan.Row]:
+    """Measures all kinds on all ranks; prints on rank 0. Returns the rows, the same on every rank."""
+    of, found = plan.shape(size), []
+    for kind, rows in candidates(of).items():
+        names = ["default", *(label(row, of) for row in rows)]
+        plans = [[], *([row.tuple()] for row in rows)]
+        groups = [
+            api.Group(store, rank, size, name=f"tune-{kind}-{i}", timeout=PATIENCE, plan=p) for i, p in enumerate(plans)
+        ]
+        table = Table("bytes", *names, "chosen", title=f"{kind}, {of}: microseconds", title_justify="left")
+        chosen = []
+        for nbytes in options.sizes:
+            calls = [call(group, kind, nbytes) for group in groups]
+            times, _ = measure(groups[0], calls, options.rounds, options.seconds)
+            best = pick(times)
+            chosen.append((nbytes, rows[best - 1] if best else plan.choose(kind, nbytes, of, [])))
+            table.add_row(str(nbytes), *(f"{1e6 * t:.1f}" for t in times), names[best])
+        for group in groups:
+            group.close()
+        if rank == 0:
+            console = Console()
+            console.width = console.width if console.is_terminal else 160
+            console.print(table)
+        found += merged(chosen)
+    return found
+
+
+def start(ranks: int, command: list[str]) -> int:
+    """Runs a command as so many ranks of this machine, as torchrun does, until one fails; exit status."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The store is there already: rank 0 need not make it.
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    children = []
+    try:
+        for rank in range(ranks):
+            children.append(subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}))
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            time.sleep(0.05)
+        return next((abs(code) for code in codes if code), 0)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def parse(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, default=os.cpu_count() or 1, help="started on this machine; not under torchrun")
+    add("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    add("--rounds", type=int, default=7)
+    add("--seconds", type=float, default=0.2, help="spent on each candidate and size")
+    add("--dry", action="store_true", help="only print")
+    options = parser.parse_args(argv)
+    options.sizes = sorted(options.sizes)
+    if options.ranks < 2:
+        parser.error("--ranks: at least 2, for one alone has nothing to choose")
+    return options
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    if "RANK" not in os.environ:
+        arguments = sys.argv[1:] if argv is None else argv
+        return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments])
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+    torch.set_num_threads(1)
+    rows = tune(store, rank, size, options)
+    if not options.dry and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        print(f"written to {plan.save(plan.shape(size), rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
