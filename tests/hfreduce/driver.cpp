@@ -1,0 +1,129 @@
+// Ranks as threads of one process, for ThreadSanitizer and AddressSanitizer: all collectives and messages with checked
+// results, on one host and on two, then a fault in the middle. Arguments: rounds, seed. Prints "ok".
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "communicator.h"
+
+using namespace hfreduce;
+
+namespace {
+
+class Notes : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard lock(mutex_);
+    notes_[key] = value;
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    std::lock_guard lock(mutex_);
+    const auto found = notes_.find(key);
+    return found == notes_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> notes_;
+};
+
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (0)
+
+using Floats = std::vector<float>;
+
+void reductions(Communicator& c, int64_t count) {
+  const int n = c.size();
+  Floats x(count * n, static_cast<float>(c.rank() + 1)), y(count * n), z(count);
+  const float sum = static_cast<float>(n) * static_cast<float>(n + 1) / 2;
+  c.all_reduce(x.data(), y.data(), count * n, DType::f32, {});
+  for (float v : y) EXPECT(v == sum);
+  c.reduce_scatter(x.data(), z.data(), count, DType::f32, {Op::max});
+  for (float v : z) EXPECT(v == static_cast<float>(n));
+  c.reduce(x.data(), y.data(), count, DType::f32, {Op::min}, n - 1);
+  if (c.rank() == n - 1)
+    for (int64_t i = 0; i < count; ++i) EXPECT(y[i] == 1);
+}
+
+void moves(Communicator& c, int64_t count) {
+  const int n = c.size(), root = static_cast<int>(count) % n;
+  Floats x(count, static_cast<float>(c.rank())), y(count * n, -1.f), z(count);
+  const auto blocks = [&] {
+    for (int64_t i = 0; i < count * n; ++i) EXPECT(y[i] == static_cast<float>(i / count));
+  };
+  c.all_gather(x.data(), y.data(), count, DType::f32);
+  blocks();
+  c.scatter(y.data(), z.data(), count, DType::f32, root);
+  for (float v : z) EXPECT(v == static_cast<float>(c.rank()));
+  c.gather(x.data(), y.data(), count, DType::f32, root);
+  if (c.rank() == root) blocks();
+  c.broadcast(x.data(), count, DType::f32, root);
+  for (float v : x) EXPECT(v == static_cast<float>(root));
+  Floats sent(count * n, static_cast<float>(c.rank()));
+  std::vector<int64_t> offsets(n), counts(n, count);
+  for (int i = 0; i < n; ++i) offsets[i] = i * count;
+  c.all_to_all(sent.data(), offsets, counts, y.data(), offsets, counts, DType::f32);
+  blocks();
+  c.barrier();
+}
+
+// Each rank sends to the next and hears from the one before, both at once.
+void messages(Communicator& c, int64_t count) {
+  const int n = c.size(), next = (c.rank() + 1) % n, last = (c.rank() + n - 1) % n;
+  Floats x(count, static_cast<float>(c.rank())), y(count, -1.f);
+  std::thread sender([&] { c.send(x.data(), count, DType::f32, next, 7); });
+  c.recv(y.data(), count, DType::f32, last, 7);
+  sender.join();
+  for (float v : y) EXPECT(v == static_cast<float>(last));
+}
+
+void rank(Store& store, Config config, int rounds, unsigned seed) {
+  Communicator c(store, config);
+  std::mt19937 random(seed);
+  for (int i = 0; i < rounds; ++i) {
+    const int64_t count = static_cast<int64_t>(random() % 3000);
+    reductions(c, count);
+    moves(c, count);
+    messages(c, count);
+  }
+  bool threw = false;
+  try {
+    c.barrier();
+    if (c.rank() == 1) c.abort("the end");
+    for (int i = 0; i < 1000000; ++i) c.barrier();
+  } catch (const Fault& fault) {
+    threw = std::strstr(fault.what(), "the end") != nullptr;
+  }
+  EXPECT(threw);
+}
+
+void job(int size, int hosts, int rounds, unsigned seed) {
+  Notes store;
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < size; ++r) {
+    Config config;
+    config.rank = r, config.size = size, config.slot_bytes = 4096, config.timeout = milliseconds(60000);
+    config.host_id = "host " + std::to_string(r * hosts / size), config.interface = "127.0.0.1";
+    ranks.emplace_back([&store, config, rounds, seed] { rank(store, config, rounds, seed); });
+  }
+  for (std::thread& r : ranks) r.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  EXPECT(argc == 3);
+  const int rounds = std::atoi(argv[1]);
+  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  job(3, 1, rounds, seed);
+  job(4, 2, rounds, seed);
+  std::puts("ok");
+}

@@ -1,0 +1,153 @@
+"""Real rank processes for the tests of hfreduce: a function of a worker file, once for each rank.
+
+    results = ranks.run(WORKER, "reduces", 4, tmp_path, count=1000)
+
+calls `reduces(rank, size, store, count=1000)` of the file WORKER in four processes at a time; `store` is a path for
+torch's FileStore. What it returns (JSON) comes back, by rank. To start an interpreter and import torch takes seconds:
+put many checks into one function. Tests and workers alike `import ranks`.
+
+`start` is the same for tests that interfere: it returns the processes at once. A worker marks that it got somewhere
+with `ranks.reached(store, name)`, and `Ranks.until(name)` waits for all, or some, ranks to have got there.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+OUTPUT = 12000  # characters of a failing rank's output that are shown, the last ones
+
+
+def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, **arguments):
+    """What each rank returned; AssertionError with the output of all ranks when one fails or the time is over.
+
+    worker: the path of a Python file. folder: an own one for each call is made in it. env: added to this process's
+    environment; a function of the rank, or a dict. prefix: what stands before each rank's command (nsenter, taskset);
+    a function of the rank, or a list.
+    """
+    with start(worker, function, size, folder, env=env, prefix=prefix, **arguments) as ranks:
+        codes = ranks.wait(timeout, after_failure=10)
+        assert not any(codes), f"exit codes {codes}\n{ranks.output()}"
+        return ranks.results()
+
+
+@contextlib.contextmanager
+def start(worker, function, size, folder, *, env=None, prefix=None, **arguments):
+    """The running processes, as `Ranks`; all that are left are killed at the end of the block."""
+    ranks = Ranks(worker, function, size, Path(folder), env, prefix, arguments)
+    try:
+        yield ranks
+    finally:
+        ranks.kill()
+
+
+class Ranks:
+    def __init__(self, worker, function, size, folder, env, prefix, arguments):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for path in folder.iterdir() if path.name.startswith("ranks"))
+        self.folder = folder / f"ranks{number}"
+        self.folder.mkdir()
+        self.store = str(self.folder / "store")
+        self.processes, self.size = [], size
+        command = [sys.executable, "-P", "-X", "faulthandler", __file__, str(worker), function, str(size), self.store]
+        for rank in range(size):
+            before = prefix(rank) if callable(prefix) else prefix or []
+            added = env(rank) if callable(env) else env or {}
+            with open(self._path("output", rank), "w") as output:
+                process = subprocess.Popen(
+                    [*before, *command, str(rank), json.dumps(arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **added},
+                    start_new_session=True,  # so that its children can be killed with it
+                )
+            self.processes.append(process)
+
+    def _path(self, kind, rank):
+        return Path(f"{self.store}.{kind}.{rank}")
+
+    def wait(self, timeout, ranks=None, after_failure=None):
+        """Exit codes of the ranks named (all), when they have ended.
+
+        AssertionError with all output when the time is over. after_failure: the seconds that the others are given
+        once a rank has failed.
+        """
+        ranks = range(self.size) if ranks is None else ranks
+        deadline = time.monotonic() + timeout
+        while None in (codes := [self.processes[rank].poll() for rank in ranks]):
+            if after_failure is not None and any(codes):
+                deadline, after_failure = min(deadline, time.monotonic() + after_failure), None
+            if time.monotonic() > deadline:
+                output = self.output(stacks=True)
+                raise AssertionError(f"still running after {timeout} s, exit codes so far {codes}\n{output}")
+            time.sleep(0.01)
+        return codes
+
+    def until(self, name, timeout=30, ranks=None):
+        """Waits until the ranks named (all) have called `reached(store, name)`."""
+        deadline = time.monotonic() + timeout
+        for rank in range(self.size) if ranks is None else ranks:
+            while not self._path(name, rank).exists():
+                ended = self.processes[rank].poll() is not None and not self._path(name, rank).exists()
+                assert not ended, f"rank {rank} ended before {name!r}\n{self.output()}"
+                late = time.monotonic() > deadline
+                assert not late, f"rank {rank} has not reached {name!r} in {timeout} s\n{self.output(stacks=True)}"
+                time.sleep(0.002)
+
+    def signal(self, rank, number):
+        """Sends a rank a signal: to its process, not to its children."""
+        self.processes[rank].send_signal(number)
+
+    def output(self, stacks=False):
+        """What every rank printed; with `stacks`, where its threads stand is printed first (the ranks end by that)."""
+        if stacks:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGCONT)
+                    process.send_signal(signal.SIGABRT)
+            for process in self.processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(2)
+        texts = [self._path("output", rank).read_text(errors="replace") for rank in range(self.size)]
+        return "\n".join(f"--- rank {rank}:\n{text[-OUTPUT:]}" for rank, text in enumerate(texts))
+
+    def results(self):
+        """What each rank's function returned; None for those that did not."""
+        paths = [self._path("result", rank) for rank in range(self.size)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+    def kill(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):  # the session is named after the process that began it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def reached(store, name, rank=None):
+    """Tells the test that this rank is at the place called `name`."""
+    Path(f"{store}.{name}.{_rank if rank is None else rank}").touch()
+
+
+_rank = None  # of this process, where it is one
+
+
+def _main(worker, function, size, store, rank, arguments):
+    global _rank
+    _rank = int(rank)
+    sys.modules["ranks"] = sys.modules[__name__]  # this file, for the worker to import
+    sys.path[:0] = [str(Path(worker).parent), str(Path(__file__).parent)]
+    spec = importlib.util.spec_from_file_location(Path(worker).stem, worker)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = getattr(module, function)(_rank, int(size), store, **json.loads(arguments))
+    Path(f"{store}.result.{rank}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""The c10d backend in real processes: what each rank does is in tests/workers/process_groups.py and
+process_faults.py.
+
+The pitfalls of third-party backends, and where each is tested. Nested operations in callbacks: test_futures. Threads
+that outlive the interpreter: test_leaves. A store that serialises its calls: test_stores. split_group on a bound
+device, one name for two devices, two backends side by side: test_splits. Coalescing, both peers sending first:
+test_messages. In place, empty, non-contiguous and unaligned: test_operations. Backends told by name: test_faults
+(monitored_barrier) and test_torch_users (the bfloat16 hook). A slow all-reduce under FSDP2's replicas:
+test_torch_users (hsdp_mixed). A peer's death, and memory that it leaves: test_death. Tensors that differ in size:
+test_faults.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+
+WORKER = Path(__file__).parents[1] / "workers" / "process_groups.py"
+FAULTS = WORKER.with_name("process_faults.py")
+
+
+@pytest.mark.parametrize(
+    "function, size", [("operations", 3), ("futures", 2), ("stores", 2), ("splits", 4), ("messages", 3), ("direct", 3)]
+)
+def test(function, size, tmp_path):
+    ranks.run(WORKER, function, size, tmp_path)
+
+
+def test_leaves(tmp_path):
+    with ranks.start(FAULTS, "leaves", 4, tmp_path) as group:
+        assert group.wait(40) == [0] * 4, group.output()
+        assert "terminate" not in group.output() and "left" not in group.output(), group.output()
+
+
+def test_faults(tmp_path):
+    for rank, found in enumerate(ranks.run(FAULTS, "faults", 3, tmp_path)):
+        message, _ = found["mismatch"]
+        assert "rank 1" in message and "3" in message and "4" in message, message
+        assert found["afterwards"][1] < 0.5
+        if rank == 1:
+            continue
+        for kind in ("late", "monitored"):
+            message, seconds = found[kind]
+            assert "rank 1" in message and 0.9 < seconds < 3, (kind, seconds, message)
+            assert "process_faults.py" in message, message  # where the late one is
+        assert "abort() was called" in found["aborted"][0] and found["error"].endswith("COMM_ERROR")
+
+
+def test_death(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    with ranks.start(FAULTS, "death", 3, tmp_path) as group:
+        group.until("works")
+        assert not set(os.listdir("/dev/shm")) - before  # nothing has a name, even while all live
+        assert group.wait(30, [0, 2]) == [0, 0], group.output()
+        for result in (group.results()[rank] for rank in (0, 2)):
+            message, seconds = result["first"]
+            assert "rank 1" in message and seconds < 2, (seconds, message)
+            assert result["again"][1] < 0.5
+    assert not set(os.listdir("/dev/shm")) - before
+
+
+def python(code, **environment):
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+
+
+def test_torchcomms_is_refused():
+    """It would take all groups for itself, unasked."""
+    run = python("import hfreduce", TORCH_DISTRIBUTED_USE_TORCHCOMMS="1")
+    assert run.returncode and "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set" in run.stderr, run.stderr
+
+
+def test_another_torch_is_refused(monkeypatch):
+    """By what was written down when it was built: to load it could crash."""
+    from hfreduce import _build, backend
+
+    monkeypatch.setattr(_build, "torch_version", "1.0")
+    with pytest.raises(ImportError, match=r"built for torch 1\.0, this is torch .*; run pip"):
+        backend.native()
+    monkeypatch.setattr(_build, "c10d", "not built: no torch")
+    with pytest.raises(ImportError, match=r"was not built: no torch; run pip"):
+        backend.native()

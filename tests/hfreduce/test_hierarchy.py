@@ -1,0 +1,224 @@
+"""Every collective over several hosts, against its definition: layouts, algorithms between hosts, dtypes, sizes.
+
+Hosts are told apart by the `host_id` that each rank is given: "aab" is two ranks on host a and one on b. What they send
+each other goes over TCP, on the loopback interface.
+"""
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import ranks as processes
+import torch
+from hosts import hosts as networks
+from test_collectives import DTYPES, OPS, SLOT, call, filled, pairs, reduced, wide
+from threads import group, run
+
+from hfreduce import _C
+
+LAYOUTS = ["aabb", "abc", "aab", "abcd", "abab", "abbba"]
+BETWEEN = ["direct", "ring", "tree"]
+SIZES = [0, 1, 1001, 2 * SLOT + 5]
+CHUNKED = 1_300_001  # float32 elements: several chunks, the last one ragged
+
+
+def hosts(layout, between="ring", streams=2, **config):
+    rows = [(kind, 1 << 62, 1, BETWEEN.index(between), 1024, streams) for kind in range(9)]
+    return group(len(layout), **{"host_id": list(layout), "plan": [rows] * len(layout), "slot_bytes": SLOT, **config})
+
+
+def exact(count, dtype, op, seed):
+    """Values whose reductions over six ranks are exact in whatever order, but for one division at the end."""
+    narrow = dtype.itemsize == 1 and dtype.is_floating_point
+    return filled(count, dtype, seed, spread=1 if narrow or op == "prod" else 4)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reductions(layout, between):
+    world = len(layout)
+    with hosts(layout, between) as ranks:
+        for (dtype, op), count in itertools.product(pairs(), SIZES):
+            blocks = [exact(count * world, dtype, op, r) for r in range(world)]
+            factors = [(1.0, 0.5)[r % 2] for r in range(world)]
+            want = reduced(blocks, op, factors)
+            root = count % world
+
+            def reduce(rank, blocks, factor, dtype=dtype, op=op, count=count, root=root):
+                code, how = DTYPES[dtype], {"op": OPS[op], "factor": factor}
+                everywhere, rooted, piece = blocks.clone(), torch.zeros_like(blocks), blocks[:count].clone()
+                call(rank.all_reduce, (everywhere, everywhere), count * len(layout), code, **how)
+                call(rank.reduce, (blocks, rooted), count * len(layout), code, root, **how)
+                call(rank.reduce_scatter, (blocks, piece), count, code, **how)
+                return everywhere, rooted, piece
+
+            results = run(reduce, ranks, blocks, factors)
+            for r, (everywhere, rooted, piece) in enumerate(results):
+                case = (dtype, op, count, r)
+                assert torch.equal(wide(everywhere), wide(want)), case
+                assert torch.equal(wide(rooted), wide(want if r == root else torch.zeros_like(want))), case
+                assert torch.equal(wide(piece), wide(want[r * count : (r + 1) * count])), case
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moving(layout, between):
+    """all_gather, broadcast, gather, scatter and barrier, also of several chunks."""
+    world = len(layout)
+    with hosts(layout, between) as ranks:
+        for dtype, count in [*itertools.product((torch.uint8, torch.float64), SIZES), (torch.uint8, CHUNKED)]:
+            root, code = count % world, DTYPES[dtype]
+            inputs = [filled(count, dtype, r) for r in range(world)]
+            whole = torch.cat(inputs)
+
+            def move(rank, x, count=count, root=root, code=code, dtype=dtype, whole=whole):
+                me = rank.rank
+                gathered = torch.zeros(count * world, dtype=dtype)
+                call(rank.all_gather, (x, gathered), count, code)
+                own = torch.ones(count * world, dtype=dtype)  # in place: the input is its part of the output
+                own[me * count : (me + 1) * count] = x
+                call(rank.all_gather, (own[me * count :], own), count, code)
+                sent = x.clone()
+                call(rank.broadcast, (sent,), count, code, root)
+                at_root = torch.zeros(count * world, dtype=dtype)
+                call(rank.gather, (x, at_root), count, code, root)
+                piece = torch.zeros(count, dtype=dtype)
+                call(rank.scatter, (whole, piece), count, code, root)
+                rank.barrier()
+                return gathered, own, sent, at_root, piece
+
+            for r, (gathered, own, sent, at_root, piece) in enumerate(run(move, ranks, inputs)):
+                assert torch.equal(gathered, whole) and torch.equal(own, whole), (dtype, count)
+                assert torch.equal(sent, inputs[root]) and torch.equal(piece, inputs[r]), (dtype, count)
+                assert torch.equal(at_root, whole if r == root else torch.zeros_like(whole)), (dtype, count)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_to_all_of_any_sizes(layout):
+    world = len(layout)
+    counts = [[(37 * i + 11 * j) % 5 * (90_000 if (i + j) % 3 == 0 else 1) for j in range(world)] for i in range(world)]
+    blocks = [[filled(counts[i][j], torch.int32, 100 * i + j) for j in range(world)] for i in range(world)]
+
+    def exchange(rank):
+        i = rank.rank
+        x, given = torch.cat(blocks[i]), [counts[j][i] for j in range(world)]
+        y = torch.zeros(sum(given), dtype=torch.int32)
+        starts = [list(itertools.accumulate([0, *sizes]))[:-1] for sizes in (counts[i], given)]
+        rank.all_to_all(x.data_ptr(), starts[0], counts[i], y.data_ptr(), starts[1], given, DTYPES[torch.int32])
+        return y
+
+    with hosts(layout) as ranks:
+        for i, y in enumerate(run(exchange, ranks)):
+            assert torch.equal(y, torch.cat([blocks[j][i] for j in range(world)]))
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits_on_all_ranks_and_in_all_runs(layout, between):
+    """Of sums that do round, in several chunks; as close to the true sum as additions one after the other are."""
+    world = len(layout)
+    for dtype, ulp in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8)):
+        generator = torch.Generator().manual_seed(7)
+        inputs = [torch.randn(CHUNKED, generator=generator).to(dtype) for _ in range(world)]
+        results = []
+        for _ in range(2):
+            outputs = [torch.empty_like(x) for x in inputs]
+            with hosts(layout, between) as ranks:
+                for x in (inputs, inputs):
+                    run(lambda r, x, y, d=dtype: call(r.all_reduce, (x, y), CHUNKED, DTYPES[d]), ranks, x, outputs)
+                    results += [y.clone() for y in outputs]
+        assert all(torch.equal(results[0], y) for y in results)
+        doubles = torch.stack([x.double() for x in inputs])
+        error = (results[0].double() - doubles.sum(0)).abs()
+        assert (error <= ulp * world * doubles.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_direct_rounds_once(dtype):
+    """A rank a host: all inputs of the sum meet in one place. 8-bit floats always go that way."""
+    inputs = [torch.randn(5001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)]
+    outputs = [torch.empty_like(x) for x in inputs]
+    between = "direct" if dtype is torch.bfloat16 else "ring"
+    with hosts("abcd", between) as ranks:
+        for op in ("sum", "avg"):
+            run(
+                lambda r, x, y, op=op: call(r.all_reduce, (x, y), 5001, DTYPES[dtype], op=OPS[op]),
+                ranks,
+                inputs,
+                outputs,
+            )
+            want = reduced(inputs, op, [1.0] * 4)
+            assert all(torch.equal(wide(y), wide(want)) for y in outputs)
+
+
+MISMATCHES = {
+    "count": lambda rank, x: call(rank.all_reduce, (x, x), 5, DTYPES[torch.float32]),
+    "size": lambda rank, x: call(rank.all_reduce, (x, x), x.numel(), DTYPES[torch.float32]),
+    "dtype": lambda rank, x: call(rank.all_reduce, (x, x), 4, DTYPES[torch.int32]),
+    "barrier": lambda rank, x: rank.barrier(),
+    "broadcast": lambda rank, x: call(rank.broadcast, (x,), 4, DTYPES[torch.float32], 0),
+    "gather": lambda rank, x: call(rank.gather, (x, x), 1, DTYPES[torch.float32], rank.size - 1),
+}
+
+
+@pytest.mark.parametrize("other", MISMATCHES)
+@pytest.mark.parametrize("layout", ["aabb", "abc", "aab"])
+def test_a_mismatch_between_hosts_names_both_sides(layout, other):
+    """The ranks of the last host call something else, for which the default plan takes other algorithms."""
+    strangers = {r for r, host in enumerate(layout) if host == layout[-1]}
+
+    def reduce(rank):
+        x = torch.ones(1 << 20)
+        with pytest.raises(_C.Fault) as error:
+            if rank.rank in strangers:
+                MISMATCHES[other](rank, x)
+            else:
+                call(rank.all_reduce, (x, x), 4, DTYPES[torch.float32])
+            rank.barrier()
+        return str(error.value), error.value.cause
+
+    began = time.monotonic()
+    with hosts(layout, plan=[[]] * len(layout)) as ranks:
+        results = run(reduce, ranks)
+    assert time.monotonic() - began < 10, "found by the timeout only"
+    for message, cause in results:
+        assert cause == "mismatch", message
+        assert "all_reduce number 1 of 4 float32, sum" in message, message
+
+
+@pytest.mark.parametrize("layout", ["aab", "abab"])
+def test_an_abort_ends_a_message_of_many_chunks(layout):
+    """Also what travels just then, on the thread of its own; and the communicator can be closed."""
+    x = [torch.ones(32 << 20) for _ in layout]
+
+    def reduce(rank, x):
+        if rank.rank == len(layout) - 1:
+            time.sleep(0.3)  # the others are in the middle of their first chunks
+            return rank.abort("enough")
+        with pytest.raises(_C.Fault, match="enough") as error:
+            call(rank.all_reduce, (x, x), x.numel(), DTYPES[torch.float32])
+        return error.value.cause
+
+    with hosts(layout, slot_bytes=1 << 20) as ranks:
+        began = time.monotonic()
+        assert run(reduce, ranks, x)[:-1] == ["aborted"] * (len(layout) - 1)
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("mib", [1 / 16, 16])
+def test_faster_than_gloo_between_hosts(mib, tmp_path):
+    """Two hosts of two ranks, on links of 1 Gbit/s: the host's link carries N bytes for N, and 3/2 N in gloo's ring.
+
+    So a large message takes at best 2/3 of gloo's time; a small one less, for it has two steps and not six.
+    """
+    with networks(2, rate=1e9) as h:
+        results = processes.run(
+            Path(__file__).parent / "shaped.py", "all_reduces", 4, tmp_path,
+            prefix=lambda rank: h.prefix(rank // 2), count=int(mib * 2**18), rounds=5,
+        )  # fmt: skip
+    assert all(result["right"] for result in results)
+    ours, gloos = (statistics.median(results[0]["seconds"][name]) for name in ("hfreduce", "gloo"))
+    print(f"{mib} MiB: {ours * 1e3:.2f} ms, gloo {gloos * 1e3:.2f} ms: {gloos / ours:.2f} times as fast")
+    assert ours < gloos / 1.2
