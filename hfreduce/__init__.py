@@ -18,6 +18,7 @@ the interpreter is, without waiting long.
 from hfreduce.api import (
     Group,
     all_gather,
+    all_reduce,
     all_reduce_,
     all_to_all,
     barrier,
@@ -48,6 +49,7 @@ __all__ = [
     "Group",
     "Options",
     "all_gather",
+    "all_reduce",
     "all_reduce_",
     "all_to_all",
     "barrier",

@@ -96,11 +96,16 @@ class Group:
         """Makes all operations, running and to come, of all ranks fail with this reason."""
         self._core.abort(reason)
 
+    def all_reduce(self, x, op="sum", *, factor=1.0, out=None, timeout=0.0):
+        """out = op of the x of all ranks. x: [*shape]; out: [*shape], made if None."""
+        p, n, dtype = _memory(x)
+        out = _output(out, x, x.shape)
+        self._core.all_reduce(p, _memory(out)[0], n, dtype, _op(op), factor, timeout)
+        return out
+
     def all_reduce_(self, x, op="sum", *, factor=1.0, timeout=0.0):
         """x = op of the x of all ranks, in place. Returns x."""
-        p, n, dtype = _memory(x)
-        self._core.all_reduce(p, p, n, dtype, _op(op), factor, timeout)
-        return x
+        return self.all_reduce(x, op, factor=factor, out=x, timeout=timeout)
 
     def reduce_(self, x, root=0, op="sum", *, factor=1.0, timeout=0.0):
         """x of rank `root` = op of the x of all ranks, in place; the others keep theirs. Returns x."""
@@ -272,6 +277,7 @@ def _function(name):
     return function
 
 
+all_reduce = _function("all_reduce")
 all_reduce_ = _function("all_reduce_")
 reduce_ = _function("reduce_")
 reduce_scatter = _function("reduce_scatter")

@@ -328,6 +328,7 @@ def direct(rank, size, store):
     hfreduce.init(dist.FileStore(store, size), rank, size)
     everyone, x = range(size), of(rank, 6)
     assert torch.equal(hfreduce.all_reduce_(x.clone()), sum(of(r, 6) for r in everyone))
+    assert torch.equal(hfreduce.all_reduce(x, "max"), of(size - 1, 6)) and torch.equal(x, of(rank, 6))
     assert torch.equal(hfreduce.all_reduce_(x.clone(), "premul_sum", factor=2.0), 2 * sum(of(r, 6) for r in everyone))
     stacked = torch.stack([of(r, 6) for r in everyone])
     assert torch.equal(hfreduce.all_gather(x), stacked)
