@@ -110,7 +110,7 @@ const Group& Dump::group_of(const Call& call) {
 
 std::string Dump::profiling_name(const Call& call, const Group& group) const {
   // The analyser knows a fixed list of backends, and this one is not on it.
-  const std::string text = std::string("gloo:") + name(call.kind);
+  const std::string text = std::string("nccl:") + name(call.kind);
   if (!point_to_point(call.kind)) return text;
   const auto [from, to] = ends(call);
   const std::string source = std::to_string(group.index(global_ranks_[from]));

@@ -54,6 +54,8 @@ def reduced(inputs, op, factors):
     if op == "avg":
         n = len(inputs)
         total = total / n if dtype.is_floating_point else torch.div(total, n, rounding_mode="trunc")
+    if dtype is torch.float8_e4m3fn:  # saturates, as torch's cast does from 2.13 on
+        total = total.clamp(-448, 448)
     return total.to(dtype)
 
 

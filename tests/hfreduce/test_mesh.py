@@ -277,7 +277,7 @@ def test_delay(delay, monkeypatch):
 @pytest.mark.parametrize("streams", [1, 3])
 def test_streams(streams):
     """One stream of bytes over several connections, of which each carries pieces in turn."""
-    plan = [(1, 1 << 62, 1, 1, 1 << 20, streams)]  # all_reduce, two_shot, ring
+    plan = [(1, 1 << 62, 1, 1, 1 << 18, streams)]  # all_reduce, two_shot, ring
 
     def one(comm):
         data = array.array("f", range(comm.rank, 1_000_000 + comm.rank))

@@ -207,12 +207,12 @@ def test_a_mismatch_names_both_sides(layout, kept, any_source):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_timeout_names_who_did_not_send_or_receive(layout):
     for body in (
-        lambda rank: rank.recv(torch.zeros(1).data_ptr(), 1, DTYPES[torch.float32], 1, 0, timeout=0.3),
-        lambda rank: rank.send(torch.zeros(8 << 20).data_ptr(), 8 << 20, DTYPES[torch.float32], 1, 0, timeout=0.3),
+        lambda rank, x: rank.recv(x.data_ptr(), 1, DTYPES[x.dtype], 1, 0, timeout=0.3),
+        lambda rank, x: rank.send(x.data_ptr(), x.numel(), DTYPES[x.dtype], 1, 0, timeout=0.3),
     ):
         with hosts(layout) as ranks:
             with pytest.raises(_C.Fault, match="rank 1") as error:
-                body(ranks[0])
+                body(ranks[0], torch.zeros(8 << 20))
             assert error.value.cause == "timeout" and error.value.ranks == [1]
 
 

@@ -33,7 +33,7 @@ def test_all_well(tmp_path, caplog):
     records = dumps_of(tmp_path, "well", size=3)
     text, tables = analysed(records, tmp_path, caplog)
     names = [c.collective_name for c in tables.collectives]
-    assert names == ["gloo:all_reduce", "gloo:reduce", "gloo:all_gather", "gloo:reduce_scatter"]
+    assert names == ["nccl:all_reduce", "nccl:reduce", "nccl:all_gather", "nccl:reduce_scatter"]
     assert all(c.pass_check and c.collective_state == "completed" for c in tables.collectives), text
     assert len(tables.ncclcalls) == 3 * 4 and {m.global_rank for m in tables.memberships} == {0, 2, 4}
     for entry in records[0]["entries"]:
@@ -51,7 +51,7 @@ def test_mismatch(tmp_path, caplog):
 def test_missing_rank(tmp_path, caplog):
     text, _ = analysed(dumps_of(tmp_path, "missing"), tmp_path, caplog)
     assert "Not all ranks joining collective, sequence number: 5" in text
-    assert "missing ranks: {2}" in text and "collective: gloo:barrier" in text and "collective state: started" in text
+    assert "missing ranks: {2}" in text and "collective: nccl:barrier" in text and "collective state: started" in text
 
 
 def test_messages(tmp_path, caplog):
