@@ -109,8 +109,8 @@ const Group& Dump::group_of(const Call& call) {
 }
 
 std::string Dump::profiling_name(const Call& call, const Group& group) const {
-  // The analyser knows a fixed list of backends, and this one is not on it.
-  const std::string text = std::string("nccl:") + name(call.kind);
+  // The analyser knows fixed lists of backends and operations, on which this one is not, and barrier has another name.
+  const std::string text = std::string("nccl:") + (call.kind == Kind::barrier ? "all_reduce_barrier" : name(call.kind));
   if (!point_to_point(call.kind)) return text;
   const auto [from, to] = ends(call);
   const std::string source = std::to_string(group.index(global_ranks_[from]));

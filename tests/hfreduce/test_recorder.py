@@ -51,14 +51,14 @@ def test_mismatch(tmp_path, caplog):
 def test_missing_rank(tmp_path, caplog):
     text, _ = analysed(dumps_of(tmp_path, "missing"), tmp_path, caplog)
     assert "Not all ranks joining collective, sequence number: 5" in text
-    assert "missing ranks: {2}" in text and "collective: nccl:barrier" in text and "collective state: started" in text
+    assert "missing ranks: {2}" in text and "collective: nccl:all_reduce_barrier" in text and "collective state: started" in text
 
 
 def test_messages(tmp_path, caplog):
     """A message is matched with its receiver, and with nobody else, also in a group of more than two."""
     text, tables = analysed(dumps_of(tmp_path, "messages", size=3), tmp_path, caplog)
     ranks_of = {c.collective_name[5:]: c.expected_ranks for c in tables.collectives[4:]}
-    assert ranks_of.pop("barrier") == {0, 2, 4}
+    assert ranks_of.pop("all_reduce_barrier") == {0, 2, 4}
     assert list(ranks_of.values()) == [{0, 2}, {0, 2}] and set(ranks_of) <= {
         "send 0->1",
         "recv 1<-0",
