@@ -1,7 +1,6 @@
 """What is installed: sdist -> wheel -> a clean folder, without the repository in reach. And with no compiler at all."""
 
 import os
-import re
 import subprocess
 import sys
 import zipfile
@@ -42,7 +41,7 @@ def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     no_cuda = ("-C", "cmake.define.HFNN_CUDA=OFF")
     pip("wheel", "--no-build-isolation", "--no-deps", *no_cuda, "-w", str(tmp_path), str(sdist))
     (wheel,) = tmp_path.glob("hfnn-*.whl")
-    holds_hfnn_and_nothing_else(zipfile.ZipFile(wheel).namelist())
+    holds_our_packages_and_nothing_else(zipfile.ZipFile(wheel).namelist())
 
     target = tmp_path / "installed"
     pip("install", "--no-deps", "--target", str(target), str(wheel))
@@ -51,19 +50,23 @@ def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     assert "OpenMP" in report and "switched off (HFNN_CUDA)" in report
 
 
-def holds_hfnn_and_nothing_else(names):
+PACKAGES = {"hfnn": ["_C"], "hfreduce": ["_C", "_c10d"], "haiscale": []}  # and their compiled modules
+
+
+def holds_our_packages_and_nothing_else(names):
     metadata = f"hfnn-{hfnn.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {"hfnn", metadata}
-    modules = {name for name in names if name.startswith("hfnn/") and name.endswith(".py")}
-    source = {str(path.relative_to(ROOT)) for path in (ROOT / "hfnn").rglob("*.py")}
-    assert modules == source | {f"hfnn/kernels/{stem}.py" for stem in KERNELS} | {"hfnn/_build.py"}
-    (extension,) = {name for name in names if name.startswith("hfnn/")} - modules
-    assert re.fullmatch(r"hfnn/_C\..*so", extension)
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata}
+    modules = {name for name in names if name.endswith(".py")}
+    source = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    written = {f"{package}/_build.py" for package, compiled in PACKAGES.items() if compiled}
+    assert modules == source | written | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
+    extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
+    assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
     assert f"{metadata}/licenses/LICENSE" in names
 
 
 CLEAN_AND_COMPILED = """
-import importlib.metadata, importlib.util, sys, torch, hfnn, hfnn.kernels
+import importlib.metadata, importlib.util, sys, torch, hfnn, hfnn.kernels, hfreduce
 from hfnn import _C
 assert hfnn.__file__.startswith(sys.argv[1]) and _C.__file__.startswith(sys.argv[1])
 assert hfnn.__version__ == importlib.metadata.version("hfnn")
@@ -75,6 +78,10 @@ with hfnn.use("cpp"):
     y = norm(x)
 assert type(y.grad_fn).__name__ == "_LayerNormBackward"
 y.sum().backward()
+assert hfreduce.__file__.startswith(sys.argv[1])
+torch.distributed.init_process_group("hfreduce", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.all_reduce(x.detach())
+assert hfreduce.operations() == 1
 torch.testing.assert_close(y, torch.layer_norm(x, (8,), norm.weight, norm.bias))
 """
 
@@ -85,17 +92,22 @@ def test_without_a_compiler_torch_runs_and_hfnn_says_so(tmp_path):
     pip("install", "--no-build-isolation", "--no-deps", *in_target, str(ROOT), **none)
     said = python(tmp_path / "installed", "-c", ONLY_TORCH)
     assert "install hfnn where there is a C++ compiler" in said
+    assert "hfreduce's torch backend was not built: no C++ build to add it to" in said
     assert "no working C++ compiler was found" in python(tmp_path / "installed", "-m", "hfnn.info")
 
 
 ONLY_TORCH = """
-import torch, hfnn
+import torch, hfnn, hfreduce
 norm, x = hfnn.LayerNorm(8), torch.randn(2, 8)
 assert torch.equal(norm(x), torch.layer_norm(x, (8,), norm.weight, norm.bias))
 try:
     with hfnn.use("cpp"):
         norm(x)
 except hfnn.NoKernel as error:
+    print(error)
+try:
+    torch.distributed.init_process_group("hfreduce", store=torch.distributed.HashStore(), rank=0, world_size=1)
+except ImportError as error:
     print(error)
 """
 

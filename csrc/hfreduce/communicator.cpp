@@ -115,7 +115,7 @@ std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
   if (config.rank == 0) return config.plan;
   const std::string told = store.wait("plan " + roster.secret, deadline);
   std::vector<Row> rows(told.size() / sizeof(Row));
-  std::memcpy(rows.data(), told.data(), rows.size() * sizeof(Row));
+  if (!rows.empty()) std::memcpy(rows.data(), told.data(), rows.size() * sizeof(Row));
   return rows;
 }
 
