@@ -1,0 +1,106 @@
+"""A schedule is, for each rank, the list of its actions in order: the contract between schedules and what runs them.
+
+A pipeline of `stages` ranks runs a model cut into chunks, numbered in the order of the model; chunk c lies on rank
+`placement[c]`. A batch is cut into microbatches. Of every chunk c and microbatch i there is
+
+    F  forward          needs F of (c - 1, i); its output goes to chunk c + 1
+    B  whole backward   needs F of (c, i) and B or I of (c + 1, i); its gradient goes to chunk c - 1
+    I  backward-input   as B, but leaves the gradients of the weights to
+    W  backward-weight  needs I of (c, i); nothing leaves the rank
+
+once: F and B, or F, I and W; in inference F alone. A rank runs its actions one after the other in the order given, each
+as soon as what it needs is there. What crosses ranks is sent when the action ends, by a send that does not wait.
+Messages from one rank to another are received in the order in which they were sent, activations and gradients each for
+themselves (two tags). Neighbours in the list may overlap where the later does not need the earlier.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FORWARD, BACKWARD, INPUT, WEIGHT = KINDS = ("F", "B", "I", "W")
+
+
+class Action(NamedTuple):
+    """One of KINDS, for one microbatch on one chunk."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch} on chunk {self.chunk}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what, and when: `orders[rank]` are the actions of a rank, `placement[chunk]` is the rank of a chunk."""
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.orders)
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a rank, in the order of the model."""
+        return tuple(chunk for chunk, home in enumerate(self.placement) if home == rank)
+
+
+class Order:
+    """The actions of one rank, written down one by one: each call is the next microbatch of that chunk.
+
+    What is asked for beyond `microbatches` is counted and left out. So a schedule is written for as many microbatches
+    as its phases want, and is legal for fewer: orders stay legal when a microbatch is taken out of all of them.
+    """
+
+    def __init__(self, microbatches: int, chunks: Sequence[int]):
+        self.actions: list[Action] = []
+        self._microbatches = microbatches
+        self._forwards = dict.fromkeys(chunks, 0)
+        self._backwards = dict.fromkeys(chunks, 0)
+        self._without_weight: deque[tuple[int, int]] = deque()
+
+    def forward(self, chunk: int) -> None:
+        self._write(FORWARD, chunk, self._next(self._forwards, chunk))
+
+    def backward(self, chunk: int) -> None:
+        self._write(BACKWARD, chunk, self._next(self._backwards, chunk))
+
+    def input(self, chunk: int) -> None:
+        microbatch = self._next(self._backwards, chunk)
+        self._without_weight.append((chunk, microbatch))
+        self._write(INPUT, chunk, microbatch)
+
+    def weight(self) -> None:
+        """Of the oldest backward-input that has none yet."""
+        self._write(WEIGHT, *self._without_weight.popleft())
+
+    def _next(self, count: dict[int, int], chunk: int) -> int:
+        count[chunk] += 1
+        return count[chunk] - 1
+
+    def _write(self, kind: str, chunk: int, microbatch: int) -> None:
+        if microbatch < self._microbatches:
+            self.actions.append(Action(kind, chunk, microbatch))
+
+
+def check_counts(**counts: int) -> None:
+    """Raises ValueError unless each is an integer of at least one."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={count!r} is not accepted: give an integer of at least 1")
+
+
+def in_turn(stages: int, chunks: int = 1) -> tuple[int, ...]:
+    """Placement of `chunks` on each rank that goes round: chunk r + v * stages is the v-th of rank r."""
+    return tuple(range(stages)) * chunks
+
+
+def v_shape(stages: int) -> tuple[int, ...]:
+    """Placement of two chunks on each rank, there and back: rank r has chunks r and 2 * stages - 1 - r."""
+    return (*range(stages), *reversed(range(stages)))

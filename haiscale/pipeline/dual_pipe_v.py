@@ -1,0 +1,65 @@
+"""DualPipeV: two chunks on each rank, there and back, where a forward of one runs next to a backward of the other.
+
+In the main phase each forward is directly followed by a whole backward of the rank's other chunk, and neither needs the
+other: what runs the schedule may overlap the two, communication inside a layer (of experts, say) with computation. F, B
+and W are the times of a forward, of a whole backward and of a backward-weight on one chunk, and F&B that of such a
+pair; p are the ranks, the authors' PP / 2, and m the microbatches.
+
+Each rank keeps min(2 p + 1, 2 m) activations of chunks or fewer. The authors give the bubble as (p - 1)(F&B + B - 3W),
+for pairs that are one piece: they wait for the inputs of both halves, and what both give leaves at the end. Where a
+pair is two actions, as in `simulate`, F&B is F + B, each half waits and sends for itself, and the bubble is (p - 1) F
+shorter. (Both where m >= 2 p and F = W = B / 2.)
+
+The authors ask for m >= 2 p microbatches. Fewer are legal here: the order for 2 p without those that are not there.
+
+Sources: DeepSeek, DualPipe, 2025, https://github.com/deepseek-ai/DualPipe (DualPipeV); DeepSeek-V3 Technical Report,
+2024, https://arxiv.org/abs/2412.19437; the half that suffices was pointed out by Sea AI Lab, the authors of ZB-V.
+"""
+
+from haiscale.pipeline.actions import Order, Schedule, check_counts, v_shape
+
+
+def schedule(stages: int, microbatches: int) -> Schedule:
+    """Two chunks on each rank, r and 2 * stages - 1 - r. Raises ValueError for counts below one."""
+    check_counts(stages=stages, microbatches=microbatches)
+    orders = tuple(_order(rank, stages, microbatches) for rank in range(stages))
+    return Schedule("DualPipeV", microbatches, v_shape(stages), orders)
+
+
+def _order(rank, stages, microbatches):
+    there, back = rank, 2 * stages - 1 - rank
+    order = Order(microbatches, [there, back])
+    before, after = rank + 1, stages - 1 - rank  # ranks, this one among the former
+    # The pipeline fills: first on the way there, then on both.
+    for _ in range(2 * after):
+        order.forward(there)
+    for _ in range(before):
+        order.forward(there)
+        order.forward(back)
+    # The first gradients come. Their other half fills the time until the next.
+    for _ in range(after):
+        order.input(back)
+        order.weight()
+        order.forward(back)
+    for _ in range(max(microbatches - 2 * stages, 0) + before):
+        order.forward(there)
+        order.backward(back)
+        order.forward(back)
+        order.backward(there)
+    for _ in range(after):
+        order.backward(back)
+        order.forward(back)
+        order.backward(there)
+    # The pipeline empties. From half way on, backward-weights wait until there is nothing else to do.
+    for k in range(2 * before):
+        chunk = (back, there)[k % 2]
+        if k < before:
+            order.backward(chunk)
+        else:
+            order.input(chunk)
+    for _ in range(after):
+        order.weight()
+        order.input(there)
+    for _ in range(before):
+        order.weight()
+    return tuple(order.actions)

@@ -1,0 +1,203 @@
+"""What a schedule costs, without running it: when each action starts and ends, bubbles, memory; if it can run at all.
+
+Time: a rank runs its actions in order, each from the moment when the rank is free and the action's inputs are there.
+What comes from another rank is there `latency` after the end of the action that sends it; sending takes no time of the
+rank, and messages do not delay each other. A whole backward takes the time of its two parts, and its gradient leaves at
+its end.
+
+Memory: the activations of a microbatch on a chunk are kept from the start of its forward to the end of its
+backward-weight (or whole backward). Weights, gradients and what is on its way between ranks are not counted.
+
+Units are those of the costs given; integers and fractions give exact results.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+from haiscale.pipeline.actions import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action, Schedule
+
+PerChunk = Real | Sequence[Real]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of the parts of a step, and the size of an activation: one number for all chunks, or one for each."""
+
+    forward: PerChunk = 1
+    input: PerChunk = 1
+    weight: PerChunk = 1
+    latency: Real = 0
+    activation: PerChunk = 1
+
+    def each(self, name: str, chunks: int) -> tuple[Real, ...]:
+        """A field, for each chunk. Raises ValueError for what is no number of at least 0, or not one for each chunk."""
+        given = getattr(self, name)
+        each = tuple(given) if isinstance(given, Sequence) else (given,) * chunks
+        if len(each) == chunks and all(isinstance(cost, Real) and 0 <= cost < math.inf for cost in each):
+            return each
+        raise ValueError(
+            f"Costs({name}={given!r}) is not accepted: give a number of at least 0, or one for each of {chunks} chunks"
+        )
+
+    def times(self, chunks: int) -> dict[str, tuple[Real, ...]]:
+        """{kind: its time on each chunk}."""
+        forward, inputs, weight = (self.each(name, chunks) for name in ("forward", "input", "weight"))
+        whole = tuple(map(sum, zip(inputs, weight, strict=True)))
+        return {FORWARD: forward, BACKWARD: whole, INPUT: inputs, WEIGHT: weight}
+
+
+class Span(NamedTuple):
+    """An action and when it ran."""
+
+    action: Action
+    start: Real
+    end: Real
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run of a schedule, predicted or measured: `spans[rank]` in order; `peak[rank]` is the most activations kept."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    peak: tuple[Real, ...]
+
+    @property
+    def makespan(self) -> Real:
+        """From the first start to the last end on any rank."""
+        every = [span for spans in self.spans for span in spans]
+        return max(span.end for span in every) - min(span.start for span in every)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each rank, the part of the makespan in which it does nothing."""
+        makespan = self.makespan
+        busy = [sum(span.end - span.start for span in spans) for spans in self.spans]
+        return tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
+
+
+def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """The timeline of a schedule by given costs; by default each part takes 1, hence a backward twice a forward.
+
+    Raises ValueError where the schedule cannot run, and says why: actions missing, repeated or on the wrong rank,
+    messages received in another order than they are sent, or ranks that wait for each other.
+    """
+    costs, chunks = costs or Costs(), len(schedule.placement)
+    times, sizes = costs.times(chunks), costs.each("activation", chunks)
+    (latency,) = costs.each("latency", 1)
+    check(schedule)
+    spans = _run(schedule, times, latency)
+    return Timeline(schedule, spans, tuple(_peak(order, sizes) for order in schedule.orders))
+
+
+def check(schedule: Schedule) -> None:
+    """Raises ValueError unless each action is there once, on its rank, and messages are received as they are sent."""
+    _check_complete(schedule)
+    _check_messages(schedule)
+
+
+def _check_complete(schedule):
+    found = defaultdict(list)
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            kind, chunk, microbatch = action
+            known = kind in KINDS and 0 <= chunk < len(schedule.placement) and 0 <= microbatch < schedule.microbatches
+            if not known or schedule.placement[chunk] != rank:
+                raise ValueError(f"rank {rank} cannot run {action}: it has chunks {schedule.chunks(rank)}")
+            found[chunk, microbatch].append(kind)
+    inference = all(kinds == [FORWARD] for kinds in found.values())
+    accepted = [[FORWARD]] if inference else [[BACKWARD, FORWARD], [FORWARD, INPUT, WEIGHT]]
+    for chunk, rank in enumerate(schedule.placement):
+        for microbatch in range(schedule.microbatches):
+            kinds = sorted(found[chunk, microbatch])
+            if kinds not in accepted:
+                raise ValueError(
+                    f"microbatch {microbatch} on chunk {chunk} (rank {rank}) has the actions {kinds}: "
+                    f"each must be there once, {' or '.join(map(str, accepted))}"
+                )
+
+
+def _needs(action, chunks):
+    """The actions that must have ended; INPUT stands for BACKWARD, too."""
+    kind, chunk, microbatch = action
+    if kind == FORWARD:
+        return [Action(FORWARD, chunk - 1, microbatch)] if chunk else []
+    if kind == WEIGHT:
+        return [Action(INPUT, chunk, microbatch)]
+    own = Action(FORWARD, chunk, microbatch)
+    return [own, Action(INPUT, chunk + 1, microbatch)] if chunk + 1 < chunks else [own]
+
+
+def _check_messages(schedule):
+    """Between two ranks, activations and gradients each are received in the order in which they are sent."""
+    sent, received = defaultdict(list), defaultdict(list)
+    place, last = schedule.placement, len(schedule.placement) - 1
+    for rank, order in enumerate(schedule.orders):
+        for kind, chunk, microbatch in order:
+            if kind == WEIGHT:
+                continue
+            what, step = ("activations", 1) if kind == FORWARD else ("gradients", -1)
+            before, after = chunk - step, chunk + step
+            if 0 <= before <= last and place[before] != rank:
+                received[place[before], rank, what].append((chunk, microbatch))
+            if 0 <= after <= last and place[after] != rank:
+                sent[rank, place[after], what].append((after, microbatch))
+    for (source, target, what), messages in sent.items():
+        for mine, theirs in zip(messages, received[source, target, what], strict=True):
+            if mine != theirs:
+                raise ValueError(
+                    f"rank {source} sends rank {target} the {what} for microbatch {mine[1]} on chunk {mine[0]} "
+                    f"where that rank receives those for microbatch {theirs[1]} on chunk {theirs[0]}: "
+                    "both must have the same order"
+                )
+
+
+def _run(schedule, times, latency):
+    place, chunks = schedule.placement, len(schedule.placement)
+    ended, spans = {}, [[] for _ in schedule.orders]
+    ready, asleep = list(range(schedule.stages)), {}  # asleep: the action that is waited for, and who waits
+    while ready:
+        rank = ready.pop()
+        order, mine = schedule.orders[rank], spans[rank]
+        while len(mine) < len(order):
+            action = order[len(mine)]
+            needs = _needs(action, chunks)
+            missing = [need for need in needs if need not in ended]
+            if missing:
+                asleep.setdefault(missing[0], []).append(rank)
+                break
+            there = [ended[need] + (latency if place[need.chunk] != rank else 0) for need in needs]
+            start = max([mine[-1].end if mine else 0, *there])
+            kind, chunk, microbatch = action
+            end = start + times[kind][chunk]
+            mine.append(Span(action, start, end))
+            done = Action(INPUT, chunk, microbatch) if kind == BACKWARD else action
+            ended[done] = end
+            ready += asleep.pop(done, ())
+    if asleep:
+        raise ValueError(f"deadlock: {_deadlock(schedule, spans, asleep)}")
+    return tuple(map(tuple, spans))
+
+
+def _deadlock(schedule, spans, asleep):
+    place, orders = schedule.placement, schedule.orders
+    waits = sorted((rank, need) for need, ranks in asleep.items() for rank in ranks)
+    return "; ".join(
+        f"rank {rank} is to run {orders[rank][len(spans[rank])]}, which needs {need} (rank {place[need.chunk]})"
+        for rank, need in waits
+    )
+
+
+def _peak(order, sizes):
+    kept = peak = 0
+    for kind, chunk, _ in order:
+        if kind == FORWARD:
+            kept += sizes[chunk]
+            peak = max(peak, kept)
+        elif kind != INPUT:
+            kept -= sizes[chunk]
+    return peak
