@@ -1,1 +1,1 @@
-"""Training on many devices: data parallel, fully sharded and as a pipeline, on any backend of torch.distributed."""
+"""Training on many devices. So far: the schedules of pipelines, in `haiscale.pipeline`."""
