@@ -8,7 +8,6 @@
 #include <cstring>
 #include <optional>
 #include <system_error>
-#include <type_traits>
 
 #include "hierarchy.h"
 #include "local.h"
@@ -108,7 +107,6 @@ Roster Communicator::State::meet(Store& store, Deadline deadline) {
 
 // The plan of rank 0 is everybody's: hosts may have been tuned apart, and must choose alike.
 std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
-  static_assert(std::is_trivially_copyable_v<Row>);
   if (config.rank == 0 && config.size > 1)
     store.set("plan " + roster.secret,
               std::string(reinterpret_cast<const char*>(config.plan.data()), config.plan.size() * sizeof(Row)));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "types.h"
@@ -32,6 +33,8 @@ struct Row {
   int64_t max_bytes;  // this row is for messages up to this size
   Choice choice;
 };
+
+static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks as it is
 
 class Plan {
  public:

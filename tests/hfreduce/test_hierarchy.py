@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import ranks as processes
 import torch
+from definitions import DTYPES, OPS, SLOT, call, check_all_to_all, check_moving, filled, pairs, reduced, wide
 from hosts import hosts as networks
-from test_collectives import DTYPES, OPS, SLOT, call, filled, pairs, reduced, wide
 from threads import group, run
 
 from hfreduce import _C
@@ -65,53 +65,15 @@ def test_reductions(layout, between):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moving(layout, between):
-    """all_gather, broadcast, gather, scatter and barrier, also of several chunks."""
-    world = len(layout)
+    """Also of several chunks."""
     with hosts(layout, between) as ranks:
-        for dtype, count in [*itertools.product((torch.uint8, torch.float64), SIZES), (torch.uint8, CHUNKED)]:
-            root, code = count % world, DTYPES[dtype]
-            inputs = [filled(count, dtype, r) for r in range(world)]
-            whole = torch.cat(inputs)
-
-            def move(rank, x, count=count, root=root, code=code, dtype=dtype, whole=whole):
-                me = rank.rank
-                gathered = torch.zeros(count * world, dtype=dtype)
-                call(rank.all_gather, (x, gathered), count, code)
-                own = torch.ones(count * world, dtype=dtype)  # in place: the input is its part of the output
-                own[me * count : (me + 1) * count] = x
-                call(rank.all_gather, (own[me * count :], own), count, code)
-                sent = x.clone()
-                call(rank.broadcast, (sent,), count, code, root)
-                at_root = torch.zeros(count * world, dtype=dtype)
-                call(rank.gather, (x, at_root), count, code, root)
-                piece = torch.zeros(count, dtype=dtype)
-                call(rank.scatter, (whole, piece), count, code, root)
-                rank.barrier()
-                return gathered, own, sent, at_root, piece
-
-            for r, (gathered, own, sent, at_root, piece) in enumerate(run(move, ranks, inputs)):
-                assert torch.equal(gathered, whole) and torch.equal(own, whole), (dtype, count)
-                assert torch.equal(sent, inputs[root]) and torch.equal(piece, inputs[r]), (dtype, count)
-                assert torch.equal(at_root, whole if r == root else torch.zeros_like(whole)), (dtype, count)
+        check_moving(ranks, [*itertools.product((torch.uint8, torch.float64), SIZES), (torch.uint8, CHUNKED)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_to_all_of_any_sizes(layout):
-    world = len(layout)
-    counts = [[(37 * i + 11 * j) % 5 * (90_000 if (i + j) % 3 == 0 else 1) for j in range(world)] for i in range(world)]
-    blocks = [[filled(counts[i][j], torch.int32, 100 * i + j) for j in range(world)] for i in range(world)]
-
-    def exchange(rank):
-        i = rank.rank
-        x, given = torch.cat(blocks[i]), [counts[j][i] for j in range(world)]
-        y = torch.zeros(sum(given), dtype=torch.int32)
-        starts = [list(itertools.accumulate([0, *sizes]))[:-1] for sizes in (counts[i], given)]
-        rank.all_to_all(x.data_ptr(), starts[0], counts[i], y.data_ptr(), starts[1], given, DTYPES[torch.int32])
-        return y
-
     with hosts(layout) as ranks:
-        for i, y in enumerate(run(exchange, ranks)):
-            assert torch.equal(y, torch.cat([blocks[j][i] for j in range(world)]))
+        check_all_to_all(ranks, 90_000)
 
 
 @pytest.mark.parametrize("between", BETWEEN)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from test_collectives import DTYPES, SLOT, filled
+from definitions import DTYPES, SLOT, filled
 from threads import group, run
 
 from hfreduce import _C
