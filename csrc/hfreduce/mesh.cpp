@@ -136,7 +136,7 @@ struct Mesh::State {
   int attempt(const Peer& peer, Purpose purpose, int index, Deadline deadline, Socket& out);
   int answered(const Socket& socket, Deadline deadline);
   bool gone(const Peer& peer) const;
-  [[noreturn]] void broken(const Peer& peer, const std::string& what, const std::string& why) const;
+  [[noreturn]] void fail(Fault::Cause cause, const Peer& peer, const std::string& what, const std::string& why) const;
 
   const Interface interface;
   const pid_t owner = getpid();
@@ -273,8 +273,8 @@ std::string Mesh::State::place(const Peer& peer) const {
   return peer.address + " port " + std::to_string(peer.port) + ", from " + interface.name + " " + interface.address;
 }
 
-void Mesh::State::broken(const Peer& peer, const std::string& what, const std::string& why) const {
-  throw Fault(Fault::Cause::broken, {peer.rank}, what + " " + peer.name() + " at " + place(peer) + ": " + why);
+void Mesh::State::fail(Fault::Cause cause, const Peer& peer, const std::string& what, const std::string& why) const {
+  throw Fault(cause, {peer.rank}, what + " " + peer.name() + " at " + place(peer) + ": " + why);
 }
 
 // Waits for the one byte; returns an errno, 0 for success.
@@ -328,11 +328,12 @@ Socket Mesh::dial(int rank, Purpose purpose, int index, Deadline deadline) {
     const Deadline now = Clock::now();
     refused_since = error == ECONNREFUSED ? std::min(refused_since, now) : Deadline::max();
     if (refused_since != Deadline::max() && now >= refused_since + kRefusals)
-      state_->broken(peer, what, "Connection refused; its process has ended, or a firewall is between");
+      state_->fail(Fault::Cause::broken, peer, what,
+                   "Connection refused; its process has ended, or a firewall is between");
     if (now >= deadline)
-      state_->broken(peer, what,
-                     std::string(std::strerror(error)) + ", until the deadline; is this the right interface " +
-                         "(HFREDUCE_INTERFACE), and does the process still run?");
+      state_->fail(Fault::Cause::timeout, peer, what,
+                   std::string(std::strerror(error)) + ", until the deadline; is this the right interface " +
+                       "(HFREDUCE_INTERFACE), and does the process still run?");
     std::this_thread::sleep_for(std::min(pause, deadline - now));
   }
 }
@@ -359,12 +360,14 @@ Socket Mesh::take(int rank, Purpose purpose, int index, Deadline deadline) {
     lock.unlock();
     s.health->check();
     const Deadline now = Clock::now();
-    if (now >= deadline) s.broken(peer, what, "it has not dialed by the deadline; has its process stopped?");
-    if (now >= ask && s.gone(peer)) s.broken(peer, what, "it listens no more; its process has ended");
+    if (now >= deadline)
+      s.fail(Fault::Cause::timeout, peer, what, "it has not dialed by the deadline; has its process stopped?");
+    if (now >= ask && s.gone(peer))
+      s.fail(Fault::Cause::broken, peer, what, "it listens no more; its process has ended");
     if (now >= ask) ask = now + kStillThere;
     lock.lock();
   }
-  if (s.closed) s.broken(peer, what, "this rank has closed its own connections");
+  if (s.closed) s.fail(Fault::Cause::broken, peer, what, "this rank has closed its own connections");
   const auto found = s.waiting.find(key);
   Socket socket = std::move(found->second.front());
   found->second.pop_front();

@@ -42,12 +42,11 @@ class Mesh {
   void start(const Roster& roster, Health& health);
 
   // A connection to a peer, for writing (and, for liveness, reading), which the peer's mesh has taken in. Throws
-  // Fault::broken, naming peer, address and errno, when it is not there by the deadline; Fault of health when that
+  // Fault::timeout, naming peer, address and errno, when it is not there by the deadline; Fault of health when that
   // fails. All ranks listen before they meet, so a peer that refuses for a whole second has ended, and is not waited
-  // for longer.
+  // for longer (Fault::broken).
   Socket dial(int rank, Purpose purpose, int index, Deadline deadline);
-  // The connection that a peer dialed. Throws Fault::broken as dial does; asks now and then whether the peer still
-  // listens.
+  // The connection that a peer dialed. Throws as dial does; asks now and then whether the peer still listens.
   Socket take(int rank, Purpose purpose, int index, Deadline deadline);
   // Whether take would return, or throw, at once.
   bool dialed(int rank, Purpose purpose, int index) const;

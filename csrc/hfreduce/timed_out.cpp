@@ -64,16 +64,23 @@ bool contains(const std::vector<int>& ranks, int rank) {
 }
 
 // The ranks that have not come to a collective. The one that is waited for may itself be waiting for another: a
-// neighbour between hosts. Silence alone tells little, so it is believed first of those that are waited for.
+// neighbour between hosts, which it shows by being in an earlier one. Silence alone tells little, so it is believed
+// first of those that are waited for.
 std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<Standing>& standings) {
   if (call.kind == Kind::send || call.kind == Kind::recv) return missing;
-  std::vector<int> behind, both;
+  std::vector<int> idle_missing, idle, behind_missing, behind;
   for (const Standing& standing : standings) {
-    if (standing.answered == Standing::here && standing.collective >= call.sequence) continue;
+    const bool here = standing.answered == Standing::here, waited_for = contains(missing, standing.rank);
+    if (here && standing.collective >= call.sequence) continue;
     behind.push_back(standing.rank);
-    if (contains(missing, standing.rank)) both.push_back(standing.rank);
+    if (waited_for) behind_missing.push_back(standing.rank);
+    if (here && standing.running) continue;
+    idle.push_back(standing.rank);
+    if (waited_for) idle_missing.push_back(standing.rank);
   }
-  return !both.empty() ? both : !behind.empty() ? behind : missing;
+  for (const std::vector<int>& found : {idle_missing, idle, behind_missing, behind})
+    if (!found.empty()) return found;
+  return missing;
 }
 
 }  // namespace
