@@ -1,0 +1,123 @@
+"""Where gradients lie: one flat buffer for each device and dtype, and its pieces, the buckets.
+
+All gradients of one device and dtype are in one buffer, in the order in which they got ready in the first step. A
+bucket is a piece of it. So another bucket size moves no gradient: optimizers that keep pointers keep them, and sizes
+can be tried out during training.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes, of each gradient in its buffer
+
+
+class Bucket:
+    """A piece of a flat buffer that is averaged in one operation; `places` are its parameters' numbers."""
+
+    def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor]):
+        self.flat, self.places, self.parameters, self.views = flat, places, parameters, views
+        self.dtypes = [p.dtype for p in parameters]  # which mixed precision changes for as long as a step runs
+        self.reset()
+        self.work = None  # the operation that averages it, while that is under way
+
+    def reset(self) -> None:
+        """Before a forward: no gradient has come."""
+        self.waiting = len(self.places)
+        self.done = False  # its average began since the last forward
+        self.dirty = False  # has a gradient that was not averaged
+
+    def collect(self, attach: bool) -> None:
+        """Brings gradients that are not in the buffer yet there; 0 for those that are missing.
+
+        attach: `.grad` becomes the view in the buffer. Autograd then adds to it, and nothing is to be copied.
+        """
+        away = [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad is not self.views[i]]
+        missing = [self.views[i] for i, p in enumerate(self.parameters) if p.grad is None]
+        if away:
+            grads = [self.parameters[i].grad.detach() for i in away]
+            torch._foreach_copy_([self.views[i] for i in away], grads)
+        if missing:
+            torch._foreach_zero_(missing)
+        for i in away:
+            p = self.parameters[i]
+            if attach and p.dtype == self.views[i].dtype:
+                p.grad = self.views[i]
+            elif attach or p.grad.dtype != self.dtypes[i]:
+                p.grad = None  # until `release`, when the parameter has its own dtype again
+
+    def release(self, attach: bool, has_gradient: Sequence[bool] | None = None) -> None:
+        """Gives the averages to the parameters: as views, or copied into the gradients that they have.
+
+        has_gradient, by the parameters' numbers: where it is False, and there was no gradient, there is none after.
+        """
+        targets, sources = [], []
+        for place, p, view, dtype in zip(self.places, self.parameters, self.views, self.dtypes, strict=True):
+            if p.grad is view or not p.requires_grad:
+                continue
+            if p.grad is None and has_gradient is not None and not has_gradient[place]:
+                continue
+            if attach:
+                p.grad = view
+                continue
+            if p.grad is None:
+                p.grad = torch.empty_like(p, dtype=dtype)
+            targets.append(p.grad)
+            sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+class Flat:
+    """The buffer of all gradients of one device and dtype; `order`: the numbers of its parameters."""
+
+    def __init__(self, order: list[int], parameters: list[Tensor], dtype: torch.dtype):
+        self.order, self.parameters = order, [parameters[i] for i in order]
+        step = max(1, ALIGNMENT // dtype.itemsize)
+        self.offsets = [0]
+        for p in self.parameters:
+            self.offsets.append(self.offsets[-1] + -(-p.numel() // step) * step)
+        self.buffer = torch.zeros(self.offsets[-1], dtype=dtype, device=self.parameters[0].device)
+        self.views = [self._view(p, offset) for p, offset in zip(self.parameters, self.offsets, strict=False)]
+
+    def _view(self, p, offset):
+        """Laid out as the parameter is, where it fills its memory: autograd makes such gradients."""
+        contiguous = torch.empty_like(p, device="meta").stride()  # of what is dense, its own strides
+        return self.buffer.as_strided(p.size(), contiguous, offset)
+
+    def cut(self, max_bytes: int, used: Sequence[bool]) -> list[Bucket]:
+        """Pieces of at most `max_bytes`, or of one parameter; what was unused in the first step is not among others."""
+        buckets, first, size = [], 0, self.buffer.element_size()
+        for i in range(1, len(self.order) + 1):
+            full = i < len(self.order) and (self.offsets[i + 1] - self.offsets[first]) * size > max_bytes
+            if i == len(self.order) or full or used[self.order[i]] != used[self.order[first]]:
+                piece = self.buffer[self.offsets[first] : self.offsets[i]]
+                buckets.append(Bucket(piece, self.order[first:i], self.parameters[first:i], self.views[first:i]))
+                first = i
+        return buckets
+
+
+def flats(order: list[int], parameters: list[Tensor], wire_dtype: torch.dtype | None) -> list[Flat]:
+    """The buffers of all parameters, in the order given; `wire_dtype`: of all floating-point ones, if not their own."""
+    kinds: dict[tuple, list[int]] = {}
+    for i in order:
+        kinds.setdefault((parameters[i].device, dtype_of(parameters[i], wire_dtype)), []).append(i)
+    return [Flat(places, parameters, dtype) for (_, dtype), places in kinds.items()]
+
+
+def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
+    """Of all gradients, as they are averaged."""
+    return sum(p.numel() * dtype_of(p, wire_dtype).itemsize for p in parameters)
+
+
+def dtype_of(p: Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """In which a parameter's gradient is averaged."""
+    return wire_dtype if wire_dtype is not None and p.dtype.is_floating_point else p.dtype
+
+
+def cut(buffers: list[Flat], order: list[int], max_bytes: int, used: Sequence[bool]) -> list[Bucket]:
+    """All buckets in the order in which their last gradients got ready."""
+    ready = {place: i for i, place in enumerate(order)}
+    buckets = [bucket for flat in buffers for bucket in flat.cut(max_bytes, used)]
+    return sorted(buckets, key=lambda bucket: max(ready[place] for place in bucket.places))

@@ -1,0 +1,37 @@
+"""What a communication hook gets to see of a bucket: torch.distributed.GradBucket, which Python cannot make."""
+
+from torch import Tensor
+
+
+class GradBucket:
+    """The interface of torch.distributed.GradBucket, for the hooks of `torch.distributed.algorithms.ddp_comm_hooks`."""
+
+    def __init__(self, index: int, count: int, flat: Tensor, views: list[Tensor], parameters: list[Tensor]):
+        self._index, self._count, self._flat = index, count, flat
+        self._views, self._parameters = views, parameters
+
+    def index(self) -> int:
+        """Of the bucket in the order of reduction; the same in every step."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last of the step."""
+        return self._index == self._count - 1
+
+    def buffer(self) -> Tensor:
+        """All gradients of this rank, flat, with the alignment's zeros between them."""
+        return self._flat
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts other values in the place of the gradients."""
+        self._flat.copy_(buffer.view(-1))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients, each as a view of the buffer with its parameter's shape."""
+        start = self._views[0].storage_offset()
+        return [self._flat.as_strided(v.size(), v.stride(), self._flat.storage_offset() + v.storage_offset() - start)
+                for v in self._views]  # fmt: skip
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return self._parameters

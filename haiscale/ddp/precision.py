@@ -1,0 +1,80 @@
+"""Mixed precision: forward and backward in narrow copies of the parameters, which themselves stay as they are.
+
+From the beginning of forward to the end of backward `parameter.data` is the copy. Gradients arrive in its dtype, are
+averaged in `reduce_dtype`, and end in the parameter's own. What accumulates over several backwards does so in that.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of parameters in forward and backward, and inputs; of gradients while averaged; of buffers. None: as they are."""
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, given) -> "Dtypes":
+        """None, a dtype of parameters, or an object with torch's `param_dtype`, `reduce_dtype` and `buffer_dtype`."""
+        if given is None:
+            return cls()
+        if isinstance(given, torch.dtype):
+            return cls(given)
+        if not hasattr(given, "param_dtype"):
+            raise ValueError(
+                "mixed_precision must be a dtype, or have param_dtype, reduce_dtype and buffer_dtype as torch's "
+                f"MixedPrecision has, got {given!r}"
+            )
+        refused = [name for name in ("keep_low_precision_grads", "cast_forward_inputs") if name in vars(given)]
+        if "keep_low_precision_grads" in refused and given.keep_low_precision_grads:
+            raise ValueError(
+                "mixed_precision: keep_low_precision_grads=True would leave gradients of another dtype than their "
+                "parameters', which optimizers refuse; leave it out"
+            )
+        return cls(given.param_dtype, getattr(given, "reduce_dtype", None), getattr(given, "buffer_dtype", None))
+
+
+class Narrow:
+    """Puts narrow copies in the parameters' places, and the parameters back."""
+
+    def __init__(self, module: nn.Module, parameters: list[Tensor], dtypes: Dtypes):
+        self.dtype = dtypes.param
+        self.parameters = [p for p in parameters if p.dtype.is_floating_point and p.dtype != self.dtype]
+        self.own: list[Tensor] | None = None  # while the copies are in place
+        if dtypes.buffer is not None:
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(dtypes.buffer)
+
+    @torch.no_grad()
+    def place(self) -> None:
+        """Before forward."""
+        if self.own is not None:
+            return
+        self.own = [p.data for p in self.parameters]
+        narrow = [torch.empty_like(data, dtype=self.dtype) for data in self.own]
+        torch._foreach_copy_(narrow, self.own)
+        for p, data in zip(self.parameters, narrow, strict=True):
+            p.data = data
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """After backward, or a forward that none follows."""
+        if self.own is None:
+            return
+        for p, data in zip(self.parameters, self.own, strict=True):
+            grad, p.grad = p.grad, None
+            p.data = data
+            if grad is not None:
+                p.grad = grad.to(p.dtype)
+        self.own = None
+
+    def cast(self, inputs):
+        """Floating-point tensors among the inputs, in the copies' dtype."""
+        return tree_map(lambda x: x.to(self.dtype) if torch.is_tensor(x) and x.is_floating_point() else x, inputs)

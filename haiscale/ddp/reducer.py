@@ -1,0 +1,326 @@
+"""Averages gradients over ranks while backward still runs.
+
+A hook of each parameter counts its gradients. When all gradients of a bucket are there, and the buckets before it have
+begun, the bucket's average begins. At the end of backward what is left is begun, and all is waited for.
+
+The first backward learns: in which order gradients get ready (rank 0's order is everybody's), how many of them a
+parameter gets in one backward (several under reentrant checkpoints), and, where some may be unused, which are. Nothing
+is averaged before its end. Only then do buckets exist.
+
+An average of averages is the average: so a second backward of the same forward may just average again what it added to.
+
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from haiscale import checks
+from haiscale.ddp.buckets import Bucket, cut, flats
+from haiscale.ddp.hooks import GradBucket
+from haiscale.ddp.sizes import Sizes
+
+NAMES = 8  # parameters that a message lists
+
+
+class Reducer:
+    """See above. `lenient`: parameters may be without gradients; `static`: they are the same ones in every step.
+
+    parameters: those to be trained, each once. attach: gradients are views of buckets. wire_dtype: in which gradients
+    are averaged, if not in their own. restore: called at the end of backward before gradients are looked at.
+    """
+
+    def __init__(self, module, parameters, group, sizes: Sizes, *, wire_dtype, attach, lenient, static, restore):
+        self.module, self.parameters, self.group, self.sizes = module, parameters, group, sizes
+        self.wire_dtype, self.attach, self.restore = wire_dtype, attach, restore
+        self.lenient, self.static = lenient or static, static
+        self.device = checks.host_device(group)
+        self.averages = dist.get_backend(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
+        self.size, self.authority, self.contributors = group.size(), None, None
+        self.buckets: list[Bucket] | None = None
+        self.flats, self.order, self.bucket_of = [], [], {}
+        self.expected, self.steps = [1] * len(parameters), 0
+        self.hook: tuple[Callable, object] | None = None
+        self.defer = False  # averages are waited for in the next forward, by `settle`
+        self.fault: BaseException | None = None
+        self.sync = False  # whether the next backward averages
+        self.counts, self.last = [0] * len(parameters), []
+        self.queued, self.next = False, 0
+        self.lock = threading.Lock()  # devices have threads of their own in backward
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        reference = weakref.ref(self)
+        self.handles = [p.register_post_accumulate_grad_hook(_ready(reference, i)) for i, p in enumerate(parameters)]
+        weakref.finalize(self, _remove, self.handles)
+
+    def stop(self) -> None:
+        """Waits for what is under way and leaves the parameters alone from now on. May be called more than once."""
+        self.settle()
+        _remove(self.handles)
+
+    # Forward
+
+    def prepare(self, sync: bool) -> None:
+        """At the beginning of a forward that backward may follow. Raises what made an earlier step fail."""
+        if self.fault is not None:
+            raise self.fault
+        self._check_finished()
+        for p in self.frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"{checks.me()}: {checks.path(self.module, p)} needs a gradient now, and did not when the model "
+                    "was wrapped, so it would not be averaged: wrap the model again after unfreezing"
+                )
+        self.arm(sync)
+
+    def arm(self, sync: bool) -> None:
+        """The next backward averages, or does not; no gradient has come so far."""
+        self.sync, self.queued, self.next = sync, False, 0
+        self.counts, self.last = [0] * len(self.parameters), []
+        for bucket in self.buckets or ():
+            bucket.reset()
+
+    def _check_finished(self):
+        """A backward that left out parameters was not averaged."""
+        if not (self.sync and any(self.counts)) or (self.buckets and all(bucket.done for bucket in self.buckets)):
+            return
+        self.sync = False  # the model may be used on after the error
+        self.settle()
+        missing = [p for p, count in zip(self.parameters, self.counts, strict=True) if not count and p.requires_grad]
+        if not missing:
+            raise ValueError(
+                f"{checks.me()}: the last backward did not come to its end, so its gradients are not averaged; see the "
+                "error that it raised"
+            )
+        names = "; ".join(checks.path(self.module, p) for p in missing[:NAMES])
+        more = f"; and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
+        raise ValueError(
+            f"{checks.me()}: {len(missing)} of {len(self.parameters)} parameters got no gradient in the last backward, "
+            f"so gradients were not averaged: {names}{more}. Let the loss depend on them; freeze them with "
+            "requires_grad_(False) before wrapping; or pass find_unused_parameters=True"
+        )
+
+    # Backward
+
+    def begin(self, gradient=None) -> None:
+        """In a backward: its end is `_end`. As a hook of an output, it is the end of the outermost one."""
+        if not self.queued:
+            self.queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def ready(self, i: int) -> None:
+        """Parameter i got a gradient."""
+        with self.lock:
+            self.begin()
+            self.counts[i] += 1
+            if self.buckets is None:
+                self.last.append(i)
+                return
+            bucket = self.bucket_of.get(i)
+            if bucket is None:
+                self._refuse(i, "and no rank had one for it in the first step: do without static_graph=True")
+            if bucket.work is not None:
+                self._refuse(
+                    i,
+                    f"number {self.counts[i]} of this step, after its average had begun, for in the first step there "
+                    "were fewer: checkpoint with use_reentrant=False, or use the same layers in every step",
+                )
+            bucket.dirty = True
+            if self.counts[i] == self.expected[i]:
+                bucket.waiting -= 1
+                if not bucket.waiting:
+                    self._advance(bucket)
+
+    def _refuse(self, i, why):
+        raise ValueError(f"{checks.me()}: {checks.path(self.module, self.parameters[i])} got a gradient, {why}")
+
+    def _advance(self, bucket):
+        """Begins the buckets that are whole, in their order; without averages, gradients are only brought together."""
+        if not self.sync:
+            if self.restore is None:
+                bucket.collect(self.attach)
+            return
+        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+            self._launch(self.buckets[self.next])
+            self.next += 1
+
+    def _end(self):
+        """The end of a backward."""
+        self.queued = False
+        if not any(self.counts):
+            return  # of torch.autograd.grad, which leaves .grad alone
+        if self.restore is not None:
+            self.restore()
+        if not self.sync:
+            for bucket in self.buckets or ():
+                if self.attach and bucket.dirty and all(p.grad is not None for p in bucket.parameters):
+                    bucket.collect(self.attach)
+            return
+        whole = all(count or not p.requires_grad for count, p in zip(self.counts, self.parameters, strict=True))
+        if self.buckets is None:
+            if not (self.lenient or whole):
+                return  # another backward of this forward may bring the rest; if not, the next forward complains
+            self._build()
+        for bucket in self.buckets:
+            if bucket.work is None and self._due(bucket):
+                self._launch(bucket)
+        has_gradient = self._vote() if self.lenient and not self.static else None
+        if not self.defer:
+            self.settle(has_gradient)
+        if all(bucket.done for bucket in self.buckets):
+            self._stepped()
+
+    def _due(self, bucket):
+        if self.lenient:
+            return True  # so on all ranks, whatever each has used
+        came = all(self.counts[i] or not self.parameters[i].requires_grad for i in bucket.places)
+        return came and (bucket.dirty or not bucket.done)
+
+    def _stepped(self):
+        self.steps += 1
+        before = self.sizes.now
+        with self._noting_faults():
+            self.sizes.stepped(self.group, self.device)
+        if self.sizes.now != before and not self.defer:
+            self._cut()
+            for bucket in self.buckets:
+                bucket.done = True
+
+    # Buckets
+
+    def _build(self, order: list[int] | None = None) -> None:
+        """After the first backward: rank 0's order and size of buckets, for all."""
+        ready = {i: at for at, i in enumerate(self.last)}  # of several gradients, the last
+        count = len(self.parameters)
+        order = sorted(range(count), key=lambda i: ready.get(i, count))
+        numbers = torch.tensor([*order, len(ready), *self.sizes.numbers()], device=self.device)
+        used = self._vote() if self.static else None
+        with self._noting_faults():
+            authority = 0 if self.authority is None else self.authority()
+            dist.broadcast(numbers, dist.get_global_rank(self.group, authority), group=self.group)
+        numbers = numbers.tolist()
+        self.order, came = numbers[:count], numbers[count]
+        self.sizes.follow(numbers[count + 1 :])
+        self.came = [False] * count
+        for i in self.order[:came]:
+            self.came[i] = True
+        if used is not None:
+            self.order = [i for i in self.order if used[i]]
+        self.expected = [max(1, c) for c in self.counts]
+        self.flats = flats(self.order, self.parameters, self.wire_dtype)
+        self._cut()
+
+    def _cut(self):
+        self.buckets = cut(self.flats, self.order, self.sizes.now, self.came)
+        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.places}
+
+    def _vote(self, mine: list[bool] | None = None) -> list[bool]:
+        """Which parameters have a gradient on some rank."""
+        mine = [p.grad is not None for p in self.parameters] if mine is None else mine
+        votes = torch.tensor(mine, dtype=torch.uint8, device=self.device)
+        with self._noting_faults():
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def _launch(self, bucket):
+        bucket.collect(self.attach)
+        bucket.dirty, bucket.done = False, True
+        with self._noting_faults():
+            bucket.work = self._average(bucket.flat, self.buckets.index(bucket))
+        if self.defer:
+            for p in bucket.parameters:
+                p.grad = None
+
+    def _average(self, flat, index):
+        """Begins it. What it returns has `wait`."""
+        if self.hook is not None:
+            hook, state = self.hook
+            bucket = self.buckets[index]
+            return hook(state, GradBucket(index, len(self.buckets), flat, bucket.views, bucket.parameters))
+        if self.contributors is not None:
+            flat.mul_(1 / self.contributors())
+        elif not self.averages:
+            flat.mul_(1 / self.size)
+        op = dist.ReduceOp.AVG if self.averages and self.contributors is None else dist.ReduceOp.SUM
+        return dist.all_reduce(flat, op, group=self.group, async_op=True)
+
+    def settle(self, has_gradient: list[bool] | None = None, only: Bucket | None = None) -> list[Bucket]:
+        """Waits for the averages that are under way (or one of them) and gives them to the parameters."""
+        settled = []
+        for bucket in self.buckets or () if only is None else (only,):
+            if bucket.work is None:
+                continue
+            with self._noting_faults():
+                result = bucket.work.wait()
+            if self.hook is not None:
+                result = result[0] if isinstance(result, list) else result
+                if result.data_ptr() != bucket.flat.data_ptr():
+                    bucket.flat.copy_(result.view(-1))
+            bucket.work = None
+            bucket.release(self.attach, has_gradient)
+            settled.append(bucket)
+        return settled
+
+    def shadow(self) -> None:
+        """What the other ranks' backward begins, with nothing to add: of a rank that has no inputs left."""
+        self.arm(False)
+        if self.buckets is None:
+            self._build()
+        nothing = [torch.zeros_like(bucket.flat) for bucket in self.buckets]
+        with self._noting_faults():
+            works = [self._average(flat, i) for i, flat in enumerate(nothing)]
+        if self.lenient and not self.static:
+            self._vote([False] * len(self.parameters))
+        with self._noting_faults():
+            for work in works:
+                work.wait()
+        self._stepped()
+
+    @contextlib.contextmanager
+    def _noting_faults(self):
+        """The backend's errors reach the user as they are, and again at the next forward: their group is of no use."""
+        try:
+            yield
+        except Exception as fault:
+            self.fault = fault
+            for bucket in self.buckets or ():
+                bucket.work = None
+            raise
+
+    def explain(self) -> list[str]:
+        """Lines about the buckets, and how they came about."""
+        if self.buckets is None:
+            return ["  buckets: none before the end of the first backward, which tells the order of gradients"]
+        sizes = [bucket.flat.nbytes / 2**20 for bucket in self.buckets]
+        lines = [
+            f"  buckets: {len(sizes)}, of {min(sizes):.3g} to {max(sizes):.3g} MiB, in the order of the first backward",
+            f"  size of buckets: up to {self.sizes.now / 2**20:.3g} MiB, {self.sizes.why}",
+            *(f"    {size / 2**20:.3g} MiB: {time * 1e3:.2f} ms a step" for size, time in self.sizes.times.items()),
+        ]
+        again = [i for i, count in enumerate(self.expected) if count > 1]
+        unused = [i for i, came in enumerate(self.came) if not came]
+        for what, places in (("with several gradients a step", again), ("unused in the first step", unused)):
+            if places:
+                names = "; ".join(checks.path(self.module, self.parameters[i]) for i in places[:NAMES])
+                lines.append(f"  {what}: {len(places)}: {names}{'; ...' if len(places) > NAMES else ''}")
+        return lines
+
+
+def _ready(reference, i):
+    """The hook of parameter i, which does not keep the reducer alive."""
+
+    def hook(p):
+        reducer = reference()
+        if reducer is not None:
+            reducer.ready(i)
+
+    return hook
+
+
+def _remove(handles):
+    while handles:
+        handles.pop().remove()

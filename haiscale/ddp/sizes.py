@@ -1,0 +1,143 @@
+"""How large buckets are: measured in the first steps of a model on a machine, and kept for the next time.
+
+Small buckets begin to travel sooner, large ones travel better. Each candidate is timed for ROUNDS steps, in turns so
+that a machine that warms up favours none; rank 0 takes the one with the shortest step, by its median, and all ranks
+follow. The file, `path()`, keeps what was found by model, number of ranks, backend and device.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+CANDIDATES = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))  # bytes
+DEFAULT = 16 << 20  # where nothing may be tried
+WARM_UP, ROUNDS = 3, 4  # steps
+VERSION = 1
+
+
+class Sizes:
+    """The size of the current step's buckets, in bytes: `now`; `why` tells where it comes from."""
+
+    def __init__(self, key: str, total: int, given: int | None, device: torch.device):
+        self.key, self.device, self.why = key, device, "as given"
+        self.candidates, self.taken, self.marks, self.times = [], [], [], {}
+        if given is not None:
+            self.now = given
+            return
+        self.now, self.why = DEFAULT, "a default"
+        smaller = [size for size in CANDIDATES if size < total]
+        candidates = smaller + [size for size in CANDIDATES if size >= total][:1]
+        if not smaller:
+            self.why = "the gradients fit into one"
+        elif (known := load().get(key)) is not None:
+            self.now, self.why = known["bytes"], f"measured on {known['measured']}, {path()}"
+            self.times = {int(size): seconds for size, seconds in known["seconds"].items()}
+        else:
+            self.candidates, self.why = candidates, "being measured"
+
+    def numbers(self) -> list[int]:
+        """What rank 0 tells the others, always as many: its size, and what it measures."""
+        return [self.now, *self.candidates, *[0] * (len(CANDIDATES) - len(self.candidates))]
+
+    def follow(self, numbers: list[int]) -> None:
+        """Takes rank 0's."""
+        self.now, self.candidates = numbers[0], [size for size in numbers[1:] if size]
+
+    def fix(self, why: str) -> None:
+        """Stops measuring."""
+        if self.candidates:
+            self.candidates, self.why = [], why
+
+    def stepped(self, group: dist.ProcessGroup, device: torch.device) -> int:
+        """At the end of each step, by all ranks: the size for the next one."""
+        if not self.candidates:
+            return self.now
+        self.marks.append(self._mark())
+        self.taken.append(self.now)
+        step = len(self.marks) - WARM_UP
+        if step >= ROUNDS * len(self.candidates):
+            self._decide(group, device)
+        else:
+            self.now = self.candidates[max(0, step) % len(self.candidates)]
+        return self.now
+
+    def _mark(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _seconds(self, i):
+        """Of step i, which took `taken[i]`."""
+        if self.device.type != "cuda":
+            return self.marks[i] - self.marks[i - 1]
+        return self.marks[i - 1].elapsed_time(self.marks[i]) / 1e3
+
+    def _decide(self, group, device):
+        if self.device.type == "cuda":
+            self.marks[-1].synchronize()
+        for size in self.candidates:
+            steps = [i for i in range(WARM_UP, len(self.marks)) if self.taken[i] == size]
+            self.times[size] = statistics.median(self._seconds(i) for i in steps)
+        best = torch.tensor([min(self.times, key=self.times.get)], device=device)
+        dist.broadcast(best, dist.get_global_rank(group, 0), group=group)
+        self.now, self.why = int(best), f"measured in {len(self.marks)} steps"
+        self.candidates, self.marks, self.taken = [], [], []
+        if group.rank() == 0 and path() is not None:
+            save(self.key, self.now, self.times)
+
+
+def machine(device: torch.device) -> str:
+    """What sizes are kept by, beside model, ranks and backend."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} with {os.cpu_count()} cores"
+
+
+def path() -> Path | None:
+    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None where the former is empty: no file."""
+    given = os.environ.get("HAISCALE_BUCKETS")
+    if given is not None:
+        return Path(given) if given else None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "haiscale" / "buckets.json"
+
+
+def load() -> dict[str, dict]:
+    """{key: {"bytes", "measured", "seconds"}}; empty where there is no file, or one of another version."""
+    file = path()
+    if file is None or not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        sizes = found["sizes"] if found["version"] == VERSION else {}
+        whole = all(type(size["bytes"]) is int and size["bytes"] > 0 and size["measured"] for size in sizes.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{file} is not a file of bucket sizes: remove it, or set HAISCALE_BUCKETS to another one")
+    return sizes
+
+
+def save(key: str, size: int, times: dict[int, float]) -> None:
+    """Adds to the file, which is renamed into its place: who reads it meanwhile has the old one."""
+    file, seconds = path(), {str(candidate): t for candidate, t in times.items()}
+    sizes = load() | {key: {"bytes": size, "measured": datetime.date.today().isoformat(), "seconds": seconds}}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with os.fdopen(handle, "w") as out:
+            json.dump({"version": VERSION, "sizes": sizes}, out, indent=1)
+        os.replace(beside, file)
+    except BaseException:
+        os.unlink(beside)
+        raise

@@ -1,0 +1,382 @@
+"""The wrapper: torch's constructor and methods around `Reducer`, `Buffers` and what else a step needs."""
+
+import contextlib
+import copy
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_map
+
+from haiscale import checks
+from haiscale.ddp import buckets, join, sizes
+from haiscale.ddp.buffers import Buffers, broadcast
+from haiscale.ddp.overlap import Overlap
+from haiscale.ddp.precision import Dtypes, Narrow
+from haiscale.ddp.reducer import Reducer
+
+_Torch = nn.parallel.DistributedDataParallel
+_DELAYED = "averages begin in the order in which gradients get ready"
+
+
+class DDP(nn.Module, Joinable):
+    """Data parallelism: each rank has the whole model and other inputs; gradients are averaged within backward.
+
+    A replacement for torch.nn.parallel.DistributedDataParallel, which has the arguments up to forward_sync_buffers. The
+    differences: gradients are views of the buffers in which they are averaged (gradient_as_bucket_view=True), and
+    bucket_cap_mb=None measures the best size in the first steps (haiscale/ddp/sizes.py) instead of 25 MiB; what has
+    no meaning here is refused. Besides:
+
+    wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16. Gradients keep
+    their own dtype. mixed_precision: torch's _MixedPrecision, or the dtype of parameters in forward and backward.
+    device_mesh: a one-dimensional DeviceMesh instead of process_group.
+
+    Raises ValueError, on all ranks, where ranks wrap different models; where the model cannot be wrapped; in forward,
+    where parameters got no gradient in the backward before (find_unused_parameters=True allows it). The backend's
+    errors come out of forward and backward as they are, and again at each later forward.
+    """
+
+    def __init__(
+        self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True, init_sync=True,
+        process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False,
+        gradient_as_bucket_view=True, static_graph=False, delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
+        bucket_cap_mb_list=None, batched_grad_copy=True, forward_sync_buffers=None, *, wire_dtype=None,
+    ):  # fmt: skip
+        super().__init__()
+        Joinable.__init__(self)
+        _refuse(
+            dim=(dim != 0, "batches are not split within a process: each rank has one device"),
+            delay_all_reduce_named_params=(delay_all_reduce_named_params is not None, _DELAYED),
+            param_to_hook_all_reduce=(param_to_hook_all_reduce is not None, _DELAYED),
+            skip_all_reduce_unused_params=(skip_all_reduce_unused_params, "static_graph=True skips what no rank uses"),
+            bucket_cap_mb_list=(bucket_cap_mb_list is not None, "bucket_cap_mb is the size of all buckets"),
+        )
+        self.process_group = _group(process_group, device_mesh)
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        broadcast_buffers = broadcast_buffers is not False  # None is torch 2.13's way to say True
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.bucket_cap_mb = gradient_as_bucket_view, bucket_cap_mb
+        self.dtypes = Dtypes.of(mixed_precision)
+        self.wire_dtype = self.dtypes.reduce if wire_dtype is None else wire_dtype
+        if self.wire_dtype is not None and not getattr(self.wire_dtype, "is_floating_point", False):
+            raise ValueError(
+                f"wire_dtype must be a floating-point dtype such as torch.bfloat16, got {self.wire_dtype!r}"
+            )
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        parameters = self._check()
+        self.device = parameters[0].device
+        self.device_ids, self.output_device = _devices(parameters, device_ids, output_device)
+        if init_sync:
+            self._digest = checks.same_model(module, self.process_group, self.parameters_to_ignore)
+            broadcast(self._states(buffers=broadcast_buffers), self.process_group)
+        else:
+            self._digest = "unchecked"
+        self._set_up(parameters)
+
+    def _set_up(self, parameters):
+        """What is not copied or pickled with the model."""
+        narrow = self.dtypes.param and Narrow(self.module, list(self._named_parameters().values()), self.dtypes)
+        key = f"{self._digest[:16]}, {self.process_group.size()} ranks of {dist.get_backend(self.process_group)}"
+        cap = None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))
+        total = buckets.nbytes(parameters, self.wire_dtype)
+        self._narrow, self._overlap, self._divide_by_initial = narrow, None, True
+        self._synced = Buffers(self.module, self.parameters_to_ignore, self.process_group)
+        self.reducer = Reducer(
+            self.module, parameters, self.process_group,
+            sizes.Sizes(f"{key}, {sizes.machine(self.device)}", total, cap, self.device),
+            wire_dtype=self.wire_dtype, attach=self.gradient_as_bucket_view and _same(parameters, self.wire_dtype),
+            lenient=self.find_unused_parameters, static=self.static_graph, restore=narrow and narrow.restore,
+        )  # fmt: skip
+
+    def _named_parameters(self) -> dict[str, Tensor]:
+        """Those that are not left out; a tied one once."""
+        return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+
+    def _states(self, buffers: bool = True) -> list[Tensor]:
+        """All that is the same on all ranks."""
+        named = self.module.named_buffers() if buffers else ()
+        return [*self._named_parameters().values(), *(b for name, b in named if name not in self.parameters_to_ignore)]
+
+    def _check(self) -> list[Tensor]:
+        """The parameters to train. Raises ValueError where the model cannot be wrapped."""
+        named = self._named_parameters()
+        for p in named.values():
+            kind = "was not initialised" if isinstance(p, UninitializedParameter) else None
+            kind = "is on the meta device" if kind is None and p.is_meta else kind
+            kind = "is a DTensor" if kind is None and hasattr(p, "_local_tensor") else kind
+            if kind is not None:
+                raise ValueError(
+                    f"{checks.path(self.module, p)} {kind}: DDP takes whole parameters with values; run a forward of "
+                    "lazy modules first, give meta parameters memory with to_empty() and values, and for DTensors use "
+                    "haiscale.fsdp"
+                )
+        for part in self.module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+                raise ValueError(
+                    f"{checks.path(self.module, part.weight)} has sparse gradients, which are not averaged: set "
+                    "sparse=False"
+                )
+        parameters = [p for p in named.values() if p.requires_grad]
+        if not parameters:
+            raise ValueError(
+                f"no parameter of {type(self.module).__name__} requires a gradient, so there is nothing to average: "
+                "use it without DDP, or set requires_grad_(True) first"
+            )
+        return parameters
+
+    # Forward
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs, **kwargs):
+        """The module's, with its inputs moved to `device_ids` if these were given."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        with _active(self):
+            output = self.module(*inputs, **kwargs)
+        return self._after_forward(output)
+
+    def _before_forward(self, inputs, kwargs):
+        if torch.is_grad_enabled():
+            if self._overlap is not None:
+                self._overlap.check_stepped()
+            self.reducer.prepare(self.require_backward_grad_sync)
+        elif self.reducer.fault is not None:
+            raise self.reducer.fault
+        Join.notify_join_context(self)
+        self._synchronise_buffers()
+        if self._join_config.enable:
+            live = join.Live(self.process_group, self.require_backward_grad_sync, live=True)
+            self.reducer.authority = lambda: join.common_rank(self.process_group, True)
+            self.reducer.contributors = None if self._divide_by_initial else lambda: live.read()[1]
+        if self.device_ids:
+            device = torch.device(self.device.type, self.device_ids[0])
+            inputs, kwargs = tree_map(
+                lambda x: x.to(device, non_blocking=True) if torch.is_tensor(x) else x, (inputs, kwargs)
+            )
+        if self._narrow:
+            self._narrow.place()
+            inputs, kwargs = self._narrow.cast((inputs, kwargs))
+        return inputs, kwargs
+
+    def _synchronise_buffers(self, live=True):
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            source = join.common_rank(self.process_group, live) if self._join_config.enable else 0
+            self._synced.synchronise(source)
+
+    def _after_forward(self, output):
+        if self._overlap is not None:
+            self._overlap.flush()  # of what this forward did not use
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        outputs = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            # Logits of hfnn that are not computed yet must not be for this: the first gradient is early enough then.
+            if type(tensor) is Tensor and tensor.grad_fn is not None:
+                tensor.register_hook(self.reducer.begin)
+        if self._narrow and not outputs:
+            self._narrow.restore()  # no backward will
+        return output
+
+    # Without averages
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards of forwards within do not average: gradients add up. The first one after averages their sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards average, from the next one on, whichever forward it is of: what pipelines need."""
+        self.require_backward_grad_sync = requires_gradient_sync
+        self.reducer.arm(requires_gradient_sync)
+
+    def overlap_forward(self, optimizer: torch.optim.Optimizer) -> Overlap:
+        """From the next backward on, averages end in the forward after it, where each layer waits for its own only.
+
+        `optimizer`, one of hfnn.optim over this model's parameters, is stepped there too, bucket by bucket, with the
+        learning rate that it had at `optimizer.step()`, which must be called as ever. Results are those of ordinary
+        steps. Between backward and the next forward there are no gradients to look at, so there is no clipping and no
+        GradScaler, and parameters are those before the step; `state_dict()` and `named_shards()` end it first.
+        Returns a handle: `flush()` ends the step, `remove()` undoes it all. Raises ValueError for other optimizers, and
+        together with find_unused_parameters, static_graph and mixed_precision.
+        """
+        if self.find_unused_parameters or self.static_graph or self._narrow:
+            raise ValueError(
+                "overlap_forward goes together with neither find_unused_parameters, static_graph nor mixed_precision"
+            )
+        self._overlap = Overlap(self.module, self.reducer, optimizer)
+        return self._overlap
+
+    # Uneven inputs
+
+    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False) -> Join:
+        """A context in which ranks may have different numbers of inputs, as torch's."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs):
+        """For torch.distributed.algorithms.Join, with divide_by_initial_world_size."""
+        if self._overlap is not None:
+            raise ValueError(
+                "join: averages end in the next forward, which a rank without inputs has not: overlap_forward"
+            )
+        return join.Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return checks.host_device(self.process_group)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    # Hooks
+
+    def register_comm_hook(self, state: object, hook) -> None:
+        """`hook(state, bucket)` is called instead of averaging, and returns a torch.futures.Future of the result.
+
+        bucket: a `GradBucket`. Those of torch.distributed.algorithms.ddp_comm_hooks do. Once, before training.
+        """
+        if not callable(hook):
+            raise ValueError(f"hook must be callable with a state and a bucket, got {type(hook).__name__}")
+        if self.reducer.hook is not None:
+            raise ValueError("a model takes one communication hook, and has one already")
+        self.reducer.hook = hook, state
+        self.reducer.sizes.fix("a default: a hook may keep something for each bucket")
+
+    # Checkpoints
+
+    def named_shards(self):
+        """Parameters and persistent buffers by their names in `module`, live; a tied one once, by its first name."""
+        self._end_step()
+        yield from self.module.named_parameters()
+        for prefix, part in self.module.named_modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def shards_loaded(self) -> None:
+        """After values were written to `named_shards`."""
+
+    def state_dict(self, *args, **kwargs):
+        """As nn.Module's: names begin with "module.", as in torch's."""
+        self._end_step()
+        return super().state_dict(*args, **kwargs)
+
+    def _end_step(self):
+        if self._overlap is not None:
+            self._overlap.flush()
+        if self._narrow:
+            self._narrow.restore()
+
+    def explain(self) -> str:
+        """What is averaged, how, and why so, as a text."""
+        backend, size = dist.get_backend(self.process_group), self.process_group.size()
+        parameters = self.reducer.parameters
+        total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
+        dtypes = {str(buckets.dtype_of(p, self.wire_dtype)).removeprefix("torch.") for p in parameters}
+        views = "views of buckets" if self.reducer.attach else "copied from and to buckets"
+        changing = "broadcast before a forward when some rank has changed some"
+        return "\n".join([
+            f"DDP of {type(self.module).__name__}, {size} ranks of {backend}",
+            f"  gradients: {len(parameters)}, {total:.3g} MiB, averaged in {', '.join(sorted(dtypes))}; {views}",
+            *self.reducer.explain(),
+            f"  buffers: {len(self._synced.all())}, {changing if self.broadcast_buffers else 'left alone'}",
+        ])  # fmt: skip
+
+    # Copies
+
+    def __getstate__(self):
+        if self.process_group is not dist.group.WORLD:
+            raise ValueError("a model can be copied or pickled on the default process group only")
+        if self._overlap is not None:
+            raise ValueError("a model can be copied or pickled without overlap_forward only: remove() it first")
+        self._end_step()
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "_synced", "_narrow", "_overlap", "_join_config"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        Joinable.__init__(self)
+        self.process_group = checks.group_of(None)
+        self._set_up(self._check())
+
+
+DistributedDataParallel = DDP
+
+
+def _refuse(**arguments):
+    for name, (given, why) in arguments.items():
+        if given:
+            raise ValueError(f"{name} has no meaning here: {why}; leave it out")
+
+
+def _group(process_group, device_mesh):
+    if device_mesh is None:
+        return checks.group_of(process_group)
+    if process_group is not None:
+        raise ValueError("process_group and device_mesh were both given: pass one of them")
+    if device_mesh.ndim != 1:
+        raise ValueError(
+            f"device_mesh must have one dimension, that of data parallelism, got {device_mesh}: take mesh['dp'] of it"
+        )
+    return device_mesh.get_group()
+
+
+def _devices(parameters, device_ids, output_device):
+    """As torch has them: lists of one, for a module on one GPU; None otherwise."""
+    on = {p.device for p in parameters}
+    if not device_ids and output_device is None:
+        return None, None
+    if len(device_ids or ()) != 1 or len(on) > 1 or next(iter(on)).type == "cpu":
+        raise ValueError(
+            f"device_ids must hold the one GPU that the model is on, or be None, got device_ids={device_ids} and "
+            f"output_device={output_device} for a model on {', '.join(sorted(map(str, on)))}"
+        )
+    (given,) = device_ids
+    index = given if isinstance(given, int) else torch.device(given).index
+    return [index], index if output_device is None else output_device
+
+
+def _same(parameters, wire_dtype):
+    """Whether gradients are averaged in their own dtypes, all of them."""
+    return all(buckets.dtype_of(p, wire_dtype) == p.dtype for p in parameters)
+
+
+def _tensors(output):
+    """All tensors in what a forward returned: in lists, dicts, dataclasses and objects of transformers (dicts too)."""
+    if torch.is_tensor(output):
+        return [output]
+    if isinstance(output, dict):
+        return [t for value in output.values() for t in _tensors(value)]
+    if isinstance(output, list | tuple | set):
+        return [t for value in output for t in _tensors(value)]
+    if dataclasses.is_dataclass(output):
+        return [t for field in dataclasses.fields(output) for t in _tensors(getattr(output, field.name))]
+    return []
+
+
+@contextlib.contextmanager
+def _active(ddp):
+    """torch.compile cuts the model's graph at buckets, so that averages begin within backward, where it finds this."""
+    size = max(ddp.reducer.sizes.now, dist._DEFAULT_FIRST_BUCKET_BYTES)  # it takes no smaller ones
+    before, _Torch._active_ddp_module = _Torch._active_ddp_module, _Buckets(size)
+    try:
+        yield
+    finally:
+        _Torch._active_ddp_module = before
+
+
+@dataclasses.dataclass
+class _Buckets:
+    bucket_bytes_cap: int
