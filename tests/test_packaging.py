@@ -39,7 +39,10 @@ def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     run(sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})")
     (sdist,) = tmp_path.glob("hfnn-*.tar.gz")
     no_cuda = ("-C", "cmake.define.HFNN_CUDA=OFF")
-    pip("wheel", "--no-build-isolation", "--no-deps", *no_cuda, "-w", str(tmp_path), str(sdist))
+    quick = tmp_path / "c++"  # what is in the wheel is in question here, not how fast it is: a third of the time
+    quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    quick.chmod(0o755)
+    pip("wheel", "--no-build-isolation", "--no-deps", *no_cuda, "-w", str(tmp_path), str(sdist), CXX=str(quick))
     (wheel,) = tmp_path.glob("hfnn-*.whl")
     holds_our_packages_and_nothing_else(zipfile.ZipFile(wheel).namelist())
 
