@@ -18,7 +18,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIN := -c $(VENV)/constraints.txt
-CXX_FILES = csrc/*.h csrc/*.cpp csrc/*.cu csrc/*.cuh csrc/hfreduce/*.h csrc/hfreduce/*.cpp
+CXX_FILES = $(foreach folder,csrc csrc/hfreduce csrc/hfreduce/cuda,$(addprefix $(folder)/*.,h cpp cu cuh))
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16

@@ -4,6 +4,8 @@
     bench/hfreduce.py all_gather broadcast --ranks 2 --sizes 4K 1M
     bench/hfreduce.py --table                          # the newest rows again
     bench/hfreduce.py --plot                           # PNG files beside the CSV file
+    bench/hfreduce.py all_reduce all_gather --device cuda [--p2p off]    # a rank for each GPU, beside NCCL
+    bench/hfreduce.py --overlap --device cuda          # what it costs a backward that runs meanwhile
 
 `gloo` and `hfreduce` are process groups of torch.distributed, `direct` is hfreduce's own API. Each result is compared
 with the closed form before anything is timed; where an element is wrong, the exit status is 1.
@@ -16,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import hfreduce_gpu as gpu
 import report
 import torch
 import torch.distributed as dist
@@ -178,7 +181,7 @@ def run(options) -> int:
 
 
 def file(options) -> Path:
-    return report.path(options.results, "cpu", "-hfreduce")
+    return report.path(options.results, options.device, "-hfreduce")
 
 
 def show(rows: list[dict]) -> None:
@@ -256,9 +259,12 @@ def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("ops", nargs="*", default=[], metavar="OP", help=f"of {', '.join(BUS)}; all_reduce by default")
-    add("--ranks", type=int, nargs="+", default=[2, 4])
-    add("--sizes", type=size, nargs="+", default=[size(text) for text in SIZES.split()], metavar="BYTES")
-    add("--provider", nargs="+", default=PROVIDERS, choices=PROVIDERS)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--p2p", choices=("on", "off"), default="on", help="whether GPUs may use each other's memory")
+    add("--overlap", action="store_true", help="time a backward on GPUs beside collectives")
+    add("--ranks", type=int, nargs="+", help="2 and 4; on GPUs as many as there are")
+    add("--sizes", type=size, nargs="+", metavar="BYTES")
+    add("--provider", nargs="+", help=f"of {', '.join(PROVIDERS)}; on GPUs of {', '.join(gpu.PROVIDERS)}")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.3, help="spent on each provider and case")
     add("--results", type=Path, default=Path(__file__).resolve().parent / "results", help="folder of the CSV file")
@@ -266,6 +272,15 @@ def parse(argv=None) -> argparse.Namespace:
     add("--plot", action="store_true", help="write PNG files beside the CSV file")
     options = parser.parse_args(argv)
     options.ops = options.ops or ["all_reduce"]
+    on_gpus = options.device == "cuda"
+    options.ranks = options.ranks or ([torch.cuda.device_count()] if on_gpus else [2, 4])
+    options.sizes = options.sizes or [size(text) for text in (gpu.SIZES if on_gpus else SIZES).split()]
+    known = gpu.PROVIDERS if on_gpus else PROVIDERS
+    options.provider = options.provider or known
+    if unknown := [name for name in options.provider if name not in known]:
+        parser.error(f"--provider: no {unknown[0]!r} on {options.device}; there are {', '.join(known)}")
+    if on_gpus and (unknown := [op for op in options.ops if op not in ("all_reduce", "reduce_scatter", "all_gather")]):
+        parser.error(f"{unknown[0]!r} is not measured on GPUs")
     if unknown := [op for op in options.ops if op not in BUS]:
         parser.error(f"no op {unknown[0]!r}; there are {', '.join(BUS)}")
     if min(options.ranks) < 2:
@@ -279,15 +294,20 @@ def main(argv=None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = parse(arguments)
     if "RANK" in os.environ:
-        return run(options)
+        if options.device == "cpu":
+            return run(options)
+        return gpu.overlap(options) if options.overlap else gpu.collectives(options, BUS)
+    if options.device == "cuda" and (options.overlap or options.p2p == "off"):
+        os.environ.update(NCCL_P2P_DISABLE="1", HFREDUCE_P2P="0")
     if options.table or options.plot:
         if not file(options).exists():
             print(f"there is no {file(options)}: run without --table and --plot first")
             return 1
         rows = report.newest(file(options))
+        drawn = gpu if options.device == "cuda" else sys.modules[__name__]
         if options.table:
-            show(rows)
-        for name in plot(rows, file(options)) if options.plot else ():
+            drawn.show(rows)
+        for name in drawn.plot(rows, file(options)) if options.plot else ():
             print(name)
         return 0
     return max(tune.start(n, [sys.executable, str(Path(__file__).resolve()), *arguments]) for n in options.ranks)

@@ -1,4 +1,5 @@
-"""Collectives on CPU tensors, in one host by shared memory and between hosts by TCP, that say who went wrong.
+"""Collectives that say who went wrong: on CPU tensors by shared memory in a host and TCP between hosts, on CUDA tensors
+by kernels over peer memory or by copy engines and host cores.
 
 As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged:
 

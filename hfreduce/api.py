@@ -42,6 +42,13 @@ def plan_rows(size):
     return plan.rows(size)
 
 
+def device_plan_rows(size):
+    """The same for CUDA tensors."""
+    from hfreduce import plan
+
+    return plan.device_rows(size)
+
+
 def explain(op, nbytes, *, ranks=None, hosts=None):
     """What a collective of `nbytes` runs in a group of so many ranks and hosts, and why: see hfreduce.plan."""
     from hfreduce import plan
@@ -212,7 +219,8 @@ def _memory(x):
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         raise ValueError(
-            f"expected a contiguous tensor on the CPU, of one of {', '.join(map(str, DTYPES))}; got {_told(x)} on "
+            f"expected a contiguous tensor on the CPU (CUDA tensors: torch.distributed with the backend 'hfreduce'), "
+            f"of one of {', '.join(map(str, DTYPES))}; got {_told(x)} on "
             f"{x.device}, strides {x.stride() if x.layout == torch.strided else x.layout}"
         )
     return x.data_ptr(), x.numel(), dtype

@@ -36,11 +36,12 @@ def native():
 
 
 def Options():
-    """`pg_options` of init_process_group and new_group: interface, host_id, slot_bytes, plan.
+    """`pg_options` of init_process_group and new_group: interface, host_id, slot_bytes, plan, device_plan.
 
     interface: the network interface between hosts; "" for the one that has a route to the others. host_id: two ranks
     share memory when it is equal; "" for the machine's own. slot_bytes: shared memory that a rank fills in one step;
-    each rank has two. plan: rows as `hfreduce.plan` keeps them; empty for this machine's.
+    each rank has two. plan: rows as `hfreduce.plan` keeps them; empty for this machine's. device_plan: the same for
+    CUDA tensors (`hfreduce.plan.DeviceRow`).
     """
     return native().Options()
 
@@ -66,6 +67,7 @@ def _create(options, pg_options=None):
         _ready.append(True)
     pg_options = pg_options or c10d.Options()
     pg_options.plan = pg_options.plan or api.plan_rows(options.group_size)
+    pg_options.device_plan = pg_options.device_plan or api.device_plan_rows(options.group_size)
     backend = c10d.create(options, pg_options)
     _log.info("%s", backend.describe())
     return backend
@@ -86,7 +88,7 @@ def _backend(group):
 
 
 def describe(group=None):
-    """Ranks, hosts and connections of a process group, in one line."""
+    """Ranks, hosts and connections of a process group, and how CUDA tensors go once it has seen some, in one line."""
     return _backend(group).describe()
 
 

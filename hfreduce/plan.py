@@ -20,6 +20,8 @@ KINDS = (
 )  # fmt: skip
 INSIDE = ("one_shot", "two_shot")
 BETWEEN = ("direct", "ring", "tree")
+# Of gpu::Path in csrc/hfreduce/cuda/accelerator.h, in its order.
+PATHS = ("packets", "packets_two_shot", "one_shot", "two_shot", "assisted", "host", "automatic")
 VERSION = 1
 SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
 ANY = 2**63 - 1
@@ -50,6 +52,25 @@ class Row:
     def of(cls, numbers: tuple) -> "Row":
         kind, max_bytes, inside, between, chunk, streams = numbers
         return cls(KINDS[kind], max_bytes, INSIDE[inside], BETWEEN[between], chunk, streams)
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """What messages of `kind` up to `max_bytes` on CUDA tensors do; blocks, threads, slot: of a launch, 0 by default.
+
+    Where a path is not to be had (no peer access, another dtype) it is the next row that fits, or the default.
+    """
+
+    kind: str
+    max_bytes: int
+    path: str
+    blocks: int = 0
+    threads: int = 0
+    slot: int = 0
+
+    def tuple(self) -> tuple[int, int, int, int, int, int]:
+        """As hfreduce.Options().device_plan takes it."""
+        return (KINDS.index(self.kind), self.max_bytes, PATHS.index(self.path), self.blocks, self.threads, self.slot)
 
 
 @dataclass(frozen=True)
@@ -91,8 +112,11 @@ def path() -> Path | None:
     return Path(cache) / "hfreduce" / "plan.json"
 
 
-def load(file: Path | None = None) -> dict[str, dict]:
-    """{shape: {"measured": date, "rows": [Row]}} of a file; empty where there is none. Raises PlanError."""
+def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
+    """{shape: {"measured": date, "rows": [Row]}} of a file; empty where there is none. Raises PlanError.
+
+    part: "shapes", or "devices", whose rows are DeviceRows.
+    """
     file = file or path()
     if file is None or not file.exists():
         return {}
@@ -101,8 +125,8 @@ def load(file: Path | None = None) -> dict[str, dict]:
         if found["version"] != VERSION:
             raise PlanError(f"it is of version {found['version']!r}, and this hfreduce reads {VERSION}")
         return {
-            name: {"measured": str(entry["measured"]), "rows": [_row(fields) for fields in entry["rows"]]}
-            for name, entry in found["shapes"].items()
+            name: {"measured": str(entry["measured"]), "rows": [_PARTS[part](fields) for fields in entry["rows"]]}
+            for name, entry in (found["shapes"] if part == "shapes" else found.get(part, {})).items()
         }
     except PlanError as why:
         reason = str(why)
@@ -132,18 +156,38 @@ def _row(fields: dict) -> Row:
     return row
 
 
-def save(of: Shape, rows: list[Row], file: Path | None = None) -> Path:
+def _device_row(fields: dict) -> DeviceRow:
+    row = DeviceRow(**fields)
+    numbers = ("max_bytes", row.max_bytes), ("blocks", row.blocks), ("threads", row.threads), ("slot", row.slot)
+    for name, value in numbers:
+        if type(value) is not int or not 0 <= value <= (ANY if name == "max_bytes" else 1 << 20):
+            raise PlanError(f"{name} must be a whole number, got {value!r} in {fields}")
+    for name, value, known in (("kind", row.kind, KINDS), ("path", row.path, PATHS)):
+        if value not in known:
+            raise PlanError(f"{name} must be one of {', '.join(known)}, got {value!r} in {fields}")
+    return row
+
+
+_PARTS = {"shapes": _row, "devices": _device_row}
+
+
+def save(of: Shape, rows: list[Row] | list[DeviceRow], file: Path | None = None, part: str = "shapes") -> Path:
     """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one."""
     file = file or path()
     if file is None:
         raise PlanError("hfreduce: HFREDUCE_PLAN is empty, so there is no file to write the plan to: set or unset it")
-    shapes = load(file) | {str(of): {"measured": datetime.date.today().isoformat(), "rows": rows}}
-    laid_out = {name: entry | {"rows": [asdict(row) for row in entry["rows"]]} for name, entry in shapes.items()}
+    parts = {name: load(file, name) for name in _PARTS}
+    parts[part][str(of)] = {"measured": datetime.date.today().isoformat(), "rows": rows}
+    laid_out = {
+        name: {key: entry | {"rows": [asdict(row) for row in entry["rows"]]} for key, entry in shapes.items()}
+        for name, shapes in parts.items()
+        if shapes or name == "shapes"
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
         with os.fdopen(handle, "w") as out:
-            json.dump({"version": VERSION, "shapes": laid_out}, out, indent=1)
+            json.dump({"version": VERSION, **laid_out}, out, indent=1)
         os.replace(beside, file)
     except BaseException:
         os.unlink(beside)
@@ -154,6 +198,12 @@ def save(of: Shape, rows: list[Row], file: Path | None = None) -> Path:
 def rows(size: int | None = None) -> list[tuple]:
     """The measured rows of a group of this size, for hfreduce._C.Communicator(plan=...); empty for the defaults."""
     entry = load().get(str(shape(size or job_size())))
+    return [row.tuple() for row in entry["rows"]] if entry else []
+
+
+def device_rows(size: int | None = None) -> list[tuple]:
+    """The same of CUDA tensors, for hfreduce.Options().device_plan."""
+    entry = load(part="devices").get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
 
 

@@ -3,6 +3,7 @@
     python -m hfreduce.tune                  # a rank for each core
     python -m hfreduce.tune --ranks 4 --seconds 0.1
     torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
+    python -m hfreduce.tune --device cuda    # paths and launches on CUDA tensors, a rank for each GPU
 
 All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
 is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hfreduce import api, plan
+from hfreduce import api, plan, tune_device
 
 SIZES = [1 << k for k in (10, 12, 14, 15, 16, 17, 18, 20, 22, 24, 26)]
 CHUNKS = [plan.SLOT >> k for k in (3, 2, 1, 0)]
@@ -157,13 +158,16 @@ def start(ranks: int, command: list[str]) -> int:
 def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--ranks", type=int, default=os.cpu_count() or 1, help="started on this machine; not under torchrun")
-    add("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--ranks", type=int, help="started on this machine, by default one for each core or GPU; not under torchrun")
+    add("--sizes", type=int, nargs="+", metavar="BYTES")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.2, help="spent on each candidate and size")
     add("--dry", action="store_true", help="only print")
     options = parser.parse_args(argv)
-    options.sizes = sorted(options.sizes)
+    count = torch.cuda.device_count() if options.device == "cuda" else os.cpu_count()
+    options.ranks = options.ranks or count or 1
+    options.sizes = sorted(options.sizes or (tune_device.SIZES if options.device == "cuda" else SIZES))
     if options.ranks < 2:
         parser.error("--ranks: at least 2, for one alone has nothing to choose")
     return options
@@ -176,9 +180,10 @@ def main(argv=None) -> int:
         return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments])
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     torch.set_num_threads(1)
-    rows = tune(store, rank, size, options)
+    on_gpus = options.device == "cuda"
+    rows = (tune_device.tune if on_gpus else tune)(store, rank, size, options)
     if not options.dry and int(os.environ.get("LOCAL_RANK", rank)) == 0:
-        print(f"written to {plan.save(plan.shape(size), rows)}")
+        print(f"written to {plan.save(plan.shape(size), rows, part='devices' if on_gpus else 'shapes')}")
     return 0
 
 

@@ -71,6 +71,8 @@ Living& living() {
 
 std::atomic<uint64_t> begun{0};
 
+milliseconds until(Deadline deadline) { return std::chrono::duration_cast<milliseconds>(deadline - Clock::now()); }
+
 Config config_of(int rank, int size, const Backend::Options& options) {
   Config config;
   config.rank = rank, config.size = size;
@@ -109,7 +111,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   for (int i = static_cast<int>(global_ranks_.size()); i < size; ++i) global_ranks_.push_back(i);
   TorchStore adapted(store);
   try {
-    communicator_ = std::make_unique<Communicator>(adapted, config);
+    communicator_ = std::make_shared<Communicator>(adapted, config);
   } catch (const Fault& fault) {
     TORCH_CHECK_WITH(DistBackendError, false, fault.what());
   }
@@ -118,18 +120,22 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 Backend::~Backend() {
   const WithoutGil released;
   close(milliseconds(timeout_));
+  accelerator_.reset();
   communicator_.reset();
 }
 
 uint64_t Backend::operations() { return begun.load(std::memory_order_relaxed); }
 
-Backend::Work Backend::begin(Line& line, OpType type, const char* title, bool async_op, const Tensors& outputs,
-                             Operation::Body body) {
+Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body) {
   begun.fetch_add(1, std::memory_order_relaxed);
+  const OpType type = start.type;
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
+  std::unique_ptr<Placed> placed = place(line, start);
+  const bool to_keep = placed && placed->own() && !placed->captured();
   // It is to be equal on all ranks: of collectives only.
   const uint64_t sequence = sequence_.fetch_add(message ? 0 : 1, std::memory_order_relaxed) + 1;
-  auto operation = c10::make_intrusive<Operation>(rank_, type, title, outputs, sequence, std::move(body));
+  auto operation =
+      c10::make_intrusive<Operation>(rank_, type, start.title, outputs, sequence, std::move(body), std::move(placed));
   bool bundled = false;
   {
     std::lock_guard lock(mutex_);
@@ -137,8 +143,9 @@ Backend::Work Backend::begin(Line& line, OpType type, const char* title, bool as
       bundle_->add(*operation);
       bundled = true;
     }
+    if (to_keep) kept_.push_back(operation);
   }
-  line.submit(operation, !async_op);
+  line.submit(operation, !start.async_op || start.path);
   // A blocking send would wait for it, and not come to the receive that the peer waits for: the bundle is waited for.
   return bundled && message ? Work() : Work(std::move(operation));
 }
@@ -222,12 +229,15 @@ void Backend::close(milliseconds patience) {
   if (!rest) communicator_->abort("the group was shut down while operations were still running");
   lines.insert(lines.end(), receiving.begin(), receiving.end());
   for (const auto& line : lines) line->close();
+  if (accelerator_) accelerator_->shutdown(std::max(milliseconds(0), until(deadline)));
   communicator_->shutdown();
 }
 
 // Leaves memory as it is: to free it would be to join threads that do not exist, and to say goodbye for the parent.
 void Backend::forget() {
-  (void)communicator_.release();
+  new std::shared_ptr<Communicator>(communicator_);
+  (void)accelerator_.release();
+  (void)capture_.release();
   new std::shared_ptr<Line>(collectives_);
   for (const auto& [key, line] : messages_) new std::shared_ptr<Line>(line);
 }
@@ -255,12 +265,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("host_id", &Options::host_id)
       .def_readwrite("slot_bytes", &Options::slot_bytes)
       .def_readwrite("plan", &Options::plan)
+      .def_readwrite("device_plan", &Options::device_plan)
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); });
 
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def_property_readonly("options", &Backend::options)
       .def("get_error", &Backend::getError)
-      .def("describe", [](Backend& self) { return self.communicator().describe(); })
+      .def("describe", &Backend::describe)
       .def("record", [](Backend& self) { return self.communicator().record(); })
       .def("perform_nocolor_split",
            [](Backend&, const py::object&) {});  // ranks outside a new group have no part in it

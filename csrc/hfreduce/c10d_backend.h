@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "c10d_tensors.h"
 #include "c10d_work.h"
 #include "communicator.h"
+#include "cuda/accelerator.h"
 
 namespace hfreduce {
 
@@ -22,6 +24,11 @@ namespace hfreduce {
 // each peer and direction, so that two peers may both send first. An operation with asyncOp=false runs on the calling
 // thread when nothing is ahead of it. Tensors are checked before anything is sent; one that is not contiguous is
 // copied.
+//
+// CUDA tensors: with asyncOp=false the work is given to the caller's current stream, otherwise to one of ours that
+// waits for it; see Operation. What the accelerator takes is only enqueued, so the calling thread does it, too, when
+// nothing is ahead; all else is copied to pinned memory, goes the way of the CPU's tensors, and is copied back. A group
+// works on the CUDA device that it sees first.
 class Backend : public c10d::Backend {
  public:
   using Pointer = c10::intrusive_ptr<Backend>;
@@ -31,7 +38,8 @@ class Backend : public c10d::Backend {
     Options() : c10d::Backend::Options("hfreduce") {}
     std::string interface, host_id;  // see Config
     size_t slot_bytes = Config().slot_bytes;
-    std::vector<std::tuple<int, int64_t, int, int, int64_t, int>> plan;  // rows as hfreduce.plan has them
+    std::vector<std::tuple<int, int64_t, int, int, int64_t, int>> plan;     // rows as hfreduce.plan has them
+    std::vector<std::tuple<int, int64_t, int, int, int, int>> device_plan;  // the same, of gpu::Row
   };
 
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const Options& options);
@@ -41,6 +49,7 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options(); }
   c10::intrusive_ptr<Options> options() const { return c10::make_intrusive<Options>(options_); }
   Communicator& communicator() { return *communicator_; }
+  std::string describe() const;
   static uint64_t operations();  // begun by this process, on all its groups
 
   bool supportsSplitting() const override { return true; }
@@ -84,29 +93,56 @@ class Backend : public c10d::Backend {
  private:
   enum Direction { kSend, kReceive };
 
-  Work begin(Line& line, c10d::OpType type, const char* title, bool async_op, const Tensors& outputs,
-             Operation::Body body);
-  Work collective(c10d::OpType type, const char* title, bool async_op, const Tensors& outputs, Operation::Body body) {
-    return begin(*collectives_, type, title, async_op, outputs, std::move(body));
+  // What is to be known of an operation before it runs.
+  struct Start {
+    c10d::OpType type;
+    const char* title;
+    bool async_op;
+    c10::Device device{c10::kCPU};
+    std::optional<gpu::Path> path{};  // on the device, where the accelerator takes it
+  };
+
+  Work begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body);
+  Work collective(const Start& start, const Tensors& outputs, Operation::Body body) {
+    return begin(*collectives_, start, outputs, std::move(body));
   }
+  std::unique_ptr<Placed> place(Line& line, const Start& start);
+  std::vector<c10::intrusive_ptr<Operation>> sweep();
+  // The path of a collective of `bytes` (as Plan::choose counts them), where the accelerator is made and takes it.
+  std::optional<gpu::Path> path(c10::Device device, Kind kind, int64_t bytes, DType dtype, Op op = Op::sum) const;
+  // The same on the line, in the order of collectives; makes the accelerator at the first one.
+  Way way(c10::Device device, Kind kind, int64_t bytes, DType dtype, milliseconds timeout, Op op = Op::sum);
+  Way by_host(milliseconds timeout) const { return {communicator_.get(), Clock::now() + timeout}; }
+  void meet(c10::Device device, milliseconds timeout);
   Line& messages(int peer, Direction direction);
   milliseconds patience(std::chrono::milliseconds timeout) const;  // of an operation
   void check_root(const char* what, int64_t rank) const;
   void close(milliseconds patience);
   void forget();
 
+  void all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout);
   void all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout);
   void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction, milliseconds timeout);
+  struct Exchange;
+  void all_to_all_now(const Exchange& exchange, milliseconds timeout);
 
   const int pid_ = getpid();  // of the process that made it: a fork's child has none of its threads
-  std::unique_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> communicator_;
   Options options_;
   std::vector<int> global_ranks_;
   std::atomic<int64_t> timeout_;  // ms
   std::atomic<uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
   const std::shared_ptr<Line> collectives_ = std::make_shared<Line>();
-  std::mutex mutex_;  // of what follows
+  std::unique_ptr<gpu::Accelerator> accelerator_;
+  std::atomic<gpu::Accelerator*> met_{nullptr};  // it, for any thread
+  bool asked_ = false;                           // whether the ranks have met for it; of the line of collectives
+  mutable std::mutex mutex_;                     // of what follows
+  std::optional<c10::Device> device_;            // of all operations on CUDA tensors
+  std::unique_ptr<gpu::Driver> capture_;         // asked whether a stream is captured; none without CUDA
+  std::map<Line*, c10::Stream> streams_;
+  std::deque<c10::intrusive_ptr<Operation>> kept_;  // for their device, which may still be at work on their tensors
+  std::string no_accelerator_;                      // why there is none; "" before anybody asked
   std::map<std::pair<int, Direction>, std::shared_ptr<Line>> messages_;
   c10::intrusive_ptr<Operation> bundle_;  // between startCoalescing and endCoalescing
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;

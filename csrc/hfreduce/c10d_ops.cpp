@@ -1,21 +1,36 @@
-// The operations of the c10d backend: what is checked, and what is asked of the communicator.
-#include <torch/csrc/distributed/c10d/Utils.hpp>
-
+// The operations of the c10d backend: what is checked, and what is asked of the communicator or the accelerator. The
+// collectives, but for all_to_all: c10d_exchange.cpp.
 #include "c10d_backend.h"
 
 namespace hfreduce {
 
 using c10d::OpType;
 
+namespace {
+
+// Of several collectives at once: only enqueued if all are, and captured if all can be.
+std::optional<gpu::Path> both(std::optional<gpu::Path> a, std::optional<gpu::Path> b) {
+  return a && b ? std::max(a, b) : std::nullopt;
+}
+
+}  // namespace
+
 Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only("broadcast", tensors);
   check_root("broadcast", options.rootRank);
   const int root = static_cast<int>(options.rootRank);
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::BROADCAST, "hfreduce:broadcast", options.asyncOp, tensors, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, rank_ == root);
-    communicator_->broadcast(memory.data(), memory.count() * wire.width, wire.dtype, root, timeout);
+  const Wire wire = wire_of(tensor.scalar_type());
+  const auto by = path(tensor.device(), Kind::broadcast, bytes_of(tensor), wire.dtype);
+  const Start start{OpType::BROADCAST, "hfreduce:broadcast", options.asyncOp, tensor.device(), by};
+  return collective(start, tensors, [=, this](int&) {
+    const Way way = this->way(tensor.device(), Kind::broadcast, bytes_of(tensor), wire.dtype, timeout);
+    const Memory memory(tensor, rank_ == root, way);
+    const int64_t count = memory.count() * wire.width;
+    if (way.accelerator)
+      way.accelerator->broadcast(memory.data(), count, wire.dtype, root, native(tensor), timeout);
+    else
+      communicator_->broadcast(memory.data(), count, wire.dtype, root, timeout);
     if (rank_ != root) memory.give_back();
   });
 }
@@ -39,15 +54,30 @@ Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allredu
   }
   const milliseconds timeout = patience(options.timeout);
   const OpType type = tensors.size() == 1 ? OpType::ALLREDUCE : OpType::ALLREDUCE_COALESCED;
-  return collective(type, "hfreduce:all_reduce", options.asyncOp, tensors, [=, this, tensors = tensors](int&) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const Wire wire = wire_of(tensors[i].scalar_type());
-      const Memory memory(tensors[i], true);
-      communicator_->all_reduce(memory.data(), memory.data(), memory.count() * wire.width, wire.dtype, reductions[i],
-                                timeout);
-      memory.give_back();
-    }
+  Start start{type, "hfreduce:all_reduce", options.asyncOp, device_of("all_reduce", tensors)};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const DType dtype = wire_of(tensors[i].scalar_type()).dtype;
+    const auto by = path(start.device, Kind::all_reduce, bytes_of(tensors[i]), dtype, reductions[i].op);
+    start.path = i ? both(start.path, by) : by;
+  }
+  return collective(start, tensors, [=, this, tensors = tensors](int&) {
+    for (size_t i = 0; i < tensors.size(); ++i) all_reduce_now(tensors[i], reductions[i], timeout);
   });
+}
+
+void Backend::all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout) {
+  const Wire wire = wire_of(tensor.scalar_type());
+  const c10::Device device = tensor.device();
+  if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) return;
+  const Way way = this->way(device, Kind::all_reduce, bytes_of(tensor), wire.dtype, timeout, reduction.op);
+  const Memory memory(tensor, true, way);
+  void* const data = memory.data();
+  const int64_t count = memory.count() * wire.width;
+  if (way.accelerator)
+    way.accelerator->all_reduce(data, data, count, wire.dtype, reduction, native(tensor), timeout);
+  else
+    communicator_->all_reduce(data, data, count, wire.dtype, reduction, timeout);
+  memory.give_back();
 }
 
 Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -56,9 +86,10 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type());
   const int root = static_cast<int>(options.rootRank);
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::REDUCE, "hfreduce:reduce", options.asyncOp, tensors, [=, this](int&) {
+  const Start start{OpType::REDUCE, "hfreduce:reduce", options.asyncOp, tensor.device()};
+  return collective(start, tensors, [=, this](int&) {
     const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, true);
+    const Memory memory(tensor, true, by_host(timeout));
     communicator_->reduce(memory.data(), rank_ == root ? memory.data() : nullptr, memory.count() * wire.width,
                           wire.dtype, reduction, root, timeout);
     if (rank_ == root) memory.give_back();
@@ -68,20 +99,27 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
 // outputs: the whole output as one tensor, or one tensor for each rank, of whatever sizes the ranks' inputs have.
 void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout) {
   const Wire wire = wire_of(input.scalar_type());
-  if (!even(outputs)) {
+  const c10::Device device = input.device();
+  const bool alone = size_ == 1 && !device.is_cpu();
+  if (alone || !even(outputs)) {
     outputs[rank_].copy_(input.view_as(outputs[rank_]));
-    for (int root = 0; root < size_; ++root) {
-      const Memory memory(outputs[root], rank_ == root);
+    for (int root = 0; root < size_ && !alone; ++root) {
+      const Memory memory(outputs[root], rank_ == root, by_host(timeout));
       communicator_->broadcast(memory.data(), memory.count() * wire.width, wire.dtype, root, timeout);
       memory.give_back();
     }
     return;
   }
-  const Memory in(input, true);
-  Memory out(outputs, false);
+  const Way way = this->way(device, Kind::all_gather, bytes_of(outputs), wire.dtype, timeout);
+  const Memory in(input, true, way);
+  Memory out(outputs, false, way);
   const char* const place = out.data() + rank_ * in.count() * input.element_size();
   if (out.overlaps(in) && in.data() != place) out.copy(false);
-  communicator_->all_gather(in.data(), out.data(), in.count() * wire.width, wire.dtype, timeout);
+  const int64_t count = in.count() * wire.width;
+  if (way.accelerator)
+    way.accelerator->all_gather(in.data(), out.data(), count, wire.dtype, native(input), timeout);
+  else
+    communicator_->all_gather(in.data(), out.data(), count, wire.dtype, timeout);
   out.give_back();
 }
 
@@ -89,12 +127,14 @@ Backend::Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::AllgatherOptions& options) {
   const at::Tensor input = only("all_gather", inputs);
   const Tensors list = only("all_gather", outputs);
-  check_list("all_gather", list, size_, input.scalar_type());
+  check_list("all_gather", list, size_, input);
   TORCH_CHECK_VALUE(list[rank_].numel() == input.numel(), "hfreduce: all_gather was given an input of ", input.sizes(),
                     " but an output of ", list[rank_].sizes(), " for this rank (", rank_, ")");
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::ALLGATHER, "hfreduce:all_gather", options.asyncOp, list,
-                    [=, this](int&) { all_gather_now(list, input, timeout); });
+  Start start{OpType::ALLGATHER, "hfreduce:all_gather", options.asyncOp, input.device()};
+  if (even(list))
+    start.path = path(input.device(), Kind::all_gather, bytes_of(list), wire_of(input.scalar_type()).dtype);
+  return collective(start, list, [=, this](int&) { all_gather_now(list, input, timeout); });
 }
 
 Backend::Work Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
@@ -116,10 +156,15 @@ Backend::Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors
   }
   const milliseconds timeout = patience(options.timeout);
   const OpType type = inputs.size() == 1 ? OpType::_ALLGATHER_BASE : OpType::COALESCED;
-  return collective(type, "hfreduce:all_gather", options.asyncOp, outputs,
-                    [=, this, outputs = outputs, inputs = inputs](int&) {
-                      for (size_t i = 0; i < inputs.size(); ++i) all_gather_now({outputs[i]}, inputs[i], timeout);
-                    });
+  Start start{type, "hfreduce:all_gather", options.asyncOp, device_of("all_gather", inputs)};
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const DType dtype = wire_of(inputs[i].scalar_type()).dtype;
+    const auto by = path(start.device, Kind::all_gather, bytes_of(outputs[i]), dtype);
+    start.path = i ? both(start.path, by) : by;
+  }
+  return collective(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now({outputs[i]}, inputs[i], timeout);
+  });
 }
 
 // outputs[r][i]: input i of rank r.
@@ -135,12 +180,13 @@ Backend::Work Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensor
     for (size_t i = 0; i < inputs.size(); ++i) lists[i].push_back(list[i]);
     flat.insert(flat.end(), list.begin(), list.end());
   }
-  for (size_t i = 0; i < inputs.size(); ++i) check_list("all_gather", lists[i], size_, inputs[i].scalar_type());
+  for (size_t i = 0; i < inputs.size(); ++i) check_list("all_gather", lists[i], size_, inputs[i]);
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::ALLGATHER_COALESCED, "hfreduce:all_gather", options.asyncOp, flat,
-                    [=, this, inputs = inputs](int&) {
-                      for (size_t i = 0; i < inputs.size(); ++i) all_gather_now(lists[i], inputs[i], timeout);
-                    });
+  const Start start{OpType::ALLGATHER_COALESCED, "hfreduce:all_gather", options.asyncOp,
+                    device_of("all_gather", inputs)};
+  return collective(start, flat, [=, this, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now(lists[i], inputs[i], timeout);
+  });
 }
 
 Backend::Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -148,15 +194,16 @@ Backend::Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, co
   check_root("gather", options.rootRank);
   const int root = static_cast<int>(options.rootRank);
   const Tensors list = rank_ == root ? only("gather", outputs) : Tensors();
-  if (rank_ == root) check_list("gather", list, size_, input.scalar_type());
+  if (rank_ == root) check_list("gather", list, size_, input);
   for (const at::Tensor& output : list)
     TORCH_CHECK_VALUE(output.numel() == input.numel(), "hfreduce: gather takes outputs of the input's size, ",
                       input.sizes(), ", got ", output.sizes());
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::GATHER, "hfreduce:gather", options.asyncOp, list, [=, this](int&) {
+  const Start start{OpType::GATHER, "hfreduce:gather", options.asyncOp, input.device()};
+  return collective(start, list, [=, this](int&) {
     const Wire wire = wire_of(input.scalar_type());
-    const Memory in(input, true);
-    Memory out(list, false);
+    const Memory in(input, true, by_host(timeout));
+    Memory out(list, false, by_host(timeout));
     if (out.overlaps(in)) out.copy(false);
     communicator_->gather(in.data(), out.data(), in.count() * wire.width, wire.dtype, root, timeout);
     out.give_back();
@@ -168,15 +215,16 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
   check_root("scatter", options.rootRank);
   const int root = static_cast<int>(options.rootRank);
   const Tensors list = rank_ == root ? only("scatter", inputs) : Tensors();
-  if (rank_ == root) check_list("scatter", list, size_, output.scalar_type());
+  if (rank_ == root) check_list("scatter", list, size_, output);
   for (const at::Tensor& input : list)
     TORCH_CHECK_VALUE(input.numel() == output.numel(), "hfreduce: scatter takes inputs of the output's size, ",
                       output.sizes(), ", got ", input.sizes());
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::SCATTER, "hfreduce:scatter", options.asyncOp, outputs, [=, this](int&) {
+  const Start start{OpType::SCATTER, "hfreduce:scatter", options.asyncOp, output.device()};
+  return collective(start, outputs, [=, this](int&) {
     const Wire wire = wire_of(output.scalar_type());
-    const Memory in(list, true);
-    Memory out(output, false);
+    const Memory in(list, true, by_host(timeout));
+    Memory out(output, false, by_host(timeout));
     if (out.overlaps(in)) out.copy(false);
     communicator_->scatter(in.data(), out.data(), out.count() * wire.width, wire.dtype, root, timeout);
     out.give_back();
@@ -187,33 +235,47 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
 void Backend::reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction,
                                  milliseconds timeout) {
   const Wire wire = wire_of(output.scalar_type());
-  Memory out(output, false);
-  if (even(inputs)) {
-    const Memory in(inputs, true);
+  const c10::Device device = output.device();
+  if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) {
+    output.copy_(inputs[0].view_as(output));
+  } else if (even(inputs)) {
+    const Way way = this->way(device, Kind::reduce_scatter, bytes_of(inputs), wire.dtype, timeout, reduction.op);
+    Memory out(output, false, way);
+    const Memory in(inputs, true, way);
     if (out.overlaps(in)) out.copy(false);
-    communicator_->reduce_scatter(in.data(), out.data(), out.count() * wire.width, wire.dtype, reduction, timeout);
+    const int64_t count = out.count() * wire.width;
+    if (way.accelerator)
+      way.accelerator->reduce_scatter(in.data(), out.data(), count, wire.dtype, reduction, native(output), timeout);
+    else
+      communicator_->reduce_scatter(in.data(), out.data(), count, wire.dtype, reduction, timeout);
+    out.give_back();
   } else {
+    Memory out(output, false, by_host(timeout));
     for (int root = 0; root < size_; ++root) {
-      const Memory in(inputs[root], true);
+      const Memory in(inputs[root], true, by_host(timeout));
       if (rank_ == root && out.overlaps(in)) out.copy(false);
       communicator_->reduce(in.data(), rank_ == root ? out.data() : nullptr, in.count() * wire.width, wire.dtype,
                             reduction, root, timeout);
     }
+    out.give_back();
   }
-  out.give_back();
 }
 
 Backend::Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                       const c10d::ReduceScatterOptions& options) {
   const at::Tensor output = only("reduce_scatter", outputs);
   const Tensors list = only("reduce_scatter", inputs);
-  check_list("reduce_scatter", list, size_, output.scalar_type());
+  check_list("reduce_scatter", list, size_, output);
   TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "hfreduce: reduce_scatter was given an output of ",
                     output.sizes(), " but an input of ", list[rank_].sizes(), " for this rank (", rank_, ")");
   const Reduction reduction = reduction_of(options.reduceOp, output.scalar_type());
   const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::REDUCE_SCATTER, "hfreduce:reduce_scatter", options.asyncOp, outputs,
-                    [=, this](int&) { reduce_scatter_now(output, list, reduction, timeout); });
+  Start start{OpType::REDUCE_SCATTER, "hfreduce:reduce_scatter", options.asyncOp, output.device()};
+  if (even(list)) {
+    const DType dtype = wire_of(output.scalar_type()).dtype;
+    start.path = path(start.device, Kind::reduce_scatter, bytes_of(list), dtype, reduction.op);
+  }
+  return collective(start, outputs, [=, this](int&) { reduce_scatter_now(output, list, reduction, timeout); });
 }
 
 Backend::Work Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -238,111 +300,14 @@ Backend::Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   }
   const milliseconds timeout = patience(options.timeout);
   const OpType type = inputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED;
-  return collective(type, "hfreduce:reduce_scatter", options.asyncOp, outputs,
-                    [=, this, outputs = outputs, inputs = inputs](int&) {
-                      for (size_t i = 0; i < inputs.size(); ++i)
-                        reduce_scatter_now(outputs[i], {inputs[i]}, reductions[i], timeout);
-                    });
-}
-
-Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  check_tensor("all_to_all", input);
-  check_tensor("all_to_all", output);
-  check_same("all_to_all", input, output);
-  TORCH_CHECK_VALUE(input.dim() > 0 && output.dim() > 0, "hfreduce: all_to_all takes tensors of one dimension or more");
-  c10d::checkSplitSizes(input_splits, input, size_);
-  c10d::checkSplitSizes(output_splits, output, size_);
-  std::vector<int64_t> in_counts(size_), in_offsets(size_), out_counts(size_), out_offsets(size_);
-  c10d::computeLengthsAndOffsets(input_splits, input, &in_counts, &in_offsets);
-  c10d::computeLengthsAndOffsets(output_splits, output, &out_counts, &out_offsets);
-  const Wire wire = wire_of(input.scalar_type());
-  for (auto* list : {&in_counts, &in_offsets, &out_counts, &out_offsets})
-    for (int64_t& number : *list) number *= wire.width;
-  const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::ALLTOALL_BASE, "hfreduce:all_to_all", options.asyncOp, {output},
-                    [=, this, output = output, input = input](int&) {
-                      const Memory in(input, true);
-                      Memory out(output, false);
-                      if (out.overlaps(in)) out.copy(false);
-                      communicator_->all_to_all(in.data(), in_offsets, in_counts, out.data(), out_offsets, out_counts,
-                                                wire.dtype, timeout);
-                      out.give_back();
-                    });
-}
-
-Backend::Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  TORCH_CHECK_VALUE(!inputs.empty(), "hfreduce: all_to_all takes a list of one tensor for each rank, ", size_,
-                    ", got none");
-  check_list("all_to_all", inputs, size_, inputs[0].scalar_type());
-  check_list("all_to_all", outputs, size_, inputs[0].scalar_type());
-  const Wire wire = wire_of(inputs[0].scalar_type());
-  std::vector<int64_t> in_counts, in_offsets, out_counts, out_offsets;
-  for (const auto& [tensors, counts, offsets] :
-       {std::tie(inputs, in_counts, in_offsets), std::tie(outputs, out_counts, out_offsets)}) {
-    int64_t offset = 0;
-    for (const at::Tensor& tensor : tensors) {
-      counts.push_back(tensor.numel() * wire.width);
-      offsets.push_back(offset);
-      offset += counts.back();
-    }
+  Start start{type, "hfreduce:reduce_scatter", options.asyncOp, device_of("reduce_scatter", inputs)};
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const DType dtype = wire_of(inputs[i].scalar_type()).dtype;
+    const auto by = path(start.device, Kind::reduce_scatter, bytes_of(inputs[i]), dtype, reductions[i].op);
+    start.path = i ? both(start.path, by) : by;
   }
-  const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::ALLTOALL, "hfreduce:all_to_all", options.asyncOp, outputs,
-                    [=, this, outputs = outputs, inputs = inputs](int&) {
-                      const Memory in(inputs, true);
-                      Memory out(outputs, false);
-                      if (out.overlaps(in)) out.copy(false);
-                      communicator_->all_to_all(in.data(), in_offsets, in_counts, out.data(), out_offsets, out_counts,
-                                                wire.dtype, timeout);
-                      out.give_back();
-                    });
-}
-
-Backend::Work Backend::barrier(const c10d::BarrierOptions& options) {
-  const milliseconds timeout = patience(options.timeout);
-  return collective(OpType::BARRIER, "hfreduce:barrier", options.asyncOp, {},
-                    [=, this](int&) { communicator_->barrier(timeout); });
-}
-
-// Every barrier of ours names the ranks that are missing: all of them, whether asked for or not.
-void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
-  c10d::BarrierOptions now = options;
-  now.asyncOp = false;
-  barrier(now)->wait();
-}
-
-Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
-  const at::Tensor tensor = only("send", tensors);
-  check_root("send", to);
-  const milliseconds timeout = patience(c10d::kUnsetTimeout);
-  return begin(messages(to, kSend), OpType::SEND, "hfreduce:send", true, {}, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, true);
-    communicator_->send(memory.data(), memory.count() * wire.width, wire.dtype, to, tag, timeout);
-  });
-}
-
-Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
-  const at::Tensor tensor = only("recv", tensors);
-  check_root("recv", from);
-  const milliseconds timeout = patience(c10d::kUnsetTimeout);
-  return begin(messages(from, kReceive), OpType::RECV, "hfreduce:recv", true, tensors, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, false);
-    communicator_->recv(memory.data(), memory.count() * wire.width, wire.dtype, from, tag, timeout);
-    memory.give_back();
-  });
-}
-
-Backend::Work Backend::recvAnysource(Tensors& tensors, int tag) {
-  const at::Tensor tensor = only("recv", tensors);
-  const milliseconds timeout = patience(c10d::kUnsetTimeout);
-  return begin(messages(-1, kReceive), OpType::RECVANYSOURCE, "hfreduce:recv", true, tensors, [=, this](int& source) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, false);
-    source = communicator_->recv_any(memory.data(), memory.count() * wire.width, wire.dtype, tag, timeout);
-    memory.give_back();
+  return collective(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i) reduce_scatter_now(outputs[i], {inputs[i]}, reductions[i], timeout);
   });
 }
 

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
+#include "c10d_device.h"
 #include "reduce.h"
 #include "types.h"
 
@@ -87,23 +88,28 @@ inline void check_tensor(const char* what, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), "hfreduce: ", what, " was given an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "hfreduce: ", what, " takes dense tensors, got layout ",
                     tensor.layout(), ": call .to_dense() first");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "hfreduce: ", what, " takes CPU tensors, got one on ", tensor.device(),
-                    ": move it by .cpu(), or use the nccl backend for it");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.device().is_cuda(), "hfreduce: ", what,
+                    " takes CPU and CUDA tensors, got one on ", tensor.device(), ": move it by .cpu()");
 }
 
 inline void check_same(const char* what, const at::Tensor& a, const at::Tensor& b) {
   TORCH_CHECK_VALUE(a.scalar_type() == b.scalar_type(), "hfreduce: ", what,
                     " takes input and output of one dtype, got ", a.scalar_type(), " and ", b.scalar_type());
+  TORCH_CHECK_VALUE(a.device() == b.device(), "hfreduce: ", what, " takes input and output on one device, got ",
+                    a.device(), " and ", b.device());
 }
 
-// `count` tensors, all of this dtype.
-inline void check_list(const char* what, const Tensors& tensors, int64_t count, at::ScalarType type) {
+// `count` tensors, all of the dtype and on the device of `like`.
+inline void check_list(const char* what, const Tensors& tensors, int64_t count, const at::Tensor& like) {
+  const at::ScalarType type = like.scalar_type();
   TORCH_CHECK_VALUE(static_cast<int64_t>(tensors.size()) == count, "hfreduce: ", what,
                     " takes a list of one tensor for each rank, ", count, ", got ", tensors.size());
   for (const at::Tensor& tensor : tensors) {
     check_tensor(what, tensor);
     TORCH_CHECK_VALUE(tensor.scalar_type() == type, "hfreduce: ", what, " takes tensors of one dtype, got ", type,
                       " and ", tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.device() == like.device(), "hfreduce: ", what, " takes tensors on one device, got ",
+                      like.device(), " and ", tensor.device());
   }
 }
 
@@ -124,15 +130,36 @@ inline bool even(const Tensors& tensors) {
   return true;
 }
 
-// Tensors of one dtype, one after another in memory: their own, where they lie so, otherwise a copy.
+inline int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+inline int64_t bytes_of(const Tensors& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
+
+// That an operation's work is given to.
+inline gpu::Stream native(const at::Tensor& tensor) { return current_stream(tensor.device()).native_handle(); }
+
+inline c10::Device device_of(const char* what, const Tensors& tensors) {
+  for (const at::Tensor& tensor : tensors)
+    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), "hfreduce: ", what, " takes tensors on one device, got ",
+                      tensors[0].device(), " and ", tensor.device());
+  return tensors.empty() ? c10::Device(c10::kCPU) : tensors[0].device();
+}
+
+// Tensors of one dtype, one after another in memory: their own, where they lie so, otherwise a copy. It is on the host,
+// pinned for tensors of a device, unless the way goes by the accelerator; copies between them are on the current
+// stream.
 class Memory {
  public:
   // filled: whether what is in the tensors matters.
-  Memory(Tensors tensors, bool filled) : tensors_(std::move(tensors)) {
+  Memory(Tensors tensors, bool filled, const Way& way) : tensors_(std::move(tensors)), way_(way) {
     if (tensors_.empty()) return;
+    staged_ = !way.accelerator && !tensors_[0].device().is_cpu();
     data_ = static_cast<char*>(tensors_[0].data_ptr());
     const char* next = data_;
-    bool own = reinterpret_cast<uintptr_t>(data_) % tensors_[0].element_size() == 0;  // the core may rely on that
+    // The core may rely on alignment.
+    bool own = !staged_ && reinterpret_cast<uintptr_t>(data_) % tensors_[0].element_size() == 0;
     for (const at::Tensor& tensor : tensors_) {
       own = own && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
       own = own && (tensor.numel() == 0 || tensor.data_ptr() == next);
@@ -142,7 +169,7 @@ class Memory {
     bytes_ = count_ * static_cast<int64_t>(tensors_[0].element_size());
     if (!own) copy(filled);
   }
-  Memory(const at::Tensor& tensor, bool filled) : Memory(Tensors{tensor}, filled) {}
+  Memory(const at::Tensor& tensor, bool filled, const Way& way) : Memory(Tensors{tensor}, filled, way) {}
 
   char* data() const { return data_; }
   int64_t count() const { return count_; }  // elements
@@ -153,18 +180,22 @@ class Memory {
 
   // Works on a copy from here on.
   void copy(bool filled) {
-    buffer_ = at::empty({count_}, tensors_[0].options().requires_grad(false).memory_format(std::nullopt));
+    auto options = tensors_[0].options().requires_grad(false).memory_format(std::nullopt);
+    // torch keeps pinned memory, and reuses it when the copies that it was given to are done.
+    if (staged_) options = options.device(at::kCPU).pinned_memory(true);
+    buffer_ = at::empty({count_}, options);
     data_ = static_cast<char*>(buffer_.data_ptr());
     if (!filled) return;
     int64_t offset = 0;
-    for (const at::Tensor& tensor : tensors_) part(offset, tensor).copy_(tensor);
+    for (const at::Tensor& tensor : tensors_) part(offset, tensor).copy_(tensor, /*non_blocking=*/true);
+    if (staged_) way_.settle(tensors_[0].device());
   }
 
   // What was written into a copy, back into the tensors.
   void give_back() const {
     if (!buffer_.defined()) return;
     int64_t offset = 0;
-    for (const at::Tensor& tensor : tensors_) tensor.copy_(part(offset, tensor));
+    for (const at::Tensor& tensor : tensors_) tensor.copy_(part(offset, tensor), /*non_blocking=*/true);
   }
 
  private:
@@ -174,7 +205,9 @@ class Memory {
   }
 
   Tensors tensors_;
+  Way way_;
   at::Tensor buffer_;
+  bool staged_ = false;
   char* data_ = nullptr;
   int64_t count_ = 0, bytes_ = 0;
 };

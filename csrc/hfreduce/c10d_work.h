@@ -8,6 +8,10 @@
 // threads for callbacks, as gloo has, lets the callbacks of two gradient buckets race: ranks then begin their nested
 // operations in different orders. Should a callback wait for what is queued behind it, another thread of the line takes
 // over after a second.
+//
+// An operation on device memory is over, as far as this file goes, when its work is enqueued on a stream; `wait` then
+// makes the current stream wait for that one, and does not block. What it works on is kept until somebody has waited,
+// or the device has done it (Backend::sweep).
 #pragma once
 
 #include <pthread.h>
@@ -22,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d_device.h"
 #include "fault.h"
 
 namespace hfreduce {
@@ -31,19 +36,66 @@ class Operation : public c10d::Work {
   using Body = std::function<void(int& source)>;  // source: the rank that a message came from, where it may be any
 
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, uint64_t sequence,
-            Body body)
-      : Work(rank, type, title), outputs_(std::move(outputs)), body_(std::move(body)), sequence_(sequence) {}
+            Body body, std::unique_ptr<Placed> placed = nullptr)
+      : Work(rank, type, title),
+        outputs_(std::move(outputs)),
+        body_(std::move(body)),
+        placed_(std::move(placed)),
+        sequence_(sequence) {}
 
   std::vector<at::Tensor> result() override { return outputs_; }
   int sourceRank() const override { return source_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   void blockCurrentStream() override { wait(); }
 
+  // For a device: see above, but with a timeout this waits for the work itself.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const Deadline deadline = Clock::now() + timeout;
+    Work::wait(timeout);
+    while (timeout != kNoTimeout && !isCompleted()) {
+      TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline, "hfreduce: an operation on the device has not ended ",
+                       "within the timeout that wait() was given, ", timeout.count(), " ms");
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return true;
+  }
+
+  void synchronize() override {
+    for (const auto& member : members_) member->synchronize();
+    if (!placed_) return;
+    try {
+      std::lock_guard lock(placing_);
+      placed_->synchronize();
+    } catch (const Fault& fault) {
+      TORCH_CHECK_WITH(DistBackendError, false, fault.what());
+    }
+    release();
+  }
+
+  bool isCompleted() override {
+    if (!Work::isCompleted()) return false;
+    for (const auto& member : members_)
+      if (!member->isCompleted()) return false;
+    std::lock_guard lock(placing_);
+    return exception_ || !placed_ || placed_->reached();
+  }
+
+  // Lets go of what it works on: the device has done it, or the current stream comes after it.
+  void release() {
+    Body body;
+    std::lock_guard lock(placing_);
+    body.swap(kept_);
+  }
+  bool kept() const {
+    std::lock_guard lock(placing_);
+    return static_cast<bool>(kept_);
+  }
+
   // Made when first asked for: most operations are only waited for.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::lock_guard lock(mutex_);
     if (!future_) {
-      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices());
       settled_ = completed_;
       if (completed_) mark();  // nobody can have hung a callback on it yet
     }
@@ -55,12 +107,20 @@ class Operation : public c10d::Work {
     std::exception_ptr error;
     try {
       at::AutoDispatchBelowADInplaceOrView below;  // copies of tensors that require grad are nobody's graph
+      c10::OptionalStreamGuard guard;
+      if (placed_) {
+        guard.reset_stream(placed_->stream());
+        placed_->begin();
+      }
       body_(source_);
+      if (placed_) placed_->end();
     } catch (const Fault& fault) {
       error = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, fault.what()));
     } catch (...) {
       error = std::current_exception();
     }
+    std::lock_guard lock(placing_);
+    if (placed_ && placed_->own()) kept_.swap(body_);
     body_ = nullptr;  // lets go of its tensors
     return error;
   }
@@ -84,6 +144,7 @@ class Operation : public c10d::Work {
   void add(Operation& part) {
     parts_.fetch_add(1, std::memory_order_relaxed);
     part.bundle_ = c10::intrusive_ptr<Operation>::reclaim_copy(this);
+    members_.push_back(c10::intrusive_ptr<Operation>::reclaim_copy(&part));
     outputs_.insert(outputs_.end(), part.outputs_.begin(), part.outputs_.end());
   }
 
@@ -96,17 +157,34 @@ class Operation : public c10d::Work {
   }
 
  private:
+  std::vector<c10::Device> devices() const {
+    std::vector<c10::Device> devices;
+    if (placed_) devices.push_back(placed_->device());
+    for (const auto& member : members_)
+      if (member->placed_ && devices.empty()) devices.push_back(member->placed_->device());
+    return devices;
+  }
+
+  // A future of a device marks its completion on the current stream: that of the work, or one that waits for all parts.
   void mark() {
-    if (exception_)
-      future_->setError(exception_);
-    else
-      future_->markCompleted(c10::IValue(outputs_));
+    if (exception_) return future_->setError(exception_);
+    c10::OptionalStreamGuard guard;
+    if (placed_) {
+      guard.reset_stream(placed_->stream());
+    } else if (const auto used = devices(); !used.empty()) {
+      guard.reset_stream(pool_stream(used[0]));
+      for (const auto& member : members_) member->synchronize();
+    }
+    future_->markCompleted(c10::IValue(outputs_));
   }
 
   std::vector<at::Tensor> outputs_;
-  Body body_;
+  Body body_, kept_;
+  mutable std::mutex placing_;  // of kept_ and placed_: torch holds mutex_ while it calls synchronize()
+  std::unique_ptr<Placed> placed_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  c10::intrusive_ptr<Operation> bundle_;
+  c10::intrusive_ptr<Operation> bundle_;                // that this is a part of
+  std::vector<c10::intrusive_ptr<Operation>> members_;  // of a bundle
   std::exception_ptr first_error_;
   std::atomic<int> parts_{1};
   const uint64_t sequence_;
@@ -120,7 +198,7 @@ class Line : public std::enable_shared_from_this<Line> {
  public:
   using Entry = c10::intrusive_ptr<Operation>;
 
-  // inline_ok: whether the caller will wait for it at once, so that it may as well do it.
+  // inline_ok: whether the caller will wait for it at once, or it only enqueues, so that the caller may as well do it.
   void submit(const Entry& operation, bool inline_ok) {
     std::unique_lock lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !closed_, "hfreduce: this process group was shut down: make a new one to go on");

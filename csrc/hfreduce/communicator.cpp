@@ -4,21 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <optional>
 #include <system_error>
 
-#include "hierarchy.h"
+#include "communicator_state.h"
 #include "local.h"
-#include "mesh.h"
-#include "messages.h"
-#include "mismatch.h"
-#include "monitor.h"
-#include "recorder.h"
 #include "reduce.h"
-#include "roster.h"
-#include "team.h"
 
 namespace hfreduce {
 
@@ -42,42 +33,6 @@ Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = 
 
 }  // namespace
 
-struct Communicator::State {
-  State(Store& store, const Config& given);
-  ~State() { shutdown(); }
-
-  Roster meet(Store& store, Deadline deadline);
-  std::vector<Row> agree(Store& store, Deadline deadline);
-  std::vector<Segment> share(Deadline deadline);
-  std::vector<Socket> liveness(Deadline deadline);
-  void shutdown();
-
-  // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
-  template <class Body>
-  void run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
-  template <class Body>
-  void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
-  void check_root(const char* what, int rank) const;
-  void check_op(DType dtype, Reduction reduction) const;
-
-  Config config;
-  Health health;
-  Recorder recorder;
-  Mesh mesh;
-  Roster roster;
-  std::optional<Plan> plan;
-  std::optional<Team> team;
-  std::unique_ptr<Monitor> monitor;
-  std::optional<Hierarchy> hierarchy;  // of several hosts
-  std::optional<Messages> messages;
-  std::mutex collectives, ending;
-  std::vector<uint64_t> sent, received;
-  uint64_t sequence = 0, any = 0;
-  std::atomic<uint64_t> operations{0};
-  bool ended = false;
-  const pid_t owner = getpid();  // a child of a fork has none of the threads, and must leave all as it is
-};
-
 Communicator::State::State(Store& store, const Config& given)
     : config(given), mesh(given.interface), sent(given.size), received(given.size) {
   const Deadline deadline = Clock::now() + config.timeout;
@@ -88,10 +43,14 @@ Communicator::State::State(Store& store, const Config& given)
   for (int rank : roster.local()) names.push_back(roster.peers[rank].name());
   plan.emplace(Shape{static_cast<int>(names.size()), static_cast<int>(roster.hosts.size()), roster.cores},
                config.slot_bytes, agree(store, deadline));
-  team.emplace(share(deadline), roster.me().local_rank, roster.local(), names, config.slot_bytes, roster.cores);
+  const size_t bytes = Team::segment_bytes(static_cast<int>(names.size()), config.slot_bytes);
+  team.emplace(share(bytes, shared++, deadline), roster.me().local_rank, roster.local(), names, config.slot_bytes,
+               roster.cores);
   health.on_failure = [this](const Fault& fault, bool from_peer) {
     team->wake();
     if (monitor && !from_peer) monitor->tell(fault);
+    std::lock_guard lock(hooking);
+    if (hook) hook();
   };
   monitor = std::make_unique<Monitor>(roster, liveness(deadline), health, recorder, config.where,
                                       [this](int rank) { return team->last(rank); });
@@ -118,15 +77,14 @@ std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
 }
 
 // The memory of all local ranks: each makes its own, and hands it to the others.
-std::vector<Segment> Communicator::State::share(Deadline deadline) {
+std::vector<Segment> Communicator::State::share(size_t bytes, int index, Deadline deadline) {
   const std::vector<int>& local = roster.local();
-  const size_t bytes = Team::segment_bytes(static_cast<int>(local.size()), config.slot_bytes);
   const Descriptor mine(Segment::create(bytes));
   std::vector<Socket> sockets;
   for (int rank : local)
     sockets.push_back(rank == config.rank  ? Socket()
-                      : rank < config.rank ? mesh.dial(rank, Purpose::segment, 0, deadline)
-                                           : mesh.take(rank, Purpose::segment, 0, deadline));
+                      : rank < config.rank ? mesh.dial(rank, Purpose::segment, index, deadline)
+                                           : mesh.take(rank, Purpose::segment, index, deadline));
   for (const Socket& socket : sockets)
     if (socket.fd() >= 0) Mesh::give(socket, mine.fd, deadline);
   std::vector<Segment> segments;
@@ -160,6 +118,7 @@ void Communicator::State::shutdown() {
   std::lock_guard lock(ending);
   if (ended) return;
   ended = true;
+  shut_down = !health.failed();
   try {
     if (messages && !health.failed()) messages->drain(Clock::now() + std::min(config.timeout, milliseconds(10000)));
   } catch (const std::exception&) {  // whoever had to know has been told
@@ -171,44 +130,6 @@ void Communicator::State::shutdown() {
   messages.reset();
   hierarchy.reset();
   mesh.close();
-}
-
-template <class Body>
-void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
-                              Body body) {
-  health.check();
-  call.sequence = ++sequence;
-  operations.fetch_add(1, std::memory_order_relaxed);
-  if (timeout.count() <= 0) timeout = config.timeout;
-  const Watch::Report report = [this, timeout](const Call& call, const std::vector<int>& missing) {
-    return timed_out(roster, call, missing, monitor->ask(milliseconds(1000)), timeout);
-  };
-  const Watch watch(health, Clock::now() + timeout, call, report);
-  const uint64_t id = recorder.scheduled(call, bytes_in, bytes_out);
-  recorder.started(id);
-  try {
-    body(watch);
-  } catch (const Fault& fault) {
-    recorder.ended(id, false);
-    health.fail(fault);
-    health.check();
-  } catch (const std::exception& error) {
-    recorder.ended(id, false);
-    health.fail(Fault(Fault::Cause::aborted, {config.rank},
-                      roster.me().name() + " failed in " + told(call) + ": " + error.what()));
-    health.check();
-  }
-  recorder.ended(id, true);
-}
-
-template <class Body>
-void Communicator::State::collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
-                                     Body body) {
-  std::lock_guard lock(collectives);
-  run(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch) {
-    team->begin(watch.call);
-    body(watch);
-  });
 }
 
 void Communicator::State::check_root(const char* what, int rank) const {

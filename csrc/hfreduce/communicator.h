@@ -9,6 +9,7 @@
 
 #include "fault.h"
 #include "plan.h"
+#include "segment.h"
 #include "store.h"
 #include "types.h"
 
@@ -24,6 +25,14 @@ struct Config {
   size_t slot_bytes = 256 << 10;       // of shared memory, two of them a rank: they stay in a second-level cache
   std::vector<Row> plan;               // rank 0's is everybody's; empty: the defaults
   std::function<std::string()> where;  // what Python is doing: see Monitor
+};
+
+// A collective that this rank has enqueued on its device.
+struct Enqueued {
+  Call call;
+  uint64_t record = 0;  // of the recorder
+  milliseconds timeout{};
+  Deadline deadline;
 };
 
 // Collectives are called by one thread at a time, in the same order by all ranks; send and recv by any thread. Each
@@ -54,7 +63,28 @@ class Communicator {
   void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = {});
   int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = {});
 
+  // For collectives that are only enqueued (cuda/accelerator.h), all of it on one host. enqueue: called in the order of
+  // the other collectives; numbers the call among them, shows it to the ranks of this host, and writes it down. Throws
+  // Fault when the communicator has failed, or when a rank has enqueued something else under this number.
+  Enqueued enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout);
+  void ended(const Enqueued&, bool well);
+  // These fail the communicator: the deadline has passed; `rank` has called something else; something broke.
+  void overdue(const Enqueued&);
+  void differs(const Enqueued&, int rank);
+  void broke(const Enqueued&, const std::string& what);
+  // Says that nothing of this rank runs on a device any more; whether all ranks of the host have said so in time.
+  bool quiet(milliseconds patience);
+  // New shared memory of each rank of this host, by local rank. A collective of these ranks.
+  std::vector<Segment> share(size_t bytes, milliseconds timeout = {});
+  // Called by whichever thread notices a fault; at once where there is one. None: nullptr, and then it does not run any
+  // more.
+  void on_failure(std::function<void()> hook);
+
+  bool one_host() const;
+  int cores() const;  // of the host
   bool failed() const;
+  bool was_shut_down() const;  // by this rank, before anything failed
+  void check() const;          // throws the fault, if there is one
   // Every operation, present and later, of every rank, throws Fault::aborted with this reason.
   void abort(const std::string& reason);
   // Lets what was sent go out, says goodbye, joins all threads, closes everything; idempotent. Throws nothing.

@@ -7,7 +7,11 @@
 #include <cstring>
 #include <type_traits>
 
+#ifdef __CUDACC__
+#define HFREDUCE_INLINE __host__ __device__ __forceinline__
+#else
 #define HFREDUCE_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace hfreduce {
 
@@ -36,7 +40,7 @@ HFREDUCE_INLINE float float_of(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-constexpr float power_of_two(int exponent) {
+HFREDUCE_INLINE constexpr float power_of_two(int exponent) {
   float x = 1;
   for (; exponent > 0; --exponent) x *= 2;
   for (; exponent < 0; ++exponent) x /= 2;

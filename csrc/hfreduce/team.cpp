@@ -7,7 +7,10 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstddef>
+#include <cstring>
 #include <ctime>
+#include <iterator>
 
 #include "mismatch.h"
 
@@ -51,18 +54,51 @@ Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks
 }
 
 void Team::begin(const Call& call) {
-  header(rank_).calls[call.sequence % 2] = call;
-  sequence_ = call.sequence;
+  header(rank_).calls[++calls_ % 2] = call;
   first_ = true;
 }
 
-const Call& Team::call(int local_rank) const { return header(local_rank).calls[sequence_ % 2]; }
+const Call& Team::call(int local_rank) const { return header(local_rank).calls[calls_ % 2]; }
 
 Call Team::last(int rank) const {
   const auto local = std::find(ranks_.begin(), ranks_.end(), rank);
   if (local == ranks_.end()) return Call();
-  const Call* calls = header(static_cast<int>(local - ranks_.begin())).calls;
-  return calls[calls[0].sequence < calls[1].sequence];
+  const int there = static_cast<int>(local - ranks_.begin());
+  const Call* calls = header(there).calls;
+  const Call& begun = calls[calls[0].sequence < calls[1].sequence];
+  const auto enqueued = noted(there, newest(there));
+  return enqueued && enqueued->sequence > begun.sequence ? *enqueued : begun;
+}
+
+// A word at a time, the sequence number last: who finds the same number before and after has a whole call.
+void Team::note(const Call& call) {
+  uint64_t words[sizeof(Call) / sizeof(uint64_t)];
+  std::memcpy(words, &call, sizeof(call));
+  static_assert(offsetof(Call, sequence) == 0 && sizeof(words) == sizeof(Call));
+  auto& place = header(rank_).enqueued[call.sequence % kEnqueued];
+  place[0].store(0, std::memory_order_relaxed);
+  for (size_t i = 1; i < std::size(words); ++i) place[i].store(words[i], std::memory_order_release);
+  place[0].store(words[0], std::memory_order_release);
+  header(rank_).newest.store(call.sequence, std::memory_order_release);
+}
+
+std::optional<Call> Team::noted(int local_rank, uint64_t sequence) const {
+  uint64_t words[sizeof(Call) / sizeof(uint64_t)];
+  const auto& place = header(local_rank).enqueued[sequence % kEnqueued];
+  if (!sequence || place[0].load(std::memory_order_acquire) != sequence) return std::nullopt;
+  for (size_t i = std::size(words); i-- > 0;) words[i] = place[i].load(std::memory_order_acquire);
+  if (words[0] != sequence) return std::nullopt;
+  Call call;
+  std::memcpy(&call, words, sizeof(call));
+  return call;
+}
+
+uint64_t Team::newest(int local_rank) const { return header(local_rank).newest.load(std::memory_order_acquire); }
+
+bool Team::all_quiet() const {
+  for (int i = 0; i < size(); ++i)
+    if (!header(i).quiet.load(std::memory_order_acquire)) return false;
+  return true;
 }
 
 char* Team::slot(int local_rank) const {

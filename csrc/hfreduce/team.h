@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,11 +21,17 @@ namespace hfreduce {
 
 class Team {
  public:
+  static constexpr int kEnqueued = 64;
   // What lies at the head of a segment.
   struct Header {
     alignas(64) std::atomic<uint32_t> step;      // the last step at which this rank arrived; others sleep on it
     alignas(64) std::atomic<uint32_t> sleepers;  // how many do
-    alignas(64) Call calls[2];                   // of this rank, by parity of its sequence number
+    alignas(64) Call calls[2];                   // of this rank, its last two, in turn
+    // Calls that are only enqueued, on a device, by their sequence numbers, and the newest of these; and whether none
+    // runs any more, for good.
+    alignas(64) std::atomic<uint64_t> enqueued[kEnqueued][sizeof(Call) / sizeof(uint64_t)];
+    alignas(64) std::atomic<uint64_t> newest;
+    std::atomic<uint32_t> quiet;
   };
   static constexpr size_t kHeader = 4096;
   static constexpr size_t kPipe = 256 << 10;  // of each ordered pair, see pipe.h
@@ -46,6 +53,15 @@ class Team {
   void begin(const Call& call);
   // The call of a local rank, once the first step of the collective is over.
   const Call& call(int local_rank) const;
+  // Writes down a call that is only enqueued: it takes no step here. The others may look for it as long as this rank
+  // has not enqueued kEnqueued more; what they find is whole.
+  void note(const Call& call);
+  std::optional<Call> noted(int local_rank, uint64_t sequence) const;
+  uint64_t newest(int local_rank) const;  // sequence number of what it has enqueued last
+  // Nothing that this rank has enqueued runs any more, nor will. Whether all have said so.
+  void be_quiet() { header(rank_).quiet.store(1, std::memory_order_release); }
+  bool all_quiet() const;
+
   // The newest call of a local rank, as it lies there: for messages about a rank that is dead. `rank`: its group rank;
   // sequence 0 for a rank of another host.
   Call last(int rank) const;
@@ -76,7 +92,7 @@ class Team {
   int rank_, spins_;
   size_t slot_bytes_;
   uint32_t step_ = 1;
-  uint64_t sequence_ = 0;
+  uint64_t calls_ = 0;  // begun here: not all that have a sequence number are
   bool first_ = false;
 };
 

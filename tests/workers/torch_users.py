@@ -1,5 +1,7 @@
 """Torch's own users of process groups, each on gloo and twice on hfreduce: what every rank does, see test_torch_users.
 
+On GPUs (test_gpu) the other one is NCCL where each rank has a GPU of its own, and gloo on the CPU where it has not.
+
 A user is a function of (rank, size) that trains something small and returns tensors. It runs in a group of its own, so
 that one that fails leaves the others alone.
 """
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hfreduce
 
 STEPS, WIDTH = 4, 48
+DEVICE = torch.device("cpu")  # that users train on
 warnings.filterwarnings("ignore")  # deprecations of torch's own
 
 
@@ -35,11 +38,11 @@ def make_model(norm=False, depth=4):
     layers = []
     for _ in range(depth):
         layers += [nn.Linear(WIDTH, WIDTH), *([nn.BatchNorm1d(WIDTH)] if norm else []), nn.Tanh()]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*layers).to(DEVICE)
 
 
 def batch(rank, step):
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
 
 
 def train(model, rank, steps=STEPS, optimizer=None):
@@ -119,7 +122,7 @@ def zero1(rank, size):
 
 
 def fsdp1(rank, size):
-    model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(make_model(), device_id=DEVICE)
     train(model, rank)
     with FullyShardedDataParallel.summon_full_params(model):
         return [p.detach().clone() for p in model.parameters()]
@@ -127,7 +130,7 @@ def fsdp1(rank, size):
 
 def fsdp2(rank, size, mesh=None, steps=STEPS, factor=None, **precision):
     model = make_model()
-    mesh = init_device_mesh("cpu", mesh or (size,), mesh_dim_names=("replicate", "shard")[2 - len(mesh or "1") :])
+    mesh = init_device_mesh(DEVICE.type, mesh or (size,), mesh_dim_names=("replicate", "shard")[2 - len(mesh or "1") :])
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**precision)}
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -157,7 +160,7 @@ def checkpoint(rank, size):
     """DCP: what was saved from shards comes back."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
-    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (size,)))
+    model = fully_shard(make_model(), mesh=init_device_mesh(DEVICE.type, (size,)))
     saved = [p.full_tensor().detach() for p in model.parameters()]
     dcp.save(model.state_dict(), checkpoint_id=folder[0])
     for p in model.parameters():
@@ -186,7 +189,7 @@ def functionals(rank, size):
 
 
 def dtensor(rank, size):
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(DEVICE.type, (size,))
     x = distribute_tensor(batch(0, 0), mesh, [Shard(0)])
     y = distribute_tensor(batch(0, 1), mesh, [Replicate()])
     return [(x @ y.t()).full_tensor(), x.redistribute(mesh, [Shard(1)]).to_local(), x.sum().full_tensor()]
@@ -208,7 +211,7 @@ def groups(rank, size):
     x = batch(rank, 0)
     halves = [dist.new_group(list(range(i, size, 2))) for i in range(2)]
     dist.all_reduce(x, group=halves[rank % 2])
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+    mesh = init_device_mesh(DEVICE.type, (2, size // 2), mesh_dim_names=("a", "b"))
     for name in "ab":
         dist.all_reduce(x, group=mesh.get_group(name))
     dist.destroy_process_group(halves[rank % 2])
@@ -225,9 +228,8 @@ def pipeline(rank, size, name):
     total, chunks = stages_a_rank * size, 2 * size
     model = make_model(depth=total)
     places = [rank] if stages_a_rank == 1 else [rank, total - 1 - rank] if name in FOLDED else [rank, rank + size]
-    device = torch.device("cpu")
     parts = [copy.deepcopy(nn.Sequential(model[2 * i], model[2 * i + 1])) for i in places]
-    stages = [PipelineStage(part, i, total, device) for part, i in zip(parts, places, strict=True)]
+    stages = [PipelineStage(part, i, total, DEVICE) for part, i in zip(parts, places, strict=True)]
     schedule = schedules.get_schedule_class(name)
     schedule = schedule(stages if stages_a_rank > 1 else stages[0], chunks, loss_fn=nn.functional.mse_loss)
     x = torch.cat([batch(i, 0) for i in range(size)])
@@ -273,13 +275,13 @@ if torch.__version__ < "2.13":  # whose gloo loses its connections there
 ROUNDED = ("ddp_fp16_hook", "ddp_bf16_hook", "fsdp2_bf16", "hsdp_mixed")  # gloo adds 16-bit floats in 16 bits
 
 
-def alone(user, backend, rank, size, path):
+def alone(user, backend, rank, size, path, **options):
     """A user in a group of its own: its tensors, and how many operations of hfreduce it began."""
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, **options)
     before = hfreduce.operations()
     torch.manual_seed(0)
     try:
-        result = USERS[user](rank, size)
+        result = [x.cpu() for x in USERS[user](rank, size)]
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -291,6 +293,12 @@ def distance(a, b, limit):
     return max(
         (float((x - y).abs().max() / (limit * (1 + y.abs().max()))) for x, y in zip(a, b, strict=True)), default=0
     )
+
+
+def use(device):
+    global DEVICE
+    DEVICE = torch.device(device)
+    return DEVICE
 
 
 def compare(rank, size, store, users=None, with_gloo=True):
@@ -307,5 +315,29 @@ def compare(rank, size, store, users=None, with_gloo=True):
             if gloo:
                 found[user]["distance"] = distance(ours, gloo[0][0], 2e-2 if user in ROUNDED else 1e-5)
         except Exception:  # of this user; the others have groups of their own
+            found[user] = {"error": traceback.format_exc()[-3000:]}
+    return found
+
+
+def compare_on_gpus(rank, size, store, users=None):
+    """The second time the group is bound to its device, so that torch splits it for smaller ones."""
+    torch.set_num_threads(1)
+    gpus = torch.cuda.device_count()
+    gpu = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(gpu)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = {}
+    for user in users or USERS:
+        try:
+            use(gpu)
+            ours, count = alone(user, "hfreduce", rank, size, f"{store}.{user}.0")
+            again, _ = alone(user, "hfreduce", rank, size, f"{store}.{user}.1", device_id=gpu)
+            found[user] = {"operations": count, "same": len(ours) == len(again) and all(map(torch.equal, ours, again))}
+            if user not in NOT_ON_GLOO:
+                other = {"backend": "nccl", "device_id": gpu} if gpus >= size else {"backend": "gloo"}
+                use(gpu if gpus >= size else "cpu")
+                theirs, _ = alone(user, rank=rank, size=size, path=f"{store}.{user}.2", **other)
+                found[user]["distance"] = distance(ours, theirs, 2e-2 if user in ROUNDED else 2e-5)
+        except Exception:
             found[user] = {"error": traceback.format_exc()[-3000:]}
     return found

@@ -1,0 +1,344 @@
+"""bench/hfreduce.py on GPUs: collectives on CUDA tensors beside NCCL's, and what they cost a backward beside them.
+
+Providers take turns in one process. A time is the device's: calls are enqueued behind a kernel that sleeps until the
+host is done with enqueueing, between two events. `--p2p off` sets NCCL_P2P_DISABLE=1 and HFREDUCE_P2P=0: what a
+machine without NVLink or peer access sees. The rows `copies` are what the copy engines of all GPUs do at once.
+"""
+
+import os
+import statistics
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import report
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+
+SIZES = "4K 16K 64K 256K 1M 8M 32M 128M 256M 1G"
+DTYPES = (torch.bfloat16, torch.float32)
+PROVIDERS = ("nccl", "hfreduce")
+PATIENCE = timedelta(seconds=60)
+BUCKET = 25 << 20  # bytes
+
+
+def begin(options):
+    """(rank, ranks, groups): a group of gloo to agree by, and one for each provider."""
+    rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    return rank, n, {name: dist.new_group(backend=name, timeout=PATIENCE) for name in options.provider}
+
+
+def greatest(*numbers: float) -> list[float]:
+    """Of all ranks."""
+    x = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.tolist()
+
+
+class Case:
+    """Tensors of one op and size, what the result must be, and a call of it. Blocks are together of `nbytes`."""
+
+    def __init__(self, op: str, nbytes: int, dtype: torch.dtype, rank: int, n: int):
+        self.op, self.rank, self.n = op, rank, n
+        block = max(1, nbytes // dtype.itemsize // n)
+        self.pattern = (torch.arange(block * n, device="cuda") % 7).to(dtype).view(n, block)
+        self.bytes = self.pattern.nbytes
+        whole = torch.zeros_like(self.pattern)
+        self.y = whole[rank].clone() if op == "reduce_scatter" else whole
+        self.x = whole if op == "all_reduce" else whole[rank].clone() if op == "all_gather" else whole.clone()
+
+    def fill(self) -> None:
+        """Small whole numbers, whose sums are exact."""
+        mine = self.pattern + self.rank
+        self.y.fill_(-1)
+        self.x.copy_(mine[self.rank] if self.op == "all_gather" else mine)
+
+    def wrong(self) -> int:
+        total = self.n * self.pattern + self.n * (self.n - 1) // 2
+        others = torch.arange(self.n, device="cuda").to(self.pattern.dtype).view(-1, 1)
+        want = {
+            "all_reduce": lambda: total,
+            "reduce_scatter": lambda: total[self.rank],
+            "all_gather": lambda: self.pattern + others,
+        }
+        return int((self.y != want[self.op]()).sum())
+
+    def call(self, group):
+        x, y = self.x.view(-1), self.y.view(-1)
+        return {
+            "all_reduce": lambda: dist.all_reduce(y, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(y, x, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(y, x, group=group),
+        }[self.op]
+
+
+class Clock:
+    """Time of calls on the device, without the host's."""
+
+    def __init__(self):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1000)
+        begin.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        self.cycles = 20_000_000 / begin.elapsed_time(end)  # a millisecond
+
+    def __call__(self, call, count: int) -> tuple[float, float]:
+        """Milliseconds of the device, and of the host, for one of `count` calls."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        torch.cuda._sleep(int(self.cycles * self.ahead))
+        begin.record()
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        host = 1e3 * (time.perf_counter() - started)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / count, host / count
+
+    ahead = 1.0  # milliseconds that the device sleeps
+
+
+def measure(calls: dict, clock: Clock, options) -> dict:
+    """{name: (device ms, host ms, spread)}: the median over rounds of the slowest rank."""
+    counts, ahead = {}, {}
+    for name, call in calls.items():
+        clock.ahead = 1.0
+        clock(call, 2)
+        device, host = greatest(*clock(call, 3))
+        counts[name] = max(2, min(40, int(1e3 * options.seconds / options.rounds / device)))
+        ahead[name] = 0.2 + 1.5 * host * counts[name]
+    found = {name: [] for name in calls}
+    for i in range(options.rounds):
+        for name in list(calls)[:: -1 if i % 2 else 1]:
+            clock.ahead = ahead[name]
+            found[name].append(greatest(*clock(calls[name], counts[name])))
+    result = {}
+    for name, times in found.items():
+        device = [t[0] for t in times]
+        middle = statistics.median(device)
+        result[name] = middle, statistics.median(t[1] for t in times), (max(device) - min(device)) / middle
+    return result
+
+
+def row(op, case, dtype, provider, options, n, timing=None, **more) -> dict:
+    device, host, spread = timing or (None, None, None)
+    clocks = SimpleNamespace(
+        device_us=None if device is None else 1e3 * device,
+        host_us=None if host is None else 1e3 * host,
+        spread_pct=None if spread is None else 100 * spread,
+    )
+    columns = dict.fromkeys(("ranks", "bytes", "algbw_gbps", "busbw_gbps", "wrong", "path", "cores"), "")
+    columns |= {"ranks": n, "cores": os.cpu_count()} | more
+    return report.row(op, case, dtype, provider, f"p2p {options.p2p}", clocks, None, columns)
+
+
+def collectives(options, bus: dict) -> int:
+    """All cases, as one of the ranks; rank 0 writes and prints. Exit status."""
+    import hfreduce
+
+    rank, n, groups = begin(options)
+    clock, rows = Clock(), copies(options, rank, n)
+    for op in options.ops:
+        for dtype in DTYPES:
+            for nbytes in options.sizes:
+                case = Case(op, nbytes, dtype, rank, n)
+                calls, wrong = {}, {}
+                for name, group in groups.items():
+                    case.fill()
+                    case.call(group)()
+                    wrong[name] = int(greatest(case.wrong())[0])
+                    calls[name] = case.call(group)
+                case.x.zero_(), case.y.zero_()
+                for name, timing in measure(calls, clock, options).items():
+                    rate = case.bytes / timing[0] / 1e6
+                    more = {"bytes": case.bytes, "algbw_gbps": rate, "busbw_gbps": rate * bus[op](n)}
+                    rows.append(row(op, (n, case.bytes), dtype, name, options, n, timing, wrong=wrong[name], **more))
+                del case, calls
+    if rank == 0:
+        if "hfreduce" in groups:
+            print(hfreduce.describe(groups["hfreduce"]).rpartition("; ")[2])
+        show(report.append(file(options), rows))
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(any(r["wrong"] for r in rows))
+
+
+def copies(options, rank: int, n: int, nbytes: int = 256 << 20) -> list[dict]:
+    """Down from all GPUs at once, up to all, and both: what a reduce by way of the host cannot exceed."""
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    gpu = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    rows = []
+    for name, directions in (("down", [0]), ("up", [1]), ("both", [0, 1])):
+        times = []
+        for _ in range(5):
+            dist.barrier()
+            begun = time.perf_counter()
+            for direction in directions:
+                with torch.cuda.stream(streams[direction]):
+                    for _ in range(4):
+                        source, target = (gpu, host) if direction == 0 else (host, gpu)
+                        target[direction].copy_(source[direction], non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(greatest((time.perf_counter() - begun) / 4)[0])
+        middle = statistics.median(times)
+        timing = 1e3 * middle, None, (max(times) - min(times)) / middle
+        more = {"bytes": nbytes, "algbw_gbps": nbytes / middle / 1e9, "path": name}
+        rows.append(row("copies", (n, nbytes, name), torch.uint8, "copies", options, n, timing, **more))
+    return rows
+
+
+def overlap(options) -> int:
+    """A backward of GPT-2 medium alone, and beside all_reduces of 25 MiB as gradients become ready."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    options.p2p = "off"
+    rank, n, groups = begin(options)
+    config = GPT2Config(n_embd=1024, n_layer=24, n_head=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = GPT2LMHeadModel(config).cuda()
+    tokens = torch.randint(0, 50000, (4, 1024), device="cuda")
+    total = sum(p.numel() for p in model.parameters()) * 4
+    buckets = [torch.zeros(BUCKET // 4, device="cuda") for _ in range(total // BUCKET)]
+    state = SimpleNamespace(bytes=0, next=0, group=None, works=[])
+
+    def ready(p):
+        state.bytes += p.nbytes
+        while state.group is not None and state.bytes >= BUCKET and state.next < len(buckets):
+            state.works.append(dist.all_reduce(buckets[state.next], group=state.group, async_op=True))
+            state.bytes, state.next = state.bytes - BUCKET, state.next + 1
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(ready)
+
+    def once(group):
+        """Milliseconds of the backward, until all is reduced, and host cores in use meanwhile."""
+        state.bytes, state.next, state.group, state.works = 0, 0, group, []
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens, labels=tokens).loss
+        torch.cuda.synchronize()
+        dist.barrier()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        used, begun = time.process_time(), time.perf_counter()
+        marks[0].record()
+        loss.backward()
+        marks[1].record()
+        for work in state.works:
+            work.wait()
+        marks[2].record()
+        torch.cuda.synchronize()
+        cores = (time.process_time() - used) / (time.perf_counter() - begun)
+        return greatest(marks[0].elapsed_time(marks[1]), marks[0].elapsed_time(marks[2]), cores)
+
+    found = {name: [] for name in ("none", *groups)}
+    for i in range(options.rounds + 2):
+        for name in found:
+            times = once(groups.get(name))
+            if i >= 2:
+                found[name].append(times)
+    kernels = ours_in_profile(lambda: once(groups["hfreduce"])) if "hfreduce" in groups else 0
+    rows, table = [], Table(title=f"backward of GPT-2 medium, {n} ranks, no peer access", box=box.SIMPLE_HEAD)
+    for column in ("beside", "backward ms", "slower by %", "all reduced ms", "host cores", "our kernels"):
+        table.add_column(column, justify="right")
+    alone = statistics.median(t[0] for t in found["none"])
+    for name, times in found.items():
+        backward, whole, cores = (statistics.median(t[i] for t in times) for i in range(3))
+        spread = (max(t[0] for t in times) - min(t[0] for t in times)) / backward
+        slower = 100 * (backward / alone - 1)
+        more = {"bytes": len(buckets) * BUCKET if name != "none" else 0, "path": f"{slower:+.2f}%", "cores": cores}
+        rows.append(
+            row("overlap", (n, "gpt2-medium"), torch.float32, name, options, n, (backward, None, spread), **more)
+        )
+        ours = str(kernels) if name == "hfreduce" else ""
+        table.add_row(name, f"{backward:.2f}", f"{slower:+.2f}", f"{whole:.2f}", f"{cores:.1f}", ours)
+    if rank == 0:
+        report.append(file(options), rows)
+        report.put(table)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def ours_in_profile(run) -> int:
+    """How many kernels of hfreduce's run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum("hfreduce" in event.name for event in profile.events())
+
+
+# Tables and pictures
+
+
+def file(options):
+    return report.path(options.results, "cuda", "-hfreduce")
+
+
+def show(rows: list[dict]) -> None:
+    """A table for each op, dtype and kind of machine; the factor is hfreduce's time over NCCL's."""
+    for r in rows:
+        if r["op"] == "copies":
+            print(f"copies {r['path']}, {r['ranks']} GPUs at once: {float(r['algbw_gbps']):.1f} GB/s each way and GPU")
+    timed = [r for r in rows if r["op"] not in ("copies", "overlap")]
+    for op, dtype, kind, n in dict.fromkeys((r["op"], r["dtype"], r["pass"], str(r["ranks"])) for r in timed):
+        mine = [r for r in timed if (r["op"], r["dtype"], r["pass"], str(r["ranks"])) == (op, dtype, kind, n)]
+        table = Table(
+            title=f"{op}, {dtype}, {n} GPUs, {kind}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        for column in (
+            "bytes",
+            *(f"{p} {what}" for p in PROVIDERS for what in ("us", "host us", "busbw", "wrong")),
+            "x",
+        ):
+            table.add_column(column, justify="right")
+        for nbytes in dict.fromkeys(str(r["bytes"]) for r in mine):
+            line = {r["provider"]: r for r in mine if str(r["bytes"]) == nbytes}
+            cells = [nbytes]
+            for name in PROVIDERS:
+                r = line.get(name)
+                cells += (
+                    [f"{float(r[c]):.1f}" for c in ("device_us", "host_us", "busbw_gbps")] + [str(r["wrong"])]
+                    if r
+                    else [""] * 4
+                )
+            both = len(line) == len(PROVIDERS)
+            factor = float(line["hfreduce"]["device_us"]) / float(line["nccl"]["device_us"]) if both else None
+            table.add_row(*cells, f"{factor:.2f}" if both else "")
+        report.put(table)
+
+
+def plot(rows: list[dict], target) -> list:
+    """One PNG an op: bus bandwidth over size, a panel for each dtype."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    written = []
+    timed = [r for r in rows if r["op"] not in ("copies", "overlap")]
+    for op in dict.fromkeys(r["op"] for r in timed):
+        mine = [r for r in timed if r["op"] == op]
+        dtypes = list(dict.fromkeys(r["dtype"] for r in mine))
+        figure, panels = pyplot.subplots(
+            1, len(dtypes), figsize=(5 * len(dtypes), 3.6), layout="constrained", squeeze=False
+        )
+        for axes, dtype in zip(panels[0], dtypes, strict=True):
+            kinds = dict.fromkeys((r["provider"], r["pass"], str(r["ranks"])) for r in mine)
+            for provider, kind, n in kinds:
+                line = [r for r in mine if (r["provider"], r["pass"], str(r["ranks"])) == (provider, kind, n)]
+                points = sorted((int(r["bytes"]), float(r["busbw_gbps"])) for r in line if r["dtype"] == dtype)
+                style = {"linestyle": "-" if kind == "p2p on" else "--", "color": f"C{PROVIDERS.index(provider)}"}
+                axes.plot(*zip(*points, strict=True), marker=".", label=f"{provider}, {n} GPUs, {kind}", **style)
+            axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title=f"{op}, {dtype}")
+            axes.legend(fontsize=7)
+        written.append(target.with_name(f"{target.stem}-{op}.png"))
+        figure.savefig(written[-1], dpi=120)
+        pyplot.close(figure)
+    return written

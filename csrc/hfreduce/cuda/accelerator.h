@@ -1,0 +1,71 @@
+// The GPU of a communicator: which path a collective on device memory takes, in what order streams come to it, and who
+// notices when it does not end.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "types.h"
+
+namespace hfreduce {
+class Communicator;
+}
+
+namespace hfreduce::gpu {
+
+// Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
+// what is no all_reduce is two_shot); the CPU-assisted reduce; or copied to the host, and back. automatic: in a Row,
+// the default.
+enum class Path : uint8_t { packets, packets_two_shot, one_shot, two_shot, assisted, host, automatic };
+const char* name(Path);
+
+// What messages of `kind` up to `max_bytes` do. Without rows, or beyond them, there are defaults.
+struct Row {
+  Kind kind;
+  int64_t max_bytes;  // as Plan::choose counts them
+  Path path;
+  int32_t blocks, threads, slot;  // of the launch; 0: the default
+};
+static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks as it is
+
+// Made by all ranks at their first operation on device memory, which is a collective: it meets the others over the
+// communicator's own collectives on the CPU, proves by real copies and a kernel that peers reach each other, and agrees
+// on what all can do. HFREDUCE_P2P=0 forbids peer access (one rank that has it is enough); 1 asks for it also where
+// ranks share a device, whose kernels then wait for each other by turns.
+//
+// Kernels of all streams come one after another, by events, but for those that are captured into a graph: whoever
+// replays it sees to it that nothing else of the group runs meanwhile.
+class Accelerator {
+ public:
+  // rows: rank 0's are everybody's.
+  Accelerator(Communicator&, std::unique_ptr<Driver>, std::vector<Row> rows, milliseconds timeout);
+  ~Accelerator();  // as shutdown, at once
+
+  // The path of a collective: of `bytes` as Plan::choose counts them (all_to_all: 0). Equal on all ranks.
+  Path path(Kind, int64_t bytes, DType, Op) const;
+  static bool captures(Path path) { return path < Path::assisted; }  // into a CUDA graph
+
+  // Enqueue on `stream`, of the device that is current; they throw Fault when the communicator has failed. What fails
+  // later fails the communicator: kernels end, streams are let go, and the next operation throws. Not for Path::host.
+  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
+  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
+  void all_gather(const void* in, void* out, int64_t count, DType, Stream, milliseconds timeout);
+  void broadcast(void* data, int64_t count, DType, int root, Stream, milliseconds timeout);
+  // Waits for the other ranks' hosts: what they exchange decides how many steps there are.
+  void all_to_all(const void* in, const int64_t* in_offsets, const int64_t* in_counts, void* out,
+                  const int64_t* out_offsets, const int64_t* out_counts, DType, Stream, milliseconds timeout);
+
+  std::string describe() const;  // "peers reach each other", or why not
+  // Waits for what runs, up to `patience`, and for the other ranks to have come here, 3 s at most; then lets go of the
+  // memory. What still runs then is given up, with its memory. Idempotent.
+  void shutdown(milliseconds patience);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hfreduce::gpu

@@ -1,0 +1,247 @@
+// Bytes through memory for a chunk, all ranks together: each input is read once, the result is written once (and read
+// before, unless it is streamed); the copy engines write each input once and read the result once a rank. As long as
+// the ring stays in the last-level cache, most of that does not get to the memory.
+#include "cuda/assisted_cores.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "reduce.h"
+
+namespace hfreduce::gpu {
+
+namespace {
+
+// Bytes that are added up before looking around: what a first- or second-level cache holds of all inputs.
+constexpr int64_t kPiece = 32 << 10;
+// How long threads spin before they leave the cores to others, and how often the leader looks then.
+constexpr std::chrono::microseconds kSpin{200}, kNap{50};
+// How often it asks whether the communicator has failed.
+constexpr milliseconds kAsk{1};
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The processors of a NUMA node among those that this process may use: "0-31,64-95". What cannot be found out, or is
+// not allowed, is left as it is.
+void bind(int node) {
+  if (node < 0) return;
+  std::ifstream file("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
+  cpu_set_t allowed, wanted;
+  CPU_ZERO(&wanted);
+  if (!file || sched_getaffinity(0, sizeof(allowed), &allowed)) return;
+  for (std::string range; std::getline(file, range, ',');) {
+    int first = 0, last = 0;
+    char dash = 0;
+    std::istringstream text(range);
+    if (!(text >> first)) continue;
+    if (!(text >> dash >> last)) last = first;
+    for (int cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &allowed)) CPU_SET(cpu, &wanted);
+  }
+  if (CPU_COUNT(&wanted)) sched_setaffinity(0, sizeof(wanted), &wanted);
+}
+
+}  // namespace
+
+Cores::Cores(const Ring& ring, const Options& options, std::function<bool()> stopped, std::function<void()> on_stop)
+    : ring_(ring),
+      options_(options),
+      stopped_(std::move(stopped)),
+      on_stop_(std::move(on_stop)),
+      places_(options.threads),
+      last_(ring.mine().reduced.load()) {
+  for (Place& place : places_) place.chunks = last_;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  for (int t = 0; t < options.threads; ++t) {
+    threads_.emplace_back([this, t] { run(t); });
+    pthread_setname_np(threads_.back().native_handle(), "hfreduce-add");
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Cores::~Cores() { quit(); }
+
+void Cores::push(const Work& work) {
+  {
+    std::lock_guard lock(mutex_);
+    const uint64_t pushed = pushed_.load(std::memory_order_relaxed);
+    uint64_t begun = pushed;
+    for (const Place& place : places_) begun = std::min(begun, place.works.load(std::memory_order_relaxed));
+    while (works_.size() > pushed - begun) works_.pop_front();
+    works_.push_back(work);
+    pushed_.store(pushed + 1, std::memory_order_seq_cst);
+  }
+  if (sleepers_.load(std::memory_order_seq_cst)) wake();
+}
+
+void Cores::quit() {
+  quit_ = true;
+  wake();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void Cores::wake() {
+  {
+    std::lock_guard lock(mutex_);
+  }  // whoever has looked and not seen is asleep by now
+  awake_.notify_all();
+}
+
+void Cores::run(int thread) {
+  bind(options_.numa_node);
+  prctl(PR_SET_TIMERSLACK, 1000);  // ns: else a nap takes twice as long
+  Work work;
+  while (next(thread, work) && perform(work, thread)) {
+  }
+}
+
+bool Cores::next(int thread, Work& work) {
+  Place& place = places_[thread];
+  const uint64_t begun = place.works.load(std::memory_order_relaxed);
+  const auto there = [&] { return pushed_.load(std::memory_order_seq_cst) > begun; };
+  bool met = false;
+  if (!spin(thread == 0, there, met)) return false;
+  // The leader stays up as long as streams of this rank wait for the other ranks: somebody must notice when they fail.
+  const auto idle = [&] { return passed(ring_.mine().ready.load(std::memory_order_acquire), last_); };
+  if (!met && thread == 0 && !look([&] { return there() || idle(); })) return false;
+  if (!there() && !sleep(there)) return false;
+  std::lock_guard lock(mutex_);
+  work = works_[works_.size() - (pushed_.load(std::memory_order_relaxed) - begun)];
+  place.works.store(begun + 1, std::memory_order_relaxed);
+  return true;
+}
+
+bool Cores::perform(const Work& work, int thread) {
+  Cut cut(work, ring_.chunk, options_.least);
+  for (uint32_t k = work.first; !cut.done(); ++k) {
+    const Part part = cut.next();
+    if (quit_.load(std::memory_order_relaxed)) return false;
+    // Where this thread's slice is.
+    int64_t byte = 0, count = 0;
+    if (work.sums()) {
+      const bool rows = work.kind == Kind::reduce_scatter;
+      const Slice slice =
+          rows ? Slice(part.count, work.size, 0, 1) : Slice(part.count, work.size, ring_.rank, ring_.size);
+      const Slice mine(slice.count(), work.size, thread, options_.threads);
+      byte = (rows ? ring_.rank * part.step(work) : 0) + (slice.first + mine.first) * work.size;
+      count = mine.count();
+    }
+    if (thread == 0 || count) {
+      if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, k + 1); })) return false;
+      if (count) reduce(work, byte, count, k, thread == 0);
+    }
+    places_[thread].chunks.store(k + 1, std::memory_order_release);
+    if (thread == 0 && !publish(work, k)) return false;
+  }
+  return true;
+}
+
+void Cores::reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk, bool leader) {
+  std::vector<const void*> inputs(ring_.size);
+  std::vector<double> factors;
+  const bool factored = work.reduction.op == Op::premul_sum;
+  for (int r = 0; factored && r < ring_.size; ++r) {
+    factors.emplace_back();
+    std::memcpy(&factors.back(), ring_.head(r).factors[ring_.slot(chunk)], sizeof(double));
+  }
+  const int64_t piece = kPiece / work.size;
+  for (int64_t i = 0; i < count; i += piece, byte += kPiece) {
+    for (int r = 0; r < ring_.size; ++r) inputs[r] = ring_.input(r, chunk) + byte;
+    hfreduce::reduce(ring_.result(chunk) + byte, inputs.data(), factored ? factors.data() : nullptr, ring_.size,
+                     std::min(piece, count - i), work.dtype, work.reduction.op, ring_.size, options_.streaming);
+    if (leader) ring_.sweep();
+  }
+}
+
+bool Cores::publish(const Work& work, uint32_t chunk) {
+  for (const Place& place : places_)
+    if (!wait(0, [&] { return passed(place.chunks.load(std::memory_order_acquire), chunk + 1); })) return false;
+  last_ = chunk + 1;
+  Ring::Head& mine = ring_.mine();
+  // Sequentially consistent, as the loads are: the last one sees that all have, and more than one may. Who has let go
+  // did so before anybody read what was not whole, and so before the last of all could be here. This rank comes last:
+  // its process may end as soon as its own streams are through.
+  mine.reduced.store(last_, std::memory_order_seq_cst);
+  if (work.sums()) {
+    if (ring_.all(&Ring::Head::reduced, last_) && !ring_.gone())
+      for (int i = 1; i <= ring_.size; ++i) raise(ring_.head((ring_.rank + i) % ring_.size).ready, last_);
+    return true;
+  }
+  if (!wait(0, [&] { return passed(mine.ready.load(std::memory_order_acquire), chunk); })) return false;
+  if (!ring_.gone()) raise(mine.ready, last_);
+  return true;
+}
+
+// Whether to go on; `met`: whether that is so already.
+template <class Until>
+bool Cores::spin(bool leader, Until until, bool& met) {
+  const Deadline deadline = Clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if ((met = until())) return true;
+      if (leader) ring_.sweep();
+      pause();
+    }
+    if (quit_.load(std::memory_order_relaxed)) return false;
+    sched_yield();
+  } while (Clock::now() < deadline);
+  return true;
+}
+
+template <class Until>
+bool Cores::wait(int thread, Until until) {
+  bool met = false;
+  if (!spin(thread == 0, until, met)) return false;
+  if (thread) return met || sleep(until);
+  if (!met && !look(until)) return false;
+  // Who sleeps may wait for the same; who goes to sleep after this will see it before.
+  if (sleepers_.load(std::memory_order_seq_cst)) wake();
+  return true;
+}
+
+template <class Until>
+bool Cores::look(Until until) {
+  Deadline ask = Clock::now();
+  while (!until()) {
+    ring_.sweep();
+    if (quit_.load(std::memory_order_relaxed)) return false;
+    if (Clock::now() >= ask) {
+      if (stopped_()) {
+        quit_ = true;
+        wake();
+        on_stop_();
+        return false;
+      }
+      ask = Clock::now() + kAsk;
+    }
+    std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
+template <class Until>
+bool Cores::sleep(Until until) {
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  std::unique_lock lock(mutex_);
+  awake_.wait(lock, [&] { return until() || quit_.load(std::memory_order_relaxed); });
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  return !quit_.load(std::memory_order_relaxed);
+}
+
+}  // namespace hfreduce::gpu

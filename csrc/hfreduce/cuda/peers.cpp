@@ -1,0 +1,71 @@
+#include "cuda/peers.h"
+
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace hfreduce::gpu {
+
+namespace {
+constexpr size_t kLine = 128, kPage = 4096;
+constexpr size_t kFlags = kMaxBlocks * kLine, kSteps = 2 * kMaxBlocks * sizeof(uint32_t);
+static_assert(kMaxRanks * sizeof(uint64_t) <= kLine && sizeof(Board) <= kPage);
+
+size_t packets_bytes(int size) { return 2 * static_cast<size_t>(size) * (kLine + 2 * kPackets); }
+size_t slots_bytes(int size) { return 2 * static_cast<size_t>(kMaxBlocks) * size * (kSlot + kLine); }
+}  // namespace
+
+size_t Peers::bytes(int size) { return kFlags + kSteps + packets_bytes(size) + slots_bytes(size); }
+
+Peers::Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit)
+    : driver_(driver), opened_(kMaxRanks) {
+  if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size)
+    throw std::invalid_argument("peers are 2 to " + std::to_string(kMaxRanks) + " ranks; got rank " +
+                                std::to_string(rank) + " of " + std::to_string(size));
+  links_.rank = rank, links_.size = size;
+  links_.limit_ns = std::chrono::nanoseconds(limit).count();
+  try {
+    // Pages of its own: they are pinned.
+    void* board = std::aligned_alloc(kPage, kPage);
+    if (board == nullptr) throw std::bad_alloc();
+    try {
+      driver.pin(board, kPage);
+    } catch (...) {
+      std::free(board);
+      throw;
+    }
+    links_.board = new (board) Board{};
+    mine_ = driver.allocate(bytes(size));
+    const std::vector<Handle> handles = exchange(driver.handle(mine_));
+    if (handles.size() != static_cast<size_t>(size)) throw std::logic_error("as many handles as ranks are needed");
+    for (int i = 0; i < size; ++i) {
+      char* base = static_cast<char*>(i == rank ? mine_ : opened_[i] = driver.open(handles[i]));
+      links_.flags[i] = reinterpret_cast<uint64_t*>(base);
+      links_.packets[i] = base + kFlags + kSteps;
+      links_.slots[i] = links_.packets[i] + packets_bytes(size);
+    }
+    links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+  } catch (...) {
+    free();
+    throw;
+  }
+}
+
+Peers::~Peers() { free(); }
+
+void Peers::close() {
+  for (void*& memory : opened_)
+    if (memory) driver_.close(std::exchange(memory, nullptr));
+}
+
+void Peers::free() {
+  close();
+  if (mine_) driver_.release(mine_);
+  if (links_.board == nullptr) return;
+  driver_.unpin(links_.board);
+  std::free(links_.board);
+}
+
+}  // namespace hfreduce::gpu

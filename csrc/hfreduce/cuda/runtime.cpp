@@ -1,0 +1,335 @@
+// The driver over the CUDA runtime, which is linked into the module. What only the driver's own interface has, writing
+// and waiting for values, is asked for through the runtime, so that nothing here needs libcuda to be there at load.
+#ifdef HFNN_CUDA
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+
+#include "cuda/driver.h"
+
+namespace hfreduce::gpu {
+
+namespace {
+
+std::runtime_error failure(const char* call, const char* name, const char* words) {
+  return std::runtime_error(std::string(call) + ": " + name + ", " + words);
+}
+
+void check(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // what is not sticky is not told again by whoever asks next
+  throw failure(call, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+#define HFREDUCE_CALL(function, ...) check(function(__VA_ARGS__), #function)
+
+// A function of the driver as it was in CUDA `version`.
+template <class Function>
+Function entry(const char* name, unsigned version) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  check(cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result), name);
+  if (result != cudaDriverEntryPointSuccess || !found)
+    throw std::runtime_error(std::string("the CUDA driver does not have ") + name);
+  return reinterpret_cast<Function>(found);
+}
+
+struct Entries {
+  PFN_cuStreamWriteValue32_v11070 write = entry<PFN_cuStreamWriteValue32_v11070>("cuStreamWriteValue32", 11070);
+  PFN_cuStreamWaitValue32_v11070 wait = entry<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32", 11070);
+  PFN_cuGetErrorName_v6000 name = entry<PFN_cuGetErrorName_v6000>("cuGetErrorName", 6000);
+  PFN_cuGetErrorString_v6000 words = entry<PFN_cuGetErrorString_v6000>("cuGetErrorString", 6000);
+
+  void check(CUresult error, const char* call) const {
+    if (error == CUDA_SUCCESS) return;
+    const char *told = nullptr, *explained = nullptr;
+    name(error, &told), words(error, &explained);
+    throw failure(call, told ? told : "unknown error", explained ? explained : std::to_string(error).c_str());
+  }
+};
+
+const Entries& entries() {
+  static const Entries entries;
+  return entries;
+}
+
+// The device is current as long as this lives.
+class Current {
+ public:
+  explicit Current(int device) {
+    HFREDUCE_CALL(cudaGetDevice, &before_);
+    if (before_ == device) return;
+    HFREDUCE_CALL(cudaSetDevice, device);
+    changed_ = true;
+  }
+  ~Current() {
+    if (changed_) static_cast<void>(cudaSetDevice(before_));
+  }
+  Current(const Current&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+std::string uuid_of(int device) {
+  cudaDeviceProp properties;
+  HFREDUCE_CALL(cudaGetDeviceProperties, &properties, device);
+  std::string text;
+  for (const char c : properties.uuid.bytes)
+    for (const int half : {c >> 4 & 15, c & 15}) text += "0123456789abcdef"[half];
+  return text;
+}
+
+int numa_node_of(int device) {
+  char id[32];
+  HFREDUCE_CALL(cudaDeviceGetPCIBusId, id, sizeof(id), device);
+  std::string path = id;
+  std::transform(path.begin(), path.end(), path.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::ifstream file("/sys/bus/pci/devices/" + path + "/numa_node");
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
+CUstream raw(Stream stream) { return static_cast<CUstream>(stream); }
+cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t of_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+class Runtime : public Driver {
+ public:
+  explicit Runtime(int device) : device_(device), uuid_(uuid_of(device)), node_(numa_node_of(device)) {
+    HFREDUCE_CALL(cudaDeviceGetAttribute, &processors_, cudaDevAttrMultiProcessorCount, device);
+    HFREDUCE_CALL(cudaDeviceGetAttribute, &pitch_, cudaDevAttrMaxPitch, device);
+    const Current current(device);
+    HFREDUCE_CALL(cudaFree, nullptr);  // makes the context
+    static_cast<void>(entries());
+  }
+
+  std::string uuid() const override { return uuid_; }
+  int numa_node() const override { return node_; }
+  int processors() const override { return processors_; }
+
+  void* allocate(size_t bytes) override;
+  void release(void* memory) override;
+  Handle handle(void* memory) override;
+  void* open(const Handle& theirs) override;
+  void close(void* opened) override;
+  bool reaches(const std::string& uuid) const override;
+
+  void pin(void* host, size_t bytes) override;
+  void unpin(void* host) override;
+
+  Stream stream(bool urgent) override;
+  void destroy(Stream stream) override;
+  bool capturing(Stream stream) override;
+  Event event() override;
+  void destroy_event(Event event) override;
+  void record(Event event, Stream stream) override;
+  void wait_event(Event event, Stream stream) override;
+  bool reached(Event event) override;
+
+  void copy(void* to, const void* from, int64_t bytes, Stream stream) override;
+  void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
+                 Stream stream) override;
+  void write(uint32_t* flag, uint32_t value, Stream stream) override;
+  void wait(const uint32_t* flag, uint32_t value, Stream stream) override;
+
+ private:
+  const int device_;
+  const std::string uuid_;
+  const int node_;
+  int processors_ = 0, pitch_ = 0;
+};
+
+// A handle is one of the block that memory was cut from, and shows the other process all of it: so no other allocation
+// may share the block.
+void* Runtime::allocate(size_t bytes) {
+  constexpr size_t kBlock = 2 << 20;
+  const Current current(device_);
+  void* memory = nullptr;
+  cudaStream_t stream = nullptr;
+  bytes = (std::max<size_t>(bytes, 1) + kBlock - 1) / kBlock * kBlock;
+  HFREDUCE_CALL(cudaMalloc, &memory, bytes);
+  // On a stream of its own, for the default one may be behind a kernel of the caller's.
+  HFREDUCE_CALL(cudaStreamCreateWithFlags, &stream, cudaStreamNonBlocking);
+  HFREDUCE_CALL(cudaMemsetAsync, memory, 0, bytes, stream);
+  HFREDUCE_CALL(cudaStreamSynchronize, stream);
+  HFREDUCE_CALL(cudaStreamDestroy, stream);
+  return memory;
+}
+
+void Runtime::release(void* memory) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaFree, memory);
+}
+
+Handle Runtime::handle(void* memory) {
+  const Current current(device_);
+  Handle handle;
+  cudaIpcMemHandle_t told;
+  static_assert(sizeof(told) == sizeof(handle));
+  HFREDUCE_CALL(cudaIpcGetMemHandle, &told, memory);
+  std::memcpy(&handle, &told, sizeof(handle));
+  return handle;
+}
+
+void* Runtime::open(const Handle& theirs) {
+  const Current current(device_);
+  cudaIpcMemHandle_t told;
+  std::memcpy(&told, &theirs, sizeof(told));
+  void* memory = nullptr;
+  HFREDUCE_CALL(cudaIpcOpenMemHandle, &memory, told, cudaIpcMemLazyEnablePeerAccess);
+  return memory;
+}
+
+void Runtime::close(void* opened) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaIpcCloseMemHandle, opened);
+}
+
+// A device that this process does not see cannot be asked about.
+bool Runtime::reaches(const std::string& uuid) const {
+  if (uuid == uuid_) return true;
+  int devices = 0;
+  HFREDUCE_CALL(cudaGetDeviceCount, &devices);
+  for (int i = 0; i < devices; ++i) {
+    if (i == device_ || uuid_of(i) != uuid) continue;
+    int can = 0;
+    HFREDUCE_CALL(cudaDeviceCanAccessPeer, &can, device_, i);
+    return can;
+  }
+  return false;
+}
+
+void Runtime::pin(void* host, size_t bytes) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaHostRegister, host, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  void* mapped = nullptr;
+  HFREDUCE_CALL(cudaHostGetDevicePointer, &mapped, host, 0);
+  if (mapped == host) return;
+  static_cast<void>(cudaHostUnregister(host));
+  throw std::runtime_error(
+      "the device sees pinned host memory at another address than the host: this is not supported");
+}
+
+void Runtime::unpin(void* host) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaHostUnregister, host);
+}
+
+Stream Runtime::stream(bool urgent) {
+  const Current current(device_);
+  int least = 0, greatest = 0;
+  HFREDUCE_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+  cudaStream_t stream = nullptr;
+  HFREDUCE_CALL(cudaStreamCreateWithPriority, &stream, cudaStreamNonBlocking, urgent ? greatest : least);
+  return stream;
+}
+
+void Runtime::destroy(Stream stream) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaStreamDestroy, of(stream));
+}
+
+bool Runtime::capturing(Stream stream) {
+  const Current current(device_);
+  cudaStreamCaptureStatus status;
+  HFREDUCE_CALL(cudaStreamIsCapturing, of(stream), &status);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Event Runtime::event() {
+  const Current current(device_);
+  cudaEvent_t event = nullptr;
+  HFREDUCE_CALL(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
+  return event;
+}
+
+void Runtime::destroy_event(Event event) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaEventDestroy, of_event(event));
+}
+
+void Runtime::record(Event event, Stream stream) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaEventRecord, of_event(event), of(stream));
+}
+
+void Runtime::wait_event(Event event, Stream stream) {
+  const Current current(device_);
+  HFREDUCE_CALL(cudaStreamWaitEvent, of(stream), of_event(event), 0);
+}
+
+bool Runtime::reached(Event event) {
+  const Current current(device_);
+  // While any thread captures a graph, others may ask only in this mode, or they spoil it.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
+  const cudaError_t error = cudaEventQuery(of_event(event));
+  HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
+  if (error == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());
+    return false;
+  }
+  check(error, "cudaEventQuery");
+  return true;
+}
+
+void Runtime::copy(void* to, const void* from, int64_t bytes, Stream stream) {
+  if (!bytes) return;
+  const Current current(device_);
+  HFREDUCE_CALL(cudaMemcpyAsync, to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, of(stream));
+}
+
+void Runtime::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
+                        Stream stream) {
+  if (!bytes || !rows) return;
+  const Current current(device_);
+  if (rows > 1 && std::max(to_step, from_step) <= pitch_) {
+    HFREDUCE_CALL(cudaMemcpy2DAsync, to, static_cast<size_t>(to_step), from, static_cast<size_t>(from_step),
+                  static_cast<size_t>(bytes), static_cast<size_t>(rows), cudaMemcpyDefault, of(stream));
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i)
+    copy(static_cast<char*>(to) + i * to_step, static_cast<const char*>(from) + i * from_step, bytes, stream);
+}
+
+void Runtime::write(uint32_t* flag, uint32_t value, Stream stream) {
+  const Current current(device_);
+  const auto address = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(flag));
+  entries().check(entries().write(raw(stream), address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+}
+
+void Runtime::wait(const uint32_t* flag, uint32_t value, Stream stream) {
+  const Current current(device_);
+  const auto address = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(flag));
+  entries().check(entries().wait(raw(stream), address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+}
+
+}  // namespace
+
+std::unique_ptr<Driver> cuda(int index) { return std::make_unique<Runtime>(index); }
+
+std::string why_no_cuda() {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return std::string("cudaGetDeviceCount: ") + cudaGetErrorString(error);
+  }
+  if (!devices) return "there is no CUDA device";
+  try {
+    static_cast<void>(entries());
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace hfreduce::gpu
+#endif

@@ -1,0 +1,117 @@
+// Collectives that are only enqueued: their numbers, their watch's words, their faults.
+//
+// Their calls lie in shared memory beside those of the collectives on the host, and a rank that enqueues compares with
+// what the others have enqueued under the same number: of two ranks that differ, the later one sees it, unless the
+// other is far ahead.
+#include <algorithm>
+#include <thread>
+
+#include "communicator_state.h"
+
+namespace hfreduce {
+
+namespace {
+
+// All ranks of the host that have enqueued under this number, this one included.
+Fault differing(const Roster& roster, const Team& team, const Call& call, int unknown) {
+  std::vector<int> ranks;
+  std::vector<std::string> names;
+  std::vector<Call> calls;
+  for (int i = 0; i < team.size(); ++i) {
+    const auto theirs = team.noted(i, call.sequence);
+    if (!theirs) continue;
+    ranks.push_back(team.ranks()[i]), names.push_back(team.name(i)), calls.push_back(*theirs);
+  }
+  const bool told = std::any_of(calls.begin(), calls.end(), [&](const Call& other) { return !same(other, call); });
+  if (told) return mismatch(ranks, names, calls);
+  return Fault(Fault::Cause::mismatch, {unknown},
+               "ranks called different collectives: " + roster.me().name() + " " + hfreduce::told(call) + ", " +
+                   roster.peers[unknown].name() +
+                   " something else.\nEvery rank must call the same collectives, with the same dtype and number of "
+                   "elements, in the same order.");
+}
+
+}  // namespace
+
+Fault Communicator::State::overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout) {
+  return timed_out(roster, call, missing, monitor->ask(milliseconds(1000)), timeout);
+}
+
+Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout) {
+  State& s = *state_;
+  std::lock_guard lock(s.collectives);
+  s.health.check();
+  call.sequence = ++s.sequence;
+  s.operations.fetch_add(1, std::memory_order_relaxed);
+  if (timeout.count() <= 0) timeout = s.config.timeout;
+  s.team->note(call);
+  for (int i = 0; i < s.team->size(); ++i) {
+    const auto theirs = s.team->noted(i, call.sequence);
+    if (theirs && !same(*theirs, call)) s.health.fail(differing(s.roster, *s.team, call, s.team->ranks()[i]));
+  }
+  s.health.check();
+  const uint64_t id = s.recorder.scheduled(call, bytes_in, bytes_out);
+  s.recorder.started(id);
+  return {call, id, timeout, Clock::now() + timeout};
+}
+
+void Communicator::ended(const Enqueued& enqueued, bool well) { state_->recorder.ended(enqueued.record, well); }
+
+// Missing are the ranks that have not enqueued it; where all have, whichever does not answer.
+void Communicator::overdue(const Enqueued& enqueued) {
+  State& s = *state_;
+  std::vector<int> missing, others;
+  for (int i = 0; i < s.team->size(); ++i) {
+    if (i != s.team->rank()) others.push_back(s.team->ranks()[i]);
+    if (s.team->newest(i) < enqueued.call.sequence) missing.push_back(s.team->ranks()[i]);
+  }
+  s.health.fail(s.overdue(enqueued.call, missing.empty() ? others : missing, enqueued.timeout));
+}
+
+void Communicator::differs(const Enqueued& enqueued, int rank) {
+  state_->health.fail(differing(state_->roster, *state_->team, enqueued.call, rank));
+}
+
+void Communicator::broke(const Enqueued& enqueued, const std::string& what) {
+  state_->health.fail(Fault(Fault::Cause::aborted, {rank()},
+                            state_->roster.me().name() + " failed in " + hfreduce::told(enqueued.call) + ": " + what));
+}
+
+bool Communicator::quiet(milliseconds patience) {
+  State& s = *state_;
+  s.team->be_quiet();
+  const Deadline deadline = Clock::now() + patience;
+  while (!s.team->all_quiet()) {
+    if (s.health.failed() || Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return true;
+}
+
+std::vector<Segment> Communicator::share(size_t bytes, milliseconds timeout) {
+  State& s = *state_;
+  std::lock_guard lock(s.collectives);
+  s.health.check();
+  if (timeout.count() <= 0) timeout = s.config.timeout;
+  try {
+    return s.share(bytes, s.shared++, Clock::now() + timeout);
+  } catch (const Fault& fault) {
+    s.health.fail(fault);
+    s.health.check();
+    throw;
+  }
+}
+
+void Communicator::on_failure(std::function<void()> hook) {
+  State& s = *state_;
+  std::lock_guard lock(s.hooking);
+  s.hook = std::move(hook);
+  if (s.hook && s.health.failed()) s.hook();
+}
+
+bool Communicator::one_host() const { return state_->roster.one_host(); }
+int Communicator::cores() const { return state_->roster.cores; }
+bool Communicator::was_shut_down() const { return state_->shut_down; }
+void Communicator::check() const { state_->health.check(); }
+
+}  // namespace hfreduce

@@ -1,0 +1,126 @@
+"""What `python -m hfreduce.tune --device cuda` measures: paths and launches of collectives on CUDA tensors.
+
+A time is the device's, of calls that were enqueued behind a kernel which sleeps meanwhile; the slowest rank's median.
+Paths that the GPUs do not have (no peer access) fall back to what they have, which is then measured twice: the first of
+candidates that are about as fast is taken.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from hfreduce import backend, plan
+
+SIZES = [1 << k for k in range(12, 31, 2)]
+WORTH = 0.97  # of the default's time, from which another candidate is preferred
+PATIENCE = timedelta(seconds=60)
+
+
+def candidates(ranks: int) -> dict[str, list[plan.DeviceRow]]:
+    """Rows to be compared, for each kind; the default is not among them."""
+    small = ["packets"] if ranks == 2 else ["packets", "packets_two_shot"]
+    large = ["two_shot"] if ranks == 2 else ["one_shot", "two_shot"]
+    ways = [(path, blocks) for path in small for blocks in (4, 16, 32)]
+    ways += [(path, blocks) for path in large for blocks in (8, 16, 32, 64, 128)]
+    rows = {"all_reduce": [plan.DeviceRow("all_reduce", plan.ANY, path, blocks) for path, blocks in ways]}
+    for kind in ("reduce_scatter", "all_gather", "broadcast"):
+        rows[kind] = [plan.DeviceRow(kind, plan.ANY, "two_shot", blocks) for blocks in (8, 16, 32, 64, 128)]
+    return rows
+
+
+def call(group, kind: str, nbytes: int, n: int):
+    x = torch.zeros(n, max(1, nbytes // 2 // n), dtype=torch.bfloat16, device="cuda")
+    block = torch.zeros_like(x[0])
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, x, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(x.view(-1), block, group=group),
+        "broadcast": lambda: dist.broadcast(x, 0, group=group),
+    }[kind]
+
+
+def greatest(*numbers: float) -> list[float]:
+    x = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.tolist()
+
+
+def timed(call, count: int, ahead: float) -> tuple[float, float]:
+    """Milliseconds of the device and of the host for one of `count` calls, begun `ahead` ms later."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier()
+    torch.cuda._sleep(int(2e6 * ahead))  # cycles, of about half a nanosecond
+    begin.record()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    host = 1e3 * (time.perf_counter() - started)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count, host / count
+
+
+def measure(calls: list, options) -> list[float]:
+    """Milliseconds of each, all in the same rounds."""
+    plans = []
+    for each in calls:
+        timed(each, 2, 1.0)
+        device, host = greatest(*timed(each, 3, 1.0))
+        count = max(2, min(40, int(1e3 * options.seconds / options.rounds / device)))
+        plans.append((count, 0.2 + 1.5 * host * count))
+    times = [
+        [greatest(timed(each, *how)[0])[0] for each, how in zip(calls, plans, strict=True)]
+        for _ in range(options.rounds)
+    ]
+    return [statistics.median(each) for each in zip(*times, strict=True)]
+
+
+def pick(times: list[float]) -> int:
+    """The fastest, unless the first one, the default, is about as fast."""
+    best = min(range(len(times)), key=times.__getitem__)
+    return best if times[best] < WORTH * times[0] else 0
+
+
+def merged(chosen: list[tuple[int, plan.DeviceRow]]) -> list[plan.DeviceRow]:
+    """Rows for all sizes from those for some: a row ends halfway, by ratio, to the next size, the last one nowhere."""
+    rows = []
+    for i, (nbytes, row) in enumerate(chosen):
+        end = int((nbytes * chosen[i + 1][0]) ** 0.5) if i + 1 < len(chosen) else plan.ANY
+        if rows and replace(rows[-1], max_bytes=end) == replace(row, max_bytes=end):
+            rows.pop()
+        rows.append(replace(row, max_bytes=end))
+    return rows
+
+
+def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
+    """Measures all kinds on all ranks; prints on rank 0. Returns the rows, the same on every rank."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    found, console = [], Console()
+    for kind, rows in candidates(size).items():
+        groups, rows = [], [plan.DeviceRow(kind, plan.ANY, "automatic"), *rows]
+        for row in rows:
+            given = backend.Options()
+            given.device_plan = [row.tuple()]
+            groups.append(dist.new_group(backend="hfreduce", pg_options=given, timeout=PATIENCE))
+        names = [f"{row.path} {row.blocks}" for row in rows]
+        table = Table("bytes", *names, "chosen", title=f"{kind}, {size} GPUs: microseconds", title_justify="left")
+        chosen = []
+        for nbytes in options.sizes:
+            times = measure([call(group, kind, nbytes, size) for group in groups], options)
+            best = pick(times)
+            chosen.append((nbytes, rows[best]))
+            table.add_row(str(nbytes), *(f"{1e3 * t:.1f}" for t in times), names[best])
+        for group in groups:
+            dist.destroy_process_group(group)
+        if rank == 0:
+            console.print(table)
+        found += merged(chosen)
+    dist.destroy_process_group()
+    return found

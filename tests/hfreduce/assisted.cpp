@@ -1,0 +1,329 @@
+// The CPU-assisted reduce over a GPU that is played on threads, with checked bits. The first argument says what:
+//   pairs       every dtype and operation that there is, one after another
+//   sequences   any operations of any size, in place or not, on two streams; ranks are threads
+//   processes   the same, ranks are processes
+//   leavers     one rank never comes, or lets go in the middle: no stream stays behind, and nobody takes up rubbish
+//   dead        one rank dies after its part came down
+// Then rounds and seed. Prints "ok".
+#include "cuda/assisted.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "cuda/assisted_ring.h"
+#include "fake_gpu.h"
+#include "reduce.h"
+#include "slots.h"
+
+using namespace hfreduce;
+using namespace hfreduce::gpu;
+
+namespace {
+
+#define EXPECT(condition, ...)                                                     \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: not so: %s; ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                           \
+      std::fputc('\n', stderr);                                                    \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (0)
+
+using Bytes = std::vector<char>;
+using Options = Assisted::Options;
+
+// One operation, drawn alike on all ranks.
+struct Call1 {
+  Kind kind = Kind::all_reduce;
+  DType dtype = DType::f32;
+  Op op = Op::sum;
+  int64_t count = 0;
+  int root = 0, stream = 0;
+  bool in_place = false;
+  unsigned seed = 0;
+
+  Reduction reduction(int rank) const { return {op, op == Op::premul_sum ? 0.25 * (rank + 1) : 1.0}; }
+  int64_t bytes() const { return count * size_of(dtype); }
+  bool sums() const { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
+};
+
+// What this rank has: finite in every format.
+Bytes input(const Call1& call, int rank, int size) {
+  Bytes data(call.bytes() * (call.kind == Kind::reduce_scatter ? size : 1));
+  std::mt19937 random(call.seed * 31 + rank);
+  for (char& byte : data) byte = static_cast<char>(random() & (call.dtype == DType::boolean ? 1 : 0xbf));
+  return data;
+}
+
+Bytes expected(const Call1& call, int rank, int size) {
+  std::vector<Bytes> inputs;
+  for (int r = 0; r < size; ++r) inputs.push_back(input(call, r, size));
+  Bytes out(call.bytes() * (call.kind == Kind::all_gather ? size : 1));
+  if (call.kind == Kind::broadcast) return inputs[call.root];
+  if (call.kind == Kind::all_gather)
+    for (int r = 0; r < size; ++r) copy(at(out.data(), r * call.bytes()), inputs[r].data(), call.bytes());
+  if (!call.sums()) return out;
+  std::vector<const void*> from;
+  std::vector<double> factors;
+  for (int r = 0; r < size; ++r) {
+    from.push_back(inputs[r].data() + (call.kind == Kind::reduce_scatter ? rank * call.bytes() : 0));
+    factors.push_back(call.reduction(r).factor);
+  }
+  reduce(out.data(), from.data(), call.op == Op::premul_sum ? factors.data() : nullptr, size, call.count, call.dtype,
+         call.op, size);
+  return out;
+}
+
+class Rank {
+ public:
+  Rank(const std::vector<int>& memory, Options options, unsigned seed, int dawdle, std::function<bool()> stopped)
+      : gpu(seed * 64 + options.rank, dawdle), rank(options.rank), size(options.size) {
+    std::vector<Segment> segments;
+    for (int fd : memory) segments.emplace_back(fd, Assisted::segment_bytes(options));
+    assisted = std::make_unique<Assisted>(gpu, std::move(segments), options, std::move(stopped));
+    for (Stream& stream : streams) stream = gpu.stream(false);
+  }
+  ~Rank() {
+    finish();
+    clear();
+    for (Stream stream : streams) gpu.destroy(stream);
+  }
+  void finish() { assisted.reset(); }
+
+  // Enqueues it, and a copy of the input before it, for the host's memory of another.
+  void enqueue(const Call1& call) {
+    const Bytes data = input(call, rank, size);
+    const Stream stream = streams[call.stream];
+    Flight flight{call, nullptr, nullptr, gpu.event()};
+    const auto bytes = static_cast<int64_t>(data.size());
+    const int64_t block = call.kind == Kind::all_gather ? call.bytes() : 0;
+    void* const source = gpu.allocate(bytes);
+    copy(source, data.data(), bytes);
+    const bool same = call.in_place && call.kind != Kind::reduce_scatter;
+    flight.in = gpu.allocate(bytes);
+    flight.out = gpu.allocate(block ? block * size : bytes);
+    void* const in = call.kind == Kind::broadcast || same ? at(flight.out, rank * block) : flight.in;
+    gpu.copy(in, source, bytes, stream);  // late, it may be
+    start(call, in, flight.out, stream);
+    gpu.record(flight.end, stream);
+    flights.push_back(flight);
+    sources.push_back(source);
+  }
+  void check(size_t i) {
+    const Call1& call = flights[i].call;
+    const Bytes right = expected(call, rank, size);
+    EXPECT(right.empty() || !std::memcmp(flights[i].out, right.data(), right.size()),
+           "rank %d of %d, operation %zu: %s of %lld %s, %s, root %d, in place %d", rank, size, i, name(call.kind),
+           static_cast<long long>(call.count), name(call.dtype), name(call.op), call.root, call.in_place);
+  }
+  void check_all() {
+    for (Stream stream : streams) gpu.synchronize(stream);
+    for (size_t i = 0; i < flights.size(); ++i) check(i);
+    clear();
+  }
+  void clear() {
+    for (auto& flight : flights) {
+      for (void* memory : {flight.in, flight.out}) gpu.release(memory);
+      gpu.destroy_event(flight.end);
+    }
+    for (void* source : sources) gpu.release(source);
+    flights.clear(), sources.clear();
+  }
+
+  struct Flight {
+    Call1 call;
+    void *in, *out;
+    Event end;
+  };
+  FakeGpu gpu;
+  const int rank, size;
+  Stream streams[2];
+  std::unique_ptr<Assisted> assisted;
+  std::vector<Flight> flights;
+  std::vector<void*> sources;
+
+ private:
+  void start(const Call1& call, const void* in, void* out, Stream stream) {
+    if (call.kind == Kind::all_reduce)
+      assisted->all_reduce(in, out, call.count, call.dtype, call.reduction(rank), stream);
+    if (call.kind == Kind::reduce_scatter)
+      assisted->reduce_scatter(in, out, call.count, call.dtype, call.reduction(rank), stream);
+    if (call.kind == Kind::all_gather) assisted->all_gather(in, out, call.bytes(), stream);
+    if (call.kind == Kind::broadcast) assisted->broadcast(out, call.bytes(), call.root, stream);
+  }
+};
+
+// The ranks of a host, as threads or as processes; f of each one's options and everybody's memory.
+template <class F>
+void ranks(Options options, bool processes, F f) {
+  std::vector<int> memory;
+  for (int r = 0; r < options.size; ++r) memory.push_back(Segment::create(Assisted::segment_bytes(options)));
+  std::vector<std::thread> threads;
+  std::vector<pid_t> children;
+  for (int r = 0; r < options.size; ++r) {
+    options.rank = r;
+    if (!processes) {
+      threads.emplace_back([=, &memory] { f(memory, options); });
+    } else if (const pid_t child = fork()) {
+      children.push_back(child);
+    } else {
+      f(memory, options);
+      _exit(0);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const pid_t child : children) {
+    int status = 1;
+    EXPECT(waitpid(child, &status, 0) == child && status == 0, "a rank ended with status %d", status);
+  }
+  for (int fd : memory) close(fd);
+}
+
+bool never() { return false; }
+
+// Rings of two to eight small chunks, and of the first chunk's number: shortly before it wraps around.
+Options drawn(std::mt19937& random, int size) {
+  Options options;
+  options.size = size;
+  options.threads = 1 + static_cast<int>(random() % 3);
+  options.chunk = 4096 << random() % 2;
+  options.least = 512 << random() % 4;
+  options.depth = 2 << random() % 3;
+  options.streaming = static_cast<int>(random() % 2);
+  options.first = 0u - random() % 60;
+  return options;
+}
+
+void pairs(int size, unsigned seed) {
+  std::mt19937 random(seed);
+  ranks(drawn(random, size), false, [=](const std::vector<int>& memory, const Options& options) {
+    Rank rank(memory, options, seed, 0, never);
+    std::mt19937 random(seed);
+    Call1 call;
+    for (int d = 0; d <= static_cast<int>(DType::e5m2); ++d)
+      for (int o = 0; o <= static_cast<int>(Op::premul_sum); ++o) {
+        call.dtype = static_cast<DType>(d), call.op = static_cast<Op>(o), call.seed = random();
+        call.kind = random() % 2 ? Kind::all_reduce : Kind::reduce_scatter;
+        call.count = 1 + static_cast<int64_t>(random() % (12000 / size_of(call.dtype)));
+        if (supported(call.dtype, call.op)) rank.enqueue(call);
+      }
+    rank.check_all();
+  });
+}
+
+// Sizes are often those of chunks and rings, or one off.
+Call1 drawn_call(std::mt19937& random, const Options& options) {
+  constexpr Kind kKinds[] = {Kind::all_reduce, Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather,
+                             Kind::broadcast};
+  constexpr DType kTypes[] = {DType::bf16, DType::f32, DType::i8, DType::f64};
+  constexpr Op kOps[] = {Op::sum, Op::avg, Op::max, Op::premul_sum};
+  Call1 call;
+  call.kind = kKinds[random() % 5];
+  call.dtype = kTypes[random() % 4];
+  call.op = kOps[random() % 4];
+  if (!supported(call.dtype, call.op)) call.op = Op::sum;
+  call.root = static_cast<int>(random() % options.size);
+  call.stream = static_cast<int>(random() % 2);
+  call.in_place = random() % 2;
+  call.seed = random();
+  const int64_t sizes[] = {0, 1, 64, options.least, options.chunk, options.chunk * options.depth};
+  const int64_t near = sizes[random() % 6] / size_of(call.dtype) + static_cast<int64_t>(random() % 3) - 1;
+  call.count = random() % 3 ? std::max<int64_t>(near, 0) : static_cast<int64_t>(random() % 20000);
+  return call;
+}
+
+void sequences(int size, int rounds, unsigned seed, bool processes) {
+  std::mt19937 random(seed);
+  ranks(drawn(random, size), processes, [=](const std::vector<int>& memory, const Options& options) {
+    Rank rank(memory, options, seed, 3, never);
+    std::mt19937 random(seed);
+    for (int i = 0; i < rounds; ++i) {
+      for (int calls = 1 + static_cast<int>(random() % 12); calls; --calls) rank.enqueue(drawn_call(random, options));
+      rank.check_all();
+      if (random() % 4 == 0) usleep(random() % 3000 + options.rank * 100);  // cores fall asleep
+    }
+  });
+}
+
+// Rank 0 comes to `comes` operations only, or lets go after some time; the others' communicators fail later.
+void leavers(int size, unsigned seed) {
+  std::mt19937 random(seed);
+  const bool lets_go = random() % 2;
+  const int calls = 40, comes = lets_go ? calls : static_cast<int>(random() % 8);
+  const auto leaves = std::chrono::microseconds(random() % 20000);
+  ranks(drawn(random, size), false, [=](const std::vector<int>& memory, const Options& options) {
+    std::atomic<bool> failed{false};
+    Rank rank(memory, options, seed, 3, [&] { return failed.load(); });
+    std::mt19937 random(seed);
+    std::thread leaver([&] {
+      if (options.rank || !lets_go) return;
+      std::this_thread::sleep_for(leaves);
+      rank.assisted->let_go();
+    });
+    for (int i = 0; i < calls; ++i) {
+      const Call1 call = drawn_call(random, options);
+      if (options.rank || i < comes) rank.enqueue(call);
+    }
+    leaver.join();
+    std::this_thread::sleep_for(milliseconds(60));
+    std::vector<size_t> whole;
+    for (size_t i = 0; i < rank.flights.size(); ++i)
+      if ((options.rank || !lets_go) && rank.gpu.reached(rank.flights[i].end)) whole.push_back(i);
+    for (size_t i : whole) rank.check(i);
+    failed = true;
+    if (seed % 2 && (options.rank || lets_go)) {
+      for (Stream stream : rank.streams) rank.gpu.synchronize(stream);  // the cores let them go
+      rank.enqueue(drawn_call(random, options));                        // as they do whatever comes after
+      for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
+    }
+    const Deadline before = Clock::now();
+    rank.finish();
+    EXPECT(Clock::now() - before < milliseconds(4000), "rank %d took too long to end", options.rank);
+    rank.clear();
+  });
+}
+
+// Rank 0 is played here: its stream has brought its chunk, and then it is dead. Rank 1 has done what it can.
+void dead() {
+  Options options;
+  options.size = 2, options.rank = 1, options.chunk = 4096;
+  const size_t bytes = Assisted::segment_bytes(options);
+  const std::vector<int> memory{Segment::create(bytes), Segment::create(bytes)};
+  const Segment segment(memory[0], bytes);
+  auto& head = *reinterpret_cast<Ring::Head*>(segment.data());
+  head.settled = 1, head.arrived = 1;
+  std::atomic<bool> failed{false};
+  {
+    Rank rank(memory, options, 1, 0, [&] { return failed.load(); });
+    Call1 call;
+    call.count = 100;
+    rank.enqueue(call);
+    usleep(50000);
+    EXPECT(head.reduced == 0u && !rank.gpu.reached(rank.flights[0].end), "nobody has reduced for rank 0");
+    failed = true;
+    for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
+    rank.finish();
+    rank.clear();
+  }
+  for (int fd : memory) close(fd);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  EXPECT(argc == 4, "three arguments");
+  const std::string what = argv[1];
+  const int rounds = std::atoi(argv[2]);
+  const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
+  for (int i = 0; i < rounds; ++i) {
+    const int size = 1 + (static_cast<int>(seed) + i) % 4;
+    if (what == "pairs") pairs(size, seed + i);
+    if (what == "sequences" || what == "processes") sequences(size, 6, seed + i, what == "processes");
+    if (what == "dead") dead();
+    if (what == "leavers") leavers(std::max(size, 2), seed + i);
+  }
+  std::puts("ok");
+}

@@ -1,0 +1,150 @@
+// The kernels over peer memory, on threads: ranks, blocks and threads all are, see emulated/cuda/device.cuh. Random
+// calls one after another, then ranks that stop, are missing, and call something else. Arguments: calls, seed. Prints
+// "ok".
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "fake_gpu.h"
+#include "kernel_cases.h"
+
+using namespace hfreduce;
+using cases::Case;
+using cases::Kernel;
+
+namespace {
+
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (0)
+
+// The handles of all ranks, for each of them.
+class Table {
+ public:
+  explicit Table(int size) : handles_(size) {}
+  std::vector<gpu::Handle> exchange(int rank, const gpu::Handle& mine) {
+    std::unique_lock lock(mutex_);
+    handles_[rank] = mine, ++come_;
+    all_.notify_all();
+    all_.wait(lock, [this] { return come_ == static_cast<int>(handles_.size()); });
+    return handles_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_;
+  std::vector<gpu::Handle> handles_;
+  int come_ = 0;
+};
+
+// f(rank, its peers) on a thread for each rank; memory is freed when all are done.
+template <class F>
+void world(int size, milliseconds limit, F f) {
+  Table table(size);
+  std::vector<gpu::FakeGpu> devices(size);
+  std::vector<std::unique_ptr<gpu::Peers>> peers(size);
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < size; ++r)
+    ranks.emplace_back([&, r] {
+      const auto exchange = [&](const gpu::Handle& mine) { return table.exchange(r, mine); };
+      peers[r] = std::make_unique<gpu::Peers>(devices[r], r, size, exchange, limit);
+      f(r, *peers[r]);
+    });
+  for (std::thread& r : ranks) r.join();
+  peers.clear();
+}
+
+void perform(const Case& c, gpu::Peers& peers) {
+  const int rank = peers.links().rank, size = peers.links().size;
+  const cases::Memory m = cases::before(c, rank, size);
+  // Where a line begins, as on a GPU.
+  std::vector<char> room(m.bytes.size() + 128);
+  char* memory = room.data() + -reinterpret_cast<uintptr_t>(room.data()) % 128;
+  std::copy(m.bytes.begin(), m.bytes.end(), memory);
+  cases::run(c, peers.links(), memory, m, nullptr);
+  if (peers.board().stop) {
+    std::fprintf(stderr, "rank %d of %d stopped in %s\n", rank, size, c.text().c_str());
+    std::abort();
+  }
+  const std::string wrong = cases::differences(c, rank, size, {memory, memory + m.bytes.size()});
+  if (wrong.empty()) return;
+  std::fprintf(stderr, "%s\n", wrong.c_str());
+  std::abort();
+}
+
+void random_calls(int size, int calls, unsigned seed) {
+  world(size, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
+    std::mt19937 random(seed);
+    for (int i = 0; i < calls; ++i) perform(cases::draw(random, size, {3000, 3, 8, 4}), peers);
+  });
+}
+
+Case simple(Kernel kernel, unsigned fingerprint) {
+  Case c{};
+  c.kernel = kernel, c.dtype = DType::bf16, c.op = Op::sum, c.count = 700, c.seed = 1;
+  c.launch = {nullptr, 2, 4, fingerprint, 256};
+  return c;
+}
+
+// A rank that takes no part. Stopped by the host, or by the clock.
+void missing(Kernel kernel, bool by_clock) {
+  const milliseconds limit = by_clock ? milliseconds(30) : milliseconds(60000);
+  world(3, limit, [&](int rank, gpu::Peers& peers) {
+    if (rank == 1) return;
+    const Case c = simple(kernel, 5);
+    cases::Memory m = cases::before(c, rank, 3);
+    m.bytes.resize(m.bytes.size() + 16);
+    std::thread host([&] {
+      if (by_clock) return;
+      std::this_thread::sleep_for(milliseconds(30));
+      __atomic_store_n(&peers.links().board->stop, 1, __ATOMIC_RELEASE);
+    });
+    char* memory = m.bytes.data() + -reinterpret_cast<uintptr_t>(m.bytes.data()) % 16;
+    cases::run(c, peers.links(), memory, m, nullptr);
+    host.join();
+    EXPECT(peers.board().stop == 1);
+    // A rank that is slow to start may be overdue, too.
+    const uint32_t overdue = peers.board().overdue;
+    EXPECT(by_clock ? overdue != 0 && overdue != 1u + rank : overdue == 0);
+    EXPECT(peers.board().differs == 0);
+  });
+}
+
+// Rank 1 calls something else: everybody learns of it, from block 0 on.
+void mismatch(Kernel mine, Kernel theirs) {
+  world(3, std::chrono::minutes(2), [&](int rank, gpu::Peers& peers) {
+    perform(simple(Kernel::packets, 3), peers);
+    perform(simple(Kernel::two_shot, 4), peers);
+    const Case c = simple(rank == 1 ? theirs : mine, rank == 1 ? 77 : 5);
+    cases::Memory m = cases::before(c, rank, 3);
+    m.bytes.resize(m.bytes.size() + 16);
+    char* memory = m.bytes.data() + -reinterpret_cast<uintptr_t>(m.bytes.data()) % 16;
+    cases::run(c, peers.links(), memory, m, nullptr);
+    const volatile gpu::Board& board = peers.board();
+    EXPECT(board.stop == 1 && board.overdue == 0);
+    EXPECT(rank == 1 ? board.differs == 1 || board.differs == 3 : board.differs == 2);
+    EXPECT(board.theirs == (rank == 1 ? 5u : 77u));
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  EXPECT(argc == 3);
+  const int calls = std::atoi(argv[1]);
+  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  for (int size : {2, 3, 4}) random_calls(size, calls, seed + size);
+  for (Kernel kernel : {Kernel::packets, Kernel::packets_two_shot, Kernel::two_shot, Kernel::broadcast}) {
+    missing(kernel, false);
+    missing(kernel, true);
+    mismatch(kernel, kernel);
+  }
+  mismatch(Kernel::packets, Kernel::two_shot);
+  mismatch(Kernel::all_gather, Kernel::packets_two_shot);
+  std::puts("ok");
+}

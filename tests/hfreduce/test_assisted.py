@@ -1,0 +1,52 @@
+"""The CPU-assisted reduce of CUDA tensors, over a GPU that is played on threads (fake_gpu.h): assisted.cpp."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "csrc" / "hfreduce"
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+SOURCES = [CORE / f"{name}.cpp" for name in ["reduce", "segment", "types", "cuda/assisted_cores"]]
+# Two files are called assisted.cpp.
+OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def build(folder, *flags):
+    def compiled(source, name):
+        command = [COMPILER, "-std=c++17", "-O1", "-g1", *flags, "-I", CORE, "-I", HERE, "-c", source, "-o", name]
+        subprocess.run(command, check=True, timeout=200, cwd=folder)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(compiled, OBJECTS.keys(), OBJECTS.values()))
+    subprocess.run([COMPILER, *flags, *OBJECTS.values(), "-o", "run", "-pthread"], check=True, timeout=100, cwd=folder)
+    return folder / "run"
+
+
+def run(program, what, rounds, seed=1):
+    result = subprocess.run([program, what, str(rounds), str(seed)], capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0 and result.stdout == "ok\n", f"{what}: {result.stderr[-6000:]}"
+
+
+@pytest.mark.timeout(300)
+def test_bits_orders_and_leavers(tmp_path):
+    """All dtypes and operations, sequences of any of them in threads and in processes, ranks that stop and die."""
+    program = build(tmp_path)
+    for what, rounds in {"pairs": 8, "sequences": 24, "processes": 12, "leavers": 16, "dead": 1}.items():
+        run(program, what, rounds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_clean(sanitizer, tmp_path):
+    """What a rank does that has let go is not: its streams write over what others may still read, as they will."""
+    program = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    for what in ["pairs", "sequences"] + ["leavers"] * (sanitizer != "thread"):
+        run(program, what, 8)
