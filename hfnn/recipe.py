@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 _enabled = True
+resharded = False  # set where parameters share memory in turns, by haiscale.fsdp
 
 
 @contextlib.contextmanager
@@ -249,9 +250,9 @@ def known_cast(x: torch.Tensor, dtype: torch.dtype):
 
 
 def parameters_may_be_resharded() -> bool:
-    """Whether fully_shard was used in this process: a parameter's memory may then be gone before backward."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    return bool(states is not None and states._module_state_mapping)
+    """Whether parameters are sharded in this process: one's memory may then be gone, or another's, before backward."""
+    states = sys.modules.get("torch.distributed._composable_state")  # of fully_shard
+    return resharded or bool(states is not None and states._module_state_mapping)
 
 
 def _own_copy(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,20 @@
+"""Sharded data parallelism: ZeRO-1, 2 and 3 (arXiv 1910.02054) by one wrapper.
+
+    from haiscale.fsdp import FSDP
+
+    model = FSDP(model)
+
+takes the place of torch.distributed.fsdp's FullyShardedDataParallel and fully_shard. docs/fsdp.md tells how it works.
+"""
+
+from haiscale.fsdp.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from haiscale.fsdp.wrapper import FSDP, FullyShardedDataParallel
+
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardingStrategy",
+]

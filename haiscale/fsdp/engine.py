@@ -1,0 +1,284 @@
+"""When units are gathered, given up and reduced.
+
+Forward: before a unit's module runs its parameters are gathered, and those of the units that ran next in the last
+forward begin to be. Whole parameters lie in slots, of which `buffers` are shared in turn; a unit keeps its slot for
+good, since tensors that autograd saved refer to that memory. Nothing is done to give parameters up: they are whole
+until another unit needs the slot. So the last units of forward are still there when backward begins.
+
+Backward: a hook on a unit's outputs runs when their gradients are complete. Autograd runs nodes in the reverse of the
+order in which they were made, so by then all that ran after this unit has ended its backward: those units' gradients
+are complete, their reduction begins, and their slots are free. No hook is needed on parameters or on inputs.
+
+On a GPU nothing here waits on the host: operations of the groups wait for the current stream, and it for them. A gather
+into a slot is begun when all kernels that read it have been launched, on the stream that launched them.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from haiscale.fsdp.reduce import Reductions
+from haiscale.fsdp.unit import Slot, Unit
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+class Engine:
+    """Of one FSDP: its units, root first, and what they are doing."""
+
+    def __init__(
+        self, units: list[Unit], group: dist.ProcessGroup, reductions: Reductions, buffers: int, make: Callable
+    ):
+        self.root, self.units, self.group, self.reductions = units[0], units, group, reductions
+        self.buffers, self._make = buffers, make
+        self.zero, self.sync, self.dummy, self.reduce_unused = 3, True, False, False
+        self.forward_prefetch = self.backward_prefetch = True
+        self.slots: list[Slot] = []
+        self.slot_bytes = max((u.nbytes for u in units if not u.private), default=0)
+        self.cast_inputs: torch.dtype | None = None
+        self._backward: list[Unit] = []  # units whose backward is under way, the outermost first
+        self._in_backward = False
+        self._last: list[Unit] = []  # in the order in which they began in the last forward
+        self._began: list[Unit] = []  # as far as this one has come
+        self._ended: list[Unit] = []  # in the order in which they ended
+        self._at = 0
+        for unit in units:
+            hook = functools.partial(self._before_forward, unit)
+            after = functools.partial(self._after_forward, unit)
+            for module in unit.modules:
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                module.register_forward_hook(after)
+
+    # Forward
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict):
+        if torch.compiler.is_compiling():  # a graph break: what follows is not for graphs
+            return torch._dynamo.disable(self._enter)(unit, args, kwargs)
+        return self._enter(unit, args, kwargs)
+
+    def _enter(self, unit: Unit, args: tuple, kwargs: dict):
+        if _in_graph_task():  # a checkpoint's recomputation: the backward of this unit is under way
+            self.before_backward(unit)
+        else:
+            if unit is self.root:
+                self._start()
+            else:
+                self._began.append(unit)
+            unit.running += 1
+        self._need(unit)
+        unit.swap_in()
+        if self.forward_prefetch and not self._in_backward:
+            self._prefetch(self._upcoming(unit))
+        if self.cast_inputs is not None:
+            return _cast(args, self.cast_inputs), _cast(kwargs, self.cast_inputs)
+        return None
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output):
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(self._leave)(unit, output)
+        return self._leave(unit, output)
+
+    def _leave(self, unit: Unit, output) -> None:
+        if not _in_graph_task():
+            unit.running -= 1
+            self._ended.append(unit)
+            if not unit.running:
+                unit.swap_out()
+        if torch.is_grad_enabled():
+            found = False
+            for tensor in tensors(output):
+                found = True
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._gradient_came, unit))
+            if not found and not isinstance(output, _PLAIN) and any(p.requires_grad for p in unit.parameters):
+                raise ValueError(
+                    f"{unit.name} returned a {type(output).__name__}, in which no tensor was found, so its backward "
+                    "could not be followed; return tensors, in tuples, lists, dicts or dataclasses"
+                )
+
+    def _start(self) -> None:
+        """A forward of the whole model."""
+        if self._in_backward or any(unit.running for unit in self.units):
+            self.reset()  # the last forward or backward ended in an exception
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.adopt()
+        if self._began:
+            self._last = self._began
+        self._began, self._ended, self._at = [], [], 0
+
+    def _upcoming(self, unit: Unit) -> list[Unit]:
+        """The units that ran after this one in the last forward."""
+        at = len(self._began) - 1
+        if at < 0:
+            return self._last[:1]
+        return self._last[at + 1 : at + self.buffers] if at < len(self._last) and self._last[at] is unit else []
+
+    # Parameters
+
+    def _need(self, unit: Unit) -> None:
+        """The parameters of a unit, whole."""
+        if not unit.flats:
+            return
+        if unit.slot is None:
+            with torch.inference_mode(False):  # where the first forward is in inference mode
+                self._assign(unit)
+        if not unit.is_fresh():
+            unit.gather(self.group)
+        unit.wait()
+
+    def _prefetch(self, units: list[Unit]) -> None:
+        for unit in units:
+            slot = unit.slot
+            if slot is None or unit.is_fresh():
+                continue
+            holder = slot.unit
+            if holder is None or holder is unit or not (holder.running or holder.works):
+                unit.gather(self.group)
+
+    def _assign(self, unit: Unit) -> None:
+        """A slot, at the first gather: of those that no unit needs now, the one that was taken longest ago."""
+        if unit.private:
+            unit.bind(Slot(unit.nbytes, self._make))
+            return
+        free = [slot for slot in self.slots if not slot.busy]
+        while len(free) < self.buffers:
+            free.append(Slot(self.slot_bytes, self._make))
+            self.slots.append(free[-1])
+        slot = min(free, key=lambda slot: slot.turn)
+        slot.turn = 1 + max(other.turn for other in self.slots)
+        unit.bind(slot)
+
+    # Backward
+
+    def _gradient_came(self, unit: Unit, gradient: Tensor) -> None:
+        self.before_backward(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        """The gradients of a unit's outputs are there: it is next, and units that are not around it have ended."""
+        if unit in self._backward:
+            return
+        if not self._in_backward:
+            self._in_backward, self._at = True, len(self._ended)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        for other in reversed(self._backward):
+            if other not in unit.around:
+                self._after_backward(other)
+        before = self._preceding(unit)
+        self._backward.append(unit)
+        unit.running += 1
+        if unit.backward_reads:
+            self._need(unit)
+            unit.swap_in()  # for checkpoints inside the unit
+        if self.backward_prefetch:
+            self._prefetch(before)
+
+    def _preceding(self, unit: Unit) -> list[Unit]:
+        """The units that come after this one in backward."""
+        for at in range(self._at - 1, -1, -1):
+            if self._ended[at] is unit:
+                self._skip(self._ended[at + 1 : self._at])
+                self._at = at
+                before = self._ended[max(at - self.buffers + 1, 0) : at]
+                return [other for other in reversed(before) if other.backward_reads]
+        return []
+
+    def _skip(self, units: list[Unit]) -> None:
+        """Units that this rank's loss does not depend on; on other ranks it may, which then wait for this one."""
+        if self.reduce_unused:
+            for unit in reversed(units):
+                if unit not in self._backward:
+                    if unit.backward_reads:
+                        self._need(unit)
+                    self._reduce(unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        self._backward.remove(unit)
+        unit.running -= 1
+        unit.swap_out()
+        self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            gradients = []
+            for p in flat.parameters:
+                if p.whole.grad is not None:
+                    gradients.append((p, p.whole.grad))
+                    p.whole.grad = None
+                elif self.reduce_unused and p.requires_grad:
+                    gradients.append((p, torch.zeros_like(p.whole)))
+            if self.dummy:
+                torch._foreach_zero_([gradient for _, gradient in gradients])
+            if not self.sync:
+                self.reductions.keep(flat, gradients)
+            elif gradients or flat.kept_of:
+                self.reductions.begin(flat, gradients, self.zero == 1)
+
+    def _end_backward(self) -> None:
+        while self._backward:
+            if len(self._backward) == 1:  # the root, if it is in this backward, comes last
+                self._skip(self._ended[: self._at])
+                self._at = 0
+            self._after_backward(self._backward[-1])
+        self._in_backward = False
+        self.reductions.end()
+        for unit in self.units:
+            unit.wait()  # for what was gathered and then not used
+            for flat in unit.flats:
+                flat.settle()
+        self._check()
+
+    def _check(self) -> None:
+        for unit in self.units:
+            stray = [p.name for p in unit.parameters if p.whole.grad is not None]
+            if stray:
+                raise RuntimeError(
+                    f"{stray[0]} of {unit.name} got a gradient, but not through what {unit.name} returned, so its "
+                    "parameters may have been others' in backward; return every tensor that the loss depends on from "
+                    "the module's forward, or leave the module out of units"
+                )
+
+    def reset(self) -> None:
+        """After an exception: as if nothing had been begun."""
+        self._backward, self._in_backward = [], False
+        self.reductions.forget()
+        for unit in self.units:
+            unit.running, unit.stamp, unit.works = 0, None, []
+            unit.swap_out()
+            for p in unit.parameters:
+                p.whole.grad = None
+
+
+def _in_graph_task() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors(nest) -> Iterator[Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, list | tuple):
+        for part in nest:
+            yield from tensors(part)
+    elif isinstance(nest, collections.abc.Mapping):
+        for part in nest.values():
+            yield from tensors(part)
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        for field in dataclasses.fields(nest):
+            yield from tensors(getattr(nest, field.name))
+
+
+def _cast(nest, dtype: torch.dtype):
+    """The same, with its floating-point tensors in `dtype`."""
+    if isinstance(nest, Tensor):
+        return nest.to(dtype) if nest.is_floating_point() and nest.dtype is not dtype else nest
+    if type(nest) in (list, tuple):
+        return type(nest)(_cast(part, dtype) for part in nest)
+    if type(nest) is dict:
+        return {key: _cast(part, dtype) for key, part in nest.items()}
+    return nest

@@ -1,0 +1,207 @@
+"""The shards of parameters that are gathered together, and where each lies.
+
+A parameter of `rows` rows is sharded along its first dimension as DTensor's Shard(0) has it: `chunk` = ceil(rows /
+ranks) rows a rank, fewer or none on the last ones. The local shards of a Flat lie one behind the other in one buffer:
+
+    shard    [ a: chunk rows | b: chunk rows | c: chunk rows | ...]            what a rank keeps
+    whole    [ a: chunk rows of rank 0, of rank 1, ... | b: ... | c: ... ]     what a gather makes
+
+so that each whole parameter is contiguous: a view. One buffer gathered in one piece would have all of rank 0 first,
+and each parameter would have to be put together by a copy. Instead a gather is one *coalesced* call, of one all-gather
+a parameter, from a view of the shard to a view of `whole`; a reduction is one coalesced call back. Neither copies
+anything before or after, unless a dtype changes or rows do not divide.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# Where a parameter begins, in elements: so in multiples of 16 bytes in a shard, of 128 in whole buffers of 16 bits.
+SHARD_ALIGNMENT, WHOLE_ALIGNMENT = 16, 64
+
+
+@dataclass(eq=False)
+class Parameter:
+    """One parameter of a model: its names, its place in the buffers, and its two tensors.
+
+    sharded: the one users and optimizers hold, an nn.Parameter that is a DTensor. whole: the nn.Parameter that modules
+    have while they run; its memory is that of whichever buffer the unit was gathered into.
+    """
+
+    name: str
+    places: list[tuple[nn.Module, str]]
+    shape: torch.Size
+    requires_grad: bool
+    rows: int  # of this rank
+    count: int  # elements of a shard, with what pads it
+    start: int  # in the shard
+    whole_start: int  # in a whole buffer
+    sharded: nn.Parameter | None = None
+    whole: nn.Parameter | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def local(self) -> Tensor:
+        return self.sharded._local_tensor
+
+    def __post_init__(self):
+        plain = [(m, name) for m, name in self.places if type(m).__setattr__ is nn.Module.__setattr__]
+        self._tables = [(module._parameters, name) for module, name in plain]
+        self._others = [place for place in self.places if place not in plain]  # with lists of their own, as nn.LSTM
+
+    def put(self, tensor: nn.Parameter) -> None:
+        """Makes `tensor` what the modules have."""
+        for table, name in self._tables:
+            table[name] = tensor
+        for module, name in self._others:
+            setattr(module, name, tensor)
+
+
+class Layout:
+    """Where parameters of one dtype lie, on one of `size` ranks."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter, list]], rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.parameters: list[Parameter] = []
+        self.length = self.whole_length = 0  # elements
+        for name, p, places in named:
+            if p.dim() == 0:
+                raise ValueError(
+                    f"parameter {name} has no dimension to shard along: make it one of shape (1,), or leave it out by "
+                    "ignored_states and reduce its gradient yourself"
+                )
+            chunk = -(-p.shape[0] // size)
+            rows = min(max(p.shape[0] - rank * chunk, 0), chunk)
+            count = chunk * (p.numel() // p.shape[0] if p.shape[0] else 0)
+            entry = (name, places, p.shape, p.requires_grad, rows, count, self.length, self.whole_length)
+            self.parameters.append(Parameter(*entry))
+            self.length += _aligned(count, SHARD_ALIGNMENT)
+            self.whole_length += _aligned(count * size, WHOLE_ALIGNMENT)
+
+    def shards(self, buffer: Tensor) -> list[Tensor]:
+        """The padded shard of each parameter in a buffer of `length` elements, flat."""
+        return [buffer[p.start : p.start + p.count] for p in self.parameters]
+
+    def wholes(self, buffer: Tensor) -> list[Tensor]:
+        """Each parameter, padded, in a buffer of `whole_length` elements, flat."""
+        return [buffer[p.whole_start : p.whole_start + p.count * self.size] for p in self.parameters]
+
+
+def _aligned(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
+
+
+class Flat(Layout):
+    """Parameters of one dtype that are sharded over `mesh`, whose last dimension is that of shards."""
+
+    def __init__(
+        self, named: list[tuple[str, nn.Parameter, list]], mesh: DeviceMesh, device: torch.device, dtypes, host
+    ):
+        """dtypes: (param_dtype, reduce_dtype), or None. device: where modules run; host: shards stay on the CPU."""
+        super().__init__(named, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+        given = [p for _, p, _ in named]
+        self.dtype, self.device, self.host = given[0].dtype, device, host and device.type != "cpu"
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (dtypes[0] or self.dtype) if floating else self.dtype
+        self.reduce_dtype = dtypes[1] or self.compute_dtype
+        self.casts = self.compute_dtype is not self.dtype or self.host
+        self.mesh = mesh
+        self.shard = self.new()
+        self.grad: Tensor | None = None  # of the shard: what `.grad` of the sharded parameters are views of
+        self.kept: Tensor | None = None  # whole gradients of the microbatches so far, of the parameters `kept_of`
+        self.kept_of: set[Parameter] = set()
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        for p, tensor, view in zip(self.parameters, given, self.shards(self.shard), strict=True):
+            p.sharded = nn.Parameter(self._dtensor(p, view, mesh, placements), tensor.requires_grad)
+            self.write(p, tensor.detach())
+            whole = torch.empty(0, dtype=self.compute_dtype, device=device)
+            p.whole = nn.Parameter(whole, tensor.requires_grad)
+        self.inputs = self.shards(self.shard)  # of the gathers, where nothing is cast
+
+    def new(self) -> Tensor:
+        """Zeros in the layout of the shard, where it lies."""
+        where = torch.device("cpu") if self.host else self.device
+        return torch.zeros(self.length, dtype=self.dtype, device=where, pin_memory=self.host)
+
+    def trained(self) -> list[Parameter]:
+        return [p for p in self.parameters if p.requires_grad]
+
+    def _dtensor(self, p: Parameter, view: Tensor, mesh, placements) -> DTensor:
+        local = view[: self._local_numel(p)].view(p.rows, *p.shape[1:])
+        stride = torch.empty(p.shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=p.shape, stride=stride)
+
+    def _local_numel(self, p: Parameter) -> int:
+        return p.rows * (p.numel // p.shape[0] if p.shape[0] else 0)
+
+    @torch.no_grad()
+    def write(self, p: Parameter, whole: Tensor) -> None:
+        """Takes this rank's rows of a whole tensor."""
+        if p.rows:
+            chunk = -(-p.shape[0] // self.size)
+            p.local.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes over the values of parameters that were put into modules in place of ours."""
+        for p in self.parameters:
+            module, name = p.places[0]
+            present = module._parameters[name]
+            if present is not p.sharded:
+                p.sharded.copy_(present) if isinstance(present, DTensor) else self.write(p, present)
+                p.put(p.sharded)
+
+    def versions(self) -> int:
+        """What grows when a shard is written to by an op of torch."""
+        return sum(p.sharded._version + p.local._version for p in self.parameters)
+
+    def bind(self, buffer: Tensor) -> list[Tensor]:
+        """Gives the whole parameters their memory, and returns what gathers write."""
+        outputs = self.wholes(buffer)
+        for p, view in zip(self.parameters, outputs, strict=True):
+            p.whole.data = view[: p.numel].view(p.shape)
+        return outputs
+
+    def attach(self, done: list[Parameter], values: Tensor, divisor: int) -> None:
+        """Adds averaged gradients, in the layout of the shard, to the `.grad` of the sharded parameters.
+
+        values may be `self.grad` itself, which the reduction wrote: then it is where it belongs.
+        """
+        if divisor != 1:
+            values.div_(divisor)
+        if values is not self.grad:
+            fresh = self.first(done)
+            if self.grad is None:
+                self.grad = self.new()
+            if fresh and len(done) == len(self.trained()):
+                self.grad.copy_(values, non_blocking=True)
+            else:
+                self._add(done, values.to(self.grad.device))
+        for p in done:
+            if p.sharded.grad is None:
+                view = self.grad[p.start : p.start + self._local_numel(p)].view(p.rows, *p.shape[1:])
+                p.sharded.grad = DTensor(view, p.sharded._spec, requires_grad=False)
+
+    def settle(self) -> None:
+        """Until gradients that are on their way to the host have arrived there."""
+        if self.host:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def first(self, done: list[Parameter]) -> bool:
+        """Whether none of these has a gradient yet."""
+        return all(p.sharded.grad is None for p in done)
+
+    def _add(self, done: list[Parameter], values: Tensor) -> None:
+        for p in done:
+            at = slice(p.start, p.start + self._local_numel(p))
+            if p.sharded.grad is None:
+                self.grad[at] = values[at]
+            else:
+                p.sharded.grad._local_tensor.view(-1).add_(values[at])

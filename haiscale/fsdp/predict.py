@@ -1,0 +1,126 @@
+"""Peak memory of a training step on as many ranks as wanted, without them and without their GPUs."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from haiscale.fsdp.wrapper import FSDP
+from hfnn.memory import peak
+
+
+class Live(peak._Live):
+    """Counts the storages that ops return, also those behind DTensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its ops on local tensors come here one by one
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class AsOnGPU(TorchFunctionMode):
+    """Ops of which the CPU's versions keep more for backward than a GPU's: dropout, and attention with dropout."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            args, kwargs["dropout_p"] = args[:4], 0.0  # a mask of its own is not kept, either way
+        if func is nn.functional.dropout:
+            x, p, training = _dropout(*args, **kwargs)
+            return torch.native_dropout(x, p, True)[0] if training and p else x
+        return func(*args, **kwargs)
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    return input, p, training
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes on one rank. peak: the most at any time of a step; the others are their share of it.
+
+    parameters, gradients, states: shards, and the optimizer's states of them. communication: slots and buffers.
+    rest: activations, whole gradients as autograd makes them, buffers of modules, temporaries.
+    """
+
+    ranks: int
+    parameters: int
+    gradients: int
+    states: int
+    communication: int
+    rest: int
+    peak: int
+
+    def __str__(self) -> str:
+        rows = [(f.name, getattr(self, f.name)) for f in fields(self)[1:]]
+        lines = [f"{name:14} {number / 2**20:12.2f} MiB" for name, number in rows]
+        return "\n".join([f"a step on {self.ranks} ranks, per rank", *lines])
+
+
+def predict(
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module], Tensor],
+    ranks: int,
+    optimizer: Callable = torch.optim.AdamW,
+    device: torch.device | str = "cpu",
+    replicas: int = 1,
+    like_gpu: bool = True,
+    **options,
+) -> Prediction:
+    """What a rank's second training step holds at most, when the model of `build()` is sharded over `ranks`.
+
+    build: called under `torch.device("meta")`. loss: from the wrapped model, whose inputs it makes on `device`, to the
+    scalar to go backward from. optimizer: made of the parameters. replicas: of the shards, of which there are
+    ranks / replicas. options: FSDP's. The step is run on tensors without memory (FakeTensor) and in a process group
+    without other ranks. device: "cuda" takes a torch built for it. like_gpu: on "cpu", dropout and attention keep for
+    backward what they keep on a GPU. What the backend of a real group, a GPU's allocator and its libraries hold comes
+    on top. Raises ValueError where torch.distributed is initialised, and for a device this torch was not built for.
+    """
+    if torch.device(device).type == "cuda" and not torch.backends.cuda.is_built():
+        raise ValueError("device='cuda' takes a torch that was built for CUDA; device='cpu' predicts GPUs as well")
+    if dist.is_initialized():
+        raise ValueError("predict makes a process group of its own: call it where torch.distributed is not initialised")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+        options["device_mesh"] = init_device_mesh(torch.device(device).type, shape)
+        with torch.device("meta"):
+            built = build()
+        options = {"device_id": torch.device(torch.device(device).type, 0), "param_init_fn": lambda _: None, **options}
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with Live() as live, fake, torch.device(device), AsOnGPU() if like_gpu else contextlib.nullcontext():
+            model = FSDP(built, **options)
+            return measure(model, live, loss, optimizer(model.parameters()))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(model: FSDP, live: Live, loss: Callable, stepper: torch.optim.Optimizer) -> Prediction:
+    """The second of two steps of a model that was made, as its optimizer was, under `live`."""
+    gc.collect()
+    for _ in range(2):
+        live.peak = live.now
+        loss(model).backward()
+        stepper.step()
+        stepper.zero_grad()
+    held = model.memory()
+    states = sum(_nbytes(value) for state in stepper.state.values() for value in state.values())
+    communication = held.slots + held.reductions
+    rest = live.peak - held.parameters - held.gradients - states - communication
+    return Prediction(model.mesh.size(), held.parameters, held.gradients, states, communication, rest, live.peak)
+
+
+def _nbytes(value) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    return (value._local_tensor if isinstance(value, DTensor) else value).nbytes

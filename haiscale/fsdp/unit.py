@@ -1,0 +1,131 @@
+"""A unit: modules whose parameters are gathered, and whose gradients are reduced, together."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import hfnn
+from haiscale.fsdp.flat import Flat, Parameter
+
+_steps = [0]  # of all optimizers of this process
+
+
+def stepped(*_) -> None:
+    """Parameters may have changed; called after every step of an optimizer."""
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(stepped)
+
+
+class Slot:
+    """Memory for the whole parameters of one unit at a time, of which several units may take turns."""
+
+    def __init__(self, nbytes: int, make: Callable[[int], Tensor]):
+        self.buffer, self.unit, self.turn = make(nbytes), None, 0
+
+    @property
+    def busy(self) -> bool:
+        return self.unit is not None and self.unit.running > 0
+
+
+class Unit:
+    """See the head of this file. `running` counts who needs its parameters whole: forwards, and one backward."""
+
+    def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat], private: bool):
+        self.name, self.modules, self.flats = name, modules, flats
+        self.private = private  # has a slot of its own: nobody else's parameters ever lie there
+        self.running, self.swapped, self.stamp = 0, False, None
+        self.works: list[dist.Work] = []
+        self.slot: Slot | None = None
+        self.around: set[Unit] = set()  # units that this one is inside of
+        embeddings = nn.Embedding.forward, hfnn.Embedding.forward  # whose backward reads no weights
+        self.backward_reads = any(type(m).forward not in embeddings for m in modules)
+        self.parameters: list[Parameter] = [p for flat in flats for p in flat.parameters]
+        self._calls: list[tuple[Flat, Tensor | None, list, list]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of a slot: the whole parameters, and where something is cast the cast shard."""
+        return sum(_bytes(f.whole_length, f) + (_bytes(f.length, f) if f.casts else 0) for f in self.flats)
+
+    def bind(self, slot: Slot) -> None:
+        """From now on the parameters are gathered into this slot, always: what autograd saved of them refers to it."""
+        self.slot, at = slot, 0
+        for flat in self.flats:
+            whole = slot.buffer[at : at + flat.whole_length * flat.compute_dtype.itemsize].view(flat.compute_dtype)
+            at += _bytes(flat.whole_length, flat)
+            outputs, cast, inputs = flat.bind(whole), None, flat.inputs
+            if flat.casts:
+                cast = slot.buffer[at : at + flat.length * flat.compute_dtype.itemsize].view(flat.compute_dtype)
+                at += _bytes(flat.length, flat)
+                inputs = flat.shards(cast)
+            pairs = [(i, o) for i, o in zip(inputs, outputs, strict=True) if o.numel()]
+            self._calls.append((flat, cast, [i for i, _ in pairs], [o for _, o in pairs]))
+
+    def is_fresh(self) -> bool:
+        """Whether the slot holds, or is being given, what the shards hold."""
+        return self.slot.unit is self and self.stamp == self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        """Changes when shards are written to: by ops of torch, or by an optimizer's kernels, which torch cannot see."""
+        return _steps[0], sum(flat.versions() for flat in self.flats)
+
+    @torch.no_grad()
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Begins to write the whole parameters into the slot."""
+        if self.slot.unit is not None:
+            self.slot.unit.wait()
+        self.slot.unit, before, self.stamp = self, self.stamp, self._stamp()
+        if self.stamp != before:  # so that a backward that needs the old values fails, as it does without shards
+            torch.autograd.graph.increment_version([p.whole for p in self.parameters])
+        for flat, cast, inputs, outputs in self._calls:
+            if cast is not None:
+                cast.copy_(flat.shard, non_blocking=True)
+            self.works += all_gather(group, outputs, inputs)
+
+    def wait(self) -> None:
+        """Until what was begun is there; on a GPU, for kernels launched from now on."""
+        while self.works:
+            self.works.pop(0).wait()
+
+    def swap_in(self) -> None:
+        """Modules have whole parameters from now on."""
+        if not self.swapped:
+            self.swapped = True
+            for p in self.parameters:
+                if p.requires_grad is not p.sharded.requires_grad:  # the user froze it, or took that back
+                    p.requires_grad = p.sharded.requires_grad
+                    p.whole.requires_grad_(p.requires_grad)
+                p.put(p.whole)
+
+    def swap_out(self) -> None:
+        if self.swapped:
+            self.swapped = False
+            for p in self.parameters:
+                p.put(p.sharded)
+
+
+def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor]) -> list[dist.Work]:
+    """One coalesced all-gather; what to wait for."""
+    if not inputs or is_fake(group):
+        return []
+    if group.size() == 1:
+        torch._foreach_copy_(outputs, inputs)
+        return []
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return [group.allgather_into_tensor_coalesced(outputs, inputs, options)]
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks do not exist, as where memory is predicted: then there is nothing to send."""
+    return dist.get_backend(group) == "fake"
+
+
+def _bytes(length: int, flat: Flat) -> int:
+    return -(-length * flat.compute_dtype.itemsize // 512) * 512

@@ -1,0 +1,304 @@
+"""FSDP: parameters, gradients and optimizer states sharded over ranks."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from haiscale import checks
+from haiscale.fsdp import clip, deferred, full, memory, options, step, uneven
+from haiscale.fsdp.engine import Engine
+from haiscale.fsdp.flat import Flat
+from haiscale.fsdp.reduce import Reductions, bytes_needed
+from haiscale.fsdp.unit import Unit, is_fake
+from haiscale.fsdp.units import find_units
+from haiscale.mesh import hfreduce_takes_cuda, sibling
+from hfnn import recipe
+
+
+class FSDP(nn.Module):
+    """Shards a model over the ranks of a group; otherwise it is used as the model is.
+
+        model = FSDP(model, zero=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(x).loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Each rank keeps 1/ranks of what `zero` names: 1 optimizer states, 2 gradients too, 3 (the default) parameters too
+    (ZeRO, arXiv 1910.02054). Parameters are gathered unit by unit before they are used; gradients are averaged over
+    ranks as soon as a unit's backward has ended. `model.parameters()` are DTensors, sharded along dimension 0; make the
+    optimizer of them, after wrapping.
+
+    module: the same on all ranks, on any device; on meta it is initialised unit by unit (`param_init_fn`). The
+    arguments up to `device_mesh` are those of torch's FullyShardedDataParallel, where
+        sharding_strategy: torch's names; FULL_SHARD is zero=3, SHARD_GRAD_OP zero=2, HYBRID_SHARD shards inside a host
+            and keeps a replica on each host.
+        auto_wrap_policy, units: which modules are gathered together, see `haiscale.fsdp.units.find_units`; by default
+            the blocks found in the model.
+        mixed_precision: MixedPrecision, or a tuple (param_dtype, reduce_dtype, output_dtype).
+        backward_prefetch, forward_prefetch: whether the next unit is gathered while one runs.
+        sync_module_states: parameters and buffers of the group's first rank are sent to all others.
+        device_mesh: of one dimension instead of a group; of two, replicas of shards.
+        limit_all_gathers, use_orig_params: taken and without effect: both always are so.
+    buffers: how many units that are sharded may be whole at a time, and how many reductions under way.
+    reduce_unused: parameters that this rank's loss does not depend on count as zero gradients, for models that train
+        other parameters on other ranks; otherwise such a parameter has no gradient, on any rank.
+
+    Raises ValueError for arguments that are not accepted, and where the ranks' models differ.
+    """
+
+    def __init__(
+        self, module, process_group=None, sharding_strategy=None, cpu_offload=None, auto_wrap_policy=None,
+        backward_prefetch=options.BackwardPrefetch.BACKWARD_PRE, mixed_precision=None, ignored_modules=None,
+        param_init_fn=None, device_id=None, sync_module_states=False, forward_prefetch=True, limit_all_gathers=True,
+        use_orig_params=True, ignored_states=None, device_mesh=None, *, zero=None, units=None, buffers=2,
+        reduce_unused=False,
+    ):  # fmt: skip
+        super().__init__()
+        if not isinstance(buffers, int) or buffers < 1:
+            raise ValueError(f"buffers={buffers!r} is not accepted: give an integer of at least 1")
+        if auto_wrap_policy is not None and units is not None:
+            raise ValueError("auto_wrap_policy and units say the same: give one of them")
+        self.zero, hybrid = options.zero_stage(sharding_strategy, zero)
+        self.precision = options.mixed_precision(mixed_precision)
+        self.mesh = _mesh(process_group, device_mesh, hybrid, device_id, module)
+        self.device = _device(device_id, self.mesh)
+        self.offload = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+        for dim in range(self.mesh.ndim):
+            checks.same_model(module, self.mesh.get_group(dim))
+        ignored = _ignored(module, ignored_modules, ignored_states)
+        wanted = auto_wrap_policy if units is None else units
+        groups = [[module], *find_units(module, wanted, ignored[0])]
+        self.module = module
+        self._names = [name for name, _ in module.named_parameters()]
+        initialise = deferred.Initialiser(module, self.device, param_init_fn, sync_module_states, self.mesh)
+        made = [self._unit(group, owned, initialise) for group, owned in _owners(module, groups, ignored[1])]
+        initialise.buffers(self.precision.buffer_dtype)
+        self._engine = self._make_engine(made, buffers)
+        self._engine.forward_prefetch = bool(forward_prefetch)
+        self._engine.backward_prefetch = backward_prefetch is not None
+        self._engine.reduce_unused = bool(reduce_unused)
+        if self.zero == 3:
+            recipe.resharded = True  # recipes must not refer to parameters
+
+    def _unit(self, modules: list[nn.Module], owned: list, initialise) -> Unit:
+        """One unit; the whole parameters it had are given up."""
+        name = next(name for name, m in self.module.named_modules() if m is modules[0])
+        name = f"{name} ({type(modules[0]).__name__})" if name else type(modules[0]).__name__
+        flats, root = [], modules[0] is self.module
+        with torch.no_grad():
+            whole = initialise.parameters(owned)
+            for dtype in dict.fromkeys(p.dtype for _, p, _ in whole):
+                rows = [row for row in whole if row[1].dtype is dtype]
+                dtypes = self.precision.param_dtype, self.precision.reduce_dtype
+                flats.append(Flat(rows, self.mesh, self.device, dtypes, self.offload))
+        for flat in flats:
+            for p in flat.parameters:
+                p.put(p.sharded)
+        return Unit(name, modules, flats, private=root or self.zero < 3)
+
+    def _make_engine(self, units: list[Unit], buffers: int) -> Engine:
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        replicas = self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        parts = {unit: {part for m in unit.modules for part in m.modules()} for unit in units}
+        for unit in units:
+            unit.around = {o for o in units if o is not unit and any(m in parts[o] for m in unit.modules)}
+
+        def make(nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+        reductions = Reductions(_channel(group), replicas, buffers, make)
+        needs = (bytes_needed(flat) for unit in units for flat in unit.flats)
+        reductions.needs = [nbytes for nbytes in needs if nbytes]
+        engine = Engine(units, group, reductions, buffers, make)
+        engine.zero = self.zero
+        if self.precision.cast_forward_inputs:
+            engine.cast_inputs = self.precision.param_dtype
+        return engine
+
+    def forward(self, *args, **kwargs):
+        try:
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            self._engine.reset()
+            raise
+        dtype = self.precision.output_dtype
+        return output if dtype is None else full.cast(output, dtype)
+
+    def _apply(self, fn, recurse=True):
+        """`.to()` and its like: buffers follow, shards stay where and what they are."""
+        for name, p in self.module.named_parameters():
+            now = fn(p.detach())
+            if (now.dtype, now.device) != (p.dtype, p.device):
+                raise ValueError(
+                    f"{name} would become {now.dtype} on {now.device}; it is a shard, {p.dtype} on {p.device}, and "
+                    "others are sent it: cast or move the model before it is wrapped, or give FSDP mixed_precision or "
+                    "device_id"
+                )
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else fn(buffer)
+        return self
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is gathered together; the first is the root."""
+        return self._engine.units
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward adds whole gradients up on each rank; the first backward outside averages all of them.
+
+        Meanwhile a rank holds the gradients of all parameters, in the dtype of the reduction. Without no_sync each
+        backward averages, and adds to the sharded gradients: more communication, and no such memory.
+        """
+        before, self._engine.sync = self._engine.sync, False
+        try:
+            yield
+        finally:
+            self._engine.sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        norm_type: 2, any other positive number, or inf. Nothing waits for the GPU. Call it on every rank.
+        """
+        return clip.clip_grad_norm_(self, max_norm, norm_type)
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> step.InBackward:
+        """Steps each unit inside backward, as soon as its gradients are averaged, and frees them: see InBackward."""
+        return step.InBackward(self, optimizer)
+
+    def join(self, batches: Iterable) -> Iterator:
+        """The batches of a loop in which ranks have different numbers of them: see haiscale.fsdp.uneven.batches."""
+        return uneven.batches(self._engine, self.mesh, batches)
+
+    def summon_full_params(self, writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False):
+        """A context in which the module has whole parameters: see haiscale.fsdp.full.summon."""
+        return full.summon(self, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def memory(self) -> memory.Memory:
+        """The bytes that this rank holds for parameters, gradients and communication; print it."""
+        return memory.of(self._engine)
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor | DTensor]]:
+        """Parameters and persistent buffers, live, by their names in the module; a tied one once."""
+        yield from self.module.named_parameters()
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+
+    def shards_loaded(self) -> None:
+        """To be called after shards were written to: what is kept whole is gathered anew."""
+        for unit in self.units:
+            unit.stamp = None
+
+    def state_dict(self, *args, **kwargs) -> dict:
+        """The module's: names without "module.", parameters as DTensors. `full_state_dict` has them whole."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def full_state_dict(self, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
+        """The module's state dict with whole tensors, as the unwrapped model has it; {} on other ranks if rank0_only.
+
+        All ranks call it. cpu: moves each parameter to the host before the next is gathered.
+        """
+        return full.state_dict(self, rank0_only, cpu)
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
+        """From a state dict of either kind: each rank takes its rows of whole tensors."""
+        return full.load_state_dict(self, state_dict, strict, assign)
+
+
+FullyShardedDataParallel = FSDP
+
+
+def _mesh(group, mesh: DeviceMesh | None, hybrid: bool, device_id, module: nn.Module) -> DeviceMesh:
+    """One dimension of shards, or (replicas, shards)."""
+    if mesh is not None:
+        checks.group_of(None)
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"device_mesh has dimensions {mesh.mesh_dim_names or mesh.shape}: give one, of shards, or two, of "
+                "replicas and shards, as in mesh['dp', 'fsdp']"
+            )
+        if group is not None:
+            raise ValueError("process_group and device_mesh say the same: give one of them")
+        return mesh
+    group = checks.group_of(group)
+    kind = _kind(group, device_id, module)
+    if not hybrid:
+        return DeviceMesh.from_group(group, kind, mesh_dim_names=("fsdp",))
+    local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), dist.get_world_size()
+    if group.size() != world or not local or world % local:
+        raise ValueError(
+            "HYBRID_SHARD without device_mesh shards over the ranks of a host, which LOCAL_WORLD_SIZE counts, and "
+            "needs all ranks; give device_mesh, of two dimensions (replicas, shards)"
+        )
+    return init_device_mesh(kind, (world // local, local), mesh_dim_names=("dp", "fsdp"))
+
+
+def _kind(group: dist.ProcessGroup, device_id, module: nn.Module) -> str:
+    if device_id is not None:
+        return "cuda" if isinstance(device_id, int) else torch.device(device_id).type
+    kinds = {p.device.type for p in module.parameters()} - {"meta"}
+    backend = dist.get_backend(group)
+    reached = backend not in ("gloo", "hfreduce") or (backend == "hfreduce" and hfreduce_takes_cuda())
+    meta_to_gpu = not kinds and torch.cuda.is_available() and reached
+    return "cuda" if "cuda" in kinds or meta_to_gpu or backend == "nccl" else "cpu"
+
+
+def _device(device_id, mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type != "cuda":
+        return torch.device(mesh.device_type)
+    index = device_id if isinstance(device_id, int) else None if device_id is None else torch.device(device_id).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def _ignored(module: nn.Module, modules, states) -> tuple[set, set]:
+    """(modules, parameters) that are left alone."""
+    states = list(states or ())
+    modules = [*(modules or ()), *(s for s in states if isinstance(s, nn.Module))]
+    modules = {part for m in modules for part in m.modules()}
+    return modules, {s for s in states if isinstance(s, Tensor)} | {p for m in modules for p in m._parameters.values()}
+
+
+def _owners(module: nn.Module, groups: list[list[nn.Module]], ignored: set) -> list[tuple[list, list]]:
+    """For each unit its modules and its parameters, as (name, parameter, places).
+
+    A module is of the innermost unit around it, a parameter of its module's; of the root, where several units have it.
+    """
+    owner = dict.fromkeys(module.modules(), 0)
+    order = {m: i for i, m in enumerate(module.modules())}
+    for index, group in sorted(enumerate(groups), key=lambda pair: order[pair[1][0]]):
+        for m in group:
+            owner.update(dict.fromkeys(m.modules(), index))
+    found: dict[nn.Parameter, tuple[str, list]] = {}
+    for prefix, m in module.named_modules():
+        for name, p in m._parameters.items():
+            if p is not None and p not in ignored:
+                if isinstance(p, DTensor):
+                    raise ValueError(
+                        f"parameter {prefix}.{name} is a DTensor already: FSDP takes models that nobody has sharded"
+                    )
+                found.setdefault(p, (f"{prefix}.{name}" if prefix else name, []))[1].append((m, name))
+    owned: list[list] = [[] for _ in groups]
+    for p, (name, places) in found.items():
+        indices = {owner[m] for m, _ in places}
+        owned[indices.pop() if len(indices) == 1 else 0].append((name, p, places))
+    return [pair for i, pair in enumerate(zip(groups, owned, strict=True)) if pair[1] or i == 0]
+
+
+_channels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks beside this one: reductions do not wait there for the gathers that were begun first."""
+    if group.size() == 1 or is_fake(group):
+        return group
+    if group not in _channels:
+        _channels[group] = sibling(group)
+    return _channels[group]

@@ -1,0 +1,65 @@
+"""haiscale.fsdp on two and four CPU ranks: tests/workers/fsdp.py says what each case does.
+
+Losses, gradients and parameters are those of torch's fully_shard on the same backend, to the bit: both average by the
+same reductions in a fixed order. What fully_shard cannot do is compared with the model alone.
+"""
+
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+WORKERS = Path(__file__).parents[1] / "workers"
+
+
+def check(results, least):
+    """One line for each rank and case where something is wrong, and none; how many cases there are at least."""
+    said = [(rank, name, text) for rank, found in enumerate(results) for name, text in found.items()]
+    wrong = [f"rank {rank}, {name}: {text}" for rank, name, text in said if isinstance(text, str)]
+    assert not wrong, "\n".join(wrong)
+    assert all(len(found) >= least for found in results)
+
+
+def test_on_two_ranks(tmp_path):
+    check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=180), 35)
+
+
+def test_on_four_ranks_and_predicted(tmp_path):
+    results = ranks.run(WORKERS / "fsdp.py", "cases", 4, tmp_path, timeout=180)
+    check(results, 6)
+    check_prediction(results[0]["measured"], **results[0]["predicted"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus(tmp_path):
+    """On NCCL, whose sum of two is in either order the same."""
+    names = (
+        "zero1 zero2 zero3 zero3_mixed low_reduction untied accumulate_mixed gpt2 llama llama_converted clipped unused"
+    )
+    names = [*names.split(), "frozen", "in_backward", "checkpoints", "offload", "states", "again"]
+    cuda = {"FSDP_DEVICE": "cuda"}
+    check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=300, env=cuda, names=names, backend="nccl"), 18)
+
+
+def check_prediction(measured, **predicted):
+    """Against what one of four real ranks held, counted byte by byte."""
+    guess, many, replicated = predicted["4"], predicted["64"], predicted["16 times 4"]
+    for name in ("parameters", "gradients", "states", "communication"):
+        assert guess[name] == measured[name] > 0, name
+    assert guess["peak"] == pytest.approx(measured["peak"], rel=0.02)
+    assert guess["rest"] == pytest.approx(measured["rest"], rel=0.05)
+    assert many["parameters"] < guess["parameters"] / 7 and many["ranks"] == 64
+    assert replicated["parameters"] == guess["parameters"]
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path):
+    """In the all-gather that waits for it, or in backward; and the next call says so again, at once."""
+    found = ranks.run(WORKERS / "fsdp_faults.py", "scenarios", 2, tmp_path, timeout=90)[0]
+    assert len(found) == 4
+    for scenario, (seconds, *errors) in found.items():
+        assert len(errors) == 2 and all("rank 1" in error for error in errors), (scenario, errors)
+        if scenario.startswith("SIGKILL"):
+            assert float(seconds) < 1.9 and "has died" in errors[0], (scenario, seconds, errors[0])
+        else:
+            assert float(seconds) < 12 and "waiting for rank 1" in errors[0], (scenario, seconds, errors[0])

@@ -1,0 +1,81 @@
+"""One rank of haiscale.fsdp: each case is a function of (rank, size), run in one process group after the other.
+
+fsdp_versus.py has what is compared with torch's fully_shard on the same backend: reductions are in a fixed order, so
+what the two compute is equal to the bit. fsdp_own.py and fsdp_values.py have the rest, fsdp_models.py what they
+train.
+"""
+
+import dataclasses
+import traceback
+from functools import partial
+
+import fsdp_own as own
+import fsdp_values as values
+import fsdp_versus as versus
+import torch
+import torch.distributed as dist
+from fsdp_models import BF16, DEVICE, FP32, Net, loss_of
+
+import hfreduce
+from haiscale.fsdp.predict import predict
+
+MIXED = BF16, FP32
+TWO = {
+    **{f"zero{zero}": partial(versus.plain, zero=zero) for zero in (1, 2, 3)},
+    **{f"zero{zero}_mixed": partial(versus.plain, zero=zero, precision=MIXED) for zero in (1, 2, 3)},
+    "low_reduction": partial(versus.plain, precision=(BF16, BF16)),
+    "untied": partial(versus.plain, tied=False),
+    "gpt2": partial(versus.language, kind="gpt2", steps=50),
+    "gpt2_converted": partial(versus.language, kind="gpt2", steps=6, convert=True),
+    "llama": partial(versus.language, kind="llama", steps=50, precision=MIXED, clip=0.5),
+    "llama_converted": partial(versus.language, kind="llama", steps=6, convert=True),
+    **{f"accumulate_zero{zero}": partial(versus.accumulate, zero=zero) for zero in (1, 2, 3)},
+    "accumulate_mixed": partial(versus.accumulate, precision=MIXED),
+    **{
+        name: getattr(versus, name)
+        for name in ("buffers", "frozen", "unused", "aside", "clipped", "output", "checkpoints", "compiled")
+    },
+    **{name: getattr(own, name) for name in ("dtypes", "twice", "in_backward", "hooks_of_parameters", "uneven")},
+    **{name: getattr(own, name) for name in ("errors", "policies")},
+    **{name: getattr(values, name) for name in ("states", "meta", "sent", "evaluated", "again", "assigned", "offload")},
+}  # fmt: skip
+FOUR = {
+    "zero3_of_four": versus.plain,
+    "hybrid": versus.hybrid,
+    "hybrid_mixed": partial(versus.hybrid, precision=MIXED, zero=2),
+    "hybrid_uneven": own.hybrid_uneven,
+    "reduce_unused": own.reduce_unused,
+    "measured": own.measured,
+}
+
+
+def cases(rank, size, store, names=None, backend="hfreduce"):
+    """What went wrong in each case: {name: traceback}, or what the case returned."""
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    found = {}
+    for name, case in {2: TWO, 4: FOUR}[size].items():
+        if names is None or name in names:
+            try:
+                found[name] = case(rank, size)
+            except BaseException:
+                found[name] = traceback.format_exc()[-3000:]
+    assert backend != "hfreduce" or hfreduce.operations() > 10  # on which all of this ran
+    dist.destroy_process_group()
+    if "measured" in found and rank == 0:
+        found["predicted"] = predictions()
+    return found
+
+
+def predictions():
+    """For as many ranks as `own.measured` ran on, and for more: made without any."""
+
+    def guess(ranks, **options):
+        def loss(model):
+            return loss_of(model, torch.zeros(2, 12, dtype=torch.long))
+
+        return dataclasses.asdict(predict(lambda: Net(depth=4), loss, ranks, mixed_precision=MIXED, **options))
+
+    return {"4": guess(4), "64": guess(64), "16 times 4": guess(64, replicas=16)}

@@ -1,0 +1,164 @@
+"""Cases of where values come from and go to, other than by training: see fsdp.py."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import (
+    Block,
+    Net,
+    check_gradients,
+    ids,
+    loss_of,
+    net,
+    torchs,
+    whole,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from haiscale.fsdp import FSDP
+
+
+def states(rank, size):
+    """Whole and sharded state dicts, summoned parameters, and shards written to: all ZeRO stages see it."""
+    reference, other = net(), net()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1)
+    for zero in (1, 2, 3):
+        model = FSDP(net(), zero=zero)
+        batch = ids(rank, 0)
+        assert torch.equal(model(batch), reference(batch))
+        assert [name for name, _ in model.named_shards()] == [name for name, _ in reference.named_parameters()]
+        full = model.full_state_dict()
+        assert list(full) == (list(reference.state_dict()) if rank == 0 else [])
+        assert all(torch.equal(full[name], value) for name, value in reference.state_dict().items() if full)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(batch), other(batch))
+        model.load_state_dict(FSDP(net()).state_dict())
+        assert torch.equal(model(batch), reference(batch))
+        for _, shard in model.named_shards():
+            shard.detach()._local_tensor.add_(1)
+        model.shards_loaded()
+        assert torch.equal(model(batch), other(batch))
+        with model.summon_full_params():
+            for p, q in zip(model.module.parameters(), other.parameters(), strict=True):
+                assert not isinstance(p, DTensor) and torch.equal(p, q)
+                p.data.sub_(1)
+        assert torch.equal(model(batch), other_minus_one(other)(batch))
+    with pytest.raises(ValueError, match=r"lacks.*norm"):
+        model.load_state_dict({name: value for name, value in other.state_dict().items() if name != "norm.weight"})
+
+
+def other_minus_one(model):
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(1)
+    return model
+
+
+def meta(rank, size):
+    """Built without memory, made unit by unit; the first rank's values are everybody's if that is asked for."""
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        made = Net()
+    model = FSDP(made, sync_module_states=True)
+    full = model.full_state_dict(rank0_only=False)
+    torch.manual_seed(0)
+    assert full["embed.weight"].std() > 0.5 and torch.equal(full["head.weight"], full["embed.weight"])
+    values = [None] * size
+    dist.all_gather_object(values, float(full["blocks.0.up.weight"].sum()))
+    assert len(set(values)) == 1
+    loss_of(model, ids(rank, 0)).backward()
+
+    def own():
+        with torch.device("meta"):
+            made = nn.Sequential(Block(), nn.Sequential(Block()))
+            made[1].own = nn.Parameter(torch.empty(4))
+        return made
+
+    with pytest.raises(ValueError, match=r"1\.own is on the meta device, and Sequential has no reset_parameters"):
+        FSDP(own())
+    filled = FSDP(own(), param_init_fn=lambda m: [p.data.fill_(3) for p in m.parameters(recurse=False)])
+    assert all((whole(p) == 3).all() for p in filled.parameters())
+
+
+def sent(rank, size):
+    torch.manual_seed(rank)
+    made = Net()
+    made.register_buffer("count", torch.tensor(float(rank)))
+    model = FSDP(made, sync_module_states=True)
+    torch.manual_seed(0)
+    assert torch.equal(whole(next(model.parameters()).detach()), Net().embed.weight) and model.module.count == 0
+
+
+def evaluated(rank, size):
+    """Without gradients, between steps, and with parameters that changed by hand."""
+    model, reference = FSDP(net(), zero=2), net()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(ids(rank, 0)), reference(ids(rank, 0)))
+        for m in (model, reference):
+            for p in m.parameters():
+                p.mul_(0.5)
+        assert torch.equal(model(ids(rank, 0)), reference(ids(rank, 0)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = loss_of(model, ids(rank, 0))
+    loss_of(model, ids(rank, 1)).backward()
+    optimizer.step()
+    loss_of(model, ids(rank, 1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as it is without shards
+        first.backward()
+    loss_of(model, ids(rank, 1)).backward()
+
+
+def again(rank, size):
+    """Two backwards of one forward, each averaged; a first forward in inference mode."""
+    model, reference = FSDP(net()), torchs(net())
+    with torch.inference_mode():
+        assert torch.equal(model(ids(rank, 0)), net()(ids(rank, 0)))
+    for made in (model, reference):
+        loss = loss_of(made, ids(rank, 0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    check_gradients(model, reference)
+
+
+def assigned(rank, size):
+    """Values that come with other parameters, and `.to`, which moves nothing."""
+    batch, want = ids(rank, 0), halved(net())(ids(rank, 0))
+    model = FSDP(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    assert not torch.equal(model(batch), want)
+    model.module.load_state_dict(FSDP(halved(net())).state_dict(), assign=True)
+    assert torch.equal(model.to("cpu").float()(batch), want)
+    with pytest.raises(ValueError, match=r"embed.weight would become torch.bfloat16 on cpu; it is a shard"):
+        model.bfloat16()
+
+
+def halved(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    return model
+
+
+def offload(rank, size):
+    """Shards on the host: the same bits but for what the optimizer's kernels round otherwise there."""
+    model, reference = FSDP(net(), cpu_offload=True), FSDP(net())
+    ours, theirs = (torch.optim.SGD(made.parameters(), lr=0.1) for made in (model, reference))
+    for step in range(4):
+        for made, stepper in ((model, ours), (reference, theirs)):
+            loss_of(made, ids(rank, step)).backward()
+            loss_of(made, ids(rank, step + 10)).backward()
+            made.clip_grad_norm_(0.5)
+            stepper.step()
+            stepper.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.device.type == "cpu" and p._local_tensor.is_pinned() is (q.device.type == "cuda")
+        torch.testing.assert_close(p.detach()._local_tensor, q.detach()._local_tensor.cpu())
