@@ -1,10 +1,15 @@
-"""Pipeline parallelism. Here: schedules as data, what they cost, and their pictures.
+"""Pipeline parallelism: a model cut over ranks, each of which computes its stage of several microbatches in turn.
 
-    from haiscale.pipeline import SCHEDULES, Costs, draw, predict
+    stage = partition(model, pp_rank, pp_size)
+    pp = PipeDream(stage, chunks=8, process_group=pp_group)
+    loss, logits = pp.forward_backward(tokens, criterion=criterion, labels=(tokens,))
+
+Schedules are data, which can be simulated and drawn without torch; all that needs it is imported when it is first used.
+
     print(draw(predict(SCHEDULES["1f1b"](stages=4, microbatches=8), Costs(forward=1, input=1, weight=1))))
-
-Nothing here needs torch.
 """
+
+import importlib
 
 from haiscale.pipeline import dual_pipe_v, gpipe, interleaved, one_f_one_b, zero_bubble
 from haiscale.pipeline.actions import Action, Schedule
@@ -21,4 +26,18 @@ SCHEDULES = {
     "dualpipev": dual_pipe_v.schedule,
 }
 
-__all__ = ["SCHEDULES", "Action", "Costs", "Schedule", "Span", "Timeline", "check", "draw", "plot", "predict"]
+_HOMES = {
+    **dict.fromkeys(("DualPipeV", "GPipe", "Interleaved1F1B", "PipeDream", "Pipeline", "ZeroBubble"), "wrappers"),
+    **dict.fromkeys(("layer_costs", "partition"), "partitioning"),
+    **dict.fromkeys(("LayerCost", "stage_costs"), "measure"),
+    **dict.fromkeys(("Pop", "SequentialModel", "Stash"), "sequential"),
+    **dict.fromkeys(("materialize", "on_meta"), "meta"),
+}
+
+__all__ = ["SCHEDULES", "Action", "Costs", "Schedule", "Span", "Timeline", "check", "draw", "plot", "predict", *_HOMES]
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"haiscale.pipeline.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'haiscale.pipeline' has no attribute {name!r}")

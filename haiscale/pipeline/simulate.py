@@ -91,7 +91,7 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     (latency,) = costs.each("latency", 1)
     check(schedule)
     spans = _run(schedule, times, latency)
-    return Timeline(schedule, spans, tuple(_peak(order, sizes) for order in schedule.orders))
+    return Timeline(schedule, spans, tuple(peak(order, sizes) for order in schedule.orders))
 
 
 def check(schedule: Schedule) -> None:
@@ -121,7 +121,7 @@ def _check_complete(schedule):
                 )
 
 
-def _needs(action, chunks):
+def needs(action: Action, chunks: int) -> list[Action]:
     """The actions that must have ended; INPUT stands for BACKWARD, too."""
     kind, chunk, microbatch = action
     if kind == FORWARD:
@@ -165,12 +165,12 @@ def _run(schedule, times, latency):
         order, mine = schedule.orders[rank], spans[rank]
         while len(mine) < len(order):
             action = order[len(mine)]
-            needs = _needs(action, chunks)
-            missing = [need for need in needs if need not in ended]
+            wanted = needs(action, chunks)
+            missing = [need for need in wanted if need not in ended]
             if missing:
                 asleep.setdefault(missing[0], []).append(rank)
                 break
-            there = [ended[need] + (latency if place[need.chunk] != rank else 0) for need in needs]
+            there = [ended[need] + (latency if place[need.chunk] != rank else 0) for need in wanted]
             start = max([mine[-1].end if mine else 0, *there])
             kind, chunk, microbatch = action
             end = start + times[kind][chunk]
@@ -192,12 +192,13 @@ def _deadlock(schedule, spans, asleep):
     )
 
 
-def _peak(order, sizes):
-    kept = peak = 0
+def peak(order: Sequence[Action], sizes: Sequence[Real]) -> Real:
+    """The most that a rank keeps of activations, of the given sizes by chunk."""
+    kept = most = 0
     for kind, chunk, _ in order:
         if kind == FORWARD:
             kept += sizes[chunk]
-            peak = max(peak, kept)
+            most = max(most, kept)
         elif kind != INPUT:
             kept -= sizes[chunk]
-    return peak
+    return most

@@ -1,0 +1,48 @@
+"""A batch in microbatches, and their results put together again. The first dimension is that of the batch."""
+
+import torch
+from torch import Tensor
+
+
+def split(values: tuple, microbatches: int, what: str) -> list[tuple]:
+    """For each microbatch its rows of every tensor; what is no tensor, or has no dimension, goes to each as it is.
+
+    Sizes differ by one row at most. Raises ValueError where tensors have different numbers of rows, or too few.
+    """
+    rows = {x.shape[0] for x in values if _has_rows(x)}
+    if len(rows) > 1:
+        shapes = [tuple(x.shape) for x in values if _has_rows(x)]
+        raise ValueError(f"{what} have the shapes {shapes}: the first dimension is the batch's, and must be the same")
+    if rows and min(rows) < microbatches:
+        raise ValueError(
+            f"{what} have {min(rows)} rows, which are not enough for {microbatches} microbatches: "
+            "give at least one row for each, or make the pipeline with fewer chunks"
+        )
+    parts = [x.tensor_split(microbatches) if _has_rows(x) else (x,) * microbatches for x in values]
+    return list(zip(*parts, strict=True)) if parts else [()] * microbatches
+
+
+def shares(labels: list[tuple]) -> list[float]:
+    """What each microbatch counts in the loss of the batch: by its rows; where labels have none, all count the same."""
+    rows = [next((x.shape[0] for x in part if _has_rows(x)), 1) for part in labels]
+    return [count / sum(rows) for count in rows]
+
+
+def _has_rows(x):
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def join(outputs: list):
+    """The results of all microbatches as one: tensors put behind each other, also in a tuple; others stay a list."""
+    if all(_has_rows(y) for y in outputs):
+        return torch.cat(outputs)
+    if all(isinstance(y, tuple) and len(y) == len(outputs[0]) and all(map(_has_rows, y)) for y in outputs):
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+    return outputs
+
+
+def detached(y):
+    """An output without its graph."""
+    if isinstance(y, Tensor):
+        return y.detach()
+    return tuple(map(detached, y)) if type(y) is tuple else y

@@ -1,0 +1,181 @@
+"""Tensors of any shape from rank to rank: each message says itself what is in it.
+
+A message is a list of tensors (or None). It begins with a header of HEADER int64, on the host: how many there are, and
+of each the dtype, whether it wants a gradient, the number of dimensions, and the shape; a receiver needs to know
+nothing before. On the CPU the tensors follow in the same message, as far as they fit into what the message before had:
+sender and receiver both know that. Otherwise, and on other devices, one message each follows.
+
+Sends do not wait: what is sent is kept until it has left. Of each rank that something comes from, one receive is always
+posted ahead, so that messages arrive while this rank computes. There are no tags: messages of one rank are received in
+the order in which it sent them.
+"""
+
+import contextlib
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HEADER = 128
+ALIGNMENT = 64  # of the tensors inside a message, in bytes
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+NONE = -1
+
+
+def describe(tensors: list[Tensor | None]) -> list[int]:
+    """The header. Raises ValueError for what cannot be sent."""
+    header = [len(tensors)]
+    for number, x in enumerate(tensors):
+        if x is None:
+            header.append(NONE)
+        elif isinstance(x, Tensor) and x.dtype in DTYPES and x.layout == torch.strided:
+            header += [DTYPES.index(x.dtype), x.requires_grad, x.dim(), *x.shape]
+        else:
+            what = f"a {x.layout} tensor of {x.dtype}" if isinstance(x, Tensor) else f"of {type(x).__name__}"
+            raise ValueError(f"number {number} of what a stage gives is {what}: give dense tensors, or None")
+    if len(header) > HEADER:
+        raise ValueError(f"{len(tensors)} tensors are too many for one stage to give: their shapes fill its header")
+    return header + [0] * (HEADER - len(header))
+
+
+def understand(header: list[int]) -> list[tuple[torch.dtype, bool, tuple[int, ...]] | None]:
+    """(dtype, whether a gradient is wanted, shape) of each tensor, from its header."""
+    found, at = [], 1
+    for _ in range(header[0]):
+        if header[at] == NONE:
+            found.append(None)
+            at += 1
+        else:
+            code, gradient, dims = header[at : at + 3]
+            found.append((DTYPES[code], bool(gradient), tuple(header[at + 3 : at + 3 + dims])))
+            at += 3 + dims
+    return found
+
+
+def _places(sizes):
+    """(offset of each of the tensors with these sizes in bytes, bytes in all)."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, at
+
+
+class Sender:
+    """Messages to one rank (its number in the default group). wires: the groups for the host, and for the device."""
+
+    def __init__(self, peer: int, device: torch.device, wires):
+        self.peer, self.device, self.wires = peer, device, wires
+        self.room = 0  # bytes that the next message has for tensors
+        self._leaving: deque = deque()
+
+    def send(self, tensors: list[Tensor | None]) -> None:
+        header = describe(tensors)
+        tensors = [x.detach().contiguous() for x in tensors if x is not None]
+        offsets, size = _places([x.nbytes for x in tensors])
+        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8)
+        message[: HEADER * 8].view(torch.int64).copy_(torch.tensor(header))
+        if size <= self.room:
+            body = message[HEADER * 8 :]
+            for x, offset in zip(tensors, offsets, strict=True):
+                body[offset : offset + x.nbytes].copy_(x.view(-1).view(torch.uint8))
+            tensors = []
+        self.room = size if self.device.type == "cpu" else 0
+        host, wire = self.wires
+        self._leaving.append((dist.isend(message, self.peer, host), message))
+        for x in tensors:
+            if x.numel():
+                self._leaving.append((dist.isend(x, self.peer, wire), x))
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Returns when all that was sent has left; on CUDA the current stream waits, and not the host."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+
+class Receiver:
+    """Messages from one rank, in its order; `wires` as a Sender's."""
+
+    def __init__(self, peer: int, device: torch.device, wires):
+        self.peer, self.device, self.wires = peer, device, wires
+        self.room, self._posted = 0, None
+        # On a stream of its own a receive does not wait for what is computed meanwhile.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def post(self) -> None:
+        """Begin to receive the next message."""
+        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8)
+        self._posted = dist.irecv(message, self.peer, self.wires[0]), message
+
+    def receive(self, last: bool) -> list[Tensor | None]:
+        """The next message; the one after it is posted, unless this is the last. Its tensors are leaves."""
+        if self._posted is None:
+            self.post()
+        work, message = self._posted
+        work.wait()
+        self._posted = None
+        layout = understand(message[: HEADER * 8].view(torch.int64).tolist())
+        sizes = [dtype.itemsize * _numel(shape) for dtype, _, shape in filter(None, layout)]
+        offsets, size = _places(sizes)
+        fits = size <= self.room
+        body = message[HEADER * 8 :]
+        self.room = size if self.device.type == "cpu" else 0
+        if fits:
+            flat = (body[offset : offset + n] for offset, n in zip(offsets, sizes, strict=True))
+        else:
+            flat = iter(self._bodies(sizes, layout))
+        if not last:
+            self.post()
+        tensors = []
+        for entry in layout:
+            x = None
+            if entry is not None:
+                x = next(flat).view(entry[0]).view(entry[2]).requires_grad_(entry[1])
+            tensors.append(x)
+        return tensors
+
+    def _bodies(self, sizes, layout):
+        """The tensors that come as messages of their own, as bytes."""
+        current = torch.cuda.current_stream(self.device) if self._stream else None
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            kinds = [(dtype, _numel(shape)) for dtype, _, shape in filter(None, layout)]
+            bodies = [torch.empty(n, dtype=dtype, device=self.device) for dtype, n in kinds]
+            works = [dist.irecv(x, self.peer, self.wires[1]) for x in bodies if x.numel()]
+        for work in works:
+            work.wait()
+        for x in bodies if current else ():
+            x.record_stream(current)
+        return [x.view(torch.uint8) for x in bodies]
+
+
+def _numel(shape):
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[int], device: torch.device) -> dict:
+    """{(from, to): wires} for the ranks of the default group that this one receives from, and sends to.
+
+    A backend that runs the messages of a pair one after the other in both directions (NCCL) would wait for itself where
+    two ranks send to each other: it gets a group for each direction, and one of gloo for the headers. Called by all
+    ranks of `group` together.
+    """
+    me = dist.get_rank()
+    pairs = {(peer, me) for peer in senders} | {(me, peer) for peer in receivers}
+    backend = group._get_backend(device).name() if hasattr(group, "_get_backend") else dist.get_backend(group)
+    if "nccl" not in backend.lower():
+        return dict.fromkeys(pairs, (group, group))
+    wires = {}
+    for pair in sorted(pairs):
+        ranks = sorted(pair)
+        host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        wires[pair] = host, dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+    return wires

@@ -1,0 +1,313 @@
+"""The wrappers: `torch.nn.Module`s around the stage of a rank, one for each schedule.
+
+stage = partition(model, pp_rank, pp_size)
+pp = PipeDream(stage, chunks=8, process_group=pp_group)
+loss, logits = pp.forward_backward(tokens, criterion=criterion, labels=(tokens,))
+optimizer.step()
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from haiscale import checks
+from haiscale import state as states
+from haiscale.pipeline import (
+    batch,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    measured,
+    one_f_one_b,
+    picture,
+    simulate,
+    ties,
+    zero_bubble,
+)
+from haiscale.pipeline.actions import FORWARD, Schedule
+from haiscale.pipeline.engine import CHECKPOINTS, Engine, Work
+from haiscale.pipeline.stage import cut_of
+
+
+class Pipeline(nn.Module):
+    """A model cut over the ranks of `process_group`; the subclasses choose the schedule.
+
+    module: this rank's stage, from `partition` or any module, on its device; a list of them where the schedule has
+    several chunks on a rank. It may be wrapped, in haiscale's DDP or FSDP over the ranks that have the same stage. The
+    first chunk is called with the inputs; others with what the one before returns, a tensor or a tuple of tensors and
+    None, of any shapes, dtypes and numbers, in every step others if need be. chunks: the number of microbatches.
+    process_group: by default all ranks; stages are in the order of its ranks. checkpoint: of which microbatches the
+    forward runs a second time instead of being kept: "never", "except_last" (of the step) or "always".
+
+    Made by all ranks of the group together. Raises ValueError for other arguments, and where ranks differ in them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        chunks: int,
+        process_group: dist.ProcessGroup | None = None,
+        checkpoint: str = "never",
+    ):
+        super().__init__()
+        self.group = checks.group_of(process_group)
+        modules = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else list(module)
+        self.module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        try:
+            self._set_up(modules, chunks, checkpoint)
+        except ValueError as error:
+            self._agree(checkpoint, error)
+        self._agree(checkpoint, None)
+        parameter = next((p for one in modules for p in one.parameters()), torch.empty(0))
+        self._engine = Engine(self._chunks, self.schedule, self.group, parameter.device, checkpoint)
+        self._average, self._fault, self._last_run = True, None, None
+
+    def _set_up(self, modules, chunks, checkpoint):
+        """What this rank can tell alone."""
+        self.rank = dist.get_rank(self.group)
+        self.schedule = self._schedule(dist.get_world_size(self.group), chunks, len(modules))
+        simulate.check(self.schedule)
+        if checkpoint not in CHECKPOINTS:
+            raise ValueError(f"checkpoint={checkpoint!r} is not accepted: give one of {', '.join(CHECKPOINTS)}")
+        mine = self.schedule.chunks(self.rank)
+        self._chunks = dict(zip(mine, modules, strict=True))
+        self.is_first, self.is_last = 0 in mine, len(self.schedule.placement) - 1 in mine
+        self._check_stages()
+        self._ties = ties.Ties(self._chunks, self.schedule.placement, self.group)
+
+    @staticmethod
+    def _schedule(stages: int, microbatches: int, chunks: int) -> Schedule:
+        raise NotImplementedError("a Pipeline has no schedule: use GPipe, PipeDream or another of its subclasses")
+
+    def _check_stages(self):
+        for chunk, module in self._chunks.items():
+            cut = cut_of(module)
+            count = len(self.schedule.placement)
+            if cut is not None and (cut.chunk, cut.chunks) != (chunk, count):
+                stages = self.schedule.stages
+                shape = ', placement="v"' if self.schedule.placement[-1] == 0 and stages > 1 else ""
+                raise ValueError(
+                    f"{checks.me()} was given chunk {cut.chunk} of {cut.chunks} where {self.schedule.name} has chunk "
+                    f"{chunk} of {count}: call partition(model, {self.rank}, {stages}, "
+                    f"num_model_chunks={count // stages}{shape})"
+                )
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                raise ValueError(
+                    "torch's DistributedDataParallel averages in the backward of each microbatch: wrap the stage in "
+                    "haiscale.ddp.DDP"
+                )
+
+    def _agree(self, checkpoint, error):
+        """Raises the error that this rank has; and where ranks differ, for they would wait for each other in vain."""
+        made = None if error else f"{self.schedule.name} {self.schedule.placement} {checkpoint}"
+        mine = [0, 0] if error else [zlib.crc32(made.encode()) + 1, self.schedule.microbatches]
+        values = torch.tensor(mine, device=checks.host_device(self.group))
+        every = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(every, values, group=self.group)
+        if error:
+            raise error
+        every = [row.tolist() for row in every]
+        ranks = dist.get_process_group_ranks(self.group)
+        for rank, row in zip(ranks, every, strict=True):
+            if row == [0, 0]:
+                raise ValueError(f"rank {rank} cannot make its part of this pipeline: its own error says why")
+            if row != every[0]:
+                raise ValueError(
+                    f"ranks {ranks[0]} and {rank} do not make the same pipeline ({every[0][1]} and {row[1]} "
+                    "microbatches): give all ranks the same class, chunks and checkpoint"
+                )
+
+    # Steps
+
+    def forward_backward(
+        self,
+        *inputs,
+        criterion: Callable[..., Tensor] | None = None,
+        labels: Tensor | Sequence = (),
+        keep_outputs: bool = True,
+    ) -> tuple[Tensor | None, object]:
+        """One step: `.grad` of all parameters is added to, as if `criterion(model(*inputs), *labels)` ran backward.
+
+        inputs: read on the rank with the first chunk; labels and criterion: on the one with the last. Tensors are cut
+        along their first dimension into microbatches. criterion(output, *labels): the mean loss of a microbatch, one
+        element; microbatches count by their rows, of equal ones each 1 / chunks.
+
+        Returns (loss, outputs) on the rank with the last chunk: the loss of the batch, without a graph, and what the
+        model gave, put together and without a graph; None where keep_outputs is False, which saves their memory. On
+        other ranks (None, None). Raises ValueError for inputs or labels that cannot be cut, and what the model and the
+        backend raise; after an error the pipeline is of no more use, and raises the same again.
+        """
+        labels = (labels,) if isinstance(labels, Tensor) else tuple(labels)
+        if self.is_last and criterion is None:
+            raise ValueError(f"{checks.me()} has the last chunk: give it criterion=, a function of output and labels")
+        with torch.enable_grad():
+            work = self._run(self.schedule, inputs, labels, criterion, keep_outputs)
+        if not self.is_last:
+            return None, None
+        loss = sum(loss * share for loss, share in zip(work.losses, work.shares, strict=True))
+        return loss, batch.join(work.outputs) if keep_outputs else None
+
+    def forward(self, *inputs):
+        """Inference, pipelined and without a graph: the outputs on the rank with the last chunk, on others None."""
+        orders = tuple(tuple(a for a in order if a.kind == FORWARD) for order in self.schedule.orders)
+        schedule = Schedule(self.schedule.name, self.schedule.microbatches, self.schedule.placement, orders)
+        with torch.no_grad():
+            work = self._run(schedule, inputs, (), None, True)
+        return batch.join(work.outputs) if self.is_last else None
+
+    def _run(self, schedule, inputs, labels, criterion, keep_outputs):
+        if self._fault is not None:
+            raise self._fault
+        count = schedule.microbatches
+        try:
+            work = Work(
+                batch.split(inputs, count, "inputs") if self.is_first else None,
+                batch.split(labels, count, "labels") if self.is_last else None,
+                criterion if self.is_last else None,
+                keep_outputs and self.is_last,
+                self._average,
+            )
+            training = torch.is_grad_enabled()
+            if training:
+                self._ties.begin()
+            self._engine.run(schedule, work)
+            if training:
+                self._ties.exchange()
+            self._last_run = schedule
+            return work
+        except BaseException as error:
+            self._fault = error
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps within leave gradients as they are on each replica: a DDP or FSDP inside averages in the next one."""
+        before, self._average = self._average, False
+        try:
+            yield
+        finally:
+            self._average = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all stages so that their norm is at most `max_norm`; returns the norm before.
+
+        As torch.nn.utils.clip_grad_norm_ of the whole model: a tied parameter counts once. Called by all ranks of the
+        group; the host does not wait for the device. norm_type: 2, any other positive number, or inf.
+        """
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        counted = [p.grad for p in parameters if not self._ties.counted_elsewhere(p)]
+        norm = torch.nn.utils.get_total_norm(counted, norm_type)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self._engine.device, torch.float32)
+        largest = norm_type == float("inf")
+        power = norm if largest else norm**norm_type
+        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+        norm = power if largest else power ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    # Pictures
+
+    def timeline(self) -> simulate.Timeline:
+        """The last step as it ran on all ranks, in ms, with the MiB of activations that each rank kept at most.
+
+        All ranks of the group call it. Raises ValueError before the first step.
+        """
+        return self._measured()[0]
+
+    def costs(self) -> simulate.Costs:
+        """What the last step cost, to simulate this and other schedules by: ms, and MiB. Called by all ranks."""
+        return measured.costs(*self._measured())
+
+    def report(self, width: int | None = None) -> str:
+        """The last step as a picture, and the one that its costs predict. Called by all ranks."""
+        timeline, activations = self._measured()
+        predicted = simulate.predict(timeline.schedule, measured.costs(timeline, activations))
+        real, expected = timeline.makespan, predicted.makespan
+        return "\n".join(
+            [
+                f"measured: {real:.2f} ms; predicted from its costs: {expected:.2f} ms ({expected / real - 1:+.1%})",
+                *("milliseconds, MiB of activations", picture.draw(timeline, width)),
+                *("predicted", picture.draw(predicted, width)),
+            ]
+        )
+
+    def _measured(self):
+        if self._last_run is None:
+            raise ValueError("there is nothing to show before the first step: call forward_backward first")
+        engine = self._engine
+        return measured.gather(self._last_run, engine.clock.spans(), engine.activations, self.group)
+
+    # Checkpoints
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters and persistent buffers by their names in the whole model, live, each name once."""
+        seen = set()
+        for module in self._chunks.values():
+            cut = cut_of(module)
+            for name, tensor in states.named_shards(module):
+                name = cut.names.get(name, name) if cut is not None else name
+                if name not in seen:
+                    seen.add(name)
+                    yield name, tensor
+
+    def shards_loaded(self) -> None:
+        """After values were written to `named_shards`."""
+        for module in self._chunks.values():
+            if hasattr(module, "shards_loaded"):
+                module.shards_loaded()
+
+
+class GPipe(Pipeline):
+    """All forwards, then all backwards (gpipe.py)."""
+
+    @staticmethod
+    def _schedule(stages, microbatches, chunks):
+        _check_chunks("GPipe", chunks, 1)
+        return gpipe.schedule(stages, microbatches)
+
+
+class PipeDream(Pipeline):
+    """1F1B: after a warm-up one forward and one backward in turn (one_f_one_b.py)."""
+
+    @staticmethod
+    def _schedule(stages, microbatches, chunks):
+        _check_chunks("PipeDream", chunks, 1)
+        return one_f_one_b.schedule(stages, microbatches)
+
+
+class Interleaved1F1B(Pipeline):
+    """1F1B with several chunks on a rank, rank r has chunks r, r + stages, ..., in this order (interleaved.py)."""
+
+    @staticmethod
+    def _schedule(stages, microbatches, chunks):
+        return interleaved.schedule(stages, microbatches, chunks)
+
+
+class ZeroBubble(Pipeline):
+    """Backward in two parts (zero_bubble.py): with one module ZB-H1, in the memory of 1F1B; with two ZB-V, where rank r
+    has the chunks r and 2 * stages - 1 - r, in this order (`partition(..., num_model_chunks=2, placement="v")`).
+    """
+
+    @staticmethod
+    def _schedule(stages, microbatches, chunks):
+        _check_chunks("ZeroBubble", chunks, 1, 2)
+        return (zero_bubble.h1 if chunks == 1 else zero_bubble.zbv)(stages, microbatches)
+
+
+class DualPipeV(Pipeline):
+    """Two chunks on each rank, there and back, whose forwards and backwards go in pairs (dual_pipe_v.py)."""
+
+    @staticmethod
+    def _schedule(stages, microbatches, chunks):
+        _check_chunks("DualPipeV", chunks, 2)
+        return dual_pipe_v.schedule(stages, microbatches)
+
+
+def _check_chunks(name, chunks, *accepted):
+    if chunks not in accepted:
+        raise ValueError(f"{name} was given {chunks} modules: give {' or '.join(map(str, accepted))}")

@@ -1,0 +1,124 @@
+"""Pipelines on four ranks of hfreduce, in groups of two, three and four: what every rank does, see test_pipeline.
+
+Cases of one group run one after the other; ranks that are not in it go on to the next.
+"""
+
+import itertools
+import json
+import os
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pipeline_cases as of
+import ranks
+import torch
+import torch.distributed as dist
+from pipeline_models import SCHEDULES, Place, batch, layers
+from torch.nn.functional import mse_loss
+
+import hfreduce  # noqa: F401  the backend
+from haiscale.ddp import DDP
+from haiscale.fsdp import FSDP
+
+warnings.filterwarnings("ignore")
+
+
+MICROBATCHES = {2: (1, 3, 16), 3: (1, 2, 7), 4: (2, 5, 16)}
+# Decoder, converted or not, microbatches.
+DECODERS = {
+    2: (("gpt2", False, 3), ("llama", True, 4)),
+    3: (("llama", False, 4), ("gpt2", True, 2)),
+    4: (("gpt2", True, 4), ("llama", False, 2)),
+}
+
+
+def cases(size):
+    """{name: case} of a group of so many ranks."""
+    each = [(schedule, chunks) for schedule in SCHEDULES for chunks in MICROBATCHES[size]]
+    found = {f"{schedule}, {chunks} microbatches": of.layered(schedule, chunks) for schedule, chunks in each}
+    for schedule, (kind, converted, chunks) in itertools.product(SCHEDULES, DECODERS[size]):
+        name = f"{kind}{', converted' if converted else ''}, {schedule}, {chunks} microbatches"
+        found[name] = of.decoded(kind, converted, schedule, chunks)
+    return found | {2: of_two, 3: of_three, 4: of_four}[size]()
+
+
+def of_two():
+    found = {"inference": of.inference, "masks": of.masks, "errors": of.errors, "directions": of.directions}
+    for converted, kind in itertools.product((False, True), ("gpt2", "llama")):
+        name = f"{kind}{', converted' if converted else ''}"
+        found[f"{name}, products"] = of.products(converted, kind)
+    for mode in ("except_last", "always"):
+        found[f"checkpoint {mode}"] = of.layered("ZeroBubble-V", 3, checkpoint=mode)
+        found[f"dropout, checkpoint {mode}"] = of.dropout(mode)
+    for mode in ("never", "except_last", "always"):
+        found[f"autocast, checkpoint {mode}"] = of.autocast(mode)
+    for schedule in ("GPipe", "ZeroBubble-V"):
+        found[f"tied copies, {schedule}"] = of.tied_copies(schedule)
+    return found | {"too few rows": of.too_few_rows}
+
+
+def of_three():
+    found = {"several inputs": of.several_inputs, "other shapes": of.other_shapes, "frozen": of.frozen}
+    found |= {"pictures": of.pictures, "clipping": of.clipping}
+    for schedule in ("PipeDream", "ZeroBubble-V"):
+        found[f"skip tensors, {schedule}"] = of.skips(schedule)
+    return found
+
+
+def of_four():
+    found = {}
+    for wrapper, schedule in itertools.product((DDP, FSDP), ("PipeDream", "ZeroBubble-H1", "ZeroBubble-V")):
+        found[f"{wrapper.__name__} inside, {schedule}"] = of.replicas(schedule, wrapper)
+    return found
+
+
+def run(rank, world, store):
+    """{case: (what is wrong, seconds)} of the groups that this rank is in; groups end at the last rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("hfreduce", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    found = {}
+    for size in (4, 3, 2):
+        members = list(range(world - size, world))
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        place = Place(group, dist.get_rank(group), size)
+        for name, case in cases(size).items():
+            started = time.monotonic()
+            try:
+                wrong = case(place)
+            except Exception:
+                wrong = traceback.format_exc()[-3000:]
+            found[f"{size} ranks, {name}"] = wrong, time.monotonic() - started
+    return found
+
+
+def fault(rank, world, store, limit):
+    """Two pipelines of two ranks: the second rank of each gets into a step, not out of it. What do the others raise?"""
+    torch.set_num_threads(1)
+    dist.init_process_group("hfreduce", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3], timeout=timedelta(seconds=limit))]
+    place = Place(groups[rank // 2], rank % 2, 2)
+    pp = place.pipeline(layers(), "PipeDream", 4)
+
+    def criterion(y, label):
+        ranks.reached(store, "stuck")
+        time.sleep(600)
+
+    pp.forward_backward(batch()[0], criterion=mse_loss, labels=batch()[1])
+    ranks.reached(store, "stepped")
+    if rank % 2:
+        pp.forward_backward(batch()[0], criterion=criterion, labels=batch()[1])
+    found = []
+    for _ in range(2):
+        started = time.monotonic()
+        try:
+            pp.forward_backward(batch()[0])
+        except dist.DistBackendError as error:
+            found.append((str(error), time.monotonic() - started))
+    ranks.reached(store, "raised")
+    Path(f"{store}.result.{rank}").write_text(json.dumps(found))
+    os._exit(0)  # the others are killed

@@ -1,0 +1,137 @@
+"""Models for pipelines, and what they give without one: for tests/workers/pipeline.py."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hfnn
+from haiscale.pipeline import (
+    DualPipeV,
+    GPipe,
+    Interleaved1F1B,
+    PipeDream,
+    SequentialModel,
+    ZeroBubble,
+    partition,
+)
+
+WIDTH, ROWS = 16, 16
+# Class, chunks on each rank, placement.
+SCHEDULES = {
+    "GPipe": (GPipe, 1, "loop"),
+    "PipeDream": (PipeDream, 1, "loop"),
+    "Interleaved1F1B": (Interleaved1F1B, 2, "loop"),
+    "ZeroBubble-H1": (ZeroBubble, 1, "loop"),
+    "ZeroBubble-V": (ZeroBubble, 2, "v"),
+    "DualPipeV": (DualPipeV, 2, "v"),
+}
+
+
+@dataclass
+class Place:
+    group: object
+    rank: int
+    size: int
+
+    def pipeline(self, model, schedule, chunks, balance=None, wrap=lambda stage: stage, **options):
+        """This rank's part of a model, which is not touched, in a pipeline."""
+        kind, each, placement = SCHEDULES[schedule]
+        model = copy.deepcopy(model)
+        count = self.size * each
+        layers = len(model) if isinstance(model, nn.Sequential) else model.config.num_hidden_layers + 2
+        balance = balance or [layers // count + (i < layers % count) for i in range(count)]
+        stages = partition(model, self.rank, self.size, balance, each, placement=placement)
+        stages = [wrap(stage) for stage in stages] if each > 1 else wrap(stages)
+        return kind(stages, chunks, process_group=self.group, **options)
+
+
+def layers(count=8):
+    torch.manual_seed(0)
+    return SequentialModel(*[layer for _ in range(count // 2) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def batch(seed=0, rows=ROWS):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def decoder(kind, converted=False, tied=True):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=6, n_embd=32, n_head=2, vocab_size=61, n_positions=16, tie_word_embeddings=tied, bos_token_id=0,
+            eos_token_id=0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=6, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=61, max_position_embeddings=32,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    model.eval()  # dropout draws other numbers in other orders
+    return hfnn.convert(model) if converted else model
+
+
+def tokens(seed=0, rows=4, length=8):
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def next_token(logits, labels):
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sequential(model, chunks, steps, criterion):
+    """(loss of the last step, gradients by name, outputs of the last step) of the model alone, by microbatches."""
+    for inputs, labels in steps:
+        pieces = zip(*(x.tensor_split(chunks) for x in inputs), strict=True)
+        loss, outputs = 0.0, []
+        for piece, label in zip(pieces, labels.tensor_split(chunks), strict=True):
+            y = model(*piece)
+            y = y if isinstance(y, torch.Tensor) else y.logits
+            part = criterion(y, label)
+            part.backward(torch.full_like(part, len(label) / len(labels)))
+            loss, outputs = loss + part.detach() * (len(label) / len(labels)), [*outputs, y.detach()]
+    return loss, {name: p.grad for name, p in model.named_parameters()}, torch.cat(outputs)
+
+
+def differs(x, y, tolerance=0.0):
+    """How, where `tolerance` is 0 to the bit; None where x is y."""
+    if x is None or y is None:
+        return None if x is y else f"{'none' if x is None else 'one'} where there is {'none' if y is None else 'one'}"
+    if not (torch.allclose(x, y, rtol=tolerance, atol=tolerance / 100) if tolerance else torch.equal(x, y)):
+        return f"by {(x - y).abs().max()} of {y.abs().max()}"
+    return None
+
+
+def compare(place, pp, model, chunks, steps, criterion, close=()):
+    """Runs `steps` with gradients added up, in the pipeline and without; names in `close` need not have equal bits."""
+    loss, expected, outputs = sequential(copy.deepcopy(model), chunks, steps, criterion)
+    for inputs, labels in steps:
+        inputs = inputs if pp.is_first else (None,) * len(inputs)
+        found = pp.forward_backward(*inputs, criterion=criterion, labels=labels if pp.is_last else ())
+    if pp.is_last:
+        if not torch.equal(found[0], loss):
+            return f"loss {found[0]} instead of {loss}"
+        if not torch.equal(found[1], outputs):
+            return "other outputs"
+    elif found != (None, None):
+        return "a result on a rank without the last chunk"
+    parameters = {name: p for name, p in pp.named_shards() if isinstance(p, nn.Parameter)}
+    if not parameters or not set(parameters) <= set(expected):
+        return f"names {sorted(parameters)} are not the model's"
+    for name, p in parameters.items():
+        wrong = differs(p.grad, expected[name], 1e-5 if name in close else 0)
+        if wrong:
+            return f"another gradient of {name}, {wrong}"
+    names = [None] * place.size
+    dist.all_gather_object(names, sorted(parameters), group=place.group)
+    if set().union(*names) != set(expected):
+        return f"no rank has {set(expected) - set().union(*names)}"
