@@ -30,7 +30,9 @@ def script():
     torch.set_num_threads(1)
     # With this folder on the path, transformers takes our `kernels` for the package of that name.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [p for p in sys.path if Path(p).resolve() != SCRIPT.parents[1]])
+        patch.setattr(
+            sys, "path", [str(SCRIPT.parent), *(p for p in sys.path if Path(p).resolve() != SCRIPT.parents[1])]
+        )
         spec.loader.exec_module(module)
         yield module
     torch.set_num_threads(threads)

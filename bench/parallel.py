@@ -1,0 +1,179 @@
+"""Training steps on several ranks of this host: haiscale's wrappers beside torch's, each with its backend.
+
+    bench/parallel.py --nproc 4                                     # every case and provider that fits
+    bench/parallel.py --case gpt2 --provider torch-ddp haiscale-ddp --backend nccl hfreduce
+    bench/parallel.py --device cpu --tiny --nproc 2                 # whether it runs at all
+    bench/parallel.py --table                                       # the newest rows again
+
+All providers of a case live in the same ranks and take turns. One that fails, or is not done in time, is a row that
+says why, and the others begin again without it. Rows are in bench/results/<device>-parallel.csv.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from rich import box
+from rich.table import Table
+
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: hfreduce.py beside this is not the package
+
+import report
+import timing
+import wrappers
+from wrappers import CASES, PROVIDERS
+
+import haiscale
+from haiscale.launch import RankFailed
+
+LOSS_NOISE = 0.02  # as a share of the first provider's of that kind, after the same steps
+
+
+def entries(case: str, options) -> list[tuple[str, str]]:
+    """(provider, backend) of what is asked for and fits the case."""
+    theirs = "nccl" if options.device == "cuda" else "gloo"
+    found = []
+    for name in options.provider:
+        provider = PROVIDERS[name]
+        if provider.kind not in CASES[case].kinds:
+            continue
+        backends = options.backend or ["hfreduce" if provider.ours else theirs]
+        # Whoever is alone says nothing.
+        found += [(name, backend) for backend in (backends if provider.kind != "alone" else backends[:1])]
+    return found
+
+
+def ask(case: str, wanted: list, options) -> tuple[dict, dict]:
+    """What ranks find, and why others were not timed, both by entry."""
+    wanted, failed = list(wanted), {}
+    settings = SimpleNamespace(**{key: getattr(options, key) for key in ("device", "tiny", "steps", "rounds")})
+    while wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = haiscale.spawn(
+                wrappers.measure, options.nproc, args=(case, wanted, settings, folder), join=False, prefix=False
+            )
+            try:
+                why = None if ranks.join(options.limit) else f"over its limit of {options.limit} s"
+            except RankFailed as error:
+                why = f"rank {error.rank}: {error.why}"
+            finally:
+                ranks.kill()
+            if why is None:
+                found = [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(options.nproc)]
+                return wrappers.merged(found), failed
+            doing = Path(folder, "doing")
+            # Without it, none of them had begun.
+            culprits = [tuple(json.loads(doing.read_text()))] if doing.exists() else wanted
+            failed |= dict.fromkeys(culprits, why[:300])
+            wanted = [entry for entry in wanted if entry not in culprits]
+    return {}, failed
+
+
+def row(case: str, entry: tuple[str, str], found: dict, failed: str | None, found_all: dict, options) -> dict:
+    """A line of the CSV file."""
+    model, (name, backend) = CASES[case].model, entry
+    shape = (*(model.tiny if options.tiny else model.shape), *(["tiny"] if options.tiny else []))
+    clock = timing.Timing(found.get("us"), None, found.get("spread"))
+    more = {key: found.get(key) for key in ("peak_gib", "static_gib", "loss")}
+    more |= {"ranks": options.nproc, "exposed_us": exposed(entry, found, found_all), "kernel": backend}
+    dtype = "autocast" if options.device == "cuda" else "float32"
+    return report.row(case, shape, dtype, name, "step", clock, None, more | {"error": failed})
+
+
+def exposed(entry: tuple[str, str], found: dict, found_all: dict) -> float | None:
+    """Microseconds of a step in which a rank does nothing but communicate: above no_sync, or above one rank alone."""
+    if found.get("alone_us") is not None:
+        return found["us"] - found["alone_us"]
+    provider = PROVIDERS[entry[0]]
+    base = "alone+hfnn" if provider.hfnn else "alone"
+    alone = next((of["us"] for (name, _), of in found_all.items() if name == base), None)
+    return found["us"] - alone if found and alone is not None and provider.kind == "fsdp" else None
+
+
+def faults(rows: list[dict]):
+    """Sentences about rows of haiscale's that failed, or learnt something else than the first of their kind."""
+    first = {}
+    for r in rows:
+        kind = PROVIDERS[r["provider"]].kind
+        if r["error"]:
+            if PROVIDERS[r["provider"]].ours:
+                yield f"{r['provider']} {r['op']}: {r['error']}"
+            continue
+        loss = float(r["loss"])
+        base = first.setdefault((r["op"], "data" if kind != "pipeline" else kind), loss)
+        if not math.isfinite(loss) or abs(loss - base) > LOSS_NOISE * abs(base):
+            yield f"{r['provider']} {r['op']}: a loss of {loss:.5g} where the first provider has {base:.5g}"
+
+
+def compare(options) -> int:
+    """Measure all cases; exit status: 1 where something of ours failed, or learnt something else."""
+    path, rows = report.path(options.results, options.device, "-parallel"), []
+    try:
+        for case in options.case:
+            wanted = entries(case, options)
+            found, failed = ask(case, wanted, options)
+            made = [row(case, entry, found.get(entry, {}), failed.get(entry), found, options) for entry in wanted]
+            rows += report.append(path, made) if made else []
+    finally:  # an interrupted run shows what it has
+        if rows:
+            table(rows, f"{path.stem}: a training step on {options.nproc} ranks")
+    wrong = list(faults(rows))
+    for line in wrong:
+        print(f"RED: {line}")
+    return int(bool(wrong) or not rows)
+
+
+def table(rows: list[dict], title: str) -> None:
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("case", "batch", "provider", "backend"):
+        found.add_column(heading)
+    for heading in ("time", "spread", "exposed", "peak", "static", "loss"):
+        found.add_column(heading, justify="right")
+    for r in rows:
+        who = (r["op"], r["case"], r["provider"], r["kernel"])
+        if r["error"]:
+            found.add_row(*who, f"failed: {r['error']}"[:60])
+            continue
+        ms = [f"{float(r[key]) / 1e3:.2f} ms" if r[key] != "" else "" for key in ("device_us", "exposed_us")]
+        gib = [f"{float(r[key]):.2f} GiB" if r[key] != "" else "" for key in ("peak_gib", "static_gib")]
+        found.add_row(*who, ms[0], f"{float(r['spread_pct']):.0f}%", ms[1], *gib, f"{float(r['loss']):.4f}")
+    report.put(found)
+
+
+def parse(argv=None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--case", nargs="*", default=list(CASES), choices=CASES)
+    add("--provider", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
+    add("--backend", nargs="*", choices=("nccl", "gloo", "hfreduce"), help="of everybody; otherwise each has its own")
+    add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="ranks")
+    add("--steps", type=int, default=5, help="in a round")
+    add("--rounds", type=int, default=5)
+    add("--limit", type=int, default=400, help="seconds for all providers of a case, whenever they begin")
+    add("--tiny", action="store_true", help="models and batches of next to no size")
+    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
+    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
+    add("--table", action="store_true", help="print the newest rows, measure nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    if options.table:
+        path = report.path(options.results, options.device, "-parallel")
+        table(report.newest(path), path.stem)
+        return 0
+    return compare(options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -1,0 +1,379 @@
+"""Checkpoints in one format, whatever wrapped the model: plain, DDP, FSDP, pipeline stages, on any number of ranks.
+
+    checkpoint.save("runs/a", model, optimizer, step=100, keep=3, sampler=sampler.state_dict())
+    extra = checkpoint.load("runs/a", model, optimizer)             # the newest one in there
+    first = extra["step"]
+
+A checkpoint is a folder `step-00000100` of torch.distributed.checkpoint's files, with the keys
+
+    model.<name>                parameters and persistent buffers, by their names in the user's whole model
+    optimizer.<name>.<key>      the optimizer's state of that parameter, as its `state_dict()` has it
+    param_group.<checksum>      the options of one of its groups, and the names in it
+    extra.<rank>                what else the rank has given, the step, and its random numbers
+
+so any layout reads what any other wrote: what several ranks have is written by one of them, and each reads the parts
+that it needs. It is written into a folder of another name, which is renamed when everything is on disk: a folder of
+the right name is a whole checkpoint, wherever a save was killed. All ranks must see the folder. As with torch.load,
+load only what you trust: extras are pickles.
+"""
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from haiscale import state as states
+from haiscale.mesh import sibling
+
+_WHOLE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a step that is saved once more has a number behind it
+_PARTIAL = ".partial-"  # what no reader looks at: being written, or being removed
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+
+
+def save(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    async_: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    **extra,
+) -> "Path | concurrent.futures.Future[Path]":
+    """Writes a checkpoint of this step; every rank of the group calls it. Returns its path once it is safe on disk.
+
+    optimizer: one, or several. extra: what is to come back from `load` on this rank, such as a scheduler's state and
+    the position in the data; it is pickled. keep: how many checkpoints to keep, this one included; of those of earlier
+    steps the oldest are removed. async_: only copies everything to the host and returns a future; a thread does the
+    rest while training goes on. The next save or load waits for it, and raises what it raised.
+
+    ValueError: arguments that make no sense. RuntimeError: a rank could not write, which is named; what was saved
+    before is as it was. What the backend raises for ranks that died or hang comes as it is.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep} is not accepted: give how many checkpoints are to be left, at least 1")
+    _finish_pending()
+    ranks = _Ranks(process_group)
+    entries = _entries(model, optimizer, copy=async_)
+    entries[f"extra.{ranks.rank}"] = {"step": step, "ranks": ranks.size, "random": _random_state(), "extra": extra}
+    if not async_:
+        return _write(Path(folder), step, entries, keep, ranks)
+    global _pending
+    _pending = _thread().submit(_write, Path(folder), step, entries, keep, ranks.aside())
+    return _pending
+
+
+def load(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    random_state: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict:
+    """Reads a checkpoint into the model and the optimizer; every rank calls it. Returns the extras, and "step".
+
+    folder: a checkpoint, or a folder of them, of which the one of the highest step is taken. The model is built and
+    wrapped, and the optimizer made from its parameters, as if to train from the beginning. Parameters are written to in
+    place, in their own dtype. The extras are those that this rank saved, or rank 0 where there was no such rank.
+    random_state: on as many ranks as saved it, also set the generators of Python, numpy, torch and this GPU.
+
+    FileNotFoundError: no checkpoint there. ValueError: names or shapes differ; they are named, on all ranks, and
+    nothing was loaded.
+    """
+    _finish_pending()
+    ranks = _Ranks(process_group)
+    path = Path(ranks.on_first(lambda: str(_find(folder))))
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    targets = {f"model.{name}": tensor.detach() for name, tensor in states.named_shards(model)}
+    parameters = dict(states.named_shards(model)) if optimizer is not None else {}
+    optimizers = states.as_list(optimizer)
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    owned = [states.owned_names(o, names) for o in optimizers]
+    groups = _read_groups(path, saved, ranks) if optimizers else []
+    _check(path, targets, saved, owned if optimizers else None, groups, ranks)
+    kept = states.wanted_states((n for of in owned for group in of for n in group), parameters, saved)
+    extra = f"extra.{ranks.rank}" if f"extra.{ranks.rank}" in saved else "extra.0"
+    values = {f"optimizer.{name}.{key}": value for name, found in kept.items() for key, value in found.items()}
+    entries = {**targets, **values, extra: None}
+    _dcp(ranks, f"checkpoint {path} was not read", dcp.load, entries, checkpoint_id=path, planner=states.ReadPlanner())
+    if hasattr(states.inner(model), "shards_loaded"):
+        states.inner(model).shards_loaded()
+    kept = {name: {key: entries[f"optimizer.{name}.{key}"] for key in found} for name, found in kept.items()}
+    for one, of in zip(optimizers, owned, strict=True):
+        states.load_optimizer(one, of, kept, groups)
+    rest = entries[extra]
+    if random_state and rest["ranks"] == ranks.size:
+        _set_random_state(rest["random"])
+    return {**rest["extra"], "step": rest["step"]}
+
+
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The checkpoint of the highest step in a folder; None where there is none."""
+    found = _checkpoints(Path(folder))
+    return found[-1][1] if found else None
+
+
+def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> Callable[[], bool]:
+    """Takes these signals (SIGTERM, if none is given) as a request to save and end, such as schedulers send.
+
+    Returns a function that tells whether any rank has got one, the same on all ranks, which call it together: between
+    two steps. It is one all_reduce of a number on the host. haiscale.launch passes signals on to its ranks.
+    """
+    got = []
+    for number in numbers or (signal.SIGTERM,):
+        signal.signal(number, lambda *_: got.append(True))
+    group = _Ranks(process_group).beside()
+
+    def asked() -> bool:
+        flag = torch.tensor([int(bool(got))])
+        if group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return bool(flag)
+
+    return asked
+
+
+# Writing
+
+
+def _entries(model: nn.Module, optimizer: Optimizers, copy: bool) -> dict[str, object]:
+    """All that this rank has to write, by key: Pieces, and objects to be pickled."""
+    tensors = dict(states.named_shards(model))
+    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for one in states.as_list(optimizer):
+        found.update(states.optimizer_entries(one, names))
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                raise ValueError(f"{key} is on the meta device: there is nothing to save before it is given values")
+            is_buffer = key.startswith("model.") and not isinstance(value, nn.Parameter)
+            found[key] = states.Piece(value, is_buffer)
+            if copy:
+                found[key].copy()
+    if copy and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return found
+
+
+def _write(folder: Path, step: int, entries: dict, keep: int | None, ranks: "_Ranks") -> Path:
+    partial = Path(ranks.on_first(lambda: str(_begin(folder, step))))
+    writer = dcp.FileSystemWriter(partial, sync_files=True)
+    failed = f"checkpoint {folder} of step {step} was not written"
+    _dcp(ranks, failed, dcp.save, entries, storage_writer=writer, planner=states.WritePlanner())
+    return Path(ranks.on_first(lambda: str(_finish(folder, partial, step, keep))))
+
+
+def _begin(folder: Path, step: int) -> Path:
+    """The folder to write into, in place of what saves that were killed have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = folder / f"{_PARTIAL}{step:08d}-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    return partial
+
+
+def _finish(folder: Path, partial: Path, step: int, keep: int | None) -> Path:
+    """All files are on disk: now the folder gets its name, and is what `latest` finds."""
+    _sync(partial)
+    again = [path for found, path in _checkpoints(folder) if found[0] == step]
+    path = folder / f"step-{step:08d}"
+    if again:
+        path = folder / f"step-{step:08d}.{max(_number(old)[1] for old in again) + 1}"
+    os.rename(partial, path)
+    _sync(folder)
+    older = [old for found, old in _checkpoints(folder) if found[0] < step]
+    for old in again + (older[: max(0, len(older) - keep + 1)] if keep else []):
+        # By its name, what is half removed would be a checkpoint.
+        gone = folder / f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:8]}"
+        os.rename(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    return path
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder are on disk after this."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+_pending: concurrent.futures.Future | None = None
+_writer: concurrent.futures.ThreadPoolExecutor | None = None
+
+
+def _thread() -> concurrent.futures.ThreadPoolExecutor:
+    """One for all saves of this process, which writes one after the other; Python waits for it at exit."""
+    global _writer
+    if _writer is None:
+        _writer = concurrent.futures.ThreadPoolExecutor(1, "haiscale.checkpoint")
+    return _writer
+
+
+def _finish_pending() -> None:
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        pending.result()
+
+
+# Finding, reading
+
+
+def _number(path: Path) -> tuple[int, int]:
+    """(step, how often it was saved before), by the name."""
+    found = _WHOLE.fullmatch(path.name)
+    return int(found[1]), int(found[2] or 0)
+
+
+def _checkpoints(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    """In order, the latest last."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((_number(path), path) for path in paths if _WHOLE.fullmatch(path.name))
+
+
+def _find(folder: str | os.PathLike) -> Path:
+    folder = Path(folder)
+    path = folder if (folder / ".metadata").exists() else latest(folder)
+    if path is None:
+        raise FileNotFoundError(f"no checkpoint in {folder.resolve()}: give one named step-..., or a folder of them")
+    return path
+
+
+def _read_groups(path: Path, saved: dict, ranks: "_Ranks") -> list[dict]:
+    """The groups of parameters that optimizers had, each with its names and options."""
+    found = dict.fromkeys(key for key in saved if key.startswith("param_group."))
+    _dcp(ranks, f"checkpoint {path} was not read", dcp.load, found, checkpoint_id=path, planner=states.ReadPlanner())
+    return list(found.values())
+
+
+def _check(path, targets: dict, saved: dict, owned: list | None, groups: list[dict], ranks: "_Ranks") -> None:
+    """Raises ValueError, on all ranks, where what was saved is not what is to be loaded."""
+    missing, shapes = states.misfits(targets, saved)
+    optimized = [f"optimizer.{name}" for of in owned or () for group in of for name in group]
+    stepped = {f"optimizer.{name}" for group in groups for name in group["params"]}
+    missing += [key for key in optimized if key not in stepped]
+    found = ranks.everybody((missing, shapes, [*targets, *optimized]))
+    here = {key for *_, keys in found for key in keys}
+    there = [key for key in saved if key.startswith("model.")] + (sorted(stepped) if owned is not None else [])
+    merged = (sorted({x for of_rank in found for x in of_rank[i]}) for i in (0, 1))
+    missing, shapes = merged
+    surplus = [key for key in there if key not in here]
+    if owned is not None and not groups:
+        missing, surplus = ["the state of any optimizer", *(key for key in missing if key not in optimized)], surplus
+    message = states.misfit_message(path, missing, surplus, shapes)
+    if message:
+        raise ValueError(message)
+
+
+# Ranks
+
+
+class _Ranks:
+    """Those that save or load together: of a process group, or this process alone where there is none."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.many = dist.is_available() and dist.is_initialized()
+        self.group = (group or dist.group.WORLD) if self.many else None
+        self.rank = dist.get_rank(self.group) if self.many else 0
+        self.size = dist.get_world_size(self.group) if self.many else 1
+
+    def everybody(self, value) -> list:
+        """The value of every rank."""
+        found = [value] * self.size
+        if self.many:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def on_first(self, do: Callable[[], str]) -> str:
+        """What rank 0 finds by doing it; what it raises, all raise."""
+        found = [None]
+        if self.rank == 0:
+            try:
+                found = [do()]
+            except OSError as error:
+                found = [error]
+        if self.many:
+            dist.broadcast_object_list(found, dist.get_global_rank(self.group, 0), group=self.group)
+        if isinstance(found[0], OSError):
+            raise found[0]
+        return found[0]
+
+    def beside(self) -> dist.ProcessGroup | None:
+        """A new group of the same ranks for tensors of the host."""
+        if not self.many:
+            return None
+        # NCCL takes none.
+        return sibling(self.group, "gloo" if dist.get_backend(self.group) == "nccl" else None)
+
+    def aside(self) -> "_Ranks":
+        """The same ranks on a group that nobody but the writing thread uses: two threads in one group would take turns
+        in another order on every rank."""
+        if self.many:
+            known, _ = _aside.get(id(self.group), (None, None))
+            if known is not self.group:
+                _aside[id(self.group)] = self.group, self.beside()
+            return _Ranks(_aside[id(self.group)][1])
+        return self
+
+
+_aside: dict[int, tuple] = {}
+
+
+def _dcp(ranks: _Ranks, failed: str, call: Callable, *args, **options) -> None:
+    """dcp.save or dcp.load; RuntimeError names the ranks that could not, and why."""
+    try:
+        with contextlib.ExitStack() as quiet:
+            if not ranks.many:
+                quiet.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable|uninitialized)")
+            call(*args, process_group=ranks.group, no_dist=not ranks.many, **options)
+    except CheckpointException as error:
+        why = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+        raise RuntimeError(f"{failed}: {why}") from error
+
+
+# Random numbers
+
+
+def _random_state() -> dict:
+    """Of every generator that this rank draws from."""
+    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_random_state(found: dict) -> None:
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    if "numpy" in found:
+        import numpy
+
+        numpy.random.set_state(found["numpy"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])

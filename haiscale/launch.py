@@ -1,0 +1,370 @@
+"""Starts ranks on this host: from a shell, or a function of a program.
+
+    python -m haiscale.launch --nproc 4 train.py --lr 1e-4          # or -m package.module
+    haiscale.spawn(main, 4, args=(options,))                        # main(local_rank, options), four times
+
+Each rank is a process with the environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), on cores of its own near its GPU (`haiscale.binding`). What ranks print appears with the rank
+before each line. When one fails, the others have a moment to say what they know and are killed; the traceback of the
+first is shown, and its exit code is the launcher's. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on. If
+the launcher itself is killed, Linux kills the ranks.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from haiscale.binding import Share, shares
+from haiscale.output import Output
+
+LAST_WORDS = 10.0  # seconds that the others are given once a rank has failed: to say who it was, in their own words
+_PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+class RankFailed(RuntimeError):
+    """A rank ended other than with exit code 0. `rank` is the first that did, `why` says how in one line, `exitcode` is
+    as Python's multiprocessing has it: negative, it is the number of a signal."""
+
+    def __init__(self, message: str, rank: int, exitcode: int, why: str):
+        super().__init__(message)
+        self.rank, self.exitcode, self.why = rank, exitcode, why
+
+
+def spawn(
+    fn: Callable,
+    nprocs: int,
+    args: tuple = (),
+    bind_numa: bool = True,
+    join: bool = True,
+    *,
+    prefix: bool = True,
+    grace: float = 30.0,
+) -> "Ranks | None":
+    """Runs fn(local_rank, *args) in `nprocs` processes of this host.
+
+    fn and args are pickled, so fn is a function of a module, and a script that calls spawn does so under
+    `if __name__ == "__main__":`. bind_numa: each rank gets cores of its own. join: wait until all have ended; else the
+    running `Ranks` are returned, whose `join` is to be called. prefix: each line that a rank prints begins with its
+    number, and goes through this process; False leaves them this process's own output. grace: seconds that ranks may
+    take to end after a signal that was passed on. RankFailed: a rank failed, and why. ValueError: nprocs is less than
+    one.
+    """
+    ranks = Ranks(fn, args, environment(nprocs), bind_numa=bind_numa, prefix=prefix, grace=grace)
+    if not join:
+        return ranks
+    ranks.join()
+    return None
+
+
+def environment(nprocs: int, nnodes: int = 1, node_rank: int = 0, master: str | None = None) -> list[dict[str, str]]:
+    """What torchrun would set for each rank of this host. master: "host:port" of rank 0, needed for several hosts."""
+    if nprocs < 1:
+        raise ValueError(f"{nprocs} ranks are not accepted: start at least 1")
+    if not 0 <= node_rank < nnodes:
+        raise ValueError(f"node rank {node_rank} of {nnodes} hosts is not accepted: they are numbered from 0")
+    if nnodes > 1 and master is None:
+        raise ValueError(f"{nnodes} hosts need the address of the first: give HOST:PORT, the same on all of them")
+    address, _, port = (master or f"127.0.0.1:{_free_port()}").rpartition(":")
+    if not address or not port.isdigit():
+        raise ValueError(f"master {master!r} is not accepted: give HOST:PORT")
+    shared = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": nnodes * nprocs, "LOCAL_WORLD_SIZE": nprocs}
+    shared |= {"GROUP_RANK": node_rank, "GROUP_WORLD_SIZE": nnodes}
+    return [
+        {key: str(value) for key, value in {**shared, "LOCAL_RANK": local, "RANK": node_rank * nprocs + local}.items()}
+        for local in range(nprocs)
+    ]
+
+
+def _free_port() -> int:
+    """One that Linux gives to nobody who does not ask for it by number: below those of outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass
+class _Rank:
+    """One process as its parent sees it."""
+
+    number: int
+    process: multiprocessing.process.BaseProcess
+    report: Connection
+    failed_at: float | None = None
+    error: str = ""  # the last line of the traceback
+    traceback: str = ""
+
+    def listen(self) -> None:
+        """Takes what the rank has reported, if it has."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.report.poll():
+                self.failed_at, self.error, self.traceback = self.report.recv()
+
+    def look(self) -> None:
+        """Notes when it was found dead, unless it said itself when it failed."""
+        self.listen()
+        if self.process.exitcode and self.failed_at is None:
+            self.failed_at = time.monotonic()
+
+    def fate(self) -> str:
+        code = self.process.exitcode
+        if self.error:
+            return self.error
+        if code >= 0:
+            return f"ended with exit code {code}"
+        return f"was killed by {_name(-code)}" + ("; dmesg may say why" if code == -signal.SIGKILL else "")
+
+
+class Ranks:
+    """Running ranks of this host; see `spawn`, which makes them. `processes` has them in order."""
+
+    def __init__(self, fn, args, environments, *, bind_numa=True, prefix=True, grace=30.0):
+        self._grace, self._asked, self._deadline, self._killed = grace, None, None, []
+        self._ranks: list[_Rank] = []
+        self._output = Output() if prefix else None
+        places = shares(len(environments)) if bind_numa and hasattr(os, "sched_setaffinity") else None
+        self._begin = time.monotonic()
+        try:
+            for local, variables in enumerate(environments):
+                self._start(local, fn, args, variables, places and places[local])
+        except BaseException:
+            self.kill()
+            raise
+        if self._output:
+            self._output.start()
+
+    @property
+    def processes(self) -> list[multiprocessing.process.BaseProcess]:
+        return [rank.process for rank in self._ranks]
+
+    def _start(self, local: int, fn, args, variables: dict[str, str], place: Share | None) -> None:
+        report, theirs = multiprocessing.Pipe(duplex=False)
+        number = int(variables["RANK"])
+        pipes = self._output.pipes(number) if self._output else ()
+        variables = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads if place else 1))
+        } | variables
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run, args=(fn, args, local, variables, theirs, pipes, os.getpid()), name=f"rank {number}"
+        )
+        with _on(place):
+            process.start()
+        for end in (theirs, *pipes):
+            end.close()
+        self._ranks.append(_Rank(number, process, report))
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits until all ranks have ended; False when `timeout` seconds are over. Raises RankFailed.
+
+        KeyboardInterrupt: they were ended by SIGINT. Signals are passed on while the main thread is in here.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            with self._passing_on():
+                while running := [rank for rank in self._ranks if rank.process.exitcode is None]:
+                    if until is not None and time.monotonic() > until:
+                        return False
+                    wait([r.process.sentinel for r in running] + [r.report for r in running if not r.error], 0.1)
+                    self._look()
+        except BaseException:
+            self.kill()
+            raise
+        self._look()
+        self._end_output()
+        failed = [rank for rank in self._ranks if rank.process.exitcode]
+        if failed and self._asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        if failed:
+            raise self._failure(failed)
+        return True
+
+    def _look(self) -> None:
+        for rank in self._ranks:
+            rank.look()
+        now, failed = time.monotonic(), any(rank.failed_at is not None for rank in self._ranks)
+        if failed and self._deadline is None:
+            self._deadline = now + LAST_WORDS
+        if self._deadline is not None and now > self._deadline:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends all ranks at once, with the processes that they have started."""
+        for rank in self._ranks:
+            if rank.process.exitcode is None:
+                self._killed.append(rank.number)
+                # Each rank leads a session, unless it has just begun.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.join(10)
+        self._end_output()
+
+    def _end_output(self) -> None:
+        if self._output and self._output.is_alive():
+            self._output.finish()
+
+    def _failure(self, failed: list[_Rank]) -> RankFailed:
+        # Whom we killed ourselves is nobody's reason.
+        own = [rank for rank in failed if rank.number not in self._killed or rank.traceback] or failed
+        first, *others = sorted(own, key=lambda rank: rank.failed_at or 0)
+        after = (first.failed_at or self._begin) - self._begin
+        asked = f" after {_name(self._asked)} was passed on to all" if self._asked else ""
+        who = f"rank {first.number} (pid {first.process.pid})"
+        lines = [f"{who} was the first to fail, {after:.1f} s after the start{asked}:"]
+        lines += [first.traceback.rstrip() or f"it {first.fate()}; what it printed is above"]
+        lines += [f"then rank {rank.number}: {rank.fate()}" for rank in others]
+        lines += [f"rank {rank.number} was still running, and was killed" for rank in failed if rank not in own]
+        return RankFailed("\n".join(lines), first.number, first.process.exitcode, first.fate())
+
+    @contextlib.contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame) -> None:
+        if number in _ENDING:
+            if self._asked is not None:  # who asks twice does not want to wait
+                self._deadline = 0.0
+                return
+            self._asked, self._deadline = number, time.monotonic() + self._grace
+        for rank in self._ranks:
+            if rank.process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
+
+
+@contextlib.contextmanager
+def _on(place: Share | None) -> Iterator[None]:
+    """Binds this thread, from which processes started meanwhile inherit it: before they import anything."""
+    if place is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, place.cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _run(fn, args, local: int, variables: dict, report: Connection, pipes: tuple, parent: int) -> None:
+    """A rank's process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has died meanwhile
+        os._exit(1)
+    os.setsid()  # a signal from the terminal is for the parent, which passes it on
+    os.environ.update(variables)
+    for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=False):
+        os.dup2(pipe.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)
+        pipe.close()
+    if "torch" in sys.modules:  # to unpickle fn has imported it before it could read the environment
+        sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    try:
+        fn(local, *args)
+    except Exception as error:
+        text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+        report.send((time.monotonic(), f"{type(error).__name__}: {error}".splitlines()[0], text))
+        sys.exit(1)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            report.send((time.monotonic(), "", ""))  # to take the interpreter down takes a while
+        raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _own_frames(error: BaseException):
+    """The traceback from the user's first frame on."""
+    frames = error.__traceback__
+    while frames.tb_next and frames.tb_frame.f_globals.get("__name__") in (__name__, "haiscale.launch", "runpy"):
+        frames = frames.tb_next
+    return frames
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those without a name
+        return f"signal {number}"
+
+
+def _program(local: int, path: str, module: bool, argv: list[str]) -> None:
+    """What `python path *argv` does, or `python -m path *argv`."""
+    sys.argv = [path, *argv]
+    if module:
+        runpy.run_module(path, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def parse(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m haiscale.launch", description="Starts ranks on this host.")
+    add = parser.add_argument
+    add("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
+    add("--nnodes", type=int, default=1, metavar="N", help="hosts; the same command runs on each of them")
+    add("--node-rank", type=int, default=0, metavar="I", help="the number of this host, from 0")
+    add("--master", metavar="HOST:PORT", help="where rank 0 listens; needed with several hosts")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="to end in, after SIGTERM or SIGINT (default: 30)")
+    add("--no-bind", dest="bind", action="store_false", help="leave ranks on all cores")
+    add("--no-prefix", dest="prefix", action="store_false", help="print what ranks print as it is")
+    add("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    add("program", metavar="PROGRAM")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the program")
+    options = parser.parse_args(argv)
+    if not options.module and not os.path.exists(options.program):
+        parser.error(f"{options.program}: no such file")
+    try:
+        options.environment = environment(options.nproc, options.nnodes, options.node_rank, options.master)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(argv=None) -> int:
+    options = parse(argv)
+    program = (options.program, options.module, options.arguments)
+    try:
+        ranks = Ranks(
+            _program, program, options.environment, bind_numa=options.bind, prefix=options.prefix, grace=options.grace
+        )
+        ranks.join()
+    except RankFailed as failed:
+        print(failed, file=sys.stderr)
+        return failed.exitcode if failed.exitcode > 0 else 128 - failed.exitcode
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

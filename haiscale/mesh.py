@@ -1,0 +1,148 @@
+"""Process groups: the one of all ranks, and meshes of them for pipelines, replicas and shards."""
+
+import datetime
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("haiscale")
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_given: torch.device | None = None
+
+
+def _rank_device() -> torch.device:
+    """This rank's: what `init` was given; else the GPU numbered LOCAL_RANK, where this process sees one, or the CPU."""
+    if _given is not None:
+        return _given
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available() and local < torch.cuda.device_count():
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def init(
+    backend: str | None = None, timeout: float | None = None, device: str | torch.device | None = None
+) -> torch.device:
+    """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
+
+    backend: by default "hfreduce"; "nccl" where this rank has a GPU and hfreduce was built without CUDA kernels, which
+    is logged. timeout: seconds that an operation waits for other ranks; torch's own default if None.
+    device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made the current
+    one. Raises ValueError where the environment is missing.
+    """
+    if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
+        raise ValueError(
+            f"{', '.join(missing)} is not set in the environment: start this program by "
+            "`python -m haiscale.launch --nproc N program.py`, by haiscale.spawn, or by torchrun"
+        )
+    global _given
+    _given = None if device is None else torch.device(device)
+    mine = _rank_device()
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    options = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
+    dist.init_process_group(backend or _default_backend(mine), **options)
+    return mine
+
+
+def _default_backend(mine: torch.device) -> str:
+    import hfreduce  # noqa: F401  # registers itself
+
+    if mine.type == "cuda" and not hfreduce_takes_cuda():
+        _log.warning("backend nccl for %s: hfreduce was built without CUDA kernels", mine)
+        return "nccl"
+    return "hfreduce"
+
+
+def hfreduce_takes_cuda() -> bool:
+    """Whether this installation of hfreduce has CUDA kernels; without, CUDA tensors go by way of the host."""
+    try:
+        return importlib.import_module("hfnn._build").cuda.startswith("nvcc")
+    except ImportError:
+        return False
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long operations of a group wait for other ranks; None where it does not say, as in torch's debug mode."""
+    kind = "cpu" if any(device.type == "cpu" for device in group._device_types) else "cuda"
+    return getattr(getattr(group._get_backend(torch.device(kind)), "options", None), "_timeout", None)
+
+
+def sibling(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of the same ranks, and they alone call this: a channel whose operations wait for none of the other's.
+
+    With the backend and the timeout of `group`, which torch's new_group does not take over. backend: another one.
+    """
+    # Not with the whole world, of which other ranks may make other groups at this time.
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout_of(group),
+        backend=backend or dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+
+
+@dataclass(frozen=True)
+class Subgroups:
+    """What `make_subgroups` returns; `dp_group, pp_group = make_subgroups(...)` works as well.
+
+    pp_group: ranks that hold the stages of one pipeline. dp_group: ranks that hold the same parameters and read
+    different batches, of which gradients are averaged. fsdp_group: ranks that hold shards of the same parameters.
+    mesh: all of them, a DeviceMesh with the dimensions "pp", "dp", "fsdp"; `mesh["dp", "fsdp"]` is what FSDP takes for
+    replicas of shards.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("pp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp")
+
+    @property
+    def fsdp_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("fsdp")
+
+    def __iter__(self) -> Iterator[dist.ProcessGroup]:
+        return iter((self.dp_group, self.pp_group))
+
+
+def make_subgroups(pp_size: int = 1, dp_size: int | None = None, fsdp_size: int = 1) -> Subgroups:
+    """Splits all ranks into pipelines of `pp_size` stages, `dp_size` replicas and `fsdp_size` shards.
+
+    All ranks call it. dp_size: by default what is left of the world. Neighbouring ranks, which are likely on one host,
+    are shards first, then replicas: pipelines, which send least, go between hosts, and each rank of a host is in a
+    pipeline of its own (as in Fire-Flyer, arXiv 2408.14158, section 5). Raises ValueError where the sizes do not
+    multiply to the number of ranks.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no process group: call haiscale.init() first, in ranks started by haiscale.launch")
+    world, sizes = dist.get_world_size(), {"pp_size": pp_size, "dp_size": dp_size, "fsdp_size": fsdp_size}
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}={size!r} is not accepted: give an integer of at least 1")
+    replicas = world // (pp_size * fsdp_size) if dp_size is None else dp_size
+    if pp_size * replicas * fsdp_size != world:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{given} do not make up {world} ranks: their product must be {world}")
+    kind = "cpu" if dist.get_backend() == "gloo" else _rank_device().type
+    ranks = torch.arange(world).view(pp_size, replicas, fsdp_size)
+    groups = [_subgroup(ranks.movedim(dim, -1)) for dim in range(3)]
+    return Subgroups(DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("pp", "dp", "fsdp")))
+
+
+def _subgroup(ranks: torch.Tensor) -> dist.ProcessGroup:
+    """This rank's of the groups that are the rows of `ranks`. DeviceMesh would make them with torch's own timeout."""
+    rows = ranks.reshape(-1, ranks.shape[-1]).tolist()
+    return dist.new_subgroups_by_enumeration(rows, timeout=timeout_of(dist.group.WORLD))[0]

@@ -1,0 +1,252 @@
+"""What models and optimizers keep, by name: what `haiscale.checkpoint` writes and reads.
+
+Names are those of parameters in the user's own whole model, whatever wraps it. A wrapper that has other names, or holds
+parts of parameters, offers `named_shards()`: (name, live tensor or DTensor) of every parameter and persistent buffer it
+has, a tied one once, under its first name; and, if it keeps copies of them, `shards_loaded()`, which is called once
+the tensors have been written to.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch's wrappers of single modules put into names
+_SHOWN = 6  # names in an error
+
+
+class Piece:
+    """A part of a whole tensor, at its place: what a rank writes. tensor: plain; offsets and size: of the whole.
+
+    It has what torch.distributed.checkpoint asks of those who know by themselves what to write.
+    """
+
+    def __init__(self, value: Tensor, is_buffer: bool = False):
+        self.is_buffer = is_buffer
+        tensor, self.offsets, self.size = value.detach(), (0,) * value.dim(), value.shape
+        self.here = True
+        if isinstance(value, DTensor):
+            _, self.offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            self.here = value.device_mesh.get_coordinate() is not None
+            tensor = tensor.to_local()
+        self.tensor = tensor
+
+    def copy(self) -> None:
+        """To the host; on CUDA, the copy is on its way on the current stream."""
+        source = self.tensor
+        if source.is_cuda:
+            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self.tensor = pinned.copy_(source, non_blocking=True)
+        else:
+            self.tensor = source.clone()
+
+    def __create_write_items__(self, key: str, _) -> list[WriteItem]:
+        # Of a DTensor of few rows, some ranks have none; a whole tensor without elements is there all the same.
+        if not self.here or (self.tensor.numel() == 0 and self.size.numel() > 0):
+            return []
+        offsets = torch.Size(self.offsets) if self.size.numel() else torch.Size([0] * len(self.size))
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, self.tensor.shape),
+            properties=TensorProperties.create_from_tensor(self.tensor),
+            size=self.size,
+        )
+        return [WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+
+class WritePlanner(DefaultSavePlanner):
+    """torch's, for Pieces. Of what replicas have alike, each writes a part; buffers, which may differ where every rank
+    has batches of its own, are those of the first rank, as in DDP."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self):
+        buffers = {key for key, value in self.state_dict.items() if isinstance(value, Piece) and value.is_buffer}
+        return dataclasses.replace(super().create_local_plan(), planner_data=buffers)
+
+    def create_global_plan(self, all_plans):
+        seen, plans = set(), []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in seen]
+            seen |= {item.index for item in items if item.index.fqn in plan.planner_data}
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
+
+    def lookup_object(self, index):
+        value = self.state_dict[index.fqn]
+        return value.tensor if isinstance(value, Piece) else value
+
+
+class ReadPlanner(DefaultLoadPlanner):
+    """torch's, for keys as they are."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+# Models
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The user's module, or what has `named_shards`: without torch's DDP and torch.compile around it."""
+    while not hasattr(type(model), "named_shards"):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        else:
+            break
+    return model
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of this rank by their names in the whole model: live tensors or DTensors."""
+    model = inner(model)
+    if hasattr(model, "named_shards"):
+        yield from model.named_shards()
+        return
+    seen = set()
+    for path, module in model.named_modules():
+        kept = [
+            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        ]
+        for name, tensor in [*module._parameters.items(), *kept]:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield plain_name(f"{path}.{name}" if path else name), tensor
+
+
+def plain_name(name: str) -> str:
+    for part in _INSIDE:
+        name = name.replace(part, "")
+    return name
+
+
+# Optimizers
+
+
+def as_list(optimizer) -> list[torch.optim.Optimizer]:
+    """None, one optimizer or several, as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def owned_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """The names of the parameters of each group; names: by the identity of the parameter. ValueError: one has none."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
+                    f"{tuple(parameter.shape)}, is none of the model's: make the optimizer from the parameters of the "
+                    "wrapped model, and save both together"
+                )
+        found.append([names[id(parameter)] for parameter in group["params"]])
+    return found
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, object]]:
+    """(key, value) of all that an optimizer keeps: states, and the options of its groups with the names in them."""
+    packed = optimizer.state_dict()
+    for owned, group in zip(owned_names(optimizer, names), packed["param_groups"], strict=True):
+        if not owned:
+            continue
+        options = {key: value for key, value in group.items() if key != "params"}
+        # Ranks that have the same group have the same key, and one of them writes it.
+        yield f"param_group.{zlib.crc32(' '.join(owned).encode()):08x}", {"params": owned, "options": options}
+        for number, name in zip(group["params"], owned, strict=True):
+            for key, value in packed["state"].get(number, {}).items():
+                yield f"optimizer.{name}.{key}", value
+
+
+def wanted_states(owned: Iterable[str], parameters: dict[str, Tensor], saved: dict) -> dict[str, dict[str, object]]:
+    """For each parameter named, the states that were saved of it, as empty tensors to be read into, or None for what
+    is no tensor. saved: the checkpoint's description of every key."""
+    keys: dict[str, list[str]] = {}
+    for key in saved:
+        if key.startswith("optimizer."):
+            keys.setdefault(key[len("optimizer.") :].rpartition(".")[0], []).append(key)
+    found = {}
+    for name in owned:
+        states = {key.rpartition(".")[2]: saved[key] for key in keys.get(name, ())}
+        found[name] = {key: _to_read_into(entry, parameters[name]) for key, entry in states.items()}
+    return found
+
+
+def _to_read_into(entry, parameter: Tensor) -> Tensor | None:
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    if entry.size == parameter.shape:  # laid out as its parameter, on however many ranks that is
+        return torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def load_optimizer(optimizer, owned: list[list[str]], states: dict, groups: list[dict]) -> None:
+    """Gives an optimizer what was read. groups: all that were saved. ValueError: they differ inside one of its own."""
+    of = {name: group["options"] for group in groups for name in group["params"]}
+    packed, number = {"state": {}, "param_groups": []}, 0
+    for names, group in zip(owned, optimizer.param_groups, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for name in names:
+            if _differ(of[name], of[names[0]]):
+                raise ValueError(
+                    f"{names[0]} and {name} are in one group of {type(optimizer).__name__}, but were saved with other "
+                    f"options: {of[names[0]]} and {of[name]}; group the parameters as they were"
+                )
+            options |= of[name]
+        numbers = list(range(number, number + len(names)))
+        packed["state"] |= {i: states[name] for i, name in zip(numbers, names, strict=True) if states[name]}
+        packed["param_groups"].append({**options, "params": numbers})
+        number += len(names)
+    optimizer.load_state_dict(packed)
+
+
+def _differ(a: dict, b: dict) -> bool:
+    return a is not b and (a.keys() != b.keys() or any(bool(a[key] != b[key]) for key in a))
+
+
+# Whether they fit
+
+
+def misfits(wanted: dict[str, Tensor], saved: dict) -> tuple[list[str], list[str]]:
+    """(keys that were not saved, sentences about those that were with another shape)."""
+    missing = [key for key in wanted if key not in saved]
+    shapes = [
+        f"{key.partition('.')[2]} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here"
+        for key, tensor in wanted.items()
+        if key in saved and saved[key].size != tensor.shape
+    ]
+    return missing, shapes
+
+
+def misfit_message(path, missing: list[str], surplus: list[str], shapes: list[str]) -> str | None:
+    """One sentence that names them, or None."""
+    said = []
+    if missing:
+        said.append(f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} not in it")
+    if surplus:
+        said.append(f"{_some(surplus)} of it {'is' if len(surplus) == 1 else 'are'} not here")
+    said += [_some(shapes)] if shapes else []
+    if not said:
+        return None
+    advice = "Build the model and the optimizer as they were when it was saved"
+    return f"checkpoint {path} does not fit: {'; '.join(said)}. {advice}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

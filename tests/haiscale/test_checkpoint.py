@@ -1,0 +1,215 @@
+"""haiscale.checkpoint: one format for all layouts, on 4, 2 and 1 ranks; what ranks do is in workers/checkpoints.py.
+
+Who saved what is in the folder's name: layout, optimizer, ranks. The result of a case is what is wrong, or None.
+"""
+
+import importlib.util
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+from haiscale import checkpoint
+
+WORKER = Path(__file__).parents[1] / "workers" / "checkpoints.py"
+SAVED_ON_4 = [
+    ("torch_ddp", "adamw"),
+    ("ddp", "8bit"),
+    ("torch_fsdp2", "adamw"),
+    ("torch_fsdp2", "8bit"),
+    ("fsdp", "adamw"),
+    ("fsdp", "8bit"),
+    ("torch_fsdp2", "several"),
+    ("torch_hsdp", "sgd"),
+    ("stages", "adamw"),
+]
+SOURCES = [f"{layout}-{optimizer}-4" for layout, optimizer in SAVED_ON_4]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """The worker's functions in this process: one rank, without a process group."""
+    spec = importlib.util.spec_from_file_location("checkpoints", WORKER)
+    module = importlib.util.module_from_spec(spec)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    spec.loader.exec_module(module)
+    yield module
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    """Results of saving on four ranks, by case, for each rank."""
+    return ranks.run(WORKER, "saves", 4, folder, timeout=120, target=str(folder), combinations=SAVED_ON_4)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder, saved):
+    """Results of loading on two ranks."""
+    layouts = ["ddp", "fsdp", "torch_fsdp2"]
+    return ranks.run(WORKER, "loads", 2, folder, timeout=120, target=str(folder), combinations=SOURCES, layouts=layouts)
+
+
+def right(results, case):
+    wrong = {rank: result[case] for rank, result in enumerate(results) if result[case] is not None}
+    assert not wrong, "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items())
+
+
+@pytest.mark.parametrize("case", [f"{layout} {optimizer}" for layout, optimizer in SAVED_ON_4])
+def test_saving_on_four_ranks_leaves_training_alone(saved, case):
+    right(saved, case)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "torch_fsdp2"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_goes_on_on_two_ranks_bit_for_bit(loaded, source, layout):
+    right(loaded, f"{source} in {layout}")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_goes_on_on_one_rank_bit_for_bit(worker, folder, saved, source):
+    right([worker.loads(0, 1, None, folder, [source], ["plain"])], f"{source} in plain")
+
+
+@pytest.mark.parametrize(
+    "case", ["resumes ddp", "resumes fsdp", "resumes pipeline", "misfits", "stops", "cannot_write"]
+)
+def test_on_two_ranks(loaded, case):
+    right(loaded, case)
+
+
+def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
+    """Wherever it is killed, the newest whole checkpoint is there, of the step before or of this one."""
+    target = tmp_path / "killed"
+    (found,) = ranks.run(WORKER, "killed", 1, tmp_path, target=str(target))
+    assert len(found) > 8 and not found[-1]["killed"], found
+    for trial in found:
+        assert trial["step"] in (trial["before"], trial["before"] + 1) and trial["values"] == [trial["step"]], trial
+    steps = [trial["step"] - trial["before"] for trial in found]
+    assert {0, 1} == set(steps), "killed before and after the new one got its name"
+    assert any(any(name.startswith(".partial") for name in trial["there"]) for trial in found)
+    # What killed saves have left is gone with the next one.
+    assert found[-1]["there"] == [f"step-{found[-1]['step']:08d}"], found[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_gone_while_saving(worker, tmp_path, number):
+    """The other is told which one; a new run goes on from the last checkpoint as if nothing had happened."""
+    target, timeout = tmp_path / "saved", 2.0
+    with ranks.start(WORKER, "saves_for_ever", 2, tmp_path, target=str(target), timeout=timeout) as group:
+        group.until("saves")
+        time.sleep(0.05)
+        begin = time.monotonic()
+        group.signal(1, number)
+        group.until("told", ranks=[0])
+        found = json.loads(Path(f"{group.store}.told").read_text())
+    assert found["at"] - begin < (1 if number == signal.SIGKILL else timeout + 2), found
+    assert "rank 1 (" in found["text"] and ("died" if number == signal.SIGKILL else "Timed out") in found["text"], found
+    first, wrong = worker.goes_on(target)
+    assert first >= 3 and wrong is None
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """folder_of(steps, **options): a folder with these steps saved, in turn."""
+
+    def save(*steps, **options):
+        for step in steps:
+            checkpoint.save(tmp_path / "a", nn.Linear(2, 2), step=step, **options)
+        return tmp_path / "a"
+
+    return save
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_keeps_so_many(folder_of):
+    assert names(folder_of(1, 5, 12, 20, keep=2)) == ["step-00000012", "step-00000020"]
+
+
+def test_going_back_removes_nothing_newer(folder_of):
+    """Whoever goes on from step 5 leaves alone what was saved beyond it, and never loses what he has just saved."""
+    assert names(folder_of(5, 12, 20)) == ["step-00000005", "step-00000012", "step-00000020"]
+    folder = folder_of(8, keep=1)
+    assert names(folder) == ["step-00000008", "step-00000012", "step-00000020"]
+
+
+def test_the_same_step_again_takes_its_place(folder_of):
+    folder = folder_of(5, 5, 5)
+    assert names(folder) == ["step-00000005.2"] and checkpoint.latest(folder).name == "step-00000005.2"
+
+
+def test_what_is_no_checkpoint_is_not_found(folder_of, tmp_path):
+    assert checkpoint.latest(tmp_path / "missing") is None
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*missing: give one named step-"):
+        checkpoint.load(tmp_path / "missing", nn.Linear(2, 2))
+    folder = folder_of(3)
+    for name in (".partial-00000009-ab", "step-9", "step-00000009-old", "notes.txt"):
+        (folder / name).mkdir()
+    assert checkpoint.latest(folder) == folder / "step-00000003"
+    assert checkpoint.load(folder / "step-00000003", nn.Linear(2, 2))["step"] == 3
+
+
+def test_bad_arguments(tmp_path):
+    model = nn.Linear(2, 2)
+    for options, why in (({"step": -1}, "step=-1"), ({"step": 1.0}, "step=1.0"), ({"step": 1, "keep": 0}, "keep=0")):
+        with pytest.raises(ValueError, match=why):
+            checkpoint.save(tmp_path, model, **options)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 of SGD, of shape \(2, 2\), is none of the model's"):
+        checkpoint.save(tmp_path, model, torch.optim.SGD(nn.Linear(2, 2).parameters()), step=1)
+    with pytest.raises(ValueError, match="weight is on the meta device"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2, device="meta"), step=1)
+    assert not names(tmp_path)
+
+
+def test_optimizers_that_do_not_fit(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    first, second = ([*layer.parameters()] for layer in model)
+    checkpoint.save(
+        tmp_path, model, torch.optim.SGD([{"params": first, "lr": 1.0}, {"params": second}], lr=0.5), step=1
+    )
+    with pytest.raises(ValueError, match=r"0.bias, optimizer.0.weight of it are not here"):
+        checkpoint.load(tmp_path, model, torch.optim.SGD(second))
+    with pytest.raises(
+        ValueError, match=r"0.weight and 1.weight are in one group of SGD, but were saved with other opt"
+    ):
+        checkpoint.load(tmp_path, model, torch.optim.SGD(model.parameters()))
+    checkpoint.save(tmp_path, model, step=2)
+    with pytest.raises(ValueError, match="the state of any optimizer is not in it"):
+        checkpoint.load(tmp_path, model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_failure_of_the_thread_is_raised(tmp_path):
+    """By the future, and by the next save; the one after that is a new one."""
+    (tmp_path / "file").touch()
+    future = checkpoint.save(tmp_path / "file", nn.Linear(2, 2), step=1, async_=True)
+    with pytest.raises(FileExistsError):
+        future.result(30)
+    with pytest.raises(FileExistsError):
+        checkpoint.save(tmp_path / "a", nn.Linear(2, 2), step=1)
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2), step=1)
+
+
+def test_names_are_those_of_the_users_own_module(tmp_path):
+    """Through torch.compile and checkpointed layers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    checkpoint.save(tmp_path, plain, step=1)
+    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), torch.compile(nn.Linear(2, 2))))
+    checkpoint.load(tmp_path, wrapped)
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
