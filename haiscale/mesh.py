@@ -2,7 +2,6 @@
 
 import datetime
 import importlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_log = logging.getLogger("haiscale")
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,10 +31,10 @@ def init(
 ) -> torch.device:
     """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
 
-    backend: by default "hfreduce"; "nccl" where this rank has a GPU and hfreduce was built without CUDA kernels, which
-    is logged. timeout: seconds that an operation waits for other ranks; torch's own default if None.
-    device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made the current
-    one. Raises ValueError where the environment is missing.
+    backend: by default "hfreduce"; "nccl" where this rank has a GPU: beside a model's own kernels hfreduce's have been
+    slower so far (docs/notes/hfreduce_gpu.md). timeout: seconds that an operation waits for other ranks; torch's own
+    default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made
+    the current one. Raises ValueError where the environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise ValueError(
@@ -56,10 +54,7 @@ def init(
 def _default_backend(mine: torch.device) -> str:
     import hfreduce  # noqa: F401  # registers itself
 
-    if mine.type == "cuda" and not hfreduce_takes_cuda():
-        _log.warning("backend nccl for %s: hfreduce was built without CUDA kernels", mine)
-        return "nccl"
-    return "hfreduce"
+    return "nccl" if mine.type == "cuda" and dist.is_nccl_available() else "hfreduce"
 
 
 def hfreduce_takes_cuda() -> bool:

@@ -101,9 +101,9 @@ def _with_device(function: Callable) -> Callable:
     """Triton launches on torch's current device; make that the tensors'."""
 
     @functools.wraps(function)
-    def run(first, *rest):
+    def run(first, *rest, **options):
         with torch.cuda.device(first.device):
-            return function(first, *rest)
+            return function(first, *rest, **options)
 
     return run
 

@@ -1,8 +1,10 @@
 """Choosing a kernel, and explaining the choice."""
 
+import contextlib
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -162,6 +164,18 @@ def test_torchs_errors_are_torchs():
                 fn(torch.zeros(2, 8), *args)
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1]
+
+
+def test_launches_among_several_gpus_take_keywords(monkeypatch):
+    """Those of optimizers have some; on one GPU a launch is the module's own function."""
+    entered = []
+    module = types.ModuleType("launches_of_a_test")
+    module.update = lambda rows, queue, features=None: (entered[-1], queue, features)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    rows = torch.zeros(1)
+    assert Kernel("triton", module.__name__, "cuda").update(rows, 7, features="all") == (rows.device, 7, "all")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

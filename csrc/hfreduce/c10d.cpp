@@ -145,7 +145,10 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
     }
     if (to_keep) kept_.push_back(operation);
   }
-  line.submit(operation, !start.async_op || start.path);
+  // A kernel is enqueued at once; the assisted reduce takes some calls for each chunk, which need not hold up a caller
+  // that goes on with other work.
+  const bool quick = start.path && gpu::Accelerator::captures(*start.path);
+  line.submit(operation, !start.async_op || quick);
   // A blocking send would wait for it, and not come to the receive that the peer waits for: the bundle is waited for.
   return bundled && message ? Work() : Work(std::move(operation));
 }

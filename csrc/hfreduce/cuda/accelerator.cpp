@@ -17,10 +17,10 @@ namespace {
 
 // Sent by a rank in packets, up to which a second trip costs more than sending everything to all.
 constexpr int64_t kPacketBytes = 512 << 10;
-// A block of two_shot takes 16 KiB at least, or its steps cost more than they move; and half of a small GPU's
-// multiprocessors carry all that the links can.
+// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.9 of what the
+// links carry, steadily; 128 reach all, but fall to a quarter of it in some calls (docs/notes/hfreduce_gpu.md).
 constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10;
-constexpr int kBlocks = 128, kPacketBlocks = 128, kThreads = 512;
+constexpr int kBlocks = 64, kPacketBlocks = 32, kThreads = 512;
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
 
 Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {

@@ -23,7 +23,7 @@ class Assisted {
   struct Options {
     int rank = 0, size = 1;     // among the ranks of this host
     int threads = 0;            // host cores that add for this rank; 0: the host's cores / ranks, at most 8
-    int64_t chunk = 4 << 20;    // bytes of a rank's input in one chunk, at most
+    int64_t chunk = 8 << 20;    // bytes of a rank's input in one chunk, at most
     int64_t least = 512 << 10;  // and in the first and the last ones of a message
     int depth = 4;              // chunks in the ring, a power of two
     int streaming = -1;         // sums are written past the caches: 0, 1, or -1: if the ring does not fit into them
