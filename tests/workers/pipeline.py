@@ -119,6 +119,6 @@ def fault(rank, world, store, limit):
             pp.forward_backward(batch()[0])
         except dist.DistBackendError as error:
             found.append((str(error), time.monotonic() - started))
-    ranks.reached(store, "raised")
     Path(f"{store}.result.{rank}").write_text(json.dumps(found))
+    ranks.reached(store, "raised")  # the result is read as soon as this is
     os._exit(0)  # the others are killed
