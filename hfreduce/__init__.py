@@ -1,8 +1,8 @@
 """Collectives that say who went wrong: on CPU tensors by shared memory in a host and TCP between hosts, on CUDA tensors
 by kernels over peer memory or by copy engines and host cores.
 
-As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged (on CPU tensors; on CUDA tensors
-that is not tested yet):
+As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged (on CPU tensors; on CUDA
+tensors that is not tested yet):
 
     import hfreduce
     torch.distributed.init_process_group("hfreduce")

@@ -6,42 +6,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <random>
 #include <thread>
 
 #include "communicator.h"
 #include "fake_gpu.h"
+#include "threads.h"
 
 using namespace hfreduce;
 
 namespace {
-
-class Notes : public Store {
- public:
-  void set(const std::string& key, const std::string& value) override {
-    std::lock_guard lock(mutex_);
-    notes_[key] = value;
-  }
-  std::optional<std::string> find(const std::string& key) override {
-    std::lock_guard lock(mutex_);
-    const auto found = notes_.find(key);
-    return found == notes_.end() ? std::nullopt : std::optional(found->second);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::string> notes_;
-};
-
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                \
-    }                                                                              \
-  } while (0)
 
 // A rank with its accelerator, and memory that it may call its device's.
 struct Rank {
