@@ -88,6 +88,7 @@ __device__ __forceinline__ int64_t nanoseconds() {
   return now;
 }
 __device__ __forceinline__ void relax() {}  // between two looks: the memory is far enough
+constexpr uint32_t kLooks = 1 << 14;        // before a thread that waits looks elsewhere: about 10 ms
 
 // Rounded each, never contracted into a multiplication with addition.
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }

@@ -79,9 +79,14 @@ __device__ __noinline__ inline int64_t ask(const Links& links, int peer, int64_t
 }
 
 // A wait that does not last for ever: asked after each look in vain.
+//
+// A look at the board is a trip over PCIe, and the trips of all threads together take 30 ns each: all threads of a
+// small message that did so at once would take a millisecond, for which the other ranks would wait, and so on. So it
+// is rare, and the lanes of a warp take turns.
 class Patience {
  public:
-  __device__ __forceinline__ Patience(const Links& links, int peer) : links_(links), peer_(peer) {}
+  __device__ __forceinline__ Patience(const Links& links, int peer)
+      : links_(links), peer_(peer), looks_(threadIdx.x % 32 * (kLooks / 32)) {}
 
   // Whether to look again. Now and then it looks elsewhere: whether peers are in another operation.
   template <class Elsewhere>
@@ -94,10 +99,9 @@ class Patience {
   }
 
  private:
-  static constexpr uint32_t kLooks = 128;  // about 100 us: a look at the board is a trip over PCIe
   const Links& links_;
   int peer_;
-  uint32_t looks_ = 0;
+  uint32_t looks_;
   int64_t start_ = 0;
 };
 

@@ -142,6 +142,7 @@ inline void write_board(uint32_t* word, uint32_t value) { __atomic_store_n(word,
 
 inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void relax() { sched_yield(); }
+constexpr uint32_t kLooks = 128;
 
 inline float add(float a, float b) { return a + b; }
 inline double add(double a, double b) { return a + b; }
