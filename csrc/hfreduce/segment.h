@@ -20,6 +20,10 @@ class Segment {
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
+  // Takes the pages from byte `from` on, in which nobody has written yet: on this NUMA node (-1: this thread's own), as
+  // far as the kernel wants to.
+  void settle(int node, size_t from = 0) const;
+
   // A new descriptor of zeroed shared memory, sealed against shrinking, so that no peer can take it away. Throws
   // std::system_error.
   static int create(size_t bytes);

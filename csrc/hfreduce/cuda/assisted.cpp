@@ -13,8 +13,6 @@
 // message of one chunk goes up on it too, and needs none at its end.
 #include "cuda/assisted.h"
 
-#include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -52,17 +50,6 @@ Assisted::Options settled(Assisted::Options options) {
     options.streaming = ring > cache / 2;
   }
   return options;
-}
-
-// Takes this rank's memory, on the NUMA node of its device. What the kernel does not want to do is left.
-void settle(const Segment& segment, int node) {
-  if (node >= 0 && node < 64) {
-    const unsigned long nodes = 1ul << node;
-    constexpr int kPreferred = 1;
-    syscall(SYS_mbind, segment.data(), segment.bytes(), kPreferred, &nodes, 65, 0);
-  }
-  madvise(segment.data(), segment.bytes(), MADV_HUGEPAGE);
-  for (size_t i = Ring::kHead; i < segment.bytes(); i += 4096) static_cast<volatile char*>(segment.data())[i] = 0;
 }
 
 void check(DType dtype, Op op) {
@@ -142,7 +129,7 @@ Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Opti
 // Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
 void Assisted::State::meet(const std::function<bool()>& stopped) {
   Ring::Head& head = ring.mine();
-  settle(ring.segments[options.rank], driver.numa_node());
+  ring.segments[options.rank].settle(driver.numa_node(), Ring::kHead);
   for (Flag* flag : {&head.arrived, &head.reduced, &head.taken, &head.ready, &head.freed}) *flag = options.first;
   head.settled = 1;
   while (!ring.all(&Ring::Head::settled, 1)) {
