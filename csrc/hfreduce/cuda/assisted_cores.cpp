@@ -86,21 +86,26 @@ void Cores::push(const Work& work) {
     works_.push_back(work);
     pushed_.store(pushed + 1, std::memory_order_seq_cst);
   }
-  if (sleepers_.load(std::memory_order_seq_cst)) wake();
+  wake(idle_);
 }
 
 void Cores::quit() {
-  quit_ = true;
-  wake();
+  end();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
 
-void Cores::wake() {
+void Cores::end() {
+  quit_ = true;
+  wake(idle_), wake(early_);
+}
+
+void Cores::wake(Bed& bed) {
+  if (!bed.sleepers.load(std::memory_order_seq_cst)) return;  // who goes to sleep after this will see it before
   {
     std::lock_guard lock(mutex_);
   }  // whoever has looked and not seen is asleep by now
-  awake_.notify_all();
+  bed.awake.notify_all();
 }
 
 void Cores::run(int thread) {
@@ -120,7 +125,7 @@ bool Cores::next(int thread, Work& work) {
   // The leader stays up as long as streams of this rank wait for the other ranks: somebody must notice when they fail.
   const auto idle = [&] { return passed(ring_.mine().ready.load(std::memory_order_acquire), last_); };
   if (!met && thread == 0 && !look([&] { return there() || idle(); })) return false;
-  if (!there() && !sleep(there)) return false;
+  if (!there() && !sleep(idle_, there)) return false;
   std::lock_guard lock(mutex_);
   work = works_[works_.size() - (pushed_.load(std::memory_order_relaxed) - begun)];
   place.works.store(begun + 1, std::memory_order_relaxed);
@@ -144,6 +149,7 @@ bool Cores::perform(const Work& work, int thread) {
     }
     if (thread == 0 || count) {
       if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, k + 1); })) return false;
+      if (thread == 0 && work.sums()) wake(early_);
       if (count) reduce(work, byte, count, k, thread == 0);
     }
     places_[thread].chunks.store(k + 1, std::memory_order_release);
@@ -208,11 +214,7 @@ template <class Until>
 bool Cores::wait(int thread, Until until) {
   bool met = false;
   if (!spin(thread == 0, until, met)) return false;
-  if (thread) return met || sleep(until);
-  if (!met && !look(until)) return false;
-  // Who sleeps may wait for the same; who goes to sleep after this will see it before.
-  if (sleepers_.load(std::memory_order_seq_cst)) wake();
-  return true;
+  return met || (thread ? sleep(early_, until) : look(until));
 }
 
 template <class Until>
@@ -223,8 +225,7 @@ bool Cores::look(Until until) {
     if (quit_.load(std::memory_order_relaxed)) return false;
     if (Clock::now() >= ask) {
       if (stopped_()) {
-        quit_ = true;
-        wake();
+        end();
         on_stop_();
         return false;
       }
@@ -236,11 +237,11 @@ bool Cores::look(Until until) {
 }
 
 template <class Until>
-bool Cores::sleep(Until until) {
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+bool Cores::sleep(Bed& bed, Until until) {
+  bed.sleepers.fetch_add(1, std::memory_order_seq_cst);
   std::unique_lock lock(mutex_);
-  awake_.wait(lock, [&] { return until() || quit_.load(std::memory_order_relaxed); });
-  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  bed.awake.wait(lock, [&] { return until() || quit_.load(std::memory_order_seq_cst); });
+  bed.sleepers.fetch_sub(1, std::memory_order_relaxed);
   return !quit_.load(std::memory_order_relaxed);
 }
 

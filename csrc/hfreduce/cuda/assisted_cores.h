@@ -30,6 +30,11 @@ class Cores {
   void quit();                  // the threads end where they wait, and are joined
 
  private:
+  // Where threads sleep that wait for the same.
+  struct Bed {
+    std::atomic<int> sleepers{0};
+    std::condition_variable awake;
+  };
   struct alignas(kLine) Place {
     std::atomic<uint64_t> works{0};  // that this thread has begun
     Flag chunks;                     // that it has done
@@ -47,8 +52,9 @@ class Cores {
   template <class Until>
   bool look(Until until);
   template <class Until>
-  bool sleep(Until until);
-  void wake();
+  bool sleep(Bed& bed, Until until);
+  void wake(Bed& bed);
+  void end();
 
   const Ring& ring_;
   const Options options_;
@@ -56,9 +62,8 @@ class Cores {
   const std::function<void()> on_stop_;
   std::vector<Place> places_;
   std::atomic<bool> quit_{false};
-  std::atomic<int> sleepers_{0};
   std::mutex mutex_;
-  std::condition_variable awake_;
+  Bed idle_, early_;        // for a work; for a chunk to arrive
   std::deque<Work> works_;  // what not all threads have begun
   std::atomic<uint64_t> pushed_{0};
   uint32_t last_;  // the leader's: chunks that are reduced here
