@@ -56,11 +56,11 @@ def test_graphs(path, tmp_path):
         assert found["peers"] == (path == "peers" and GPUS >= SIZE)
 
 
-def test_users(path, tmp_path):
+@pytest.mark.parametrize("bound", [False, True], ids=["", "bound"])
+def test_users(path, bound, tmp_path):
     """All of them over peers, some without."""
-    users = None if path == "peers" else SOME
-    results = ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment(path), timeout=240, users=users)
-    check(results)
+    options = {"users": None if path == "peers" else SOME, "bound": bound}
+    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment(path), timeout=240, **options))
 
 
 @pytest.mark.parametrize("count", [100, 1 << 20])

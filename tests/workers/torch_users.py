@@ -319,24 +319,27 @@ def compare(rank, size, store, users=None, with_gloo=True):
     return found
 
 
-def compare_on_gpus(rank, size, store, users=None):
-    """The second time the group is bound to its device, so that torch splits it for smaller ones."""
+def compare_on_gpus(rank, size, store, users=None, bound=False):
+    """bound: to its device, so that torch splits the group for smaller ones. Not against NCCL, which crashes there.
+
+    In a process all groups are bound or none is: what DTensor keeps from one group to the next knows them by names.
+    """
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     gpu = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(gpu)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    options = {"device_id": gpu} if bound else {}
     found = {}
     for user in users or USERS:
         try:
             use(gpu)
-            ours, count = alone(user, "hfreduce", rank, size, f"{store}.{user}.0")
-            again, _ = alone(user, "hfreduce", rank, size, f"{store}.{user}.1", device_id=gpu)
+            ours, count = alone(user, "hfreduce", rank, size, f"{store}.{user}.0", **options)
+            again, _ = alone(user, "hfreduce", rank, size, f"{store}.{user}.1", **options)
             found[user] = {"operations": count, "same": len(ours) == len(again) and all(map(torch.equal, ours, again))}
-            if user not in NOT_ON_GLOO:
-                other = {"backend": "nccl", "device_id": gpu} if gpus >= size else {"backend": "gloo"}
+            if user not in NOT_ON_GLOO and not bound:
                 use(gpu if gpus >= size else "cpu")
-                theirs, _ = alone(user, rank=rank, size=size, path=f"{store}.{user}.2", **other)
+                theirs, _ = alone(user, "nccl" if gpus >= size else "gloo", rank, size, f"{store}.{user}.2")
                 found[user]["distance"] = distance(ours, theirs, 2e-2 if user in ROUNDED else 2e-5)
         except Exception:
             found[user] = {"error": traceback.format_exc()[-3000:]}
