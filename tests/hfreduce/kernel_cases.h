@@ -16,10 +16,27 @@
 namespace cases {
 using namespace hfreduce;
 
-enum class Kernel { packets, packets_two_shot, one_shot, two_shot, reduce_scatter, all_gather, broadcast, all_to_all };
-constexpr int kKernels = 8;
-constexpr const char* kNames[kKernels] = {"packets",        "packets_two_shot", "one_shot",  "two_shot",
-                                          "reduce_scatter", "all_gather",       "broadcast", "all_to_all"};
+enum class Kernel {
+  packets,
+  packets_two_shot,
+  reduce_scatter_packets,
+  all_gather_packets,
+  broadcast_packets,  // the last one of packets
+  one_shot,
+  two_shot,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  all_to_all
+};
+constexpr int kKernels = 11, kOfPackets = 5;
+constexpr const char* kNames[kKernels] = {
+    "packets",   "packets_two_shot", "reduce_scatter_packets", "all_gather_packets", "broadcast_packets",
+    "one_shot",  "two_shot",         "reduce_scatter",         "all_gather",         "broadcast",
+    "all_to_all"};
+constexpr Kind kKinds[kKernels] = {Kind::all_reduce, Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather,
+                                   Kind::broadcast,  Kind::all_reduce, Kind::all_reduce,     Kind::reduce_scatter,
+                                   Kind::all_gather, Kind::broadcast,  Kind::all_to_all};
 constexpr int kDTypes = 12, kOps = 9;
 
 struct Case {
@@ -32,7 +49,8 @@ struct Case {
   gpu::Launch launch;
   unsigned seed;
 
-  bool sums() const { return kernel <= Kernel::reduce_scatter; }
+  Kind kind() const { return kKinds[int(kernel)]; }
+  bool sums() const { return kind() == Kind::all_reduce || kind() == Kind::reduce_scatter; }
   int64_t bytes() const { return count * size_of(dtype); }
   std::string text() const {
     char line[256];
@@ -93,8 +111,8 @@ inline void fill(const Case& c, char* to, int64_t bytes, int rank) {
 
 inline std::vector<char> input(const Case& c, int rank, int size) {
   int64_t bytes = c.bytes();
-  if (c.kernel == Kernel::reduce_scatter) bytes *= size;
-  if (c.kernel == Kernel::all_to_all) {
+  if (c.kind() == Kind::reduce_scatter) bytes *= size;
+  if (c.kind() == Kind::all_to_all) {
     bytes = 0;
     for (int i = 0; i < size; ++i) bytes += range(c, rank, i);
   }
@@ -107,8 +125,8 @@ inline Memory before(const Case& c, int rank, int size) {
   constexpr int64_t kGuard = 64;
   const std::vector<char> in = input(c, rank, size);
   Memory m;
-  m.written = c.bytes() * (c.kernel == Kernel::all_gather ? size : 1);
-  if (c.kernel == Kernel::all_to_all) {
+  m.written = c.bytes() * (c.kind() == Kind::all_gather ? size : 1);
+  if (c.kind() == Kind::all_to_all) {
     m.written = 0;
     for (int i = 0; i < size; ++i) m.written += range(c, i, rank);
   }
@@ -116,11 +134,11 @@ inline Memory before(const Case& c, int rank, int size) {
   m.in = kGuard + c.in_shift;
   m.out = 2 * kGuard + rounded(static_cast<int64_t>(in.size()) + m.in) + kGuard + c.out_shift;
   m.bytes.assign(m.out + m.written + 2 * kGuard, static_cast<char>(0xa5));
-  if (c.in_place || c.kernel == Kernel::broadcast) {
-    if (c.kernel == Kernel::all_gather)
+  if (c.in_place || c.kind() == Kind::broadcast) {
+    if (c.kind() == Kind::all_gather)
       m.in = m.out + rank * c.bytes();
     else
-      m.out = m.in + (c.kernel == Kernel::reduce_scatter ? rank * c.bytes() : 0);
+      m.out = m.in + (c.kind() == Kind::reduce_scatter ? rank * c.bytes() : 0);
   }
   std::copy(in.begin(), in.end(), m.bytes.begin() + m.in);
   return m;
@@ -137,20 +155,20 @@ inline std::vector<char> after(const Case& c, int rank, int size) {
     std::vector<const void*> terms;
     std::vector<double> factors;
     for (int i = 0; i < size; ++i) {
-      terms.push_back(in[i].data() + (c.kernel == Kernel::reduce_scatter ? rank * c.bytes() : 0));
+      terms.push_back(in[i].data() + (c.kind() == Kind::reduce_scatter ? rank * c.bytes() : 0));
       factors.push_back(factor(i));
     }
     reduce(out, terms.data(), c.op == Op::premul_sum ? factors.data() : nullptr, size, c.count, c.dtype, c.op,
            c.op == Op::avg ? size : 1);
     return m.bytes;
   }
-  if (c.kernel == Kernel::broadcast) {
+  if (c.kind() == Kind::broadcast) {
     std::copy(in[c.root].begin(), in[c.root].end(), out);
     return m.bytes;
   }
   for (int i = 0; i < size; ++i) {
     int64_t begin = 0, bytes = c.bytes();
-    if (c.kernel == Kernel::all_to_all) {
+    if (c.kind() == Kind::all_to_all) {
       for (int k = 0; k < rank; ++k) begin += range(c, i, k);
       bytes = range(c, i, rank);
     }
@@ -171,6 +189,12 @@ inline void run(const Case& c, const gpu::Links& links, char* memory, const Memo
       return gpu::all_reduce_packets(links, in, out, c.count, c.dtype, reduction, launch);
     case Kernel::packets_two_shot:
       return gpu::all_reduce_packets_two_shot(links, in, out, c.count, c.dtype, reduction, launch);
+    case Kernel::reduce_scatter_packets:
+      return gpu::reduce_scatter_packets(links, in, out, c.count, c.dtype, reduction, launch);
+    case Kernel::all_gather_packets:
+      return gpu::all_gather_packets(links, in, out, c.bytes(), launch);
+    case Kernel::broadcast_packets:
+      return gpu::broadcast_packets(links, out, c.bytes(), c.root, launch);
     case Kernel::one_shot:
       return gpu::all_reduce_one_shot(links, in, out, c.count, c.dtype, reduction, launch);
     case Kernel::two_shot:
@@ -250,22 +274,23 @@ inline std::string differences(const Case& c, int rank, int size, const std::vec
 struct Limits {
   int64_t bytes;
   int blocks, threads, thread_unit;
+  int kernels = kKernels;  // kOfPackets: where there are packets alone
 };
 
 inline Case draw(std::mt19937& random, int size, const Limits& limits) {
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
   Case c{};
-  c.kernel = static_cast<Kernel>(below(kKernels));
+  c.kernel = static_cast<Kernel>(below(limits.kernels));
   do {
     c.dtype = static_cast<DType>(below(kDTypes)), c.op = static_cast<Op>(below(kOps));
     if (below(3) == 0) c.dtype = below(2) ? DType::bf16 : DType::f32, c.op = Op::sum;
   } while (!supported(c.dtype, c.op));
   c.count = below(4) ? below(limits.bytes / size_of(c.dtype) + 1) : below(40);
   c.root = static_cast<int>(below(size));
-  const int unit = c.kernel == Kernel::all_to_all ? 1 : static_cast<int>(size_of(c.dtype));
+  const int unit = c.kind() == Kind::all_to_all ? 1 : static_cast<int>(size_of(c.dtype));
   if (below(3) == 0) c.in_shift = static_cast<int>(below(16 / unit)) * unit;
   if (below(3) == 0) c.out_shift = static_cast<int>(below(16 / unit)) * unit;
-  c.in_place = below(2) && c.kernel != Kernel::all_to_all;
+  c.in_place = below(2) && c.kind() != Kind::all_to_all;
   c.wild = below(2);
   c.launch.blocks = static_cast<int>(1 + below(limits.blocks));
   c.launch.threads = static_cast<int>(1 + below(limits.threads / limits.thread_unit)) * limits.thread_unit;

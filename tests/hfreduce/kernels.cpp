@@ -1,6 +1,8 @@
-// The kernels over peer memory, on threads: ranks, blocks and threads all are, see emulated/cuda/device.cuh. Random
-// calls one after another, then ranks that stop, are missing, and call something else. Arguments: calls, seed. Prints
-// "ok".
+// The kernels over peer memory and over the host's, on threads: ranks, blocks and threads all are, see
+// emulated/cuda/device.cuh. Random calls one after another, then ranks that stop, are missing, and call something else.
+// Arguments: calls, seed. Prints "ok".
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -42,17 +44,40 @@ class Table {
   int come_ = 0;
 };
 
+// The host's memory of all ranks, as one of them maps it.
+class Shared {
+ public:
+  explicit Shared(int size) {
+    for (int i = 0; i < size; ++i) files_.push_back(Segment::create(gpu::Peers::mapped_bytes(size)));
+  }
+  ~Shared() {
+    for (int file : files_) close(file);
+  }
+  std::vector<Segment> map() const {
+    std::vector<Segment> segments;
+    for (int file : files_) segments.emplace_back(file, gpu::Peers::mapped_bytes(static_cast<int>(files_.size())));
+    return segments;
+  }
+
+ private:
+  std::vector<int> files_;
+};
+
+enum class Memory { device, host };
+
 // f(rank, its peers) on a thread for each rank; memory is freed when all are done.
 template <class F>
-void world(int size, milliseconds limit, F f) {
+void world(int size, Memory memory, milliseconds limit, F f) {
   Table table(size);
+  const Shared shared(size);
   std::vector<gpu::FakeGpu> devices(size);
   std::vector<std::unique_ptr<gpu::Peers>> peers(size);
   std::vector<std::thread> ranks;
   for (int r = 0; r < size; ++r)
     ranks.emplace_back([&, r] {
       const auto exchange = [&](const gpu::Handle& mine) { return table.exchange(r, mine); };
-      peers[r] = std::make_unique<gpu::Peers>(devices[r], r, size, exchange, limit);
+      peers[r] = memory == Memory::device ? std::make_unique<gpu::Peers>(devices[r], r, size, exchange, limit)
+                                          : std::make_unique<gpu::Peers>(devices[r], r, shared.map(), limit);
       f(r, *peers[r]);
     });
   for (std::thread& r : ranks) r.join();
@@ -77,13 +102,6 @@ void perform(const Case& c, gpu::Peers& peers) {
   std::abort();
 }
 
-void random_calls(int size, int calls, unsigned seed) {
-  world(size, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
-    std::mt19937 random(seed);
-    for (int i = 0; i < calls; ++i) perform(cases::draw(random, size, {3000, 3, 8, 4}), peers);
-  });
-}
-
 Case simple(Kernel kernel, unsigned fingerprint) {
   Case c{};
   c.kernel = kernel, c.dtype = DType::bf16, c.op = Op::sum, c.count = 700, c.seed = 1;
@@ -91,10 +109,38 @@ Case simple(Kernel kernel, unsigned fingerprint) {
   return c;
 }
 
+void random_calls(int size, Memory memory, int calls, unsigned seed) {
+  const int kernels = memory == Memory::device ? cases::kKernels : cases::kOfPackets;
+  world(size, memory, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
+    std::mt19937 random(seed);
+    for (int i = 0; i < calls; ++i) perform(cases::draw(random, size, {3000, 3, 8, 4, kernels}), peers);
+  });
+}
+
+// The largest messages that fit into the host's memory, and one byte more.
+void limits() {
+  world(3, Memory::host, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
+    for (int i = 0; i < cases::kOfPackets; ++i) {
+      Case c = simple(static_cast<Kernel>(i), 9);
+      c.dtype = DType::u8, c.launch.threads = 32;
+      c.count = c.kernel == Kernel::packets_two_shot ? gpu::kMapped / 2 * 3 : gpu::kMapped;
+      perform(c, peers);
+      ++c.count;
+      bool refused = false;
+      try {
+        perform(c, peers);
+      } catch (const std::invalid_argument&) {
+        refused = true;
+      }
+      EXPECT(refused);
+    }
+  });
+}
+
 // A rank that takes no part. Stopped by the host, or by the clock.
-void missing(Kernel kernel, bool by_clock) {
+void missing(Kernel kernel, Memory memory, bool by_clock) {
   const milliseconds limit = by_clock ? milliseconds(30) : milliseconds(60000);
-  world(3, limit, [&](int rank, gpu::Peers& peers) {
+  world(3, memory, limit, [&](int rank, gpu::Peers& peers) {
     if (rank == 1) return;
     const Case c = simple(kernel, 5);
     cases::Memory m = cases::before(c, rank, 3);
@@ -116,10 +162,10 @@ void missing(Kernel kernel, bool by_clock) {
 }
 
 // Rank 1 calls something else: everybody learns of it, from block 0 on.
-void mismatch(Kernel mine, Kernel theirs) {
-  world(3, std::chrono::minutes(2), [&](int rank, gpu::Peers& peers) {
+void mismatch(Kernel mine, Kernel theirs, Memory memory = Memory::device) {
+  world(3, memory, std::chrono::minutes(2), [&](int rank, gpu::Peers& peers) {
     perform(simple(Kernel::packets, 3), peers);
-    perform(simple(Kernel::two_shot, 4), peers);
+    if (memory == Memory::device) perform(simple(Kernel::two_shot, 4), peers);
     const Case c = simple(rank == 1 ? theirs : mine, rank == 1 ? 77 : 5);
     cases::Memory m = cases::before(c, rank, 3);
     m.bytes.resize(m.bytes.size() + 16);
@@ -138,13 +184,22 @@ int main(int argc, char** argv) {
   EXPECT(argc == 3);
   const int calls = std::atoi(argv[1]);
   const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
-  for (int size : {2, 3, 4}) random_calls(size, calls, seed + size);
-  for (Kernel kernel : {Kernel::packets, Kernel::packets_two_shot, Kernel::two_shot, Kernel::broadcast}) {
-    missing(kernel, false);
-    missing(kernel, true);
+  for (int size : {2, 3, 4}) {
+    random_calls(size, Memory::device, calls, seed + size);
+    random_calls(size, Memory::host, calls / 2, seed + size);
+  }
+  limits();
+  for (Kernel kernel :
+       {Kernel::packets, Kernel::packets_two_shot, Kernel::broadcast_packets, Kernel::two_shot, Kernel::broadcast}) {
+    for (bool by_clock : {false, true}) missing(kernel, Memory::device, by_clock);
     mismatch(kernel, kernel);
+  }
+  for (Kernel kernel : {Kernel::packets, Kernel::all_gather_packets}) {
+    for (bool by_clock : {false, true}) missing(kernel, Memory::host, by_clock);
+    mismatch(kernel, kernel, Memory::host);
   }
   mismatch(Kernel::packets, Kernel::two_shot);
   mismatch(Kernel::all_gather, Kernel::packets_two_shot);
+  mismatch(Kernel::all_gather_packets, Kernel::all_gather);
   std::puts("ok");
 }

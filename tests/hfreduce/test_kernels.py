@@ -13,7 +13,7 @@ CORE = HERE.parents[1] / "csrc" / "hfreduce"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCES = (
     *sorted((CORE / "cuda").glob("*.cu")),
-    *(CORE / name for name in ("cuda/peers.cpp", "reduce.cpp", "types.cpp")),
+    *(CORE / name for name in ("cuda/peers.cpp", "reduce.cpp", "segment.cpp", "types.cpp")),
     HERE / "kernels.cpp",
 )
 

@@ -15,6 +15,9 @@ void all_reduce_packets(const Links&, const void*, void*, int64_t, DType, Reduct
 void all_reduce_packets_two_shot(const Links&, const void*, void*, int64_t, DType, Reduction, const Launch&) {
   refuse();
 }
+void reduce_scatter_packets(const Links&, const void*, void*, int64_t, DType, Reduction, const Launch&) { refuse(); }
+void all_gather_packets(const Links&, const void*, void*, int64_t, const Launch&) { refuse(); }
+void broadcast_packets(const Links&, void*, int64_t, int, const Launch&) { refuse(); }
 void all_reduce_one_shot(const Links&, const void*, void*, int64_t, DType, Reduction, const Launch&) { refuse(); }
 void all_reduce(const Links&, const void*, void*, int64_t, DType, Reduction, const Launch&) { refuse(); }
 void reduce_scatter(const Links&, const void*, void*, int64_t, DType, Reduction, const Launch&) { refuse(); }

@@ -1,6 +1,6 @@
-// All-reduce of small messages, in packets of eight bytes: four of payload and the number of the operation, stored at
-// once, so that whoever sees the number has the payload. No other flag is raised, and nothing waits for stores to
-// arrive: a message takes one trip over the link.
+// Small messages, in packets of eight bytes: four of payload and the number of the operation, stored at once, so that
+// whoever sees the number has the payload. No other flag is raised, and nothing waits for stores to arrive: a message
+// takes one trip over the link, or, in the host's memory, one there and one to look.
 //
 // A region is what one rank writes at another in one operation: a header of four packets (fingerprint, nothing, the
 // factor of premul_sum in two), then packets of the payload. There are two for each writer, by the parity of the
@@ -12,8 +12,9 @@
 // launched: so all have the same number, no block waits for another one, and a graph can replay the kernel. An element
 // belongs to the block of the same number on all ranks, which sends before it waits: blocks may run in any order.
 //
-// With n ranks and N bytes: one-shot, each rank sends 2 (n-1) N over the link (half of it numbers), and as much lies in
-// its memory, and is read; two-shot, each adds up 1/n and sends the sum on: 4 (n-1)/n N, in two trips.
+// With n ranks and N bytes of each: all-reduce in one shot and all-gather send 2 (n-1) N over the link (half of it
+// numbers), and as much lies in its memory, and is read; a broadcast does so on the root alone. All-reduce in two
+// shots, where each adds up 1/n and sends the sum on, sends 4 (n-1)/n N, in two trips, and reduce-scatter half of that.
 #include "cuda/steps.cuh"
 
 namespace hfreduce::gpu {
@@ -28,6 +29,9 @@ struct Job {
   double factor;
 };
 constexpr int kPayload = 8;  // bytes of it in 16 that are stored at once
+
+__host__ __device__ __forceinline__ int payloads(int64_t bytes) { return int((bytes + kPayload - 1) / kPayload); }
+__host__ __device__ __forceinline__ int most_bytes(const Links& links) { return (links.region - kHeader) / 2; }
 
 // The i-th 8 bytes of a message, its last ones filled up.
 __device__ __noinline__ Words<2> payload_slow(const char* from, int bytes) {
@@ -104,6 +108,10 @@ class Post {
     return true;
   }
 
+  __device__ __forceinline__ bool receive(int writer, int i, Words<2>& to) const {
+    return receive(writer, place(writer, i), see_packets(place(writer, i)), to);
+  }
+
   // All ranks' 8 bytes, this one's own being `own`. Whether all have come; all are looked at before any is waited for.
   template <int kRanks>
   __device__ __forceinline__ bool receive_all(int i, const Words<2>& own, Words<2> (&x)[kRanks]) const {
@@ -172,10 +180,30 @@ class Post {
   const uint32_t fingerprint_, number_;
 };
 
+// What becomes of all ranks' payloads: a sum, or one behind the other.
 template <class A>
+struct Summed {
+  static constexpr int kRanks = A::kRanks;
+  static __device__ __forceinline__ void put(const Job& job, const Rule& rule, int i, const Words<2> (&x)[kRanks]) {
+    deliver(job.out, i, job.bytes, A::of(x, rule));
+  }
+};
+template <int kMost>
+struct Gathered {
+  static constexpr int kRanks = kMost;
+  static __device__ __forceinline__ void put(const Job& job, const Rule& rule, int i, const Words<2> (&x)[kRanks]) {
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+      if (r < rule.ranks) deliver(job.out + r * job.bytes, i, job.bytes, x[r]);
+  }
+};
+
+// In the kernels __syncthreads is there so that all threads have the number, before it is written again.
+
+template <class To>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     one_shot(const __grid_constant__ Links links, const __grid_constant__ Job job, uint32_t fingerprint) {
-  const int all = int((job.bytes + kPayload - 1) / kPayload), stride = gridDim.x * blockDim.x;
+  const int all = payloads(job.bytes), stride = gridDim.x * blockDim.x;
   const int first = blockIdx.x * blockDim.x + threadIdx.x;
   Rule rule{job.dtype, job.op, links.size, {}};
   // Asked for before the number is, so that both are on their way at once.
@@ -184,13 +212,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (first < all) post.send_to_all(first, own);
   post.send_header(job.factor);
   for (int i = first + stride; i < all; i += stride) post.send_to_all(i, payload(job.in, i, job.bytes));
-  __syncthreads();  // all have the number, before it is written again
+  __syncthreads();
   if (!post.receive_factors(rule, job.factor)) return;
   for (int i = first; i < all; i += stride) {
     if (i != first) own = payload(job.in, i, job.bytes);
-    Words<2> x[A::kRanks];
+    Words<2> x[To::kRanks];
     if (!post.receive_all(i, own, x)) return;
-    deliver(job.out, i, job.bytes, A::of(x, rule));
+    To::put(job, rule, i, x);
   }
   post.finish();
 }
@@ -199,9 +227,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     two_trips(const __grid_constant__ Links links, const __grid_constant__ Job job, int slice, uint32_t fingerprint) {
-  constexpr int kSums = kPackets / kPayload / 2;
   const Post post(links, fingerprint);
-  const int all = int((job.bytes + kPayload - 1) / kPayload), stride = gridDim.x * blockDim.x;
+  const int sums = payloads(most_bytes(links)) / 2;
+  const int all = payloads(job.bytes), stride = gridDim.x * blockDim.x;
   const int first = blockIdx.x * blockDim.x + threadIdx.x;
   const int me = links.rank, peers = links.size - 1;
   Rule rule{job.dtype, job.op, links.size, {}};
@@ -212,13 +240,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       const int peer = (me + k) % links.size;
       if (has(peer, i)) post.send(peer, i, payload(job.in, peer * slice + i, job.bytes));
     }
-  __syncthreads();  // as above
+  __syncthreads();
   if (!post.receive_factors(rule, job.factor)) return;
   for (int i = first; i < slice && has(me, i); i += stride) {
     Words<2> x[A::kRanks];
     if (!post.receive_all(i, payload(job.in, me * slice + i, job.bytes), x)) return;
     const Words<2> sum = A::of(x, rule);
-    post.send_to_all(kSums + i, sum);
+    post.send_to_all(sums + i, sum);
     deliver(job.out, me * slice + i, job.bytes, sum);
   }
   for (int i = first; i < slice; i += stride)
@@ -226,9 +254,50 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       const int peer = (me + k) % links.size;
       if (!has(peer, i)) continue;
       Words<2> sum;
-      const char* from = post.place(peer, kSums + i);
-      if (!post.receive(peer, from, see_packets(from), sum)) return;
+      if (!post.receive(peer, sums + i, sum)) return;
       deliver(job.out, peer * slice + i, job.bytes, sum);
+    }
+  post.finish();
+}
+
+// Blocks of job.bytes.
+template <class A>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    scatter(const __grid_constant__ Links links, const __grid_constant__ Job job, uint32_t fingerprint) {
+  const Post post(links, fingerprint);
+  const int all = payloads(job.bytes), stride = gridDim.x * blockDim.x;
+  const int first = blockIdx.x * blockDim.x + threadIdx.x;
+  Rule rule{job.dtype, job.op, links.size, {}};
+  for (int i = first; i < all; i += stride)
+    for (int k = 1; k < links.size; ++k) {
+      const int peer = (links.rank + k) % links.size;
+      post.send(peer, i, payload(job.in + peer * job.bytes, i, job.bytes));
+    }
+  post.send_header(job.factor);
+  __syncthreads();
+  if (!post.receive_factors(rule, job.factor)) return;
+  for (int i = first; i < all; i += stride) {
+    Words<2> x[A::kRanks];
+    if (!post.receive_all(i, payload(job.in + links.rank * job.bytes, i, job.bytes), x)) return;
+    deliver(job.out, i, job.bytes, A::of(x, rule));
+  }
+  post.finish();
+}
+
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    from_root(const __grid_constant__ Links links, char* data, int64_t bytes, int root, uint32_t fingerprint) {
+  const Post post(links, fingerprint);
+  const int all = payloads(bytes), stride = gridDim.x * blockDim.x;
+  const int first = blockIdx.x * blockDim.x + threadIdx.x;
+  if (links.rank == root)
+    for (int i = first; i < all; i += stride) post.send_to_all(i, payload(data, i, bytes));
+  post.send_header(1);
+  __syncthreads();
+  if (links.rank != root)
+    for (int i = first; i < all; i += stride) {
+      Words<2> x;
+      if (!post.receive(root, i, x)) return;
+      deliver(data, i, bytes, x);
     }
   post.finish();
 }
@@ -237,40 +306,62 @@ void check(int64_t bytes, int64_t most) {
   if (bytes > most)
     throw std::invalid_argument("packets take up to " + std::to_string(most) + " bytes; got " + std::to_string(bytes));
 }
+Job job_of(const void* in, void* out, int64_t count, DType dtype, Reduction reduction) {
+  return {static_cast<const char*>(in),
+          static_cast<char*>(out),
+          count * size_of(dtype),
+          dtype,
+          reduction.op,
+          reduction.factor};
+}
 }  // namespace
 
 void all_reduce_packets(const Links& links, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                         const Launch& launch) {
-  const Job job{static_cast<const char*>(in),
-                static_cast<char*>(out),
-                count * size_of(dtype),
-                dtype,
-                reduction.op,
-                reduction.factor};
-  check(job.bytes, kPackets);
+  const Job job = job_of(in, out, count, dtype, reduction);
+  check(job.bytes, most_bytes(links));
   if (job.bytes == 0) return;
   with_arithmetic(dtype, reduction.op, links.size, [&](auto arithmetic) {
     using A = decltype(arithmetic);
-    launch_kernel(launch, one_shot<A>, links, job, launch.fingerprint);
+    launch_kernel(launch, one_shot<Summed<A>>, links, job, launch.fingerprint);
   });
 }
 
 void all_reduce_packets_two_shot(const Links& links, const void* in, void* out, int64_t count, DType dtype,
                                  Reduction reduction, const Launch& launch) {
-  const Job job{static_cast<const char*>(in),
-                static_cast<char*>(out),
-                count * size_of(dtype),
-                dtype,
-                reduction.op,
-                reduction.factor};
-  check(job.bytes, packets_two_shot_bytes(links.size));
+  const Job job = job_of(in, out, count, dtype, reduction);
+  check(job.bytes, int64_t(links.size) * (most_bytes(links) / 2));
   if (job.bytes == 0) return;
-  const int64_t all = (job.bytes + kPayload - 1) / kPayload;
-  const int slice = int((all + links.size - 1) / links.size);
+  const int slice = (payloads(job.bytes) + links.size - 1) / links.size;
   with_arithmetic(dtype, reduction.op, links.size, [&](auto arithmetic) {
     using A = decltype(arithmetic);
     launch_kernel(launch, two_trips<A>, links, job, slice, launch.fingerprint);
   });
+}
+
+void reduce_scatter_packets(const Links& links, const void* in, void* out, int64_t count, DType dtype,
+                            Reduction reduction, const Launch& launch) {
+  const Job job = job_of(in, out, count, dtype, reduction);
+  check(job.bytes, most_bytes(links));
+  if (job.bytes == 0) return;
+  with_arithmetic(dtype, reduction.op, links.size, [&](auto arithmetic) {
+    using A = decltype(arithmetic);
+    launch_kernel(launch, scatter<A>, links, job, launch.fingerprint);
+  });
+}
+
+void all_gather_packets(const Links& links, const void* in, void* out, int64_t bytes, const Launch& launch) {
+  const Job job = job_of(in, out, bytes, DType::u8, {});
+  check(job.bytes, most_bytes(links));
+  if (job.bytes == 0) return;
+  const auto kernel = links.size == 2 ? one_shot<Gathered<2>> : one_shot<Gathered<kMaxRanks>>;
+  launch_kernel(launch, kernel, links, job, launch.fingerprint);
+}
+
+void broadcast_packets(const Links& links, void* data, int64_t bytes, int root, const Launch& launch) {
+  check(bytes, most_bytes(links));
+  if (bytes == 0) return;
+  launch_kernel(launch, from_root, links, static_cast<char*>(data), bytes, root, launch.fingerprint);
 }
 
 }  // namespace hfreduce::gpu

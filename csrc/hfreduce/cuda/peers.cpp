@@ -13,43 +13,60 @@ constexpr size_t kLine = 128, kPage = 4096;
 constexpr size_t kFlags = kMaxBlocks * kLine, kSteps = 2 * kMaxBlocks * sizeof(uint32_t);
 static_assert(kMaxRanks * sizeof(uint64_t) <= kLine && sizeof(Board) <= kPage);
 
-size_t packets_bytes(int size) { return 2 * static_cast<size_t>(size) * (kLine + 2 * kPackets); }
+constexpr int region_bytes(int payload) { return kLine + 2 * payload; }
+size_t packets_bytes(int size, int payload) { return 2 * static_cast<size_t>(size) * region_bytes(payload); }
 size_t slots_bytes(int size) { return 2 * static_cast<size_t>(kMaxBlocks) * size * (kSlot + kLine); }
 }  // namespace
 
-size_t Peers::bytes(int size) { return kFlags + kSteps + packets_bytes(size) + slots_bytes(size); }
+size_t Peers::bytes(int size) { return kFlags + kSteps + packets_bytes(size, kPackets) + slots_bytes(size); }
+size_t Peers::mapped_bytes(int size) { return (packets_bytes(size, kMapped) + kPage - 1) / kPage * kPage; }
 
-Peers::Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit)
-    : driver_(driver), opened_(kMaxRanks) {
+// What both kinds have. The others delegate to this: so the destructor runs for what throws in them.
+Peers::Peers(Driver& driver, int rank, int size, milliseconds limit) : driver_(driver), opened_(kMaxRanks) {
   if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size)
     throw std::invalid_argument("peers are 2 to " + std::to_string(kMaxRanks) + " ranks; got rank " +
                                 std::to_string(rank) + " of " + std::to_string(size));
   links_.rank = rank, links_.size = size;
   links_.limit_ns = std::chrono::nanoseconds(limit).count();
+  // Pages of its own: they are pinned.
+  void* board = std::aligned_alloc(kPage, kPage);
+  if (board == nullptr) throw std::bad_alloc();
   try {
-    // Pages of its own: they are pinned.
-    void* board = std::aligned_alloc(kPage, kPage);
-    if (board == nullptr) throw std::bad_alloc();
-    try {
-      driver.pin(board, kPage);
-    } catch (...) {
-      std::free(board);
-      throw;
-    }
-    links_.board = new (board) Board{};
-    mine_ = driver.allocate(bytes(size));
-    const std::vector<Handle> handles = exchange(driver.handle(mine_));
-    if (handles.size() != static_cast<size_t>(size)) throw std::logic_error("as many handles as ranks are needed");
-    for (int i = 0; i < size; ++i) {
-      char* base = static_cast<char*>(i == rank ? mine_ : opened_[i] = driver.open(handles[i]));
-      links_.flags[i] = reinterpret_cast<uint64_t*>(base);
-      links_.packets[i] = base + kFlags + kSteps;
-      links_.slots[i] = links_.packets[i] + packets_bytes(size);
-    }
-    links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+    driver.pin(board, kPage);
   } catch (...) {
-    free();
+    std::free(board);
     throw;
+  }
+  links_.board = new (board) Board{};
+}
+
+Peers::Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit)
+    : Peers(driver, rank, size, limit) {
+  links_.region = region_bytes(kPackets);
+  mine_ = driver.allocate(bytes(size));
+  const std::vector<Handle> handles = exchange(driver.handle(mine_));
+  if (handles.size() != static_cast<size_t>(size)) throw std::logic_error("as many handles as ranks are needed");
+  for (int i = 0; i < size; ++i) {
+    char* base = static_cast<char*>(i == rank ? mine_ : opened_[i] = driver.open(handles[i]));
+    links_.flags[i] = reinterpret_cast<uint64_t*>(base);
+    links_.packets[i] = base + kFlags + kSteps;
+    links_.slots[i] = links_.packets[i] + packets_bytes(size, kPackets);
+  }
+  links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+}
+
+// The flags are of steps, of which there are none here: this rank's are looked at, and never raised.
+Peers::Peers(Driver& driver, int rank, std::vector<Segment> segments, milliseconds limit)
+    : Peers(driver, rank, static_cast<int>(segments.size()), limit) {
+  segments_ = std::move(segments);
+  links_.region = region_bytes(kMapped);
+  mine_ = driver.allocate(kFlags + kSteps);
+  links_.flags[rank] = static_cast<uint64_t*>(mine_);
+  links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+  for (; pinned_ < segments_.size(); ++pinned_) {
+    const Segment& segment = segments_[pinned_];
+    driver.pin(segment.data(), segment.bytes());
+    links_.packets[pinned_] = segment.data();
   }
 }
 
@@ -63,6 +80,7 @@ void Peers::close() {
 void Peers::free() {
   close();
   if (mine_) driver_.release(mine_);
+  while (pinned_) driver_.unpin(segments_[--pinned_].data());
   if (links_.board == nullptr) return;
   driver_.unpin(links_.board);
   std::free(links_.board);

@@ -1,5 +1,6 @@
 // The device memory of the ranks of one host, each mapped by all: what the kernels over NVLink and PCIe peer access
-// work in.
+// work in. Where devices do not reach each other, small messages have the same in pinned memory of the host, which all
+// their kernels write to and look at over PCIe.
 //
 // Everything is made of steps, as on the CPU (team.h), but each block of a kernel is a team of its own: block b of all
 // ranks take part in the steps of block b, and of no other. In step s of block b a rank writes into slot (b, s % 2,
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "segment.h"
 #include "types.h"
 
 namespace hfreduce::gpu {
@@ -30,6 +32,7 @@ constexpr int kMaxBlocks = 128;
 constexpr int kMaxThreads = 512;
 constexpr int kSlot = 64 << 10;      // bytes of one slot: what a block moves to one peer in one step
 constexpr int kPackets = 512 << 10;  // bytes of payload for small messages, of each rank and parity
+constexpr int kMapped = 64 << 10;    // the same in the host's memory
 
 // Pinned host memory, one per process: how the host stops its kernels, and how they tell it what they saw. A kernel
 // that waits looks at `stop` every now and then, and ends when it is not 0: what it leaves in the outputs is then of no
@@ -47,6 +50,7 @@ struct Links {
   char* slots[kMaxRanks];      // [rank] of each rank's memory: kMaxBlocks x 2 x size x (kSlot and a line: its notes)
   uint64_t* flags[kMaxRanks];  // kMaxBlocks lines of kMaxRanks
   char* packets[kMaxRanks];    // 2 x size regions: see packets.cu
+  int region;                  // bytes of one: a line, and twice the payload
   uint32_t* steps;             // this rank's own counters: of kMaxBlocks blocks in slots, and again in packets
   Board* board;
   int64_t limit_ns;  // of the clock, for one wait: far beyond the host's timeout, should the host be gone
@@ -59,7 +63,10 @@ class Peers {
   using Exchange = std::function<std::vector<Handle>(const Handle&)>;
 
   // size: 2 to kMaxRanks, ranks that reach each other's memory. limit: of Links::limit_ns.
-  Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit = std::chrono::minutes(60));
+  Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit = kLimit);
+  // For packets alone, in the host's memory: zeroed segments of mapped_bytes of all ranks, by rank, which are pinned
+  // here. Its ranks need not meet before it is destroyed.
+  Peers(Driver& driver, int rank, std::vector<Segment> segments, milliseconds limit = kLimit);
   // When no kernel runs any more, on any rank. CUDA wants others to close memory before its owner frees it: where ranks
   // can still meet, they do so between `close` and the destructor, which closes what is open.
   ~Peers();
@@ -70,14 +77,20 @@ class Peers {
   const Links& links() const { return links_; }
   volatile Board& board() { return *links_.board; }
 
-  static size_t bytes(int size);  // of device memory, of each rank
+  static size_t bytes(int size);         // of device memory, of each rank
+  static size_t mapped_bytes(int size);  // of a segment
 
  private:
+  static constexpr milliseconds kLimit = std::chrono::minutes(60);
+
+  Peers(Driver& driver, int rank, int size, milliseconds limit);
   void free();
 
   Driver& driver_;
   void* mine_ = nullptr;
   std::vector<void*> opened_;
+  std::vector<Segment> segments_;
+  size_t pinned_ = 0;  // of them
   Links links_{};
 };
 
@@ -93,9 +106,13 @@ struct Launch {
 };
 
 // packets.cu: each 8 bytes stored at once being 4 of payload and a flag, so that no other flags are needed. Everybody
-// sends everything to all, one trip over the link; up to kPackets bytes.
+// sends everything to all, one trip over the link; up to kPackets bytes, or kMapped, from one rank to another.
 void all_reduce_packets(const Links&, const void* in, void* out, int64_t count, DType, Reduction, const Launch&);
-// The same in two trips: slices, then their sums; less over the link from three ranks on. Up to packets_two_shot_bytes.
+void reduce_scatter_packets(const Links&, const void* in, void* out, int64_t count, DType, Reduction, const Launch&);
+void all_gather_packets(const Links&, const void* in, void* out, int64_t bytes, const Launch&);
+void broadcast_packets(const Links&, void* data, int64_t bytes, int root, const Launch&);
+// All-reduce in two trips: slices, then their sums; less over the link from three ranks on. Up to
+// packets_two_shot_bytes.
 void all_reduce_packets_two_shot(const Links&, const void* in, void* out, int64_t count, DType, Reduction,
                                  const Launch&);
 constexpr int64_t packets_two_shot_bytes(int size) { return int64_t(size) * (kPackets / 2); }

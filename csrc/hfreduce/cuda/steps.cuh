@@ -38,7 +38,7 @@ namespace hfreduce::gpu {
 constexpr int kLine = 128;              // bytes: pieces are made of whole lines
 constexpr int kStride = kSlot + kLine;  // from slot to slot; in the line behind a slot lies its writer's factor
 constexpr int kFlagsOfBlock = kLine / 8;
-constexpr int kHeader = kLine, kRegion = kHeader + 2 * kPackets;  // of packets: see packets.cu
+constexpr int kHeader = kLine;  // of a region of packets: see packets.cu
 static_assert(kFlagsOfBlock >= kMaxRanks);
 
 // Flags and steps wrap around.
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t following(uint32_t number) { return number +
 
 // A region of packets that rank `writer` writes in operation `number`.
 __device__ __forceinline__ char* region(const Links& links, int of, uint32_t number, int writer) {
-  return links.packets[of] + (int64_t(number % 2) * links.size + writer) * kRegion;
+  return links.packets[of] + (int64_t(number % 2) * links.size + writer) * links.region;
 }
 
 // The rest of this file's and of packets.cu's functions that are not inlined are for what is rare; they take values,
