@@ -118,6 +118,7 @@ class FakeGpu : public Driver {
   void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
     copy_rows(to, bytes, from, bytes, bytes, 1, stream);
   }
+  void copy_within(void* to, const void* from, int64_t bytes, Stream stream) override { copy(to, from, bytes, stream); }
   void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
                  Stream stream) override {
     if (rows < 1 || bytes < 0 || (rows > 1 && std::min(to_step, from_step) < bytes)) fail("a copy of odd rows");
@@ -138,7 +139,8 @@ class FakeGpu : public Driver {
     });
   }
 
-  // What tests need besides: the host waits for a stream.
+  // What tests need besides: a kernel on a stream; and that the host waits for a stream.
+  static void run(Stream stream, std::function<void()> kernel) { static_cast<Queue*>(stream)->push(std::move(kernel)); }
   void synchronize(Stream stream) {
     const Event end = event();
     record(end, stream);

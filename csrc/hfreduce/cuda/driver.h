@@ -49,6 +49,9 @@ class Driver {
 
   // By a copy engine; host memory is pinned.
   virtual void copy(void* to, const void* from, int64_t bytes, Stream) = 0;
+  // Within this device, on a stream of `stream`'s. By a copy engine too, where the driver is of CUDA 13.1 or later; by
+  // multiprocessors before.
+  virtual void copy_within(void* to, const void* from, int64_t bytes, Stream) = 0;
   // `rows` times `bytes`, each a step behind the one before; steps are at least `bytes`.
   virtual void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
                          Stream) = 0;

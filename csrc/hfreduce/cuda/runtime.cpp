@@ -39,9 +39,20 @@ Function entry(const char* name, unsigned version) {
   return reinterpret_cast<Function>(found);
 }
 
+int driver_version() {
+  int version = 0;
+  HFREDUCE_CALL(cudaDriverGetVersion, &version);
+  return version;
+}
+
 struct Entries {
   PFN_cuStreamWriteValue32_v11070 write = entry<PFN_cuStreamWriteValue32_v11070>("cuStreamWriteValue32", 11070);
   PFN_cuStreamWaitValue32_v11070 wait = entry<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32", 11070);
+#if CUDA_VERSION >= 13000
+  // From 13.1 on it heeds what it is asked for; null before.
+  PFN_cuMemcpyBatchAsync_v13000 copies =
+      driver_version() < 13010 ? nullptr : entry<PFN_cuMemcpyBatchAsync_v13000>("cuMemcpyBatchAsync", 13000);
+#endif
   PFN_cuGetErrorName_v6000 name = entry<PFN_cuGetErrorName_v6000>("cuGetErrorName", 6000);
   PFN_cuGetErrorString_v6000 words = entry<PFN_cuGetErrorString_v6000>("cuGetErrorString", 6000);
 
@@ -96,6 +107,7 @@ int numa_node_of(int device) {
   return file >> node ? node : -1;
 }
 
+CUdeviceptr address(const void* memory) { return static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(memory)); }
 CUstream raw(Stream stream) { return static_cast<CUstream>(stream); }
 cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t of_event(Event event) { return static_cast<cudaEvent_t>(event); }
@@ -134,6 +146,7 @@ class Runtime : public Driver {
   bool reached(Event event) override;
 
   void copy(void* to, const void* from, int64_t bytes, Stream stream) override;
+  void copy_within(void* to, const void* from, int64_t bytes, Stream stream) override;
   void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
                  Stream stream) override;
   void write(uint32_t* flag, uint32_t value, Stream stream) override;
@@ -286,6 +299,23 @@ void Runtime::copy(void* to, const void* from, int64_t bytes, Stream stream) {
   HFREDUCE_CALL(cudaMemcpyAsync, to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, of(stream));
 }
 
+void Runtime::copy_within(void* to, const void* from, int64_t bytes, Stream stream) {
+#if CUDA_VERSION >= 13000
+  if (bytes && entries().copies) {
+    const Current current(device_);
+    CUdeviceptr target = address(to), source = address(from);
+    auto size = static_cast<size_t>(bytes);
+    CUmemcpyAttributes how{};
+    how.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    how.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+    size_t first = 0;
+    entries().check(entries().copies(&target, &source, &size, 1, &how, &first, 1, raw(stream)), "cuMemcpyBatchAsync");
+    return;
+  }
+#endif
+  copy(to, from, bytes, stream);
+}
+
 void Runtime::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
                         Stream stream) {
   if (!bytes || !rows) return;
@@ -301,14 +331,13 @@ void Runtime::copy_rows(void* to, int64_t to_step, const void* from, int64_t fro
 
 void Runtime::write(uint32_t* flag, uint32_t value, Stream stream) {
   const Current current(device_);
-  const auto address = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(flag));
-  entries().check(entries().write(raw(stream), address, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+  entries().check(entries().write(raw(stream), address(flag), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                  "cuStreamWriteValue32");
 }
 
 void Runtime::wait(const uint32_t* flag, uint32_t value, Stream stream) {
   const Current current(device_);
-  const auto address = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(flag));
-  entries().check(entries().wait(raw(stream), address, value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+  entries().check(entries().wait(raw(stream), address(flag), value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
 }
 
 }  // namespace

@@ -1,0 +1,34 @@
+"""The all-gather of CUDA tensors by copy engines, over GPUs that are played on threads (fake_gpu.h): copies.cpp."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "csrc" / "hfreduce"
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+SOURCES = (HERE / "copies.cpp", CORE / "cuda" / "copies.cpp", CORE / "segment.cpp")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("sanitizer", "cases"),
+    [
+        ("thread", ["sequences"]),  # a rank that has let go reads and writes as it likes
+        pytest.param("address,undefined", ["sequences", "missing", "late", "leaving"], marks=pytest.mark.slow),
+        ("", ["missing", "late", "leaving"]),
+    ],
+)
+def test_right_and_let_go(sanitizer, cases, tmp_path):
+    flags = ["-std=c++17", "-O1", "-g1"]
+    if sanitizer:
+        flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    command = [COMPILER, *flags, "-I", CORE, "-I", HERE, *SOURCES, "-o", tmp_path / "run", "-pthread"]
+    subprocess.run(command, check=True, timeout=200)
+    for case in cases:
+        result = subprocess.run([tmp_path / "run", case, "16", "1"], capture_output=True, text=True, timeout=100)
+        assert result.returncode == 0 and result.stdout == "ok\n", f"{case}: {result.stderr[-6000:]}"
