@@ -209,6 +209,10 @@ class Training:
         self.optimizer.step()
         return loss
 
+    def is_being_tuned(self) -> bool:
+        """Whether steps still try out sizes of buckets: on all ranks, or on none."""
+        return self.provider.wrap is _ddp and "being measured" in self.module.explain()
+
     def without_sync(self) -> torch.Tensor:
         """A step that reduces nothing."""
         with self.module.no_sync():
@@ -285,6 +289,8 @@ def measure(local: int, name: str, entries: list[tuple[str, str]], options, fold
             provider, CASES[name], On(device, groups[entry[1]], options.tiny)
         )
         losses = [training() for _ in range(WARM_UP)]
+        while training.is_being_tuned():
+            training()
         training.optimizer.zero_grad(set_to_none=True)
         made[entry] = training
         # Of the step at which all have learnt the same number of times.
