@@ -1,5 +1,5 @@
 """The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, ranks as threads: driver.cpp, and
-accelerator.cpp over played GPUs.
+accelerator.cpp over played GPUs, with their kernels on threads (emulated/).
 """
 
 import os
@@ -10,29 +10,33 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CORE = ROOT / "csrc" / "hfreduce"
+HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "csrc" / "hfreduce"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
 def build(folder, *flags):
-    """The programs and the core, each file on its own, as many at a time as there are cores."""
+    """The programs, the core and the kernels, each file on its own, as many at a time as there are cores."""
     core = [f for f in CORE.glob("*.cpp") if f.stem != "bindings" and not f.stem.startswith("c10d")]
     core += (CORE / "cuda").glob("*.cpp")
-    programs = [Path(__file__).with_name(name) for name in ("driver.cpp", "accelerator.cpp")]
+    kernels = [*(CORE / "cuda").glob("*.cu")]
+    programs = [HERE / name for name in ("driver.cpp", "accelerator.cpp")]
+    include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)
 
     def compiled(source):
-        built = folder / f"{source.parent.name}_{source.stem}.o"
-        command = [COMPILER, "-std=c++17", "-O1", "-g1", *flags, "-I", CORE, "-c", source, "-o", built]
-        subprocess.run(command, check=True, timeout=200)
+        built = folder / f"{source.parent.name}_{source.stem}_{source.suffix[1:]}.o"
+        how = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wno-unknown-pragmas", *flags, *include)
+        subprocess.run([COMPILER, "-x", "c++", *how, "-c", source, "-o", built], check=True, timeout=200)
         return built
 
+    sources = core + kernels + programs
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compiled, core + programs))
+        objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
+    no_kernels = CORE / "cuda/no_kernels.cpp"
     runs = []
-    for program, own in zip(programs, objects[len(core) :], strict=True):
+    for program, others in zip(programs, (core, [f for f in core if f != no_kernels] + kernels), strict=True):
         runs.append(folder / program.stem)
-        command = [COMPILER, *flags, *objects[: len(core)], own, "-o", runs[-1], "-pthread"]
+        command = [COMPILER, *flags, *(objects[f] for f in (*others, program)), "-o", runs[-1], "-pthread"]
         subprocess.run(command, check=True, timeout=100)
     return runs
 

@@ -17,10 +17,13 @@ namespace {
 
 // Sent by a rank in packets, up to which a second trip costs more than sending everything to all.
 constexpr int64_t kPacketBytes = 512 << 10;
+// The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
+// over PCIe: few do so at once, or their looks are what keeps the link busy. Not measured.
+constexpr int64_t kMappedBytes = 32 << 10;
 // A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.9 of what the
 // links carry, steadily; 128 reach all, but fall to a quarter of it in some calls (docs/notes/hfreduce_gpu.md).
 constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10;
-constexpr int kBlocks = 64, kPacketBlocks = 32, kThreads = 512;
+constexpr int kBlocks = 64, kPacketBlocks = 32, kMappedBlocks = 8, kThreads = 512;
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
 
 Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
@@ -42,12 +45,14 @@ uint32_t fingerprint(const Call& call) {
 }
 
 bool reduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
+bool in_blocks(Kind kind) { return kind == Kind::reduce_scatter || kind == Kind::all_gather; }
+bool in_packets(Path path) { return path <= Path::packets_two_shot || path == Path::mapped; }
 
 }  // namespace
 
 const char* name(Path path) {
-  constexpr const char* names[] = {"packets", "packets_two_shot", "one_shot", "two_shot", "assisted",
-                                   "host",    "automatic"};
+  constexpr const char* names[] = {"packets", "packets_two_shot", "one_shot", "two_shot",
+                                   "mapped",  "assisted",         "host",     "automatic"};
   return names[static_cast<int>(path)];
 }
 
@@ -55,15 +60,13 @@ struct Accelerator::State {
   State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows, milliseconds timeout);
 
   void make_assisted(milliseconds timeout);
-  int64_t most(Path path) const {  // bytes that it takes
-    if (path == Path::packets) return kPackets;
-    if (path == Path::packets_two_shot) return packets_two_shot_bytes(communicator.size());
-    return std::numeric_limits<int64_t>::max();
-  }
+  // Of `bytes`, those that a rank has for each other one.
+  int64_t part(Kind kind, int64_t bytes) const { return in_blocks(kind) ? bytes / communicator.size() : bytes; }
   bool takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const;
   const Row* row(Kind kind, int64_t bytes, DType dtype, Op op) const;
   Path path(Kind kind, int64_t bytes, DType dtype, Op op) const;
   Launch launch(const Call& call, int64_t bytes, Path path, Stream stream) const;
+  const Links& links(Path path) const { return (path == Path::mapped ? mapped : peers)->links(); }
   // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch) enqueues it.
   template <class Work>
   void enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
@@ -74,8 +77,8 @@ struct Accelerator::State {
   Communicator& communicator;
   std::unique_ptr<Driver> driver;
   std::vector<Row> rows;
-  std::string why_no_peers, why_no_assisted;
-  std::unique_ptr<Peers> peers;
+  std::string why_no_peers, why_no_mapped, why_no_assisted;
+  std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<Assisted> assisted;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
   std::mutex order;  // of what is enqueued
@@ -87,12 +90,15 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
                           milliseconds timeout)
     : communicator(communicator), driver(std::move(given)), rows(agree(communicator, std::move(wanted), timeout)) {
   const bool kernels = reduces(DType::f32, Op::sum);
-  why_no_peers = agree(communicator, kernels ? "" : "hfreduce was built without nvcc", timeout);
+  const auto wants = [&](Path path) {
+    return !peers || std::any_of(rows.begin(), rows.end(), [&](const Row& row) { return row.path == path; });
+  };
+  why_no_peers = why_no_mapped = agree(communicator, kernels ? "" : "hfreduce was built without nvcc", timeout);
   if (why_no_peers.empty()) why_no_peers = forbidden(communicator, *driver, timeout);
   if (why_no_peers.empty()) why_no_peers = connect(communicator, *driver, timeout, peers);
+  if (why_no_mapped.empty() && wants(Path::mapped)) why_no_mapped = map(communicator, *driver, timeout, mapped);
   communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
-  const bool asked = std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.path == Path::assisted; });
-  if (!peers || asked) make_assisted(timeout);
+  if (wants(Path::assisted)) make_assisted(timeout);
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
@@ -112,13 +118,18 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
 
 bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const {
   const bool ours = kind == Kind::all_gather || kind == Kind::broadcast || reduction(kind);
+  const bool sums = !reduction(kind) || reduces(dtype, op);
   switch (path) {
     case Path::packets:
+      return peers && ours && sums && part(kind, bytes) <= kPackets;
     case Path::packets_two_shot:
+      return peers && kind == Kind::all_reduce && sums && bytes <= packets_two_shot_bytes(communicator.size());
     case Path::one_shot:
-      return peers && kind == Kind::all_reduce && bytes <= most(path) && reduces(dtype, op);
+      return peers && kind == Kind::all_reduce && sums;
     case Path::two_shot:
-      return peers && (ours || kind == Kind::all_to_all) && (!reduction(kind) || reduces(dtype, op));
+      return peers && (ours || kind == Kind::all_to_all) && sums;
+    case Path::mapped:
+      return mapped && ours && sums && part(kind, bytes) <= kMapped;
     case Path::assisted:
       return assisted && ours && (!reduction(kind) || supported(dtype, op));
     default:
@@ -137,18 +148,21 @@ const Row* Accelerator::State::row(Kind kind, int64_t bytes, DType dtype, Op op)
 
 Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
   if (const Row* const chosen = row(kind, bytes, dtype, op)) return chosen->path;
-  if (bytes * (communicator.size() - 1) <= kPacketBytes && takes(Path::packets, kind, bytes, dtype, op))
-    return Path::packets;
-  for (Path path : {Path::two_shot, Path::assisted})
-    if (takes(path, kind, bytes, dtype, op)) return path;
+  constexpr int64_t any = std::numeric_limits<int64_t>::max();
+  const int64_t sent = part(kind, bytes) * (communicator.size() - 1);
+  for (const auto& [path, most] : {std::pair(Path::packets, kPacketBytes), std::pair(Path::two_shot, any),
+                                   std::pair(Path::mapped, kMappedBytes), std::pair(Path::assisted, any)})
+    if (sent <= most && takes(path, kind, bytes, dtype, op)) return path;
   return Path::host;
 }
 
 Launch Accelerator::State::launch(const Call& call, int64_t bytes, Path path, Stream stream) const {
   const Row* const chosen = row(call.kind, bytes, call.dtype, call.op);
-  const bool packets = path <= Path::packets_two_shot;
-  const int64_t share = packets ? kPacketBlockBytes : kBlockBytes, limit = packets ? kPacketBlocks : kBlocks;
-  const int64_t blocks = std::clamp<int64_t>((bytes + share - 1) / share, 1, limit);
+  const bool packets = in_packets(path);
+  const int64_t limit = path == Path::mapped ? kMappedBlocks : packets ? kPacketBlocks : kBlocks;
+  const int64_t share = packets ? kPacketBlockBytes : kBlockBytes;
+  const int64_t all = packets ? part(call.kind, bytes) : bytes;
+  const int64_t blocks = std::clamp<int64_t>((all + share - 1) / share, 1, limit);
   Launch launch{stream, static_cast<int>(blocks), kThreads, fingerprint(call)};
   if (chosen && chosen->blocks > 0) launch.blocks = std::min<int>(chosen->blocks, kMaxBlocks);
   if (chosen && chosen->threads > 0) launch.threads = std::min<int>(chosen->threads, kMaxThreads) / 32 * 32;
@@ -182,8 +196,9 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
 
 // The oldest operation has not ended: what its kernel says, and the clock.
 void Accelerator::State::look(const Enqueued& oldest) {
-  if (peers) {
-    const volatile Board& board = peers->board();
+  for (Peers* const each : {peers.get(), mapped.get()}) {
+    if (!each) continue;
+    const volatile Board& board = each->board();
     const uint32_t differs = __atomic_load_n(&board.differs, __ATOMIC_ACQUIRE);
     if (differs) return communicator.differs(oldest, static_cast<int>(differs) - 1);
     if (__atomic_load_n(&board.overdue, __ATOMIC_ACQUIRE)) return communicator.overdue(oldest);
@@ -193,7 +208,8 @@ void Accelerator::State::look(const Enqueued& oldest) {
 
 void Accelerator::State::stop() {
   stopped->store(true);
-  if (peers) __atomic_store_n(&peers->board().stop, 1u, __ATOMIC_RELEASE);
+  for (Peers* const each : {peers.get(), mapped.get()})
+    if (each) __atomic_store_n(&each->board().stop, 1u, __ATOMIC_RELEASE);
   if (assisted) assisted->let_go();
 }
 
@@ -214,11 +230,11 @@ void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dty
   const Call call = call_of(Kind::all_reduce, count, dtype, reduction.op, -1, reduction.factor);
   s.enqueue(call, bytes, bytes, bytes, stream, timeout, [&](Path path, const Launch& launch) {
     if (path == Path::assisted) return s.assisted->all_reduce(in, out, count, dtype, reduction, stream);
-    const auto kernel = path == Path::packets            ? gpu::all_reduce_packets
-                        : path == Path::packets_two_shot ? gpu::all_reduce_packets_two_shot
-                        : path == Path::one_shot         ? gpu::all_reduce_one_shot
-                                                         : gpu::all_reduce;
-    kernel(s.peers->links(), in, out, count, dtype, reduction, launch);
+    const auto kernel = path == Path::packets_two_shot ? gpu::all_reduce_packets_two_shot
+                        : in_packets(path)             ? gpu::all_reduce_packets
+                        : path == Path::one_shot       ? gpu::all_reduce_one_shot
+                                                       : gpu::all_reduce;
+    kernel(s.links(path), in, out, count, dtype, reduction, launch);
   });
 }
 
@@ -229,7 +245,8 @@ void Accelerator::reduce_scatter(const void* in, void* out, int64_t count, DType
   const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
   s.enqueue(call, bytes, bytes, block, stream, timeout, [&](Path path, const Launch& launch) {
     if (path == Path::assisted) return s.assisted->reduce_scatter(in, out, count, dtype, reduction, stream);
-    gpu::reduce_scatter(s.peers->links(), in, out, count, dtype, reduction, launch);
+    const auto kernel = in_packets(path) ? gpu::reduce_scatter_packets : gpu::reduce_scatter;
+    kernel(s.links(path), in, out, count, dtype, reduction, launch);
   });
 }
 
@@ -240,7 +257,8 @@ void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dty
   s.enqueue(call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
             [&](Path path, const Launch& launch) {
               if (path == Path::assisted) return s.assisted->all_gather(in, out, block, stream);
-              gpu::all_gather(s.peers->links(), in, out, block, launch);
+              const auto kernel = in_packets(path) ? gpu::all_gather_packets : gpu::all_gather;
+              kernel(s.links(path), in, out, block, launch);
             });
 }
 
@@ -250,7 +268,8 @@ void Accelerator::broadcast(void* data, int64_t count, DType dtype, int root, St
   s.enqueue(call_of(Kind::broadcast, count, dtype, Op::sum, root), bytes, bytes, bytes, stream, timeout,
             [&](Path path, const Launch& launch) {
               if (path == Path::assisted) return s.assisted->broadcast(data, bytes, root, stream);
-              gpu::broadcast(s.peers->links(), data, bytes, root, launch);
+              const auto kernel = in_packets(path) ? gpu::broadcast_packets : gpu::broadcast;
+              kernel(s.links(path), data, bytes, root, launch);
             });
 }
 
@@ -275,10 +294,18 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
 
 std::string Accelerator::describe() const {
   const State& s = *state_;
-  if (s.peers) return "GPUs reach each other's memory" + std::string(s.assisted ? ", and the CPU-assisted reduce" : "");
+  const std::string mapped = s.mapped ? "small messages by mapped memory of the host, " : "";
+  if (s.peers) {
+    const std::string also = mapped + (s.assisted ? "the CPU-assisted reduce, " : "");
+    return "GPUs reach each other's memory" + (also.empty() ? "" : "; also " + also.substr(0, also.size() - 2));
+  }
   const std::string why = "GPUs do not use each other's memory (" + s.why_no_peers + ")";
-  if (s.assisted) return why + ": CPU-assisted reduce";
-  return why + ", and the CPU-assisted reduce does not work (" + s.why_no_assisted + "): copies to the host";
+  const std::string small = s.mapped || s.why_no_mapped == s.why_no_peers
+                                ? mapped
+                                : "no mapped memory for small messages (" + s.why_no_mapped + "), ";
+  if (s.assisted) return why + ": " + small + "CPU-assisted reduce";
+  return why + ", and the CPU-assisted reduce does not work (" + s.why_no_assisted + "): " + small +
+         "copies to the host";
 }
 
 void Accelerator::shutdown(milliseconds patience) {
@@ -295,10 +322,11 @@ void Accelerator::shutdown(milliseconds patience) {
   s.in_flight.reset();
   // Of no more use in any case; but whose kernels may still run must keep its memory, and its peers theirs.
   const bool quiet = rest && s.communicator.quiet(std::min(patience, kGoodbye));
-  if (rest) s.assisted.reset();
+  if (rest) s.assisted.reset(), s.mapped.reset();
   if (quiet) s.peers.reset();
-  if (s.peers || s.assisted) {
+  if (s.peers || s.mapped || s.assisted) {
     static_cast<void>(s.peers.release());
+    static_cast<void>(s.mapped.release());
     static_cast<void>(s.assisted.release());
     static_cast<void>(s.driver.release());
   }

@@ -17,9 +17,9 @@ class Communicator;
 namespace hfreduce::gpu {
 
 // Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
-// what is no all_reduce is two_shot); the CPU-assisted reduce; or copied to the host, and back. automatic: in a Row,
-// the default.
-enum class Path : uint8_t { packets, packets_two_shot, one_shot, two_shot, assisted, host, automatic };
+// what is no all_reduce is packets or two_shot); mapped: packets in pinned memory of the host; the CPU-assisted reduce;
+// or copied to the host, and back. automatic: in a Row, the default.
+enum class Path : uint8_t { packets, packets_two_shot, one_shot, two_shot, mapped, assisted, host, automatic };
 const char* name(Path);
 
 // What messages of `kind` up to `max_bytes` do. Without rows, or beyond them, there are defaults.
@@ -33,8 +33,8 @@ static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks 
 
 // Made by all ranks at their first operation on device memory, which is a collective: it meets the others over the
 // communicator's own collectives on the CPU, proves by real copies and a kernel that peers reach each other, and agrees
-// on what all can do. HFREDUCE_P2P=0 forbids peer access (one rank that has it is enough); 1 asks for it also where
-// ranks share a device, whose kernels then wait for each other by turns.
+// on what all can do. HFREDUCE_P2P=0 forbids peer access (one rank that has it is enough); 1 lets kernels wait for each
+// other also where ranks share a device, which then runs them by turns.
 //
 // Kernels of all streams come one after another, by events, but for those that are captured into a graph: whoever
 // replays it sees to it that nothing else of the group runs meanwhile.

@@ -32,6 +32,26 @@ std::vector<T> gather(Communicator& c, const T& mine, milliseconds timeout) {
   return all;
 }
 
+std::vector<Told> tell(Communicator& c, const Driver& driver, milliseconds timeout) {
+  Told mine{};
+  driver.uuid().copy(mine.uuid, sizeof(mine.uuid) - 1);
+  const char* const given = std::getenv("HFREDUCE_P2P");
+  mine.p2p = given && *given ? std::atoi(given) : -1;
+  return gather(c, mine, timeout);
+}
+
+// Why the ranks' kernels may not wait for each other; "" where they may.
+std::string apart(const Communicator& c, const std::vector<Told>& all) {
+  if (!c.one_host()) return "ranks are on several hosts";
+  if (all.size() > kMaxRanks) return "there are more than " + std::to_string(kMaxRanks) + " ranks";
+  bool shared = false, forced = false;
+  for (size_t i = 0; i < all.size(); ++i) {
+    forced = forced || all[i].p2p > 0;
+    for (size_t j = 0; j < i; ++j) shared = shared || !std::strcmp(all[i].uuid, all[j].uuid);
+  }
+  return shared && !forced ? "ranks share a device (HFREDUCE_P2P=1 lets their kernels wait for each other)" : "";
+}
+
 // Pinned memory of the host for the length of a proof.
 class Page {
  public:
@@ -88,6 +108,15 @@ class Proof {
     done("a kernel that writes to peers");
     for (int i = 0; i < links_.size; ++i) check("a kernel", page_.at(i), i, i);
   }
+  // Out of the page and into it; twice, since packets lie in another place each time.
+  void packets() {
+    for (int i : {0, 1}) {
+      line(page_.at(kMaxRanks), links_.rank, i);
+      all_gather_packets(links_, page_.at(kMaxRanks), page_.at(0), kLine, {stream_, 1, 128, 1});
+      done("a kernel that writes to the host's memory");
+      for (int from = 0; from < links_.size; ++from) check("a kernel", page_.at(from), from, i);
+    }
+  }
 
  private:
   static void line(char* to, int from, int target) {
@@ -98,7 +127,7 @@ class Proof {
     line(expected, from, target);
     if (std::memcmp(found, expected, kLine))
       throw std::runtime_error(std::string("what rank ") + std::to_string(from) + " wrote by " + how +
-                               " did not come, although CUDA says that its device reaches this one");
+                               " did not come, although CUDA says that it reaches this memory");
   }
   void done(const char* what) {
     driver_.record(event_, stream_);
@@ -185,23 +214,14 @@ std::vector<Row> agree(Communicator& c, std::vector<Row> rows, milliseconds time
 }
 
 std::string forbidden(Communicator& c, const Driver& driver, milliseconds timeout) {
-  Told mine{};
-  driver.uuid().copy(mine.uuid, sizeof(mine.uuid) - 1);
-  const char* const given = std::getenv("HFREDUCE_P2P");
-  mine.p2p = given && *given ? std::atoi(given) : -1;
-  const auto all = gather(c, mine, timeout);
-  std::string objection;
-  bool shared = false, forced = false;
+  const std::vector<Told> all = tell(c, driver, timeout);
+  std::string objection = apart(c, all);
   for (int i = 0; i < c.size(); ++i) {
     if (all[i].p2p == 0) return "HFREDUCE_P2P=0 on rank " + std::to_string(i);
-    forced = forced || all[i].p2p > 0;
-    for (int j = 0; j < i; ++j) shared = shared || !std::strcmp(all[i].uuid, all[j].uuid);
-    const bool here = !std::strcmp(all[i].uuid, mine.uuid);
+    const bool here = !std::strcmp(all[i].uuid, all[c.rank()].uuid);
     if (objection.empty() && !here && !driver.reaches(all[i].uuid))
       objection = "CUDA says that its device does not reach that of rank " + std::to_string(i);
   }
-  if (c.size() > kMaxRanks) objection = "there are more than " + std::to_string(kMaxRanks) + " ranks";
-  if (shared && !forced) objection = "ranks share a device (HFREDUCE_P2P=1 lets their kernels wait for each other)";
   return agree(c, objection, timeout);
 }
 
@@ -233,6 +253,25 @@ std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::
   if (objection.empty()) objection = proven(c, driver, peers->links(), timeout);
   if (objection.empty()) return "";
   static_cast<void>(peers.release());  // a rank may still write to it: it stays, unused
+  return objection;
+}
+
+// Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
+std::string map(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<Peers>& mapped) {
+  std::string objection = apart(c, tell(c, driver, timeout));
+  if (!objection.empty()) return objection;
+  std::vector<Segment> segments = c.share(Peers::mapped_bytes(c.size()), timeout);
+  objection = attempt(c, timeout, [&] { segments[c.rank()].settle(driver.numa_node()); });
+  if (objection.empty())
+    objection = attempt(c, timeout, [&] {
+      mapped =
+          std::make_unique<Peers>(driver, c.rank(), std::move(segments), std::max<milliseconds>(kLimit, 2 * timeout));
+    });
+  std::unique_ptr<Proof> proof;
+  if (objection.empty())
+    objection = attempt(c, timeout, [&] { proof = std::make_unique<Proof>(c, driver, mapped->links()); });
+  if (objection.empty()) objection = attempt(c, timeout, [&] { proof->packets(); });
+  if (!objection.empty()) static_cast<void>(mapped.release());  // its kernel may still run
   return objection;
 }
 

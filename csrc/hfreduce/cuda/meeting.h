@@ -30,4 +30,7 @@ std::string ordered(Communicator&, Driver&, milliseconds timeout);
 // The memory of all ranks, each proven by copies and by a kernel; or why there is none.
 std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Peers>& peers);
 
+// The same of the host, for small messages, proven by a kernel.
+std::string map(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Peers>& mapped);
+
 }  // namespace hfreduce::gpu

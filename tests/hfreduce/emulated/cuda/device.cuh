@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -73,21 +74,26 @@ inline void stumble() {
   if (random() % 64 == 0) sched_yield();
 }
 
+// Runs it when the stream comes to it: what a stream is, the test knows.
+void on_stream(void* stream, std::function<void()> work);
+
 template <class Launch, class... Parameters, class... Arguments>
 void launch_kernel(const Launch& launch, void (*kernel)(Parameters...), const Arguments&... arguments) {
-  std::vector<std::thread> threads;
-  std::vector<std::unique_ptr<Barrier>> blocks;
-  for (int b = 0; b < launch.blocks; ++b) blocks.push_back(std::make_unique<Barrier>(launch.threads));
-  for (int i = 0; i < launch.blocks * launch.threads; ++i)
-    threads.emplace_back([&, i] {
-      const int b = i / launch.threads;
-      blockIdx.x = b, threadIdx.x = i % launch.threads;
-      gridDim.x = launch.blocks, blockDim.x = launch.threads;
-      barrier = blocks[b].get();
-      kernel(Parameters(arguments)...);
-      barrier->leave();
-    });
-  for (std::thread& t : threads) t.join();
+  on_stream(launch.stream, [=] {
+    std::vector<std::thread> threads;
+    std::vector<std::unique_ptr<Barrier>> blocks;
+    for (int b = 0; b < launch.blocks; ++b) blocks.push_back(std::make_unique<Barrier>(launch.threads));
+    for (int i = 0; i < launch.blocks * launch.threads; ++i)
+      threads.emplace_back([&, i] {
+        const int b = i / launch.threads;
+        blockIdx.x = b, threadIdx.x = i % launch.threads;
+        gridDim.x = launch.blocks, blockDim.x = launch.threads;
+        barrier = blocks[b].get();
+        kernel(Parameters(arguments)...);
+        barrier->leave();
+      });
+    for (std::thread& t : threads) t.join();
+  });
 }
 
 struct alignas(16) Quad {
