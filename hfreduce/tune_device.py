@@ -1,8 +1,8 @@
 """What `python -m hfreduce.tune --device cuda` measures: paths and launches of collectives on CUDA tensors.
 
 A time is the device's, of calls that were enqueued behind a kernel which sleeps meanwhile; the slowest rank's median.
-Paths that the GPUs do not have (no peer access) fall back to what they have, which is then measured twice: the first of
-candidates that are about as fast is taken.
+Beyond what a path takes, its row falls back to the default, which is then measured twice: the first of candidates that
+are about as fast is taken.
 """
 
 import statistics
@@ -22,16 +22,19 @@ WORTH = 0.97  # of the default's time, from which another candidate is preferred
 PATIENCE = timedelta(seconds=60)
 
 
-def candidates(ranks: int) -> dict[str, list[plan.DeviceRow]]:
-    """Rows to be compared, for each kind; the default is not among them."""
-    small = ["packets"] if ranks == 2 else ["packets", "packets_two_shot"]
-    large = ["two_shot"] if ranks == 2 else ["one_shot", "two_shot"]
-    ways = [(path, blocks) for path in small for blocks in (4, 16, 32)]
-    ways += [(path, blocks) for path in large for blocks in (8, 16, 32, 64, 128)]
-    rows = {"all_reduce": [plan.DeviceRow("all_reduce", plan.ANY, path, blocks) for path, blocks in ways]}
-    for kind in ("reduce_scatter", "all_gather", "broadcast"):
-        rows[kind] = [plan.DeviceRow(kind, plan.ANY, "two_shot", blocks) for blocks in (8, 16, 32, 64, 128)]
-    return rows
+def candidates(ranks: int, peers: bool) -> dict[str, list[plan.DeviceRow]]:
+    """Rows to be compared, for each kind; the default is not among them. peers: see have_peers."""
+    if peers:
+        ways = {"packets": (4, 16, 32), "two_shot": (8, 16, 32, 64, 128)}
+    else:
+        ways = {"mapped": (1, 2, 4, 8), "assisted": (0,)}
+    ways = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "broadcast"), ways)
+    if peers and ranks > 2:
+        ways["all_reduce"] = ways["all_reduce"] | {"packets_two_shot": (4, 16, 32), "one_shot": (8, 16, 32, 64, 128)}
+    return {
+        kind: [plan.DeviceRow(kind, plan.ANY, path, blocks) for path, counts in of.items() for blocks in counts]
+        for kind, of in ways.items()
+    }
 
 
 def call(group, kind: str, nbytes: int, n: int):
@@ -43,6 +46,15 @@ def call(group, kind: str, nbytes: int, n: int):
         "all_gather": lambda: dist.all_gather_into_tensor(x.view(-1), block, group=group),
         "broadcast": lambda: dist.broadcast(x, 0, group=group),
     }[kind]
+
+
+def have_peers() -> bool:
+    """Whether the GPUs of all ranks reach each other's memory."""
+    group = dist.new_group(backend="hfreduce", timeout=PATIENCE)
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    described = backend.describe(group)
+    dist.destroy_process_group(group)
+    return "GPUs reach each other's memory" in described
 
 
 def greatest(*numbers: float) -> list[float]:
@@ -103,7 +115,7 @@ def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     found, console = [], Console()
-    for kind, rows in candidates(size).items():
+    for kind, rows in candidates(size, have_peers()).items():
         groups, rows = [], [plan.DeviceRow(kind, plan.ANY, "automatic"), *rows]
         for row in rows:
             given = backend.Options()

@@ -1,7 +1,8 @@
 """CUDA tensors on the c10d backend, in real processes: what each rank does is in tests/workers/gpu_groups.py.
 
 With one GPU its ranks share it; with two or more, each of two ranks has one (four: of four), and torch's users are
-compared with NCCL. Everything runs with peer access and without (HFREDUCE_P2P=0), which is the CPU-assisted reduce.
+compared with NCCL. Everything runs with peer access and without (HFREDUCE_P2P=0): by mapped memory of the host for
+small messages, where ranks do not share a GPU, and by the CPU-assisted reduce.
 """
 
 import signal
@@ -36,6 +37,7 @@ def told(described, path):
     """That the path is the one which was to be tested."""
     if path == "no-peers":
         assert "HFREDUCE_P2P=0" in described and described.endswith("CPU-assisted reduce"), described
+        assert ("small messages by mapped memory" in described) == (GPUS >= SIZE), described
     elif GPUS >= SIZE:
         assert "GPUs reach each other's memory" in described, described
 
@@ -53,7 +55,7 @@ def test_streams(path, tmp_path):
 
 def test_graphs(path, tmp_path):
     for found in ranks.run(WORKER, "graphs", SIZE, tmp_path, env=environment(path), timeout=90):
-        assert found["peers"] == (path == "peers" and GPUS >= SIZE)
+        assert found == {"peers": path == "peers" and GPUS >= SIZE, "mapped": path == "no-peers" and GPUS >= SIZE}
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["", "bound"])

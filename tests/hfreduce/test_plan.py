@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hfreduce import _C, cost, plan, tune
+from hfreduce import _C, cost, plan, tune, tune_device
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = plan.KINDS[:-2]
@@ -114,6 +114,15 @@ def test_rows_come_back_and_other_shapes_stay(file):
     assert plan.rows(2) == [row(streams=5).tuple()] and plan.rows(3) == []
     assert plan.load()["8 ranks on 2 hosts"]["rows"] == [row(streams=7)]
     assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_is_measured_on_gpus_can_be_kept(file, ranks, peers):
+    for kind, rows in tune_device.candidates(ranks, peers).items():
+        plan.save(plan.Shape(ranks), rows, part="devices")
+        assert plan.device_rows(ranks) == [row.tuple() for row in rows]
+        assert {row.kind for row in rows} == {kind} and ("mapped" in {row.path for row in rows}) != peers
 
 
 def test_rows_are_those_of_the_shape_that_the_launcher_tells(monkeypatch):

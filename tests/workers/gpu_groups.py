@@ -196,32 +196,46 @@ def graphs(rank, size, store):
     x = torch.ones(3000, device=gpu)
     dist.all_reduce(x)
     torch.cuda.synchronize()
-    found = {"peers": "reach each other's memory" in hfreduce.describe()}
+    described = hfreduce.describe()
+    found = {
+        "peers": "reach each other's memory" in described,
+        "mapped": "small messages by mapped memory" in described,
+    }
     static, large = torch.zeros(3000, device=gpu), torch.zeros(1 << 20, device=gpu)
     dist.all_reduce(large)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    if not found["peers"]:
-        with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
-            dist.all_reduce(static)
+    for each in [] if found["peers"] else [large] if found["mapped"] else [large, static]:
+        with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dist.all_reduce(each)
         torch.cuda.synchronize()
         dist.all_reduce(x)
+    if not any(found.values()):
         dist.destroy_process_group()
         return found
+    whole = found["peers"]
+    blocks, third = torch.zeros(size, 500, device=gpu), torch.zeros(500, device=gpu)
     with torch.cuda.graph(graph):
         dist.all_reduce(static)
-        work = dist.all_reduce(large, async_op=True)
+        dist.all_gather_into_tensor(blocks, third)
+        dist.reduce_scatter_tensor(third, blocks)
+        dist.broadcast(third, size - 1)
+        work = dist.all_reduce(large, async_op=True) if whole else None
         out = static + 1
-        work.wait()
-        again = large + 1
+        if whole:
+            work.wait()
+            again = large + 1
     for i in range(20):
         static.fill_(i + rank)
         large.fill_(i - rank)
+        third.fill_(i + 2 * rank)
         graph.replay()
         if i % 3 == 0:
             dist.all_reduce(x)  # among them, on the same stream
         same(out, torch.full((3000,), size * i + size * (size - 1) / 2 + 1), f"replay {i}")
-        same(again, torch.full((1 << 20,), size * i - size * (size - 1) / 2 + 1), f"replay {i}, large")
+        same(third, torch.full((500,), float(size * (i + 2 * (size - 1)))), f"replay {i}, in blocks")
+        if whole:
+            same(again, torch.full((1 << 20,), size * i - size * (size - 1) / 2 + 1), f"replay {i}, large")
     torch.cuda.synchronize()
     dist.destroy_process_group()
     return found

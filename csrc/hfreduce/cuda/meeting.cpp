@@ -40,7 +40,7 @@ std::vector<Told> tell(Communicator& c, const Driver& driver, milliseconds timeo
   return gather(c, mine, timeout);
 }
 
-// Why the ranks' kernels may not wait for each other; "" where they may.
+// Why the ranks' kernels may not wait for each other; "" where they may. Equal on all ranks.
 std::string apart(const Communicator& c, const std::vector<Told>& all) {
   if (!c.one_host()) return "ranks are on several hosts";
   if (all.size() > kMaxRanks) return "there are more than " + std::to_string(kMaxRanks) + " ranks";
@@ -215,9 +215,11 @@ std::vector<Row> agree(Communicator& c, std::vector<Row> rows, milliseconds time
 
 std::string forbidden(Communicator& c, const Driver& driver, milliseconds timeout) {
   const std::vector<Told> all = tell(c, driver, timeout);
-  std::string objection = apart(c, all);
-  for (int i = 0; i < c.size(); ++i) {
+  for (int i = 0; i < c.size(); ++i)
     if (all[i].p2p == 0) return "HFREDUCE_P2P=0 on rank " + std::to_string(i);
+  std::string objection = apart(c, all);
+  if (!objection.empty()) return objection;
+  for (int i = 0; i < c.size(); ++i) {
     const bool here = !std::strcmp(all[i].uuid, all[c.rank()].uuid);
     if (objection.empty() && !here && !driver.reaches(all[i].uuid))
       objection = "CUDA says that its device does not reach that of rank " + std::to_string(i);
