@@ -48,13 +48,21 @@ class Buffers:
     """The buffers of a module, broadcast before a forward if some rank has written to some since the last time."""
 
     def __init__(self, module: nn.Module, ignored: set[str], group: dist.ProcessGroup):
-        self.module, self.ignored, self.group = module, ignored, group
+        self.group = group
+        # A walk through all modules at each forward would cost as much as a few layers.
+        self.places = [
+            (part, name)
+            for prefix, part in module.named_modules()
+            for name in part._buffers
+            if (f"{prefix}.{name}" if prefix else name) not in ignored
+        ]
         self.device = checks.host_device(group)
         self.seen: list[tuple[Tensor, int]] = self._state()
 
     def all(self) -> list[Tensor]:
-        """As they are now: a module may put other tensors in their places."""
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self.ignored]
+        """As they are now, a shared one once: a module may put other tensors in their places."""
+        buffers = (part._buffers.get(name) for part, name in self.places)
+        return list({id(buffer): buffer for buffer in buffers if buffer is not None}.values())
 
     def synchronise(self, source: int = 0) -> bool:
         """Whether they were broadcast, from the group's rank `source`."""
