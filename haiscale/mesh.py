@@ -31,9 +31,9 @@ def init(
 ) -> torch.device:
     """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
 
-    backend: by default "hfreduce"; "nccl" where this rank has a GPU: beside a model's own kernels hfreduce's have been
-    slower so far (docs/notes/hfreduce_gpu.md). timeout: seconds that an operation waits for other ranks; torch's own
-    default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made
+    backend: by default "hfreduce"; "nccl" for GPUs of several hosts, between which hfreduce has TCP alone, and where
+    hfreduce was built without CUDA. timeout: seconds that an operation waits for other ranks; torch's own default if
+    None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made
     the current one. Raises ValueError where the environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
@@ -54,7 +54,10 @@ def init(
 def _default_backend(mine: torch.device) -> str:
     import hfreduce  # noqa: F401  # registers itself
 
-    return "nccl" if mine.type == "cuda" and dist.is_nccl_available() else "hfreduce"
+    if mine.type == "cpu" or not dist.is_nccl_available():
+        return "hfreduce"
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return "hfreduce" if one_host and hfreduce_takes_cuda() else "nccl"
 
 
 def hfreduce_takes_cuda() -> bool:
