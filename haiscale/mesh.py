@@ -74,10 +74,11 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     return getattr(getattr(group._get_backend(torch.device(kind)), "options", None), "_timeout", None)
 
 
-def sibling(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+def sibling(group: dist.ProcessGroup, backend: str | None = None, options=None) -> dist.ProcessGroup:
     """A new group of the same ranks, and they alone call this: a channel whose operations wait for none of the other's.
 
     With the backend and the timeout of `group`, which torch's new_group does not take over. backend: another one.
+    options: of the backend, as `pg_options`.
     """
     # Not with the whole world, of which other ranks may make other groups at this time.
     return dist.new_group(
@@ -85,7 +86,18 @@ def sibling(group: dist.ProcessGroup, backend: str | None = None) -> dist.Proces
         timeout=timeout_of(group),
         backend=backend or dist.get_backend(group),
         use_local_synchronization=True,
+        pg_options=options,
     )
+
+
+def assisted(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A sibling on hfreduce, whose collectives on CUDA tensors take copy engines and host cores: no multiprocessor."""
+    import hfreduce
+    from hfreduce import plan
+
+    options, kinds = hfreduce.Options(), ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    options.device_plan = [plan.DeviceRow(kind, plan.ANY, "assisted").tuple() for kind in kinds]
+    return sibling(group, "hfreduce", options)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from haiscale.ddp.buffers import Buffers, broadcast
 from haiscale.ddp.overlap import Overlap
 from haiscale.ddp.precision import Dtypes, Narrow
 from haiscale.ddp.reducer import Reducer
+from haiscale.mesh import assisted
 
 _Torch = nn.parallel.DistributedDataParallel
 _DELAYED = "averages begin in the order in which gradients get ready"
@@ -32,7 +33,8 @@ class DDP(nn.Module, Joinable):
 
     wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16. Gradients keep
     their own dtype. mixed_precision: torch's _MixedPrecision, or the dtype of parameters in forward and backward.
-    device_mesh: a one-dimensional DeviceMesh instead of process_group.
+    device_mesh: a one-dimensional DeviceMesh instead of process_group. cpu_assisted: gradients on GPUs are averaged by
+    copy engines and the host's cores, on hfreduce whatever the group is on; no multiprocessor is taken from backward.
 
     Raises ValueError, on all ranks, where ranks wrap different models; where the model cannot be wrapped; in forward,
     where parameters got no gradient in the backward before (find_unused_parameters=True allows it). The backend's
@@ -45,6 +47,7 @@ class DDP(nn.Module, Joinable):
         gradient_as_bucket_view=True, static_graph=False, delay_all_reduce_named_params=None,
         param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
         bucket_cap_mb_list=None, batched_grad_copy=True, forward_sync_buffers=None, *, wire_dtype=None,
+        cpu_assisted=False,
     ):  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
@@ -55,7 +58,7 @@ class DDP(nn.Module, Joinable):
             skip_all_reduce_unused_params=(skip_all_reduce_unused_params, "static_graph=True skips what no rank uses"),
             bucket_cap_mb_list=(bucket_cap_mb_list is not None, "bucket_cap_mb is the size of all buckets"),
         )
-        self.process_group = _group(process_group, device_mesh)
+        self.process_group, self.cpu_assisted = _group(process_group, device_mesh), cpu_assisted
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         broadcast_buffers = broadcast_buffers is not False  # None is torch 2.13's way to say True
@@ -82,13 +85,14 @@ class DDP(nn.Module, Joinable):
     def _set_up(self, parameters):
         """What is not copied or pickled with the model."""
         narrow = self.dtypes.param and Narrow(self.module, list(self._named_parameters().values()), self.dtypes)
-        key = f"{self._digest[:16]}, {self.process_group.size()} ranks of {dist.get_backend(self.process_group)}"
+        backend = "the CPU-assisted reduce" if self.cpu_assisted else dist.get_backend(self.process_group)
+        key = f"{self._digest[:16]}, {self.process_group.size()} ranks of {backend}"
         cap = None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))
         total = buckets.nbytes(parameters, self.wire_dtype)
         self._narrow, self._overlap, self._divide_by_initial = narrow, None, True
         self._synced = Buffers(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(
-            self.module, parameters, self.process_group,
+            self.module, parameters, assisted(self.process_group) if self.cpu_assisted else self.process_group,
             sizes.Sizes(f"{key}, {sizes.machine(self.device)}", total, cap, self.device),
             wire_dtype=self.wire_dtype, attach=self.gradient_as_bucket_view and _same(parameters, self.wire_dtype),
             lenient=self.find_unused_parameters, static=self.static_graph, restore=narrow and narrow.restore,
@@ -279,7 +283,7 @@ class DDP(nn.Module, Joinable):
 
     def explain(self) -> str:
         """What is averaged, how, and why so, as a text."""
-        backend, size = dist.get_backend(self.process_group), self.process_group.size()
+        backend, size = dist.get_backend(self.reducer.group), self.process_group.size()
         parameters = self.reducer.parameters
         total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
         dtypes = {str(buckets.dtype_of(p, self.wire_dtype)).removeprefix("torch.") for p in parameters}

@@ -38,6 +38,7 @@ TRAINING = {  # as torch's wrapper trains, to the bit: [function, arguments]
     "reentrant_checkpoint": ["checkpointed", {"reentrant": True, "shared": False}],
     "reentrant_checkpoints_of_one_layer": ["checkpointed", {"reentrant": True, "shared": True}],
     "wire_dtype": ["wire", {}],
+    "cpu_assisted": ["assisted", {}],
     "join": ["joined", {"initial": True}],
     "join_by_live_ranks": ["joined", {"initial": False}],
     "overlap_forward": ["overlapped", {"make": "mlp"}],
@@ -111,7 +112,7 @@ def of(found, name):
 def check_training(results):
     for result in results:
         assert result["same"], result
-        for name in ("copied", "no_sync"):
+        for name in ("copied", "no_sync", "own"):
             assert result.get(name, True), (name, result)
 
 

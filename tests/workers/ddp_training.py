@@ -107,6 +107,13 @@ def wire(rank, size, store):
 
 
 @case
+def assisted(rank, size, store):
+    """In a group of the averages' own."""
+    found = against_torch(mlp, vectors, 6, {"cpu_assisted": True})
+    return found | {"own": DDP(made(mlp), cpu_assisted=True).reducer.group is not dist.group.WORLD}
+
+
+@case
 def mixed(rank, size, store, reduce):
     """Parameters in bfloat16 in forward and backward, against a model in bfloat16 and averages by hand."""
     reduce = getattr(torch, reduce)
