@@ -4,7 +4,7 @@
     bench/hfreduce.py all_gather broadcast --ranks 2 --sizes 4K 1M
     bench/hfreduce.py --table                          # the newest rows again
     bench/hfreduce.py --plot                           # PNG files beside the CSV file
-    bench/hfreduce.py all_reduce all_gather --device cuda [--p2p off]    # a rank for each GPU, beside NCCL
+    bench/hfreduce.py all_reduce all_gather --device cuda [--p2p off] [--hosts 2]  # a rank for each GPU, beside NCCL
     bench/hfreduce.py --overlap --device cuda          # what it costs a backward that runs meanwhile
 
 `gloo` and `hfreduce` are process groups of torch.distributed, `direct` is hfreduce's own API. Each result is compared
@@ -261,6 +261,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("ops", nargs="*", default=[], metavar="OP", help=f"of {', '.join(BUS)}; all_reduce by default")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--p2p", choices=("on", "off"), default="on", help="whether GPUs may use each other's memory")
+    add("--hosts", type=int, default=1, help="GPUs: as if they were of so many hosts, which talk over TCP")
     add("--overlap", action="store_true", help="time a backward on GPUs beside collectives")
     add("--ranks", type=int, nargs="+", help="2 and 4; on GPUs as many as there are")
     add("--sizes", type=size, nargs="+", metavar="BYTES")

@@ -2,7 +2,8 @@
 
 Providers take turns in one process. A time is the device's: calls are enqueued behind a kernel that sleeps until the
 host is done with enqueueing, between two events. `--p2p off` sets NCCL_P2P_DISABLE=1 and HFREDUCE_P2P=0: what a
-machine without NVLink or peer access sees. The rows `copies` are what the copy engines of all GPUs do at once.
+machine without NVLink or peer access sees. `--hosts 2` tells both libraries that one half of the GPUs is on another
+host: they talk over TCP on the loopback interface. The rows `copies` are what the copy engines of all GPUs do at once.
 """
 
 import os
@@ -26,10 +27,20 @@ BUCKET = 25 << 20  # bytes
 
 def begin(options):
     """(rank, ranks, groups): a group of gloo to agree by, and one for each provider."""
+    import hfreduce
+
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", timeout=PATIENCE)
-    return rank, n, {name: dist.new_group(backend=name, timeout=PATIENCE) for name in options.provider}
+    given = hfreduce.Options()
+    if options.hosts > 1:
+        given.host_id, given.interface = f"host{rank * options.hosts // n}", "lo"
+        os.environ.update(NCCL_HOSTID=given.host_id, NCCL_NET="Socket", NCCL_SOCKET_IFNAME=given.interface)
+    groups = {}
+    for name in options.provider:
+        own = given if name == "hfreduce" else None
+        groups[name] = dist.new_group(backend=name, timeout=PATIENCE, pg_options=own)
+    return rank, n, groups
 
 
 def greatest(*numbers: float) -> list[float]:
@@ -136,7 +147,8 @@ def row(op, case, dtype, provider, options, n, timing=None, **more) -> dict:
     )
     columns = dict.fromkeys(("ranks", "bytes", "algbw_gbps", "busbw_gbps", "wrong", "path", "cores"), "")
     columns |= {"ranks": n, "cores": os.cpu_count()} | more
-    return report.row(op, case, dtype, provider, f"p2p {options.p2p}", clocks, None, columns)
+    kind = f"p2p {options.p2p}" + (f", {options.hosts} hosts" if options.hosts > 1 else "")
+    return report.row(op, case, dtype, provider, kind, clocks, None, columns)
 
 
 def collectives(options, bus: dict) -> int:

@@ -69,7 +69,7 @@ std::optional<gpu::Path> Backend::path(c10::Device device, Kind kind, int64_t by
 
 Way Backend::way(c10::Device device, Kind kind, int64_t bytes, DType dtype, milliseconds timeout, Op op) {
   Way way = by_host(timeout);
-  if (device.is_cpu() || size_ == 1 || !communicator_->one_host()) return way;
+  if (device.is_cpu() || size_ == 1) return way;
   if (!asked_) meet(device, timeout);
   if (path(device, kind, bytes, dtype, op)) way.accelerator = accelerator_.get();
   return way;

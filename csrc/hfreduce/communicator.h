@@ -1,6 +1,7 @@
 // A group of ranks that compute together: everything else in this folder is a part of it.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,6 +15,8 @@
 #include "types.h"
 
 namespace hfreduce {
+
+struct Layout;
 
 struct Config {
   int rank = 0, size = 1;
@@ -63,15 +66,19 @@ class Communicator {
   void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = {});
   int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = {});
 
-  // For collectives that are only enqueued (cuda/accelerator.h), all of it on one host. enqueue: called in the order of
-  // the other collectives; numbers the call among them, shows it to the ranks of this host, and writes it down. Throws
-  // Fault when the communicator has failed, or when a rank has enqueued something else under this number.
+  // For collectives that are only enqueued (cuda/accelerator.h). enqueue: called in the order of the other collectives;
+  // numbers the call among them, shows it to the ranks of this host, and writes it down. Throws Fault when the
+  // communicator has failed, or when a rank of this host has enqueued something else under this number.
   Enqueued enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout);
   void ended(const Enqueued&, bool well);
   // These fail the communicator: the deadline has passed; `rank` has called something else; something broke.
   void overdue(const Enqueued&);
   void differs(const Enqueued&, int rank);
   void broke(const Enqueued&, const std::string& what);
+  // What it does between hosts: see gpu::Hosts::carry. It throws what is then for `failed`, which fails the
+  // communicator.
+  void carry(const Enqueued&, int lane, void* data, int64_t count);
+  void failed(const Enqueued&, std::exception_ptr error);
   // Says that nothing of this rank runs on a device any more; whether all ranks of the host have said so in time.
   bool quiet(milliseconds patience);
   // New shared memory of each rank of this host, by local rank. A collective of these ranks.
@@ -81,6 +88,7 @@ class Communicator {
   void on_failure(std::function<void()> hook);
 
   bool one_host() const;
+  Layout layout() const;
   int cores() const;  // of the host
   bool failed() const;
   bool was_shut_down() const;  // by this rank, before anything failed

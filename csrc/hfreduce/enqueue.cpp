@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "communicator_state.h"
+#include "rails.h"
 
 namespace hfreduce {
 
@@ -61,10 +62,10 @@ void Communicator::ended(const Enqueued& enqueued, bool well) { state_->recorder
 void Communicator::overdue(const Enqueued& enqueued) {
   State& s = *state_;
   std::vector<int> missing, others;
-  for (int i = 0; i < s.team->size(); ++i) {
-    if (i != s.team->rank()) others.push_back(s.team->ranks()[i]);
+  for (int i = 0; i < s.team->size(); ++i)
     if (s.team->newest(i) < enqueued.call.sequence) missing.push_back(s.team->ranks()[i]);
-  }
+  for (int rank = 0; rank < size(); ++rank)
+    if (rank != s.roster.rank) others.push_back(rank);
   s.health.fail(s.overdue(enqueued.call, missing.empty() ? others : missing, enqueued.timeout));
 }
 
@@ -75,6 +76,24 @@ void Communicator::differs(const Enqueued& enqueued, int rank) {
 void Communicator::broke(const Enqueued& enqueued, const std::string& what) {
   state_->health.fail(Fault(Fault::Cause::aborted, {rank()},
                             state_->roster.me().name() + " failed in " + hfreduce::told(enqueued.call) + ": " + what));
+}
+
+void Communicator::carry(const Enqueued& enqueued, int lane, void* data, int64_t count) {
+  State& s = *state_;
+  const Watch::Report report = [&](const Call& call, const std::vector<int>& missing) {
+    return s.overdue(call, missing, enqueued.timeout);
+  };
+  s.hierarchy->carry(lane, data, count, Watch(s.health, enqueued.deadline, enqueued.call, report));
+}
+
+void Communicator::failed(const Enqueued& enqueued, std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const Fault& fault) {
+    state_->health.fail(fault);
+  } catch (const std::exception& other) {
+    broke(enqueued, other.what());
+  }
 }
 
 bool Communicator::quiet(milliseconds patience) {
@@ -109,6 +128,7 @@ void Communicator::on_failure(std::function<void()> hook) {
   if (s.hook && s.health.failed()) s.hook();
 }
 
+Layout Communicator::layout() const { return Layout(state_->roster); }
 bool Communicator::one_host() const { return state_->roster.one_host(); }
 int Communicator::cores() const { return state_->roster.cores; }
 bool Communicator::was_shut_down() const { return state_->shut_down; }

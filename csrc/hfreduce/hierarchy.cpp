@@ -46,7 +46,12 @@ bool fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
 struct Hierarchy::State {
   State(const Roster& roster, Mesh& mesh, Team& team, Health& health, const Plan& plan)
-      : roster(roster), team(team), plan(plan), layout(roster), stages(roster, mesh, health, layout, streams(plan)) {}
+      : roster(roster),
+        team(team),
+        plan(plan),
+        layout(roster),
+        carriers{TcpLinks(roster, mesh, 2, streams(plan)), TcpLinks(roster, mesh, 3, streams(plan))},
+        stages(roster, mesh, health, layout, streams(plan)) {}
 
   bool alone() const { return layout.largest == 1; }  // every rank is alone on its host
   int host_of(int rank) const { return roster.peers[rank].host; }
@@ -79,6 +84,7 @@ struct Hierarchy::State {
   const Layout layout;
   std::unique_ptr<char[]> memory;
   int64_t reserved = 0, slice_bytes = 0;
+  TcpLinks carriers[2];
   Stages stages;  // last: its threads end before all that they use
 };
 
@@ -343,6 +349,21 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
     expected.push_back({rank, at(out, out_offsets[rank]), out_sizes[rank]});
   }
   between::exchange(s.stages.rail(watch), parcels, expected);
+}
+
+void Hierarchy::carry(int lane, void* data, int64_t count, const Watch& watch) {
+  State& s = *state_;
+  const Call& call = watch.call;
+  const bool blocks = call.kind == Kind::reduce_scatter || call.kind == Kind::all_gather;
+  const int64_t bytes = call.count * size_of(call.dtype) * (blocks ? s.roster.size() : 1);
+  const Choice choice = s.choose(call.kind, bytes, call.dtype);
+  const Rail rail{s.carriers[lane], watch, s.layout.rail, s.layout.host};
+  const Sum sum{call.dtype, call.op, s.roster.size()};
+  if (call.kind == Kind::all_reduce) return between::all_reduce(choice.between, rail, data, count, sum);
+  if (call.kind == Kind::reduce_scatter) return between::half(choice.between, rail, data, count, sum, Part::scatter);
+  if (call.kind == Kind::all_gather)
+    return between::half(choice.between, rail, data, count, {DType::u8, Op::bor, 1}, Part::gather);
+  between::tree_broadcast(rail, data, count, s.host_of(call.root));
 }
 
 // All ranks of this host arrive, then each rail waits for all hosts; where ranks have no rail, they wait for those

@@ -30,6 +30,10 @@ class Hierarchy {
                   const int64_t* out_offsets, const int64_t* out_sizes, const Watch&);
   void barrier(const Watch&);
 
+  // A part of the watch's operation, between hosts alone and in place; see gpu::Hosts::carry. lane: 0 or 1, for a
+  // thread each, which share no connections with one another, nor with the collectives above.
+  void carry(int lane, void* data, int64_t count, const Watch&);
+
  private:
   struct State;
   std::unique_ptr<State> state_;

@@ -33,6 +33,7 @@ Incoming* TcpLinks::from(int rank, int channel, const Watch& watch) {
 Layout::Layout(const Roster& roster)
     : hosts(static_cast<int>(roster.hosts.size())),
       host(roster.me().host),
+      size(static_cast<int>(roster.local().size())),
       rails(static_cast<int>(roster.hosts[0].size())),
       largest(0),
       local(roster.me().local_rank),

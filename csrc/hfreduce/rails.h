@@ -16,7 +16,7 @@ namespace hfreduce {
 // TCP connections to other ranks, made by whoever sends; so many side by side, in every stream.
 class TcpLinks : public between::Links {
  public:
-  // lane: 0 or 1; two of these between the same ranks, for two threads, share no connections.
+  // Of two lanes between the same ranks, for two threads, none shares connections with the other.
   TcpLinks(const Roster& roster, Mesh& mesh, int lane, int streams)
       : roster_(roster), mesh_(mesh), lane_(lane), streams_(streams) {}
   Outgoing& to(int rank, int channel, const Watch& watch) override;
@@ -40,6 +40,7 @@ struct Layout {
   explicit Layout(const Roster& roster);
 
   int hosts, host;        // how many, and this rank's
+  int size;               // ranks of this host
   int rails;              // as many as the smallest host has ranks
   int largest;            // ranks of the largest host
   int local;              // this rank among those of its host, and its rail where it is below `rails`

@@ -2,7 +2,9 @@
 //   pairs       every dtype and operation that there is, one after another
 //   sequences   any operations of any size, in place or not, on two streams; ranks are threads
 //   processes   the same, ranks are processes
+//   hosts       the same, ranks are threads of several hosts
 //   leavers     one rank never comes, or lets go in the middle: no stream stays behind, and nobody takes up rubbish
+//   host_leavers  the same, on several hosts
 //   dead        one rank dies after its part came down
 // Then rounds and seed. Prints "ok".
 #include "cuda/assisted.h"
@@ -14,6 +16,7 @@
 
 #include "cuda/assisted_ring.h"
 #include "fake_gpu.h"
+#include "played_hosts.h"
 #include "reduce.h"
 #include "slots.h"
 
@@ -35,7 +38,7 @@ namespace {
 using Bytes = std::vector<char>;
 using Options = Assisted::Options;
 
-// One operation, drawn alike on all ranks.
+// One operation, drawn alike on all ranks. Ranks are those of all hosts.
 struct Call1 {
   Kind kind = Kind::all_reduce;
   DType dtype = DType::f32;
@@ -48,6 +51,12 @@ struct Call1 {
   Reduction reduction(int rank) const { return {op, op == Op::premul_sum ? 0.25 * (rank + 1) : 1.0}; }
   int64_t bytes() const { return count * size_of(dtype); }
   bool sums() const { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
+  Enqueued enqueued() const {
+    Enqueued enqueued;
+    enqueued.call.kind = kind, enqueued.call.dtype = dtype, enqueued.call.op = op;
+    enqueued.call.count = count, enqueued.call.root = root, enqueued.call.sequence = seed;
+    return enqueued;
+  }
 };
 
 // What this rank has: finite in every format.
@@ -58,29 +67,43 @@ Bytes input(const Call1& call, int rank, int size) {
   return data;
 }
 
-Bytes expected(const Call1& call, int rank, int size) {
-  std::vector<Bytes> inputs;
+// Added up in each host, and then between them.
+Bytes expected(const Call1& call, int rank, const World& world) {
+  const int size = world.ranks();
+  std::vector<Bytes> inputs, sums(world.hosts(), Bytes(call.bytes()));
   for (int r = 0; r < size; ++r) inputs.push_back(input(call, r, size));
-  Bytes out(call.bytes() * (call.kind == Kind::all_gather ? size : 1));
   if (call.kind == Kind::broadcast) return inputs[call.root];
+  Bytes out(call.bytes() * (call.kind == Kind::all_gather ? size : 1));
   if (call.kind == Kind::all_gather)
     for (int r = 0; r < size; ++r) copy(at(out.data(), r * call.bytes()), inputs[r].data(), call.bytes());
   if (!call.sums()) return out;
-  std::vector<const void*> from;
-  std::vector<double> factors;
-  for (int r = 0; r < size; ++r) {
-    from.push_back(inputs[r].data() + (call.kind == Kind::reduce_scatter ? rank * call.bytes() : 0));
-    factors.push_back(call.reduction(r).factor);
+  const bool factored = call.op == Op::premul_sum, several = world.hosts() > 1;
+  std::vector<const void*> parts;
+  for (int h = 0; h < world.hosts(); ++h) {
+    std::vector<const void*> from;
+    std::vector<double> factors;
+    for (int r = world.first(h); r < world.first(h + 1); ++r) {
+      from.push_back(inputs[r].data() + (call.kind == Kind::reduce_scatter ? rank * call.bytes() : 0));
+      factors.push_back(call.reduction(r).factor);
+    }
+    const Op op = several && call.op == Op::avg ? Op::sum : call.op;
+    reduce(sums[h].data(), from.data(), factored ? factors.data() : nullptr, world.sizes[h], call.count, call.dtype, op,
+           size);
+    parts.push_back(sums[h].data());
   }
-  reduce(out.data(), from.data(), call.op == Op::premul_sum ? factors.data() : nullptr, size, call.count, call.dtype,
-         call.op, size);
+  if (!several) return sums[0];
+  reduce(out.data(), parts.data(), nullptr, world.hosts(), call.count, call.dtype, factored ? Op::sum : call.op, size);
   return out;
 }
 
 class Rank {
  public:
-  Rank(const std::vector<int>& memory, Options options, unsigned seed, int dawdle, std::function<bool()> stopped)
-      : gpu(seed * 64 + options.rank, dawdle), rank(options.rank), size(options.size) {
+  Rank(const World& world, const std::vector<int>& memory, Options options, unsigned seed, int dawdle,
+       std::function<bool()> stopped)
+      : gpu(seed * 64 + options.rank, dawdle),
+        world(world),
+        rank(world.first(options.hosts.index) + options.rank),
+        size(world.ranks()) {
     std::vector<Segment> segments;
     for (int fd : memory) segments.emplace_back(fd, Assisted::segment_bytes(options));
     assisted = std::make_unique<Assisted>(gpu, std::move(segments), options, std::move(stopped));
@@ -114,7 +137,7 @@ class Rank {
   }
   void check(size_t i) {
     const Call1& call = flights[i].call;
-    const Bytes right = expected(call, rank, size);
+    const Bytes right = expected(call, rank, world);
     EXPECT(right.empty() || !std::memcmp(flights[i].out, right.data(), right.size()),
            "rank %d of %d, operation %zu: %s of %lld %s, %s, root %d, in place %d", rank, size, i, name(call.kind),
            static_cast<long long>(call.count), name(call.dtype), name(call.op), call.root, call.in_place);
@@ -139,6 +162,7 @@ class Rank {
     Event end;
   };
   FakeGpu gpu;
+  const World world;
   const int rank, size;
   Stream streams[2];
   std::unique_ptr<Assisted> assisted;
@@ -147,31 +171,42 @@ class Rank {
 
  private:
   void start(const Call1& call, const void* in, void* out, Stream stream) {
+    const Enqueued enqueued = call.enqueued();
     if (call.kind == Kind::all_reduce)
-      assisted->all_reduce(in, out, call.count, call.dtype, call.reduction(rank), stream);
+      assisted->all_reduce(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
     if (call.kind == Kind::reduce_scatter)
-      assisted->reduce_scatter(in, out, call.count, call.dtype, call.reduction(rank), stream);
-    if (call.kind == Kind::all_gather) assisted->all_gather(in, out, call.bytes(), stream);
-    if (call.kind == Kind::broadcast) assisted->broadcast(out, call.bytes(), call.root, stream);
+      assisted->reduce_scatter(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
+    if (call.kind == Kind::all_gather) assisted->all_gather(in, out, call.bytes(), stream, enqueued);
+    if (call.kind == Kind::broadcast) assisted->broadcast(out, call.bytes(), call.root == rank, stream, enqueued);
   }
 };
 
-// The ranks of a host, as threads or as processes; f of each one's options and everybody's memory.
+// The ranks of all hosts, as threads or, of one host, as processes; f of each one's options and its host's memory.
 template <class F>
-void ranks(Options options, bool processes, F f) {
-  std::vector<int> memory;
-  for (int r = 0; r < options.size; ++r) memory.push_back(Segment::create(Assisted::segment_bytes(options)));
+void ranks(Options options, const World& world, Network& network, bool processes, F f) {
+  std::vector<std::vector<int>> memory(world.hosts());
   std::vector<std::thread> threads;
   std::vector<pid_t> children;
-  for (int r = 0; r < options.size; ++r) {
-    options.rank = r;
-    if (!processes) {
-      threads.emplace_back([=, &memory] { f(memory, options); });
-    } else if (const pid_t child = fork()) {
-      children.push_back(child);
-    } else {
-      f(memory, options);
-      _exit(0);
+  for (int h = 0; h < world.hosts(); ++h) {
+    options.size = world.sizes[h];
+    for (int r = 0; r < options.size; ++r) memory[h].push_back(Segment::create(Assisted::segment_bytes(options)));
+    for (int r = 0; r < options.size; ++r) {
+      options.rank = r;
+      options.hosts.count = world.hosts(), options.hosts.index = h, options.hosts.rails = world.rails();
+      if (world.hosts() > 1) {
+        options.hosts.carry = [=, &network](const Enqueued& enqueued, int lane, void* data, int64_t count) {
+          network.carry(h, r, enqueued.call, lane, data, count);
+        };
+        options.hosts.failed = [](const Enqueued&, std::exception_ptr) {};
+      }
+      if (!processes) {
+        threads.emplace_back([=, &memory] { f(memory[h], options); });
+      } else if (const pid_t child = fork()) {
+        children.push_back(child);
+      } else {
+        f(memory[h], options);
+        _exit(0);
+      }
     }
   }
   for (std::thread& thread : threads) thread.join();
@@ -179,15 +214,15 @@ void ranks(Options options, bool processes, F f) {
     int status = 1;
     EXPECT(waitpid(child, &status, 0) == child && status == 0, "a rank ended with status %d", status);
   }
-  for (int fd : memory) close(fd);
+  for (const auto& host : memory)
+    for (int fd : host) close(fd);
 }
 
 bool never() { return false; }
 
 // Rings of two to eight small chunks, and of the first chunk's number: shortly before it wraps around.
-Options drawn(std::mt19937& random, int size) {
+Options drawn(std::mt19937& random) {
   Options options;
-  options.size = size;
   options.threads = 1 + static_cast<int>(random() % 3);
   options.chunk = 4096 << random() % 2;
   options.least = 512 << random() % 4;
@@ -197,16 +232,17 @@ Options drawn(std::mt19937& random, int size) {
   return options;
 }
 
-void pairs(int size, unsigned seed) {
+void pairs(const World& world, unsigned seed) {
   std::mt19937 random(seed);
-  ranks(drawn(random, size), false, [=](const std::vector<int>& memory, const Options& options) {
-    Rank rank(memory, options, seed, 0, never);
+  Network network(world);
+  ranks(drawn(random), world, network, false, [=](const std::vector<int>& memory, const Options& options) {
+    Rank rank(world, memory, options, seed, 0, never);
     std::mt19937 random(seed);
     Call1 call;
     for (int d = 0; d <= static_cast<int>(DType::e5m2); ++d)
       for (int o = 0; o <= static_cast<int>(Op::premul_sum); ++o) {
         call.dtype = static_cast<DType>(d), call.op = static_cast<Op>(o), call.seed = random();
-        call.kind = random() % 2 ? Kind::all_reduce : Kind::reduce_scatter;
+        call.kind = random() % 2 || !world.regular() ? Kind::all_reduce : Kind::reduce_scatter;
         call.count = 1 + static_cast<int64_t>(random() % (12000 / size_of(call.dtype)));
         if (supported(call.dtype, call.op)) rank.enqueue(call);
       }
@@ -215,17 +251,18 @@ void pairs(int size, unsigned seed) {
 }
 
 // Sizes are often those of chunks and rings, or one off.
-Call1 drawn_call(std::mt19937& random, const Options& options) {
+Call1 drawn_call(std::mt19937& random, const Options& options, const World& world) {
   constexpr Kind kKinds[] = {Kind::all_reduce, Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather,
                              Kind::broadcast};
   constexpr DType kTypes[] = {DType::bf16, DType::f32, DType::i8, DType::f64};
   constexpr Op kOps[] = {Op::sum, Op::avg, Op::max, Op::premul_sum};
   Call1 call;
-  call.kind = kKinds[random() % 5];
+  do call.kind = kKinds[random() % 5];
+  while (!world.regular() && call.kind != Kind::all_reduce && call.kind != Kind::broadcast);
   call.dtype = kTypes[random() % 4];
   call.op = kOps[random() % 4];
   if (!supported(call.dtype, call.op)) call.op = Op::sum;
-  call.root = static_cast<int>(random() % options.size);
+  call.root = static_cast<int>(random() % world.ranks());
   call.stream = static_cast<int>(random() % 2);
   call.in_place = random() % 2;
   call.seed = random();
@@ -235,13 +272,15 @@ Call1 drawn_call(std::mt19937& random, const Options& options) {
   return call;
 }
 
-void sequences(int size, int rounds, unsigned seed, bool processes) {
+void sequences(const World& world, int rounds, unsigned seed, bool processes) {
   std::mt19937 random(seed);
-  ranks(drawn(random, size), processes, [=](const std::vector<int>& memory, const Options& options) {
-    Rank rank(memory, options, seed, 3, never);
+  Network network(world);
+  ranks(drawn(random), world, network, processes, [=](const std::vector<int>& memory, const Options& options) {
+    Rank rank(world, memory, options, seed, 3, never);
     std::mt19937 random(seed);
     for (int i = 0; i < rounds; ++i) {
-      for (int calls = 1 + static_cast<int>(random() % 12); calls; --calls) rank.enqueue(drawn_call(random, options));
+      for (int calls = 1 + static_cast<int>(random() % 12); calls; --calls)
+        rank.enqueue(drawn_call(random, options, world));
       rank.check_all();
       if (random() % 4 == 0) usleep(random() % 3000 + options.rank * 100);  // cores fall asleep
     }
@@ -249,39 +288,42 @@ void sequences(int size, int rounds, unsigned seed, bool processes) {
 }
 
 // Rank 0 comes to `comes` operations only, or lets go after some time; the others' communicators fail later.
-void leavers(int size, unsigned seed) {
+void leavers(const World& world, unsigned seed) {
   std::mt19937 random(seed);
+  Network network(world);
   const bool lets_go = random() % 2;
   const int calls = 40, comes = lets_go ? calls : static_cast<int>(random() % 8);
   const auto leaves = std::chrono::microseconds(random() % 20000);
-  ranks(drawn(random, size), false, [=](const std::vector<int>& memory, const Options& options) {
+  ranks(drawn(random), world, network, false, [=, &network](const std::vector<int>& memory, const Options& options) {
     std::atomic<bool> failed{false};
-    Rank rank(memory, options, seed, 3, [&] { return failed.load(); });
+    Rank rank(world, memory, options, seed, 3, [&] { return failed.load(); });
     std::mt19937 random(seed);
     std::thread leaver([&] {
-      if (options.rank || !lets_go) return;
+      if (rank.rank || !lets_go) return;
       std::this_thread::sleep_for(leaves);
+      network.cut();
       rank.assisted->let_go();
     });
     for (int i = 0; i < calls; ++i) {
-      const Call1 call = drawn_call(random, options);
-      if (options.rank || i < comes) rank.enqueue(call);
+      const Call1 call = drawn_call(random, options, world);
+      if (rank.rank || i < comes) rank.enqueue(call);
     }
     leaver.join();
     std::this_thread::sleep_for(milliseconds(60));
     std::vector<size_t> whole;
     for (size_t i = 0; i < rank.flights.size(); ++i)
-      if ((options.rank || !lets_go) && rank.gpu.reached(rank.flights[i].end)) whole.push_back(i);
+      if ((rank.rank || !lets_go) && rank.gpu.reached(rank.flights[i].end)) whole.push_back(i);
     for (size_t i : whole) rank.check(i);
+    network.cut();
     failed = true;
-    if (seed % 2 && (options.rank || lets_go)) {
+    if (seed % 2 && (rank.rank || lets_go)) {
       for (Stream stream : rank.streams) rank.gpu.synchronize(stream);  // the cores let them go
-      rank.enqueue(drawn_call(random, options));                        // as they do whatever comes after
+      rank.enqueue(drawn_call(random, options, world));                 // as they do whatever comes after
       for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
     }
     const Deadline before = Clock::now();
     rank.finish();
-    EXPECT(Clock::now() - before < milliseconds(4000), "rank %d took too long to end", options.rank);
+    EXPECT(Clock::now() - before < milliseconds(4000), "rank %d took too long to end", rank.rank);
     rank.clear();
   });
 }
@@ -297,7 +339,7 @@ void dead() {
   head.settled = 1, head.arrived = 1;
   std::atomic<bool> failed{false};
   {
-    Rank rank(memory, options, 1, 0, [&] { return failed.load(); });
+    Rank rank({{2}}, memory, options, 1, 0, [&] { return failed.load(); });
     Call1 call;
     call.count = 100;
     rank.enqueue(call);
@@ -318,12 +360,17 @@ int main(int argc, char** argv) {
   const std::string what = argv[1];
   const int rounds = std::atoi(argv[2]);
   const auto seed = static_cast<unsigned>(std::atoi(argv[3]));
+  const std::vector<World> several{{{2, 2}}, {{1, 1}}, {{1, 1, 1}}, {{2, 1}}, {{2, 2, 2}}, {{1, 3}}};
   for (int i = 0; i < rounds; ++i) {
-    const int size = 1 + (static_cast<int>(seed) + i) % 4;
-    if (what == "pairs") pairs(size, seed + i);
-    if (what == "sequences" || what == "processes") sequences(size, 6, seed + i, what == "processes");
+    const unsigned number = seed + i;
+    const int size = 1 + static_cast<int>(number) % 4;
+    const World world{{size}}, &hosts = several[number % several.size()];
+    if (what == "pairs") pairs(number % 2 ? world : hosts, number);
+    if (what == "sequences" || what == "processes") sequences(world, 6, number, what == "processes");
     if (what == "dead") dead();
-    if (what == "leavers") leavers(std::max(size, 2), seed + i);
+    if (what == "leavers") leavers({{std::max(size, 2)}}, number);
+    if (what == "hosts") sequences(hosts, 6, number, false);
+    if (what == "host_leavers") leavers(hosts, number);
   }
   std::puts("ok");
 }

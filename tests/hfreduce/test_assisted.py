@@ -36,10 +36,12 @@ def run(program, what, rounds, seed=1):
 
 @pytest.mark.timeout(300)
 def test_bits_orders_and_leavers(tmp_path):
-    """All dtypes and operations, sequences of any of them in threads and in processes, ranks that stop and die."""
+    """All dtypes and operations, sequences of any of them in threads and in processes, on one host and on several,
+    ranks that stop and die."""
     program = build(tmp_path)
-    for what, rounds in {"pairs": 8, "sequences": 24, "processes": 12, "leavers": 16, "dead": 1}.items():
-        run(program, what, rounds)
+    rounds = {"pairs": 8, "sequences": 24, "processes": 12, "hosts": 12, "leavers": 16, "host_leavers": 6, "dead": 1}
+    for what, count in rounds.items():
+        run(program, what, count)
 
 
 @pytest.mark.slow
@@ -48,5 +50,5 @@ def test_bits_orders_and_leavers(tmp_path):
 def test_clean(sanitizer, tmp_path):
     """What a rank does that has let go is not: its streams write over what others may still read, as they will."""
     program = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    for what in ["pairs", "sequences"] + ["leavers"] * (sanitizer != "thread"):
+    for what in ["pairs", "sequences", "hosts"] + ["leavers", "host_leavers"] * (sanitizer != "thread"):
         run(program, what, 8)

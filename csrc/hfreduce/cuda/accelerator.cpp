@@ -9,6 +9,7 @@
 #include "cuda/in_flight.h"
 #include "cuda/meeting.h"
 #include "cuda/peers.h"
+#include "rails.h"
 #include "reduce.h"
 
 namespace hfreduce::gpu {
@@ -67,7 +68,7 @@ struct Accelerator::State {
   Path path(Kind kind, int64_t bytes, DType dtype, Op op) const;
   Launch launch(const Call& call, int64_t bytes, Path path, Stream stream) const;
   const Links& links(Path path) const { return (path == Path::mapped ? mapped : peers)->links(); }
-  // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch) enqueues it.
+  // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch, what) enqueues it.
   template <class Work>
   void enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
                milliseconds timeout, Work work);
@@ -83,6 +84,7 @@ struct Accelerator::State {
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
   std::mutex order;  // of what is enqueued
   std::unique_ptr<InFlight> in_flight;
+  const bool regular = communicator.layout().regular;  // whether blocks of a host are as many as any other's, in a row
   bool ended = false;
 };
 
@@ -104,8 +106,19 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
 }
 
 void Accelerator::State::make_assisted(milliseconds timeout) {
+  const Layout layout = communicator.layout();
   Assisted::Options options;
-  options.rank = communicator.rank(), options.size = communicator.size();
+  options.rank = layout.local, options.size = layout.size;
+  if (layout.hosts > 1) {
+    options.hosts.count = layout.hosts, options.hosts.index = layout.host, options.hosts.rails = layout.rails;
+    options.hosts.carry = [&communicator = communicator](const Enqueued& enqueued, int lane, void* data,
+                                                         int64_t count) {
+      communicator.carry(enqueued, lane, data, count);
+    };
+    options.hosts.failed = [&communicator = communicator](const Enqueued& enqueued, std::exception_ptr error) {
+      communicator.failed(enqueued, std::move(error));
+    };
+  }
   why_no_assisted = ordered(communicator, *driver, timeout);
   if (!why_no_assisted.empty()) return;
   std::vector<Segment> segments = communicator.share(Assisted::segment_bytes(options), timeout);
@@ -131,7 +144,7 @@ bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype,
     case Path::mapped:
       return mapped && ours && sums && part(kind, bytes) <= kMapped;
     case Path::assisted:
-      return assisted && ours && (!reduction(kind) || supported(dtype, op));
+      return assisted && ours && (!reduction(kind) || supported(dtype, op)) && (regular || !in_blocks(kind));
     default:
       return path == Path::host;
   }
@@ -182,7 +195,7 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
       throw std::runtime_error("the CPU-assisted reduce cannot be captured into a CUDA graph");
     const bool kernel = path != Path::assisted;
     if (!captured && kernel) in_flight->order(stream);
-    if (bytes) work(path, launch(call, bytes, path, stream));
+    if (bytes) work(path, launch(call, bytes, path, stream), enqueued);
     if (captured)
       communicator.ended(enqueued, true);  // what is replayed has its clock limit, and the hook of a failure
     else
@@ -228,8 +241,8 @@ void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dty
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
   const Call call = call_of(Kind::all_reduce, count, dtype, reduction.op, -1, reduction.factor);
-  s.enqueue(call, bytes, bytes, bytes, stream, timeout, [&](Path path, const Launch& launch) {
-    if (path == Path::assisted) return s.assisted->all_reduce(in, out, count, dtype, reduction, stream);
+  s.enqueue(call, bytes, bytes, bytes, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+    if (path == Path::assisted) return s.assisted->all_reduce(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = path == Path::packets_two_shot ? gpu::all_reduce_packets_two_shot
                         : in_packets(path)             ? gpu::all_reduce_packets
                         : path == Path::one_shot       ? gpu::all_reduce_one_shot
@@ -243,8 +256,8 @@ void Accelerator::reduce_scatter(const void* in, void* out, int64_t count, DType
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
   const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
-  s.enqueue(call, bytes, bytes, block, stream, timeout, [&](Path path, const Launch& launch) {
-    if (path == Path::assisted) return s.assisted->reduce_scatter(in, out, count, dtype, reduction, stream);
+  s.enqueue(call, bytes, bytes, block, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+    if (path == Path::assisted) return s.assisted->reduce_scatter(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = in_packets(path) ? gpu::reduce_scatter_packets : gpu::reduce_scatter;
     kernel(s.links(path), in, out, count, dtype, reduction, launch);
   });
@@ -255,8 +268,8 @@ void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dty
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
   s.enqueue(call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
-            [&](Path path, const Launch& launch) {
-              if (path == Path::assisted) return s.assisted->all_gather(in, out, block, stream);
+            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+              if (path == Path::assisted) return s.assisted->all_gather(in, out, block, stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::all_gather_packets : gpu::all_gather;
               kernel(s.links(path), in, out, block, launch);
             });
@@ -266,8 +279,9 @@ void Accelerator::broadcast(void* data, int64_t count, DType dtype, int root, St
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
   s.enqueue(call_of(Kind::broadcast, count, dtype, Op::sum, root), bytes, bytes, bytes, stream, timeout,
-            [&](Path path, const Launch& launch) {
-              if (path == Path::assisted) return s.assisted->broadcast(data, bytes, root, stream);
+            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+              if (path == Path::assisted)
+                return s.assisted->broadcast(data, bytes, root == s.communicator.rank(), stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::broadcast_packets : gpu::broadcast;
               kernel(s.links(path), data, bytes, root, launch);
             });
@@ -289,7 +303,9 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
   s.communicator.all_reduce(&most, &most, 1, DType::i64, {Op::max}, timeout);
   // All ranks take the path, and the blocks, of the largest part.
   s.enqueue(call_of(Kind::all_to_all, 0, dtype), most * s.communicator.size(), bytes_in, bytes_out, stream, timeout,
-            [&](Path, const Launch& launch) { gpu::all_to_all(s.peers->links(), in, out, ranges, most, launch); });
+            [&](Path, const Launch& launch, const Enqueued&) {
+              gpu::all_to_all(s.peers->links(), in, out, ranges, most, launch);
+            });
 }
 
 std::string Accelerator::describe() const {
@@ -325,6 +341,7 @@ void Accelerator::shutdown(milliseconds patience) {
   if (rest) s.assisted.reset(), s.mapped.reset();
   if (quiet) s.peers.reset();
   if (s.peers || s.mapped || s.assisted) {
+    if (s.assisted) s.assisted->quit();  // what carries between hosts asks the communicator, which has failed
     static_cast<void>(s.peers.release());
     static_cast<void>(s.mapped.release());
     static_cast<void>(s.assisted.release());

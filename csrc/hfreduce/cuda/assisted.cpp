@@ -5,6 +5,9 @@
 //   stream of this object  wait ready; copy up; write taken
 //   cores                  see all taken; raise freed
 //
+// Of several hosts, between the second step and the third: threads of each rank exchange its slice with the other
+// hosts.
+//
 // Bytes of each rank over its link, for N bytes of input (of output: all_gather): all_reduce N down and N up,
 // reduce_scatter N down and N / n up, all_gather N / n down and N (n - 1) / n up, broadcast N down on the root and N up
 // on the others. assisted_cores.cpp says what that is in memory, assisted_ring.h why no chunk overtakes another.
@@ -87,6 +90,7 @@ struct Assisted::State {
   void take(const Work& work, const Part& part, uint32_t k, const Order& order, Up up);
   void end(const Order& order);
   bool copied(void* out, const void* in, int64_t bytes, Stream stream);
+  Reduction inside(Reduction reduction) const;
   void wait(const Flag& flag, uint32_t value, Stream stream);
   void write(Flag& flag, uint32_t value, Stream stream);
   uint32_t chunks(const Work& work) const;
@@ -122,7 +126,8 @@ Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Opti
   up_stream = driver.stream(true);
   down_event = down_last = driver.event();
   up_event = driver.event();
-  const Cores::Options threads{options.threads, options.least, options.streaming > 0, driver.numa_node()};
+  const Cores::Options threads{options.threads, options.least, options.streaming > 0, driver.numa_node(),
+                               options.hosts};
   cores = std::make_unique<Cores>(ring, threads, std::move(stopped), [this] { let_go(); });
 }
 
@@ -166,15 +171,15 @@ bool Assisted::State::end_by(Deadline deadline) {
   }
 }
 
-// From when they see `gone`, no rank's cores make anything ready. What is ready by then the others' streams may take,
-// before this rank's overwrite it.
+// From when they see `gone`, no rank's cores make anything ready, nor send it to other hosts. What is ready by then the
+// others' streams may take, and what is on its way may go, before this rank's overwrite it.
 void Assisted::State::let_go() {
   std::lock_guard lock(going);
   if (gone) return;
   ring.mine().gone.store(1, std::memory_order_seq_cst);
   const Deadline deadline = Clock::now() + kGrace;
   do std::this_thread::sleep_for(kPause);
-  while (!ring.taken_all_ready() && Clock::now() < deadline);
+  while ((!ring.taken_all_ready() || ring.carrying()) && Clock::now() < deadline);
   gone = true;
   for (Flag* flag : {&ring.mine().ready, &ring.mine().freed}) raise(*flag, next.load() + kForGood);
 }
@@ -266,9 +271,15 @@ void Assisted::State::run(Work work, Stream stream, Down down, Up up) {
 
 // A rank that is alone has nothing to wait for: what it would get is what it has.
 bool Assisted::State::copied(void* out, const void* in, int64_t bytes, Stream stream) {
-  if (options.size > 1) return false;
+  if (options.size * options.hosts.count > 1) return false;
   if (bytes && out != in) driver.copy(out, in, bytes, stream);
   return true;
+}
+
+// An average over several hosts is divided when it is whole.
+Reduction Assisted::State::inside(Reduction reduction) const {
+  if (options.hosts.count > 1 && reduction.op == Op::avg) reduction.op = Op::sum;
+  return reduction;
 }
 
 size_t Assisted::segment_bytes(const Options& given) {
@@ -284,14 +295,16 @@ Assisted::~Assisted() {
 }
 
 void Assisted::let_go() { state_->let_go(); }
+void Assisted::quit() { state_->cores->quit(); }
 
-void Assisted::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream) {
+void Assisted::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
+                          const Enqueued& enqueued) {
   State& s = *state_;
   const int64_t size = size_of(dtype);
   check(dtype, reduction.op);
   if (reduction.op != Op::premul_sum && s.copied(out, in, count * size, stream)) return;
   s.run(
-      {Kind::all_reduce, dtype, reduction, count, size, 1}, stream,
+      {Kind::all_reduce, dtype, s.inside(reduction), count, size, 1, enqueued}, stream,
       [&](const Part& part, uint32_t k, Stream stream) {
         s.driver.copy(s.ring.input(s.ring.rank, k), at(in, part.begin * size), part.count * size, stream);
       },
@@ -300,59 +313,75 @@ void Assisted::all_reduce(const void* in, void* out, int64_t count, DType dtype,
       });
 }
 
-void Assisted::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
-                              Stream stream) {
+// Blocks of one host lie in every Hosts::count-th row.
+void Assisted::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
+                              const Enqueued& enqueued) {
   State& s = *state_;
-  const int64_t size = size_of(dtype);
+  const Hosts& hosts = s.options.hosts;
+  const int64_t size = size_of(dtype), local = s.ring.size;
   check(dtype, reduction.op);
   if (reduction.op != Op::premul_sum && s.copied(out, in, count * size, stream)) return;
-  const Work work{Kind::reduce_scatter, dtype, reduction, count, size, s.ring.size};
+  const int rows = s.ring.size * hosts.count, mine = s.ring.rank * hosts.count + hosts.index;
+  const Work work{Kind::reduce_scatter, dtype, s.inside(reduction), count, size, rows, enqueued};
   s.run(
       work, stream,
       [&](const Part& part, uint32_t k, Stream stream) {
-        s.driver.copy_rows(s.ring.input(s.ring.rank, k), part.step(work), at(in, part.begin * size), count * size,
-                           part.count * size, s.ring.size, stream);
+        char* const slot = s.ring.input(s.ring.rank, k);
+        for (int64_t h = 0, step = part.step(work); h < hosts.count; ++h)
+          s.driver.copy_rows(slot + h * step, hosts.count * step, at(in, (h * local * count + part.begin) * size),
+                             count * size, part.count * size, local, stream);
       },
       [&](const Part& part, uint32_t k, Stream stream) {
-        const char* const mine = s.ring.result(k) + s.ring.rank * part.step(work);
-        s.driver.copy(at(out, part.begin * size), mine, part.count * size, stream);
+        const char* const sums = s.ring.result(k) + mine * part.step(work);
+        s.driver.copy(at(out, part.begin * size), sums, part.count * size, stream);
       });
 }
 
 // Blocks come down into the result at once. A rank takes up the others' alone.
-void Assisted::all_gather(const void* in, void* out, int64_t bytes, Stream stream) {
+void Assisted::all_gather(const void* in, void* out, int64_t bytes, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
-  const int rank = s.ring.rank, after = s.ring.size - rank - 1;
+  const Hosts& hosts = s.options.hosts;
+  const int64_t local = s.ring.size, rank = hosts.index * local + s.ring.rank;
   char* const mine = at(out, rank * bytes);
   if (s.copied(out, in, bytes, stream)) return;
-  const Work work{Kind::all_gather, DType::u8, {}, bytes, 1, s.ring.size};
+  const Work work{Kind::all_gather, DType::u8, {}, bytes, 1, s.ring.size * hosts.count, enqueued};
+  const auto row = [&](int64_t block) { return block % local * hosts.count + block / local; };
   s.run(
       work, stream,
       [&](const Part& part, uint32_t k, Stream stream) {
-        s.driver.copy(s.ring.result(k) + rank * part.step(work), at(in, part.begin), part.count, stream);
+        s.driver.copy(s.ring.result(k) + row(rank) * part.step(work), at(in, part.begin), part.count, stream);
       },
       [&](const Part& part, uint32_t k, Stream stream) {
-        const char* const blocks = s.ring.result(k);
-        const int64_t step = part.step(work), next = rank + 1;
-        if (rank) s.driver.copy_rows(at(out, part.begin), bytes, blocks, step, part.count, rank, stream);
-        if (after)
-          s.driver.copy_rows(at(out, next * bytes + part.begin), bytes, blocks + next * step, step, part.count, after,
-                             stream);
+        const auto blocks = [&](int64_t first, int64_t end) {  // of one host
+          if (first < end)
+            s.driver.copy_rows(at(out, first * bytes + part.begin), bytes,
+                               s.ring.result(k) + row(first) * part.step(work), hosts.count * part.step(work),
+                               part.count, end - first, stream);
+        };
+        for (int64_t h = 0; h < hosts.count; ++h) {
+          const int64_t first = h * local, end = first + local;
+          if (h == hosts.index)
+            blocks(first, rank), blocks(rank + 1, end);
+          else
+            blocks(first, end);
+        }
         if (part.begin + part.count == bytes && mine != in) s.driver.copy(mine, in, bytes, stream);
       });
 }
 
-void Assisted::broadcast(void* data, int64_t bytes, int root, Stream stream) {
+// Of several hosts a root waits as all do, until its host has sent it all.
+void Assisted::broadcast(void* data, int64_t bytes, bool root, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   if (s.copied(data, data, bytes, stream)) return;
-  const Work work{Kind::broadcast, DType::u8, {}, bytes, 1, 1};
+  const Work work{Kind::broadcast, DType::u8, {}, bytes, 1, 1, enqueued};
   const auto down = [&](const Part& part, uint32_t k, Stream stream) {
-    s.driver.copy(s.ring.result(k), at(data, part.begin), part.count, stream);
+    if (root) s.driver.copy(s.ring.result(k), at(data, part.begin), part.count, stream);
   };
   const auto up = [&](const Part& part, uint32_t k, Stream stream) {
-    s.driver.copy(at(data, part.begin), s.ring.result(k), part.count, stream);
+    if (!root) s.driver.copy(at(data, part.begin), s.ring.result(k), part.count, stream);
   };
-  if (root == s.ring.rank) return s.run(work, stream, down, Nothing());
+  if (s.options.hosts.count > 1) return s.run(work, stream, down, up);
+  if (root) return s.run(work, stream, down, Nothing());
   s.run(work, stream, Nothing(), up);
 }
 

@@ -61,15 +61,16 @@ Cores::Cores(const Ring& ring, const Options& options, std::function<bool()> sto
       options_(options),
       stopped_(std::move(stopped)),
       on_stop_(std::move(on_stop)),
-      places_(options.threads),
-      last_(ring.mine().reduced.load()) {
+      places_(options.threads + (options.hosts.carry ? Hosts::kLanes : 0)),
+      last_(ring.mine().reduced.load()),
+      added_(last_) {
   for (Place& place : places_) place.chunks = last_;
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (int t = 0; t < options.threads; ++t) {
+  for (int t = 0; t < static_cast<int>(places_.size()); ++t) {
     threads_.emplace_back([this, t] { run(t); });
-    pthread_setname_np(threads_.back().native_handle(), "hfreduce-add");
+    pthread_setname_np(threads_.back().native_handle(), t < options.threads ? "hfreduce-add" : "hfreduce-carry");
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -97,7 +98,7 @@ void Cores::quit() {
 
 void Cores::end() {
   quit_ = true;
-  wake(idle_), wake(early_);
+  for (Bed* bed : {&idle_, &early_, &carriers_}) wake(*bed);
 }
 
 void Cores::wake(Bed& bed) {
@@ -137,24 +138,44 @@ bool Cores::perform(const Work& work, int thread) {
   for (uint32_t k = work.first; !cut.done(); ++k) {
     const Part part = cut.next();
     if (quit_.load(std::memory_order_relaxed)) return false;
-    // Where this thread's slice is.
-    int64_t byte = 0, count = 0;
-    if (work.sums()) {
-      const bool rows = work.kind == Kind::reduce_scatter;
-      const Slice slice =
-          rows ? Slice(part.count, work.size, 0, 1) : Slice(part.count, work.size, ring_.rank, ring_.size);
-      const Slice mine(slice.count(), work.size, thread, options_.threads);
-      byte = (rows ? ring_.rank * part.step(work) : 0) + (slice.first + mine.first) * work.size;
-      count = mine.count();
-    }
-    if (thread == 0 || count) {
-      if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, k + 1); })) return false;
-      if (thread == 0 && work.sums()) wake(early_);
-      if (count) reduce(work, byte, count, k, thread == 0);
-    }
-    places_[thread].chunks.store(k + 1, std::memory_order_release);
-    if (thread == 0 && !publish(work, k)) return false;
+    if (!(thread < options_.threads ? add(work, part, k, thread) : carry(work, part, k, thread))) return false;
   }
+  return true;
+}
+
+// What this rank adds up of a slot, and carries: a slice, or the blocks of the ranks of its place on all hosts, with
+// what lies between them.
+struct Cores::Share {
+  int64_t byte, count;
+};
+
+Cores::Share Cores::share(const Work& work, const Part& part) const {
+  const int64_t step = part.step(work), blocks = work.rows / ring_.size;
+  if (work.rows > 1) return {ring_.rank * blocks * step, blocks > 1 ? blocks * step / work.size : part.count};
+  const Slice slice(part.count, work.size, ring_.rank, options_.hosts.rails ? options_.hosts.rails : ring_.size);
+  return {slice.first * work.size, slice.count()};
+}
+
+bool Cores::add(const Work& work, const Part& part, uint32_t chunk, int thread) {
+  Share mine{};
+  if (work.sums()) {
+    mine = share(work, part);
+    const Slice slice(mine.count, work.size, thread, options_.threads);
+    mine = {mine.byte + slice.first * work.size, slice.count()};
+  }
+  if (thread == 0 || mine.count) {
+    if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, chunk + 1); })) return false;
+    if (thread == 0 && work.sums()) wake(early_);
+    if (mine.count) reduce(work, mine.byte, mine.count, chunk, thread == 0);
+  }
+  places_[thread].chunks.store(chunk + 1, std::memory_order_release);
+  if (thread) return true;
+  for (int t = 1; t < options_.threads; ++t)
+    if (!wait(0, [&] { return passed(places_[t].chunks.load(std::memory_order_acquire), chunk + 1); })) return false;
+  last_ = chunk + 1;
+  if (!options_.hosts.carry) return publish(work, chunk);
+  added_.store(last_, std::memory_order_seq_cst);
+  wake(carriers_);
   return true;
 }
 
@@ -175,22 +196,49 @@ void Cores::reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk
   }
 }
 
+// Every lane has its chunks in order; what they have carried is published in the order of all.
+bool Cores::carry(const Work& work, const Part& part, uint32_t chunk, int thread) {
+  const int lane = thread - options_.threads;
+  if (static_cast<int>(chunk % Hosts::kLanes) != lane) return true;
+  if (!wait(thread, [&] { return passed(added_.load(std::memory_order_seq_cst), chunk + 1); })) return false;
+  const Share mine = share(work, part);
+  if (mine.count && !exchange(work, ring_.result(chunk) + mine.byte, mine.count, lane)) return false;
+  const Flag& reduced = ring_.mine().reduced;
+  if (!wait(thread, [&] { return passed(reduced.load(std::memory_order_seq_cst), chunk); })) return false;
+  publish(work, chunk);
+  wake(carriers_);
+  return true;
+}
+
+bool Cores::exchange(const Work& work, void* data, int64_t count, int lane) {
+  Flag& carrying = ring_.mine().carrying;
+  std::exception_ptr error;
+  carrying.fetch_add(1, std::memory_order_seq_cst);
+  const bool whole = !ring_.gone();
+  try {
+    if (whole) options_.hosts.carry(work.enqueued, lane, data, count);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  carrying.fetch_sub(1, std::memory_order_seq_cst);
+  if (error) options_.hosts.failed(work.enqueued, error);
+  return whole && !error;
+}
+
+// Whether to go on.
 bool Cores::publish(const Work& work, uint32_t chunk) {
-  for (const Place& place : places_)
-    if (!wait(0, [&] { return passed(place.chunks.load(std::memory_order_acquire), chunk + 1); })) return false;
-  last_ = chunk + 1;
   Ring::Head& mine = ring_.mine();
   // Sequentially consistent, as the loads are: the last one sees that all have, and more than one may. Who has let go
   // did so before anybody read what was not whole, and so before the last of all could be here. This rank comes last:
   // its process may end as soon as its own streams are through.
-  mine.reduced.store(last_, std::memory_order_seq_cst);
-  if (work.sums()) {
-    if (ring_.all(&Ring::Head::reduced, last_) && !ring_.gone())
-      for (int i = 1; i <= ring_.size; ++i) raise(ring_.head((ring_.rank + i) % ring_.size).ready, last_);
+  mine.reduced.store(chunk + 1, std::memory_order_seq_cst);
+  if (work.sums() || options_.hosts.carry) {
+    if (ring_.all(&Ring::Head::reduced, chunk + 1) && !ring_.gone())
+      for (int i = 1; i <= ring_.size; ++i) raise(ring_.head((ring_.rank + i) % ring_.size).ready, chunk + 1);
     return true;
   }
   if (!wait(0, [&] { return passed(mine.ready.load(std::memory_order_acquire), chunk); })) return false;
-  if (!ring_.gone()) raise(mine.ready, last_);
+  if (!ring_.gone()) raise(mine.ready, chunk + 1);
   return true;
 }
 
@@ -214,7 +262,8 @@ template <class Until>
 bool Cores::wait(int thread, Until until) {
   bool met = false;
   if (!spin(thread == 0, until, met)) return false;
-  return met || (thread ? sleep(early_, until) : look(until));
+  if (met || thread == 0) return met || look(until);
+  return sleep(thread < options_.threads ? early_ : carriers_, until);
 }
 
 template <class Until>

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/assisted.h"
 #include "cuda/assisted_ring.h"
 
 namespace hfreduce::gpu {
@@ -21,6 +22,7 @@ class Cores {
     int64_t least;  // of Cut
     bool streaming;
     int numa_node;
+    Hosts hosts;
   };
   // stopped: whether the communicator has failed. The leader then calls on_stop, once, and all threads end.
   Cores(const Ring& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
@@ -43,7 +45,12 @@ class Cores {
   void run(int thread);
   bool next(int thread, Work& work);
   bool perform(const Work& work, int thread);
+  struct Share;
+  Share share(const Work& work, const Part& part) const;
+  bool add(const Work& work, const Part& part, uint32_t chunk, int thread);
   void reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk, bool leader);
+  bool carry(const Work& work, const Part& part, uint32_t chunk, int thread);
+  bool exchange(const Work& work, void* data, int64_t count, int lane);
   bool publish(const Work& work, uint32_t chunk);
   template <class Until>
   bool spin(bool leader, Until until, bool& met);
@@ -63,10 +70,11 @@ class Cores {
   std::vector<Place> places_;
   std::atomic<bool> quit_{false};
   std::mutex mutex_;
-  Bed idle_, early_;        // for a work; for a chunk to arrive
-  std::deque<Work> works_;  // what not all threads have begun
+  Bed idle_, early_, carriers_;  // for a work; for a chunk to arrive; for one to be added up, or carried before
+  std::deque<Work> works_;       // what not all threads have begun
   std::atomic<uint64_t> pushed_{0};
-  uint32_t last_;  // the leader's: chunks that are reduced here
+  uint32_t last_;  // the leader's: chunks that are added up here
+  Flag added_;     // the same, for those that carry
   std::vector<std::thread> threads_;
 };
 

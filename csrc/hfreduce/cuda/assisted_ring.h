@@ -5,18 +5,20 @@
 // over the NUMA nodes, and each is in one piece. A flag that has reached k + 1 says of chunk k:
 //
 //   arrived  by this rank's stream: what it brings has come down; it does so for every chunk, also with nothing
-//   reduced  by its cores: they have seen all arrive, and added up their slice
+//   reduced  by its cores: they have seen all arrive, and added up their slice; of several hosts, for all of them
 //   taken    by its stream: what it wants has been taken up
 //   ready    its streams may take the result up: all ranks have reduced
 //   freed    its streams may use the slot again: all ranks have taken
 //
 // Where there is nothing to add up, a result is ready as soon as this rank's cores have seen all arrive: a root, whose
-// streams wait for nobody, may be gone by then. Streams wait for ready and freed alone, once for each, however many
-// ranks there are; the cores see to them. That is all the order there is: a stream brings down chunk k when freed has
+// streams wait for nobody, may be gone by then; but of several hosts, when all ranks of this one have reduced, whatever
+// the operation. Streams wait for ready and freed alone, once for each, however many ranks there are; the cores see to
+// them. That is all the order there is: a stream brings down chunk k when freed has
 // reached k + 1 - depth, the cores touch it when all have arrived, a stream takes it up when it is ready.
 //
 // A rank that lets go raises its own ready and freed beyond all that may be waited for. Before, it says so in `gone`,
-// which the cores look at last, before they raise ready: what all had read was whole if nobody was gone.
+// which the cores look at last, before they raise ready: what all had read was whole if nobody was gone. So do they
+// before they send anything to another host; `carrying` says how many of them do.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +26,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "communicator.h"
 #include "segment.h"
 #include "slots.h"
 #include "types.h"
@@ -52,6 +55,7 @@ class Ring {
     alignas(64) Flag ready;
     alignas(64) Flag freed;
     alignas(64) Flag gone;
+    alignas(64) Flag carrying;
     alignas(64) uint32_t factors[kMaxDepth][2];  // of premul_sum, by slot: halves of this rank's, from its stream
   };
   static constexpr int64_t kHead = 4096;
@@ -88,6 +92,11 @@ class Ring {
       if (head(r).gone.load(std::memory_order_seq_cst)) return true;
     return false;
   }
+  bool carrying() const {  // whether any rank's cores are between hosts
+    for (int r = 0; r < size; ++r)
+      if (head(r).carrying.load(std::memory_order_seq_cst)) return true;
+    return false;
+  }
   // Whether the other ranks that have not let go have taken all that is ready there.
   bool taken_all_ready() const {
     for (int r = 0; r < size; ++r)
@@ -111,13 +120,14 @@ class Ring {
 };
 
 // An operation, as all ranks see it: `count` elements (of a block, where there are several) of `size` bytes. In a slot
-// lie `rows` blocks, one behind the other in whole cache lines.
+// lie `rows` blocks, one behind the other in whole cache lines: first those of the first rank of each host, and so on.
 struct Work {
   Kind kind;
   DType dtype;
-  Reduction reduction;
+  Reduction reduction;  // inside this host
   int64_t count, size;
   int rows;
+  Enqueued enqueued;
   uint32_t first = 0, chunks = 0;  // numbers of its chunks
 
   bool sums() const { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
