@@ -31,6 +31,8 @@ def candidates(ranks: int, peers: bool) -> dict[str, list[plan.DeviceRow]]:
     ways = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "broadcast"), ways)
     if peers and ranks > 2:
         ways["all_reduce"] = ways["all_reduce"] | {"packets_two_shot": (4, 16, 32), "one_shot": (8, 16, 32, 64, 128)}
+    if peers:
+        ways["all_gather"] = ways["all_gather"] | {"copies": (0,)}
     return {
         kind: [plan.DeviceRow(kind, plan.ANY, path, blocks) for path, counts in of.items() for blocks in counts]
         for kind, of in ways.items()

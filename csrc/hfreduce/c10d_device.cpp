@@ -36,7 +36,7 @@ std::unique_ptr<Placed> Backend::place(Line& line, const Start& start) {
   const bool captured = capture_ && capture_->capturing(current.native_handle());
   TORCH_CHECK(!captured || (start.path && gpu::Accelerator::captures(*start.path)),
               "hfreduce: ", start.title + sizeof("hfreduce"), " cannot be captured into a CUDA graph",
-              start.path ? ": the CPU-assisted reduce counts on the host"
+              start.path ? std::string(": path ") + gpu::name(*start.path) + " counts on the host"
               : met_     ? ": it goes by way of the host"
                          : " as the first collective of its group on CUDA tensors: run one before");
   if (!captured) done = sweep();

@@ -14,6 +14,8 @@ import torch
 from test_torch_users import WORKER as USERS
 from test_torch_users import check
 
+from hfreduce import plan
+
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
@@ -21,11 +23,22 @@ WORKER = Path(__file__).parents[1] / "workers" / "gpu_groups.py"
 GPUS = torch.cuda.device_count()
 SIZE = 4 if GPUS >= 4 else 2
 PATHS = {"peers": {}, "no-peers": {"HFREDUCE_P2P": "0"}}
+HOSTS = {"HFREDUCE_TEST_HOSTS": "2"}
 SOME = ["ddp", "power_sgd_buckets", "fsdp1", "fsdp2_bf16", "hsdp_mixed", "functionals", "objects", "pipeline_1F1B"]
 
 
 def environment(path):
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **PATHS[path]}
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """An environment in which all_gather goes by copy engines, as a measured plan may say."""
+    if GPUS < SIZE:
+        pytest.skip("needs a GPU for each rank")
+    row = plan.DeviceRow("all_gather", plan.ANY, "copies")
+    file = plan.save(plan.Shape(SIZE), [row], tmp_path / "plan.json", "devices")
+    return environment("peers") | {"HFREDUCE_PLAN": str(file)}
 
 
 @pytest.fixture(params=PATHS)
@@ -49,6 +62,14 @@ def test_operations(path, bound, tmp_path):
         told(described, path)
 
 
+@pytest.mark.parametrize("function", ["operations", "streams"])
+def test_hosts(function, tmp_path):
+    """Two hosts, by name: they share no memory, and talk over TCP."""
+    for described in ranks.run(WORKER, function, SIZE, tmp_path, env=HOSTS, timeout=180):
+        if function == "operations":
+            assert "on 2 hosts" in described and described.endswith("CPU-assisted reduce"), described
+
+
 def test_streams(path, tmp_path):
     ranks.run(WORKER, "streams", SIZE, tmp_path, env=environment(path), timeout=90)
 
@@ -65,9 +86,15 @@ def test_users(path, bound, tmp_path):
     check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment(path), timeout=240, **options))
 
 
-@pytest.mark.parametrize("count", [100, 1 << 20])
-def test_late(path, count, tmp_path):
-    for rank, found in enumerate(ranks.run(WORKER, "late", SIZE, tmp_path, env=environment(path), count=count)):
+def test_copies(copies, tmp_path):
+    for described in ranks.run(WORKER, "copies", SIZE, tmp_path, env=copies, timeout=120):
+        assert "all_gather by copy engines" in described, described
+    ranks.run(WORKER, "streams", SIZE, tmp_path, env=copies, timeout=90)
+    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=copies, timeout=240, users=SOME))
+
+
+def late(tmp_path, env, count, **options):
+    for rank, found in enumerate(ranks.run(WORKER, "late", SIZE, tmp_path, env=env, count=count, **options)):
         message, seconds = found["differs"]
         assert "different collectives" in message and str(count) in message, message
         if rank != 1:
@@ -75,13 +102,42 @@ def test_late(path, count, tmp_path):
             assert "rank 1" in message and "Timed out after 2.0 s" in message and seconds < 6, (seconds, message)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
-@pytest.mark.parametrize("count", [100, 8 << 20])
-def test_death(path, number, count, tmp_path):
+@pytest.mark.parametrize("count", [100, 1 << 20])
+def test_late(path, count, tmp_path):
+    late(tmp_path, environment(path), count)
+
+
+@pytest.mark.parametrize("count", [100, 40_000_000])
+def test_late_in_copies(copies, count, tmp_path):
+    late(tmp_path, copies, count, gathers=True)
+
+
+def death(tmp_path, env, **options):
     others = [rank for rank in range(SIZE) if rank != 1]
-    with ranks.start(WORKER, "death", SIZE, tmp_path, env=environment(path), count=count, number=int(number)) as group:
+    with ranks.start(WORKER, "death", SIZE, tmp_path, env=env, **options) as group:
         group.until("works")
         assert group.wait(40, others) == [0] * len(others), group.output()
         for rank in others:
             result = group.results()[rank]
             assert "rank 1" in result["message"] and result["seconds"] < 5, result
+
+
+DEATHS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+
+
+@DEATHS
+@pytest.mark.parametrize("count", [100, 8 << 20])
+def test_death(path, number, count, tmp_path):
+    death(tmp_path, environment(path), count=count, number=int(number))
+
+
+@DEATHS
+@pytest.mark.parametrize("count", [100, 8 << 20])
+def test_death_of_a_host(number, count, tmp_path):
+    death(tmp_path, HOSTS, count=count, number=int(number))
+
+
+@DEATHS
+@pytest.mark.parametrize("count", [100, 40_000_000])
+def test_death_in_copies(copies, number, count, tmp_path):
+    death(tmp_path, copies, count=count, number=int(number), gathers=True)

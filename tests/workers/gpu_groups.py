@@ -20,6 +20,9 @@ OP = dist.ReduceOp
 def start(rank, size, store, **options):
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)
+    if "HFREDUCE_TEST_HOSTS" in os.environ:
+        options["pg_options"] = given = hfreduce.Options()
+        given.host_id, given.interface = f"host{rank * int(os.environ['HFREDUCE_TEST_HOSTS']) // size}", "lo"
     init(rank, size, store, **options)
     return gpu
 
@@ -241,26 +244,62 @@ def graphs(rank, size, store):
     return found
 
 
-def late(rank, size, store, count=1 << 20):
+def copies(rank, size, store):
+    """All-gathers of any size, up to some that go round the ring, among kernels; or refused, in a graph."""
+    gpu = start(rank, size, store)
+    y = torch.ones(1 << 20, device=gpu)
+    for count in (1, 70_001, 5_000_003, 40_000_001):
+        blocks = [torch.arange(count, dtype=torch.int32) + 7 * r for r in range(size)]
+        for later in (False, True):
+            what = f"all_gather {count} {'later' if later else 'at once'}"
+            works = [dist.all_reduce(y, async_op=later)]
+            out, other = (torch.full((size, count), 3, dtype=torch.int32, device=gpu) for _ in range(2))
+            mine, x = out[rank].copy_(blocks[rank]), blocks[rank].to(gpu)
+            works.append(dist.all_gather_into_tensor(out.view(-1), mine, async_op=later))
+            works.append(dist.all_gather_into_tensor(other.view(-1), x, async_op=later))
+            for work in works if later else []:
+                work.wait()
+            x.fill_(-1)  # nobody needs it any more
+            dist.all_reduce(y, OP.AVG)
+            same(out, torch.stack(blocks), f"{what} in place")
+            same(other, torch.stack(blocks), what)
+    same(y, torch.full((1 << 20,), float(size) ** 8), "all_reduce")
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        dist.all_gather_into_tensor(other.view(-1), x)
+    torch.cuda.synchronize()
+    dist.all_gather_into_tensor(other.view(-1), x.fill_(rank))
+    same(other[:, 0], torch.arange(size, dtype=torch.int32), "after a graph")
+    described = hfreduce.describe()
+    dist.destroy_process_group()
+    return described
+
+
+def gather(x, **options):
+    out = torch.empty(dist.get_world_size() * x.numel(), device=x.device)
+    return dist.all_gather_into_tensor(out, x, **options)
+
+
+def late(rank, size, store, count=1 << 20, gathers=False):
     """One rank does not come, one calls something else: an error in time, and the process goes on."""
     gpu = start(rank, size, store)
+    call = gather if gathers else dist.all_reduce
     x = torch.ones(count, device=gpu)
-    dist.all_reduce(x)
+    call(x)
     torch.cuda.synchronize()
     slow, differs = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group()
     for group in (slow, differs):
-        dist.all_reduce(x, group=group)
+        call(x, group=group)
     torch.cuda.synchronize()
     found = {}
     slow.set_timeout(timedelta(seconds=2))
 
     def waits(group, y):
-        dist.all_reduce(y, group=group)
+        call(y, group=group)
         torch.cuda.synchronize()
         time.sleep(0.3)  # what the device ran into is told to the host
-        dist.all_reduce(y, group=group)
+        call(y, group=group)
 
-    found["differs"] = failing(lambda: waits(differs, x[: count - rank]))
+    found["differs"] = failing(lambda: waits(differs, x[: count - (rank == 1)]))
     if rank == 1:
         time.sleep(4)
     else:
@@ -272,17 +311,18 @@ def late(rank, size, store, count=1 << 20):
     return found
 
 
-def death(rank, size, store, count, number):
+def death(rank, size, store, count, number, gathers=False):
     """One rank is killed, or stopped, while the others are in the middle of many collectives."""
     gpu = start(rank, size, store, timeout=5)
+    call = gather if gathers else dist.all_reduce
     x = torch.zeros(count, device=gpu)
-    dist.all_reduce(x)
+    call(x)
     torch.cuda.synchronize()
     ranks.reached(store, "works")
 
     def runs():
         for _ in range(1_000_000):
-            dist.all_reduce(x, async_op=True).wait()
+            call(x, async_op=True).wait()
             torch.cuda.synchronize()
 
     if rank == 1:

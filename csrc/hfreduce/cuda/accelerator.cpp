@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "cuda/assisted.h"
+#include "cuda/copies.h"
 #include "cuda/in_flight.h"
 #include "cuda/meeting.h"
 #include "cuda/peers.h"
@@ -52,8 +53,8 @@ bool in_packets(Path path) { return path <= Path::packets_two_shot || path == Pa
 }  // namespace
 
 const char* name(Path path) {
-  constexpr const char* names[] = {"packets", "packets_two_shot", "one_shot", "two_shot",
-                                   "mapped",  "assisted",         "host",     "automatic"};
+  constexpr const char* names[] = {"packets",  "packets_two_shot", "one_shot", "two_shot", "mapped",
+                                   "assisted", "copies",           "host",     "automatic"};
   return names[static_cast<int>(path)];
 }
 
@@ -61,6 +62,7 @@ struct Accelerator::State {
   State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows, milliseconds timeout);
 
   void make_assisted(milliseconds timeout);
+  void make_copies(milliseconds timeout);
   // Of `bytes`, those that a rank has for each other one.
   int64_t part(Kind kind, int64_t bytes) const { return in_blocks(kind) ? bytes / communicator.size() : bytes; }
   bool takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const;
@@ -78,9 +80,10 @@ struct Accelerator::State {
   Communicator& communicator;
   std::unique_ptr<Driver> driver;
   std::vector<Row> rows;
-  std::string why_no_peers, why_no_mapped, why_no_assisted;
+  std::string why_no_peers, why_no_mapped, why_no_assisted, why_no_copies;
   std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<Assisted> assisted;
+  std::unique_ptr<Copies> copies;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
   std::mutex order;  // of what is enqueued
   std::unique_ptr<InFlight> in_flight;
@@ -101,6 +104,7 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (why_no_mapped.empty() && wants(Path::mapped)) why_no_mapped = map(communicator, *driver, timeout, mapped);
   communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
   if (wants(Path::assisted)) make_assisted(timeout);
+  if (peers && wants(Path::copies)) make_copies(timeout);
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
@@ -129,6 +133,25 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
   if (!why_no_assisted.empty()) assisted.reset();
 }
 
+void Accelerator::State::make_copies(milliseconds timeout) {
+  Copies::Options options;
+  options.rank = communicator.rank(), options.size = communicator.size();
+  why_no_copies = ordered(communicator, *driver, timeout);
+  if (!why_no_copies.empty()) return;
+  std::vector<Segment> segments = communicator.share(Copies::segment_bytes(), timeout);
+  std::vector<Handle> handles(options.size);
+  Handle mine{};
+  why_no_copies = attempt(communicator, timeout, [&] {
+    copies = std::make_unique<Copies>(*driver, std::move(segments), options);
+    mine = copies->handle();
+  });
+  if (why_no_copies.empty()) {
+    communicator.all_gather(&mine, handles.data(), sizeof(Handle), DType::u8, timeout);
+    why_no_copies = attempt(communicator, timeout, [&] { copies->open(handles); });
+  }
+  if (!why_no_copies.empty()) copies.reset();
+}
+
 bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const {
   const bool ours = kind == Kind::all_gather || kind == Kind::broadcast || reduction(kind);
   const bool sums = !reduction(kind) || reduces(dtype, op);
@@ -145,6 +168,8 @@ bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype,
       return mapped && ours && sums && part(kind, bytes) <= kMapped;
     case Path::assisted:
       return assisted && ours && (!reduction(kind) || supported(dtype, op)) && (regular || !in_blocks(kind));
+    case Path::copies:
+      return copies && kind == Kind::all_gather;
     default:
       return path == Path::host;
   }
@@ -191,8 +216,8 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
   const Enqueued enqueued = communicator.enqueue(call, bytes_in, bytes_out, timeout);
   try {
     const bool captured = driver->capturing(stream);
-    if (captured && path == Path::assisted)
-      throw std::runtime_error("the CPU-assisted reduce cannot be captured into a CUDA graph");
+    if (captured && !captures(path))
+      throw std::runtime_error(std::string("path ") + name(path) + " cannot be captured into a CUDA graph");
     const bool kernel = path != Path::assisted;
     if (!captured && kernel) in_flight->order(stream);
     if (bytes) work(path, launch(call, bytes, path, stream), enqueued);
@@ -209,6 +234,10 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
 
 // The oldest operation has not ended: what its kernel says, and the clock.
 void Accelerator::State::look(const Enqueued& oldest) {
+  if (communicator.failed()) {  // `stop` has seen to most of it, for good
+    if (copies) copies->let_go();
+    return;
+  }
   for (Peers* const each : {peers.get(), mapped.get()}) {
     if (!each) continue;
     const volatile Board& board = each->board();
@@ -224,6 +253,7 @@ void Accelerator::State::stop() {
   for (Peers* const each : {peers.get(), mapped.get()})
     if (each) __atomic_store_n(&each->board().stop, 1u, __ATOMIC_RELEASE);
   if (assisted) assisted->let_go();
+  if (copies) copies->let_go();
 }
 
 Accelerator::Accelerator(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows,
@@ -269,6 +299,7 @@ void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dty
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
   s.enqueue(call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
             [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+              if (path == Path::copies) return s.copies->all_gather(in, out, block, stream);
               if (path == Path::assisted) return s.assisted->all_gather(in, out, block, stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::all_gather_packets : gpu::all_gather;
               kernel(s.links(path), in, out, block, launch);
@@ -312,7 +343,10 @@ std::string Accelerator::describe() const {
   const State& s = *state_;
   const std::string mapped = s.mapped ? "small messages by mapped memory of the host, " : "";
   if (s.peers) {
-    const std::string also = mapped + (s.assisted ? "the CPU-assisted reduce, " : "");
+    const std::string copies = s.copies                  ? "all_gather by copy engines, "
+                               : s.why_no_copies.empty() ? ""
+                                                         : "no all_gather by copy engines (" + s.why_no_copies + "), ";
+    const std::string also = mapped + copies + (s.assisted ? "the CPU-assisted reduce, " : "");
     return "GPUs reach each other's memory" + (also.empty() ? "" : "; also " + also.substr(0, also.size() - 2));
   }
   const std::string why = "GPUs do not use each other's memory (" + s.why_no_peers + ")";
@@ -339,12 +373,13 @@ void Accelerator::shutdown(milliseconds patience) {
   // Of no more use in any case; but whose kernels may still run must keep its memory, and its peers theirs.
   const bool quiet = rest && s.communicator.quiet(std::min(patience, kGoodbye));
   if (rest) s.assisted.reset(), s.mapped.reset();
-  if (quiet) s.peers.reset();
-  if (s.peers || s.mapped || s.assisted) {
+  if (quiet) s.peers.reset(), s.copies.reset();
+  if (s.peers || s.mapped || s.assisted || s.copies) {
     if (s.assisted) s.assisted->quit();  // what carries between hosts asks the communicator, which has failed
     static_cast<void>(s.peers.release());
     static_cast<void>(s.mapped.release());
     static_cast<void>(s.assisted.release());
+    static_cast<void>(s.copies.release());
     static_cast<void>(s.driver.release());
   }
 }

@@ -79,7 +79,7 @@ void InFlight::run() {
     std::string broken;
     try {
       const auto oldest = sweep();
-      if (oldest && !communicator_.failed()) look_(*oldest);
+      if (oldest) look_(*oldest);
     } catch (const std::exception& error) {
       broken = error.what();
     }

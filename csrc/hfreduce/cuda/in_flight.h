@@ -17,7 +17,8 @@ namespace hfreduce::gpu {
 
 class InFlight {
  public:
-  // look: asked of the oldest operation, as long as the communicator works: it may fail it.
+  // look: asked of the oldest operation every few milliseconds. It may fail the communicator; when that has failed, it
+  // is to let go of what waits: every time, for a peer's stream may take back what was raised.
   InFlight(Communicator&, Driver&, std::function<void(const Enqueued&)> look);
   ~InFlight();  // joins the thread; what has not ended keeps its event
 
