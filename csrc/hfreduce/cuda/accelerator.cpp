@@ -1,10 +1,9 @@
-#include "cuda/accelerator.h"
-
 #include <algorithm>
 #include <atomic>
 #include <limits>
 #include <mutex>
 
+#include "cuda/accelerator.h"
 #include "cuda/assisted.h"
 #include "cuda/copies.h"
 #include "cuda/in_flight.h"
@@ -17,15 +16,16 @@ namespace hfreduce::gpu {
 
 namespace {
 
-// Sent by a rank in packets, up to which a second trip costs more than sending everything to all.
-constexpr int64_t kPacketBytes = 512 << 10;
+// Sent by a rank in packets, up to which a second trip costs more than sending everything to all; and of a message of
+// more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
+constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
 // The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
 // over PCIe: few do so at once, or their looks are what keeps the link busy. Not measured.
 constexpr int64_t kMappedBytes = 32 << 10;
-// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.9 of what the
-// links carry, steadily; 128 reach all, but fall to a quarter of it in some calls (docs/notes/hfreduce_gpu.md).
-constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10;
-constexpr int kBlocks = 64, kPacketBlocks = 32, kMappedBlocks = 8, kThreads = 512;
+// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
+// do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
+constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
+constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedBlocks = 8, kThreads = 512;
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
 
 Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
@@ -187,9 +187,11 @@ const Row* Accelerator::State::row(Kind kind, int64_t bytes, DType dtype, Op op)
 Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
   if (const Row* const chosen = row(kind, bytes, dtype, op)) return chosen->path;
   constexpr int64_t any = std::numeric_limits<int64_t>::max();
-  const int64_t sent = part(kind, bytes) * (communicator.size() - 1);
-  for (const auto& [path, most] : {std::pair(Path::packets, kPacketBytes), std::pair(Path::two_shot, any),
-                                   std::pair(Path::mapped, kMappedBytes), std::pair(Path::assisted, any)})
+  const int64_t peers = communicator.size() - 1, sent = part(kind, bytes) * peers;
+  for (const auto& [path, most] :
+       {std::pair(Path::packets, kPacketBytes),
+        std::pair(Path::packets_two_shot, peers > 1 ? kTwoTripBytes * peers : 0), std::pair(Path::two_shot, any),
+        std::pair(Path::mapped, kMappedBytes), std::pair(Path::assisted, any)})
     if (sent <= most && takes(path, kind, bytes, dtype, op)) return path;
   return Path::host;
 }
@@ -197,7 +199,10 @@ Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) cons
 Launch Accelerator::State::launch(const Call& call, int64_t bytes, Path path, Stream stream) const {
   const Row* const chosen = row(call.kind, bytes, call.dtype, call.op);
   const bool packets = in_packets(path);
-  const int64_t limit = path == Path::mapped ? kMappedBlocks : packets ? kPacketBlocks : kBlocks;
+  const int64_t limit = path == Path::mapped   ? kMappedBlocks
+                        : packets              ? kPacketBlocks
+                        : bytes >= kLargeBytes ? kLargeBlocks
+                                               : kBlocks;
   const int64_t share = packets ? kPacketBlockBytes : kBlockBytes;
   const int64_t all = packets ? part(call.kind, bytes) : bytes;
   const int64_t blocks = std::clamp<int64_t>((all + share - 1) / share, 1, limit);
