@@ -69,7 +69,7 @@ class Rank {
   }
   ~Rank() {
     for (Stream stream : streams) gpu.synchronize(stream);
-    group.meet();  // nobody reads from the ring any more
+    group.meet();  // nobody writes to the rings any more
     const Deadline before = Clock::now();
     copies.reset();
     EXPECT(Clock::now() - before < milliseconds(2000));
@@ -199,7 +199,7 @@ void late(int size, unsigned seed) {
     if (!rank.rank) rank.group.meet();
     for (int calls = rank.rank ? 20 : 2; calls; --calls) rank.enqueue(drawn(random, rank.group.options));
     if (rank.rank) rank.copies->let_go(), rank.group.meet();
-    usleep(20000);  // rank 0 fills, and says so
+    usleep(20000);  // rank 0 gives, and says so
     __atomic_store_n(&gate, 1u, __ATOMIC_SEQ_CST);
     rank.let_go_until_ended();
     for (Stream stream : rank.streams) rank.gpu.synchronize(stream);

@@ -1,10 +1,10 @@
 // All-gather by copy engines, over peer access: no kernel of ours runs, so none of a rank waits for another's on
 // multiprocessors that compute could have.
 //
-// Each rank has a ring of chunks in its device's memory, which its peers have opened. A rank puts its block there chunk
-// by chunk, and every peer's copy engine reads it into its own output. So nobody needs to know another rank's pointers,
-// and what the caller does with its input afterwards concerns nobody. Streams are ordered by flags in pinned memory of
-// the host that streams write and wait for (Driver::write, wait): the host waits for nothing.
+// Each rank has rings of chunks in its device's memory, one for each of the others, which have opened them. A rank's
+// copy engine writes its block there chunk by chunk, and the receiver copies them on into its output, at the rate of
+// its own memory. So nobody needs to know another rank's pointers. Streams are ordered by flags in pinned memory of the
+// host that streams write and wait for (Driver::write, wait): the host waits for nothing.
 #pragma once
 
 #include <memory>
@@ -20,9 +20,9 @@ class Copies {
  public:
   struct Options {
     int rank = 0, size = 1;     // all on one host
-    int64_t chunk = 16 << 20;   // bytes of a rank's block in one chunk, at most
-    int64_t least = 512 << 10;  // and in the first one of a message: what comes before the link is used
-    int depth = 4;              // chunks in the ring, a power of two
+    int64_t chunk = 8 << 20;    // bytes of a rank's block in one chunk, at most
+    int64_t least = 512 << 10;  // and in the first one of a message
+    int depth = 4;              // chunks in a ring, a power of two
     milliseconds grace{200};    // that let_go gives the others
     uint32_t first = 0;         // number of the first chunk; tests begin shortly before it wraps around
   };
@@ -31,9 +31,9 @@ class Copies {
   // segments: of zeroed shared memory that nothing else lies in, of every rank, in order, this one's own included;
   // pinned here. Of use once it has been given all ranks' handles: which is after all have made theirs.
   Copies(Driver&, std::vector<Segment> segments, const Options&);
-  Handle handle() const;                     // of this rank's ring
+  Handle handle() const;                     // of this rank's rings
   void open(const std::vector<Handle>& of);  // of all, by rank
-  // When no rank runs any more, for peers read from this one's ring. What its own streams still wait for is let go of,
+  // When no rank runs any more, for peers write to this one's rings. What its own streams still wait for is let go of,
   // and what does not end even so keeps its memory.
   ~Copies();
 
