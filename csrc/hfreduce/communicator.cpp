@@ -297,24 +297,52 @@ void Communicator::send(const void* data, int64_t count, DType dtype, int to, in
   s.check_root("the receiver", to);
   const int64_t bytes = count * size_of(dtype);
   s.run(call_of(Kind::send, count, dtype, Op::sum, to), s.sent[to], bytes, 0, timeout,
-        [&](const Watch& watch) { s.messages->send(data, bytes, to, tag, watch); });
+        [&](const Watch& watch) { s.messages->send(data, bytes, to, tag, 0, watch); });
+}
+
+void Communicator::announce(uint64_t ticket, int64_t count, DType dtype, int to, int tag,
+                            const std::function<void(const Enqueued&, const Watch&)>& work, milliseconds timeout) {
+  State& s = *state_;
+  s.check_root("the receiver", to);
+  const int64_t bytes = count * size_of(dtype);
+  s.start(call_of(Kind::send, count, dtype, Op::sum, to), s.sent[to], bytes, 0, timeout,
+          [&](const Watch& watch, const Enqueued& started) {
+            s.messages->send(nullptr, bytes, to, tag, ticket, watch);
+            work(started, watch);
+          });
+}
+
+Received Communicator::receive(const std::function<void*()>& place,
+                               const std::function<void(const Received&, const Watch&)>& take, int64_t count,
+                               DType dtype, int from, int tag, milliseconds timeout) {
+  State& s = *state_;
+  const bool any = from < 0;
+  if (!any) s.check_root("the sender", from);
+  const int64_t bytes = count * size_of(dtype);
+  Received got;
+  s.start(call_of(Kind::recv, count, dtype, Op::sum, from), any ? s.any : s.received[from], 0, bytes, timeout,
+          [&](const Watch& watch, const Enqueued& started) {
+            got.from = from, got.enqueued = started;
+            got.ticket = any ? s.messages->recv_any(place, bytes, got.from, tag, watch)
+                             : s.messages->recv(place, bytes, from, tag, watch);
+            got.enqueued.call.root = got.from;
+            if (!got.ticket) return s.recorder.ended(started.record, true);
+            if (take) return take(got, watch);
+            throw Fault(Fault::Cause::mismatch, {got.from, s.config.rank},
+                        s.roster.me().name() + " receives into the host's memory what " +
+                            s.roster.peers[got.from].name() +
+                            " sends from its GPU's. Both sides must give tensors of the same kind of device.");
+          });
+  return got;
 }
 
 void Communicator::recv(void* data, int64_t count, DType dtype, int from, int tag, milliseconds timeout) {
-  State& s = *state_;
-  s.check_root("the sender", from);
-  const int64_t bytes = count * size_of(dtype);
-  s.run(call_of(Kind::recv, count, dtype, Op::sum, from), s.received[from], 0, bytes, timeout,
-        [&](const Watch& watch) { s.messages->recv(data, bytes, from, tag, watch); });
+  state_->check_root("the sender", from);
+  receive([data] { return data; }, nullptr, count, dtype, from, tag, timeout);
 }
 
 int Communicator::recv_any(void* data, int64_t count, DType dtype, int tag, milliseconds timeout) {
-  State& s = *state_;
-  const int64_t bytes = count * size_of(dtype);
-  int from = -1;
-  s.run(call_of(Kind::recv, count, dtype), s.any, 0, bytes, timeout,
-        [&](const Watch& watch) { from = s.messages->recv_any(data, bytes, tag, watch); });
-  return from;
+  return receive([data] { return data; }, nullptr, count, dtype, -1, tag, timeout).from;
 }
 
 }  // namespace hfreduce

@@ -30,12 +30,19 @@ struct Config {
   std::function<std::string()> where;  // what Python is doing: see Monitor
 };
 
-// A collective that this rank has enqueued on its device.
+// What this rank has enqueued on its device.
 struct Enqueued {
   Call call;
   uint64_t record = 0;  // of the recorder
   milliseconds timeout{};
   Deadline deadline;
+};
+
+// A message that has come: its bytes do not where it has a ticket, which is not 0.
+struct Received {
+  int from = -1;
+  uint64_t ticket = 0;
+  Enqueued enqueued{};  // with a ticket: what `ended` is to be told
 };
 
 // Collectives are called by one thread at a time, in the same order by all ranks; send and recv by any thread. Each
@@ -65,6 +72,19 @@ class Communicator {
   void send(const void* data, int64_t count, DType, int to, int tag, milliseconds timeout = {});
   void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = {});
   int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = {});
+
+  // Messages whose bytes go another way: all that the sender sends here is a ticket, and `work` sees to the bytes, and
+  // to the end of what it is given.
+  void announce(uint64_t ticket, int64_t count, DType, int to, int tag,
+                const std::function<void(const Enqueued&, const Watch&)>& work, milliseconds timeout = {});
+  // Takes messages that go either way; from: -1 for whoever has sent one. When it has come, `place` is asked where its
+  // bytes are to go, or `take` is given its ticket, and sees to the bytes and to its end; without `take` that is a
+  // fault.
+  Received receive(const std::function<void*()>& place, const std::function<void(const Received&, const Watch&)>& take,
+                   int64_t count, DType, int from, int tag, milliseconds timeout = {});
+  // Of a message that was taken and has not ended: fails the communicator when its time is over, or its sender has
+  // left.
+  void look(const Enqueued&);
 
   // For collectives that are only enqueued (cuda/accelerator.h). enqueue: called in the order of the other collectives;
   // numbers the call among them, shows it to the ranks of this host, and writes it down. Throws Fault when the

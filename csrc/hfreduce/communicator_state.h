@@ -36,9 +36,13 @@ struct Communicator::State {
   // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
   template <class Body>
   void run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  // The same, but its end is left to the body, which is told what to end as well.
+  template <class Body>
+  void start(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   template <class Body>
   void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   Fault overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout);
+  Watch::Report report(milliseconds timeout);  // of what is overdue
   void check_root(const char* what, int rank) const;
   void check_op(DType dtype, Reduction reduction) const;
 
@@ -67,18 +71,25 @@ struct Communicator::State {
 template <class Body>
 void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
                               Body body) {
+  start(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch, const Enqueued& started) {
+    body(watch);
+    recorder.ended(started.record, true);
+  });
+}
+
+template <class Body>
+void Communicator::State::start(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out,
+                                milliseconds timeout, Body body) {
   health.check();
   call.sequence = ++sequence;
   operations.fetch_add(1, std::memory_order_relaxed);
   if (timeout.count() <= 0) timeout = config.timeout;
-  const Watch::Report report = [this, timeout](const Call& call, const std::vector<int>& missing) {
-    return overdue(call, missing, timeout);
-  };
+  const Watch::Report report = this->report(timeout);
   const Watch watch(health, Clock::now() + timeout, call, report);
   const uint64_t id = recorder.scheduled(call, bytes_in, bytes_out);
   recorder.started(id);
   try {
-    body(watch);
+    body(watch, {call, id, timeout, watch.deadline});
   } catch (const Fault& fault) {
     recorder.ended(id, false);
     health.fail(fault);
@@ -89,7 +100,6 @@ void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, i
                       roster.me().name() + " failed in " + told(call) + ": " + error.what()));
     health.check();
   }
-  recorder.ended(id, true);
 }
 
 template <class Body>

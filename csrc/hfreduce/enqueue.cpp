@@ -38,6 +38,10 @@ Fault Communicator::State::overdue(const Call& call, const std::vector<int>& mis
   return timed_out(roster, call, missing, monitor->ask(milliseconds(1000)), timeout);
 }
 
+Watch::Report Communicator::State::report(milliseconds timeout) {
+  return [this, timeout](const Call& call, const std::vector<int>& missing) { return overdue(call, missing, timeout); };
+}
+
 Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout) {
   State& s = *state_;
   std::lock_guard lock(s.collectives);
@@ -69,6 +73,15 @@ void Communicator::overdue(const Enqueued& enqueued) {
   s.health.fail(s.overdue(enqueued.call, missing.empty() ? others : missing, enqueued.timeout));
 }
 
+void Communicator::look(const Enqueued& enqueued) {
+  State& s = *state_;
+  const Watch::Report report = s.report(enqueued.timeout);
+  try {
+    Watch(s.health, enqueued.deadline, enqueued.call, report).check({enqueued.call.root});
+  } catch (const Fault&) {  // which has stayed with the communicator
+  }
+}
+
 void Communicator::differs(const Enqueued& enqueued, int rank) {
   state_->health.fail(differing(state_->roster, *state_->team, enqueued.call, rank));
 }
@@ -80,9 +93,7 @@ void Communicator::broke(const Enqueued& enqueued, const std::string& what) {
 
 void Communicator::carry(const Enqueued& enqueued, int lane, void* data, int64_t count) {
   State& s = *state_;
-  const Watch::Report report = [&](const Call& call, const std::vector<int>& missing) {
-    return s.overdue(call, missing, enqueued.timeout);
-  };
+  const Watch::Report report = s.report(enqueued.timeout);
   s.hierarchy->carry(lane, data, count, Watch(s.health, enqueued.deadline, enqueued.call, report));
 }
 

@@ -27,16 +27,19 @@ struct Header {
   int64_t bytes = 0;
   int32_t tag = 0;
   int32_t unused = 0;
+  uint64_t ticket = 0;
   Call call;  // of the sender
+
+  int64_t following() const { return ticket ? 0 : bytes; }
 };
-static_assert(sizeof(Header) == sizeof(Call) + 16);
+static_assert(sizeof(Header) == sizeof(Call) + 24);
 
 constexpr int64_t kTogether = 8 << 10;          // up to this size, header and bytes are written at once
 constexpr milliseconds kAlone{20}, kShared{1};  // the longest sleep on an inbox: what another thread did wakes
                                                 // nobody
 
 struct Kept {
-  explicit Kept(const Header& header) : header(header), memory(new char[header.bytes]) {}
+  explicit Kept(const Header& header) : header(header), memory(new char[header.following()]) {}
   Header header;
   std::unique_ptr<char[]> memory;
   bool complete = false;
@@ -44,11 +47,12 @@ struct Kept {
 
 // What a receiver waits for.
 struct Wish {
-  char* data;
+  const Messages::Place& place;
   int64_t bytes;
   int tag;
   const Watch& watch;
   bool begun = false, done = false;
+  uint64_t ticket = 0;
 };
 
 [[noreturn]] void refuse(const Header& theirs, const Wish& wish, const Peer& sender, const Peer& me) {
@@ -100,18 +104,18 @@ bool Inbox::advance(Wish& wish, const Peer& sender, const Peer& me) {
       if (!complete) return moved;
       begin(wish, sender, me);
     }
-    if (bytes_ < header_.bytes) {
+    if (bytes_ < header_.following()) {
       if (!read_bytes()) return moved;
       moved = true;
     }
-    if (bytes_ == header_.bytes) finish(wish);
+    if (bytes_ == header_.following()) finish(wish);
   }
   return moved;
 }
 
 void Inbox::keep(const Header& header, const void* data) {
   Kept& kept = kept_.emplace_back(header);
-  if (header.bytes) std::memcpy(kept.memory.get(), data, header.bytes);
+  if (header.following()) std::memcpy(kept.memory.get(), data, header.bytes);
   kept.complete = true;
 }
 
@@ -120,7 +124,8 @@ bool Inbox::take_kept(Wish& wish, const Peer& sender, const Peer& me) {
     if (!kept->complete || kept->header.tag != wish.tag) continue;
     if (kept->header.bytes != wish.bytes || kept->header.call.dtype != wish.watch.call.dtype)
       refuse(kept->header, wish, sender, me);
-    if (wish.bytes) std::memcpy(wish.data, kept->memory.get(), wish.bytes);
+    wish.ticket = kept->header.ticket;
+    if (kept->header.following()) std::memcpy(wish.place(), kept->memory.get(), wish.bytes);
     kept_.erase(kept);
     return wish.begun = wish.done = true;
   }
@@ -139,9 +144,10 @@ bool Inbox::read_header() {
 void Inbox::begin(Wish& wish, const Peer& sender, const Peer& me) {
   if (!wish.begun && header_.tag == wish.tag) {
     if (header_.bytes != wish.bytes || header_.call.dtype != wish.watch.call.dtype) refuse(header_, wish, sender, me);
+    wish.ticket = header_.ticket;
+    into_ = header_.following() ? static_cast<char*>(wish.place()) : nullptr;
     wish.begun = true;
     owner_ = &wish;
-    into_ = wish.data;
   } else {
     owner_ = nullptr;
     into_ = kept_.emplace_back(header_).memory.get();
@@ -150,7 +156,7 @@ void Inbox::begin(Wish& wish, const Peer& sender, const Peer& me) {
 }
 
 bool Inbox::read_bytes() {
-  const size_t now = stream->read(into_ + bytes_, header_.bytes - bytes_);
+  const size_t now = stream->read(into_ + bytes_, header_.following() - bytes_);
   bytes_ += static_cast<int64_t>(now);
   return now > 0;
 }
@@ -251,11 +257,13 @@ void push(Outgoing& stream, const void* data, size_t bytes, int to, const Watch&
 
 }  // namespace
 
-void Messages::send(const void* data, int64_t bytes, int to, int tag, const Watch& watch) {
+void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
   Header header;
-  header.bytes = bytes;
+  header.bytes = size;
   header.tag = tag;
+  header.ticket = ticket;
   header.call = watch.call;
+  const int64_t bytes = header.following();
   if (to == state_->roster.rank) {
     Inbox& inbox = state_->inboxes[to];
     std::lock_guard lock(inbox.mutex);
@@ -273,8 +281,8 @@ void Messages::send(const void* data, int64_t bytes, int to, int tag, const Watc
   push(stream, together, sizeof(header) + bytes, to, watch);
 }
 
-void Messages::recv(void* data, int64_t bytes, int from, int tag, const Watch& watch) {
-  Wish wish{static_cast<char*>(data), bytes, tag, watch};
+uint64_t Messages::recv(const Place& place, int64_t bytes, int from, int tag, const Watch& watch) {
+  Wish wish{place, bytes, tag, watch};
   Inbox& inbox = state_->inboxes[from];
   const Reading reading({&inbox});
   Patience patience(watch);
@@ -292,10 +300,11 @@ void Messages::recv(void* data, int64_t bytes, int from, int tag, const Watch& w
           },
           inbox.readers.load(std::memory_order_relaxed) > 1 ? kShared : kAlone);
   }
+  return wish.ticket;
 }
 
-int Messages::recv_any(void* data, int64_t bytes, int tag, const Watch& watch) {
-  Wish wish{static_cast<char*>(data), bytes, tag, watch};
+uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int tag, const Watch& watch) {
+  Wish wish{place, bytes, tag, watch};
   std::vector<Inbox*> inboxes;
   for (Inbox& inbox : state_->inboxes) inboxes.push_back(&inbox);
   const Reading reading(inboxes);
@@ -307,7 +316,7 @@ int Messages::recv_any(void* data, int64_t bytes, int tag, const Watch& watch) {
     for (int from = 0; from < size; ++from) {
       if (only >= 0 && from != only) continue;
       moved |= state_->advance(from, wish);
-      if (wish.done) return from;
+      if (wish.done) return source = from, wish.ticket;
       if (wish.begun) only = from;
     }
     if (moved) {

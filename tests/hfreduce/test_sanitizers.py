@@ -1,5 +1,6 @@
 """The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, ranks as threads: driver.cpp, and
-accelerator.cpp over played GPUs, with their kernels on threads (emulated/), and gpus_of_hosts.cpp, over TCP.
+accelerator.cpp over played GPUs, with their kernels on threads (emulated/), gpus_of_hosts.cpp, over TCP, and
+device_messages.cpp.
 """
 
 import os
@@ -20,7 +21,7 @@ def build(folder, *flags):
     core = [f for f in CORE.glob("*.cpp") if f.stem != "bindings" and not f.stem.startswith("c10d")]
     core += (CORE / "cuda").glob("*.cpp")
     kernels = [*(CORE / "cuda").glob("*.cu")]
-    programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "accelerator.cpp")]
+    programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "device_messages.cpp", "accelerator.cpp")]
     include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)
 
     def compiled(source):
@@ -34,7 +35,7 @@ def build(folder, *flags):
         objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
     with_kernels = [f for f in core if f != CORE / "cuda/no_kernels.cpp"] + kernels
     runs = []
-    for program, others in zip(programs, (core, core, with_kernels), strict=True):
+    for program, others in zip(programs, (core, core, core, with_kernels), strict=True):
         runs.append(folder / program.stem)
         command = [COMPILER, *flags, *(objects[f] for f in (*others, program)), "-o", runs[-1], "-pthread"]
         subprocess.run(command, check=True, timeout=100)
