@@ -27,8 +27,8 @@ namespace hfreduce {
 //
 // CUDA tensors: with asyncOp=false the work is given to the caller's current stream, otherwise to one of ours that
 // waits for it; see Operation. What the accelerator takes is only enqueued, so the calling thread does it, too, when
-// nothing is ahead; all else is copied to pinned memory, goes the way of the CPU's tensors, and is copied back. A group
-// works on the CUDA device that it sees first.
+// nothing is ahead; messages go from device to device where they can (DeviceMessages); all else is copied to pinned
+// memory, goes the way of the CPU's tensors, and is copied back. A group works on the CUDA device that it sees first.
 class Backend : public c10d::Backend {
  public:
   using Pointer = c10::intrusive_ptr<Backend>;
@@ -114,6 +114,8 @@ class Backend : public c10d::Backend {
   Way way(c10::Device device, Kind kind, int64_t bytes, DType dtype, milliseconds timeout, Op op = Op::sum);
   Way by_host(milliseconds timeout) const { return {communicator_.get(), Clock::now() + timeout}; }
   void meet(c10::Device device, milliseconds timeout);
+  // Those of the accelerator, where the tensor is on its device and it has been made: on this rank alone, maybe.
+  gpu::DeviceMessages* device_messages(const at::Tensor& tensor) const;
   Line& messages(int peer, Direction direction);
   milliseconds patience(std::chrono::milliseconds timeout) const;  // of an operation
   void check_root(const char* what, int64_t rank) const;
@@ -124,6 +126,7 @@ class Backend : public c10d::Backend {
   void all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout);
   void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction, milliseconds timeout);
   struct Exchange;
+  int recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout);
   void all_to_all_now(const Exchange& exchange, milliseconds timeout);
 
   const int pid_ = getpid();  // of the process that made it: a fork's child has none of its threads

@@ -37,7 +37,7 @@ std::unique_ptr<Placed> Backend::place(Line& line, const Start& start) {
   TORCH_CHECK(!captured || (start.path && gpu::Accelerator::captures(*start.path)),
               "hfreduce: ", start.title + sizeof("hfreduce"), " cannot be captured into a CUDA graph",
               start.path ? std::string(": path ") + gpu::name(*start.path) + " counts on the host"
-              : met_     ? ": it goes by way of the host"
+              : met_     ? ": the host has a part in it"
                          : " as the first collective of its group on CUDA tensors: run one before");
   if (!captured) done = sweep();
   std::optional<c10::Stream> own;
@@ -73,6 +73,11 @@ Way Backend::way(c10::Device device, Kind kind, int64_t bytes, DType dtype, mill
   if (!asked_) meet(device, timeout);
   if (path(device, kind, bytes, dtype, op)) way.accelerator = accelerator_.get();
   return way;
+}
+
+gpu::DeviceMessages* Backend::device_messages(const at::Tensor& tensor) const {
+  const gpu::Accelerator* const accelerator = tensor.device().is_cpu() ? nullptr : met_.load(std::memory_order_acquire);
+  return accelerator ? accelerator->messages() : nullptr;
 }
 
 void Backend::meet(c10::Device device, milliseconds timeout) {

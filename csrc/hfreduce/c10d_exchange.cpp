@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "c10d_backend.h"
+#include "cuda/device_messages.h"
 
 namespace hfreduce {
 
@@ -102,9 +103,36 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
   const Start start{OpType::SEND, "hfreduce:send", true, tensor.device()};
   return begin(messages(to, kSend), start, {}, [=, this](int&) {
     const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, true, by_host(timeout));
-    communicator_->send(memory.data(), memory.count() * wire.width, wire.dtype, to, tag, timeout);
+    Way way = by_host(timeout);
+    gpu::DeviceMessages* const device = device_messages(tensor);
+    if (device && device->sends(to, tag)) way.accelerator = met_;
+    const Memory memory(tensor, true, way);
+    const int64_t count = memory.count() * wire.width;
+    if (way.accelerator)
+      device->send(memory.data(), count, wire.dtype, to, native(tensor), timeout);
+    else
+      communicator_->send(memory.data(), count, wire.dtype, to, tag, timeout);
   });
+}
+
+// from: -1 for whoever has sent. Which way a message comes its sender has decided. Returns who sent it.
+int Backend::recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout) {
+  const Wire wire = wire_of(tensor.scalar_type());
+  const int64_t count = tensor.numel() * wire.width;
+  Way way = by_host(timeout);
+  std::optional<Memory> memory;
+  const auto place = [&] { return memory.emplace(tensor, false, way).data(); };
+  const auto take = [&](const Received& message, const Watch& watch) {
+    way.accelerator = met_;
+    device_messages(tensor)->take(place(), message, watch, native(tensor));
+  };
+  const Received message = tensor.device().is_cpu()
+                               ? communicator_->receive(place, nullptr, count, wire.dtype, from, tag, timeout)
+                               : communicator_->receive(place, take, count, wire.dtype, from, tag, timeout);
+  if (gpu::DeviceMessages* const device = device_messages(tensor); device && !message.ticket)
+    device->offer(message.from);
+  if (memory) memory->give_back();
+  return message.from;
 }
 
 Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
@@ -112,24 +140,15 @@ Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
   check_root("recv", from);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECV, "hfreduce:recv", true, tensor.device()};
-  return begin(messages(from, kReceive), start, tensors, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, false, by_host(timeout));
-    communicator_->recv(memory.data(), memory.count() * wire.width, wire.dtype, from, tag, timeout);
-    memory.give_back();
-  });
+  return begin(messages(from, kReceive), start, tensors, [=, this](int&) { recv_now(tensor, from, tag, timeout); });
 }
 
 Backend::Work Backend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor tensor = only("recv", tensors);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECVANYSOURCE, "hfreduce:recv", true, tensor.device()};
-  return begin(messages(-1, kReceive), start, tensors, [=, this](int& source) {
-    const Wire wire = wire_of(tensor.scalar_type());
-    const Memory memory(tensor, false, by_host(timeout));
-    source = communicator_->recv_any(memory.data(), memory.count() * wire.width, wire.dtype, tag, timeout);
-    memory.give_back();
-  });
+  return begin(messages(-1, kReceive), start, tensors,
+               [=, this](int& source) { source = recv_now(tensor, -1, tag, timeout); });
 }
 
 }  // namespace hfreduce

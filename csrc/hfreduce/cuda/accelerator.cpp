@@ -1,11 +1,13 @@
+#include "cuda/accelerator.h"
+
 #include <algorithm>
 #include <atomic>
 #include <limits>
 #include <mutex>
 
-#include "cuda/accelerator.h"
 #include "cuda/assisted.h"
 #include "cuda/copies.h"
+#include "cuda/device_messages.h"
 #include "cuda/in_flight.h"
 #include "cuda/meeting.h"
 #include "cuda/peers.h"
@@ -62,7 +64,6 @@ struct Accelerator::State {
   State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows, milliseconds timeout);
 
   void make_assisted(milliseconds timeout);
-  void make_copies(milliseconds timeout);
   // Of `bytes`, those that a rank has for each other one.
   int64_t part(Kind kind, int64_t bytes) const { return in_blocks(kind) ? bytes / communicator.size() : bytes; }
   bool takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const;
@@ -80,10 +81,11 @@ struct Accelerator::State {
   Communicator& communicator;
   std::unique_ptr<Driver> driver;
   std::vector<Row> rows;
-  std::string why_no_peers, why_no_mapped, why_no_assisted, why_no_copies;
+  std::string why_no_peers, why_no_mapped, why_no_assisted, why_no_copies, why_no_messages;
   std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<Assisted> assisted;
   std::unique_ptr<Copies> copies;
+  std::unique_ptr<DeviceMessages> messages;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
   std::mutex order;  // of what is enqueued
   std::unique_ptr<InFlight> in_flight;
@@ -104,7 +106,8 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (why_no_mapped.empty() && wants(Path::mapped)) why_no_mapped = map(communicator, *driver, timeout, mapped);
   communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
   if (wants(Path::assisted)) make_assisted(timeout);
-  if (peers && wants(Path::copies)) make_copies(timeout);
+  if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
+  if (peers) why_no_messages = connect(communicator, *driver, timeout, messages);
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
@@ -131,25 +134,6 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
                                           [stopped = stopped] { return stopped->load(std::memory_order_relaxed); });
   });
   if (!why_no_assisted.empty()) assisted.reset();
-}
-
-void Accelerator::State::make_copies(milliseconds timeout) {
-  Copies::Options options;
-  options.rank = communicator.rank(), options.size = communicator.size();
-  why_no_copies = ordered(communicator, *driver, timeout);
-  if (!why_no_copies.empty()) return;
-  std::vector<Segment> segments = communicator.share(Copies::segment_bytes(), timeout);
-  std::vector<Handle> handles(options.size);
-  Handle mine{};
-  why_no_copies = attempt(communicator, timeout, [&] {
-    copies = std::make_unique<Copies>(*driver, std::move(segments), options);
-    mine = copies->handle();
-  });
-  if (why_no_copies.empty()) {
-    communicator.all_gather(&mine, handles.data(), sizeof(Handle), DType::u8, timeout);
-    why_no_copies = attempt(communicator, timeout, [&] { copies->open(handles); });
-  }
-  if (!why_no_copies.empty()) copies.reset();
 }
 
 bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const {
@@ -187,10 +171,10 @@ const Row* Accelerator::State::row(Kind kind, int64_t bytes, DType dtype, Op op)
 Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
   if (const Row* const chosen = row(kind, bytes, dtype, op)) return chosen->path;
   constexpr int64_t any = std::numeric_limits<int64_t>::max();
-  const int64_t peers = communicator.size() - 1, sent = part(kind, bytes) * peers;
+  const int64_t others = communicator.size() - 1, sent = part(kind, bytes) * others;
   for (const auto& [path, most] :
        {std::pair(Path::packets, kPacketBytes),
-        std::pair(Path::packets_two_shot, peers > 1 ? kTwoTripBytes * peers : 0), std::pair(Path::two_shot, any),
+        std::pair(Path::packets_two_shot, others > 1 ? kTwoTripBytes * others : 0), std::pair(Path::two_shot, any),
         std::pair(Path::mapped, kMappedBytes), std::pair(Path::assisted, any)})
     if (sent <= most && takes(path, kind, bytes, dtype, op)) return path;
   return Path::host;
@@ -344,6 +328,8 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
             });
 }
 
+DeviceMessages* Accelerator::messages() const { return state_->messages.get(); }
+
 std::string Accelerator::describe() const {
   const State& s = *state_;
   const std::string mapped = s.mapped ? "small messages by mapped memory of the host, " : "";
@@ -351,7 +337,9 @@ std::string Accelerator::describe() const {
     const std::string copies = s.copies                  ? "all_gather by copy engines, "
                                : s.why_no_copies.empty() ? ""
                                                          : "no all_gather by copy engines (" + s.why_no_copies + "), ";
-    const std::string also = mapped + copies + (s.assisted ? "the CPU-assisted reduce, " : "");
+    const std::string why = s.messages ? s.messages->why_not() : s.why_no_messages;
+    const std::string messages = why.empty() ? "" : "messages by way of the host (" + why + "), ";
+    const std::string also = mapped + copies + messages + (s.assisted ? "the CPU-assisted reduce, " : "");
     return "GPUs reach each other's memory" + (also.empty() ? "" : "; also " + also.substr(0, also.size() - 2));
   }
   const std::string why = "GPUs do not use each other's memory (" + s.why_no_peers + ")";
@@ -367,24 +355,29 @@ void Accelerator::shutdown(milliseconds patience) {
   State& s = *state_;
   if (s.ended) return;
   s.ended = true;
-  bool rest = s.in_flight->empty_by(Clock::now() + patience);
+  const auto empty_by = [&](Deadline deadline) {
+    return s.in_flight->empty_by(deadline) && (!s.messages || s.messages->empty_by(deadline));
+  };
+  bool rest = empty_by(Clock::now() + patience);
   if (!rest) {
     s.communicator.abort("the group was shut down while operations were still running on its device");
     s.stop();
-    rest = s.in_flight->empty_by(Clock::now() + milliseconds(2000));
+    rest = empty_by(Clock::now() + milliseconds(2000));
   }
   s.communicator.on_failure(nullptr);
   s.in_flight.reset();
+  if (s.messages) s.messages->quit();
   // Of no more use in any case; but whose kernels may still run must keep its memory, and its peers theirs.
   const bool quiet = rest && s.communicator.quiet(std::min(patience, kGoodbye));
   if (rest) s.assisted.reset(), s.mapped.reset();
-  if (quiet) s.peers.reset(), s.copies.reset();
-  if (s.peers || s.mapped || s.assisted || s.copies) {
+  if (quiet) s.peers.reset(), s.copies.reset(), s.messages.reset();
+  if (s.peers || s.mapped || s.assisted || s.copies || s.messages) {
     if (s.assisted) s.assisted->quit();  // what carries between hosts asks the communicator, which has failed
     static_cast<void>(s.peers.release());
     static_cast<void>(s.mapped.release());
     static_cast<void>(s.assisted.release());
     static_cast<void>(s.copies.release());
+    static_cast<void>(s.messages.release());
     static_cast<void>(s.driver.release());
   }
 }

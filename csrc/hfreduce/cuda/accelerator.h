@@ -16,6 +16,8 @@ class Communicator;
 
 namespace hfreduce::gpu {
 
+class DeviceMessages;
+
 // Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
 // what is no all_reduce is packets or two_shot); mapped: packets in pinned memory of the host; the CPU-assisted reduce;
 // copies: all_gather by copy engines (copies.h), where a row says so; or copied to the host, and back. automatic: in a
@@ -58,6 +60,8 @@ class Accelerator {
   // Waits for the other ranks' hosts: what they exchange decides how many steps there are.
   void all_to_all(const void* in, const int64_t* in_offsets, const int64_t* in_counts, void* out,
                   const int64_t* out_offsets, const int64_t* out_counts, DType, Stream, milliseconds timeout);
+
+  DeviceMessages* messages() const;  // send and recv; nullptr where they go by way of the host
 
   std::string describe() const;  // "peers reach each other", or why not
   // Waits for what runs, up to `patience`, and for the other ranks to have come here, 3 s at most; then lets go of the

@@ -258,6 +258,36 @@ std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::
   return objection;
 }
 
+std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<Copies>& copies) {
+  Copies::Options options;
+  options.rank = c.rank(), options.size = c.size();
+  std::string objection = ordered(c, driver, timeout);
+  if (!objection.empty()) return objection;
+  std::vector<Segment> segments = c.share(Copies::segment_bytes(), timeout);
+  Handle mine{};
+  objection = attempt(c, timeout, [&] {
+    copies = std::make_unique<Copies>(driver, std::move(segments), options);
+    mine = copies->handle();
+  });
+  if (objection.empty()) {
+    const std::vector<Handle> handles = gather(c, mine, timeout);
+    objection = attempt(c, timeout, [&] { copies->open(handles); });
+  }
+  if (!objection.empty()) copies.reset();
+  return objection;
+}
+
+std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<DeviceMessages>& messages) {
+  std::string objection = ordered(c, driver, timeout);
+  if (!objection.empty()) return objection;
+  const auto segments =
+      std::make_shared<const std::vector<Segment>>(c.share(DeviceMessages::segment_bytes(c.size()), timeout));
+  objection = attempt(
+      c, timeout, [&] { messages = std::make_unique<DeviceMessages>(c, driver, segments, DeviceMessages::Options()); });
+  if (!objection.empty()) messages.reset();
+  return objection;
+}
+
 // Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
 std::string map(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<Peers>& mapped) {
   std::string objection = apart(c, tell(c, driver, timeout));

@@ -9,6 +9,8 @@
 
 #include "communicator.h"
 #include "cuda/accelerator.h"
+#include "cuda/copies.h"
+#include "cuda/device_messages.h"
 #include "cuda/peers.h"
 
 namespace hfreduce::gpu {
@@ -30,7 +32,11 @@ std::string ordered(Communicator&, Driver&, milliseconds timeout);
 // The memory of all ranks, each proven by copies and by a kernel; or why there is none.
 std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Peers>& peers);
 
-// The same of the host, for small messages, proven by a kernel.
+// Of all ranks, or why of none: between devices that `connect` has proven to reach each other.
+std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Copies>& copies);
+std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<DeviceMessages>& messages);
+
+// Memory of the host, for small messages, proven by a kernel.
 std::string map(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Peers>& mapped);
 
 }  // namespace hfreduce::gpu
