@@ -6,6 +6,7 @@
 //   leavers     one rank never comes, or lets go in the middle: no stream stays behind, and nobody takes up rubbish
 //   host_leavers  the same, on several hosts
 //   dead        one rank dies after its part came down
+//   carried     one rank lets go while both send to another host
 // Then rounds and seed. Prints "ok".
 #include "cuda/assisted.h"
 
@@ -14,11 +15,10 @@
 
 #include <string>
 
+#include "assisted_calls.h"
 #include "cuda/assisted_ring.h"
 #include "fake_gpu.h"
 #include "played_hosts.h"
-#include "reduce.h"
-#include "slots.h"
 
 using namespace hfreduce;
 using namespace hfreduce::gpu;
@@ -35,66 +35,7 @@ namespace {
     }                                                                              \
   } while (0)
 
-using Bytes = std::vector<char>;
 using Options = Assisted::Options;
-
-// One operation, drawn alike on all ranks. Ranks are those of all hosts.
-struct Call1 {
-  Kind kind = Kind::all_reduce;
-  DType dtype = DType::f32;
-  Op op = Op::sum;
-  int64_t count = 0;
-  int root = 0, stream = 0;
-  bool in_place = false;
-  unsigned seed = 0;
-
-  Reduction reduction(int rank) const { return {op, op == Op::premul_sum ? 0.25 * (rank + 1) : 1.0}; }
-  int64_t bytes() const { return count * size_of(dtype); }
-  bool sums() const { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
-  Enqueued enqueued() const {
-    Enqueued enqueued;
-    enqueued.call.kind = kind, enqueued.call.dtype = dtype, enqueued.call.op = op;
-    enqueued.call.count = count, enqueued.call.root = root, enqueued.call.sequence = seed;
-    return enqueued;
-  }
-};
-
-// What this rank has: finite in every format.
-Bytes input(const Call1& call, int rank, int size) {
-  Bytes data(call.bytes() * (call.kind == Kind::reduce_scatter ? size : 1));
-  std::mt19937 random(call.seed * 31 + rank);
-  for (char& byte : data) byte = static_cast<char>(random() & (call.dtype == DType::boolean ? 1 : 0xbf));
-  return data;
-}
-
-// Added up in each host, and then between them.
-Bytes expected(const Call1& call, int rank, const World& world) {
-  const int size = world.ranks();
-  std::vector<Bytes> inputs, sums(world.hosts(), Bytes(call.bytes()));
-  for (int r = 0; r < size; ++r) inputs.push_back(input(call, r, size));
-  if (call.kind == Kind::broadcast) return inputs[call.root];
-  Bytes out(call.bytes() * (call.kind == Kind::all_gather ? size : 1));
-  if (call.kind == Kind::all_gather)
-    for (int r = 0; r < size; ++r) copy(at(out.data(), r * call.bytes()), inputs[r].data(), call.bytes());
-  if (!call.sums()) return out;
-  const bool factored = call.op == Op::premul_sum, several = world.hosts() > 1;
-  std::vector<const void*> parts;
-  for (int h = 0; h < world.hosts(); ++h) {
-    std::vector<const void*> from;
-    std::vector<double> factors;
-    for (int r = world.first(h); r < world.first(h + 1); ++r) {
-      from.push_back(inputs[r].data() + (call.kind == Kind::reduce_scatter ? rank * call.bytes() : 0));
-      factors.push_back(call.reduction(r).factor);
-    }
-    const Op op = several && call.op == Op::avg ? Op::sum : call.op;
-    reduce(sums[h].data(), from.data(), factored ? factors.data() : nullptr, world.sizes[h], call.count, call.dtype, op,
-           size);
-    parts.push_back(sums[h].data());
-  }
-  if (!several) return sums[0];
-  reduce(out.data(), parts.data(), nullptr, world.hosts(), call.count, call.dtype, factored ? Op::sum : call.op, size);
-  return out;
-}
 
 class Rank {
  public:
@@ -353,6 +294,43 @@ void dead() {
   for (int fd : memory) close(fd);
 }
 
+// Rank 0 waits for what is on its way, and nothing is sent any more when it has let go.
+void carried() {
+  const World world{{2}};
+  Network network(world);
+  std::atomic<int> calls{0};
+  std::atomic<bool> sent{false}, failed{false};
+  Options options;
+  options.chunk = 4096;
+  ranks(options, world, network, false, [&](const std::vector<int>& memory, Options options) {
+    const auto until = [](auto met) {
+      while (!met()) usleep(100);
+    };
+    options.hosts.count = 2;
+    options.hosts.carry = [&](const Enqueued&, int, void*, int64_t) { ++calls, until([&] { return sent.load(); }); };
+    Rank rank(world, memory, options, 1, 0, [&] { return failed.load(); });
+    Call1 call;
+    call.count = 4 * options.chunk / size_of(call.dtype);
+    rank.enqueue(call);
+    until([&] { return calls == 2 * Hosts::kLanes; });
+    if (rank.rank == 0) {
+      const Deadline grace = Clock::now() + milliseconds(150);
+      std::atomic<bool> gone{false};
+      std::thread leaver([&] { rank.assisted->let_go(), gone = true; });
+      usleep(50000);
+      EXPECT(!gone || Clock::now() > grace, "rank 0 did not wait for what was on its way");
+      sent = true;
+      leaver.join();
+    }
+    usleep(50000);
+    EXPECT(calls == 2 * Hosts::kLanes, "%d parts were sent in all", calls.load());
+    failed = true;
+    for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
+    rank.finish();
+    rank.clear();
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -368,6 +346,7 @@ int main(int argc, char** argv) {
     if (what == "pairs") pairs(number % 2 ? world : hosts, number);
     if (what == "sequences" || what == "processes") sequences(world, 6, number, what == "processes");
     if (what == "dead") dead();
+    if (what == "carried") carried();
     if (what == "leavers") leavers({{std::max(size, 2)}}, number);
     if (what == "hosts") sequences(hosts, 6, number, false);
     if (what == "host_leavers") leavers(hosts, number);

@@ -2,8 +2,8 @@
 // and the last one to come turns what all have into what they are to have together.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
-#include <cstring>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
