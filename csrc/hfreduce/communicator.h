@@ -95,10 +95,10 @@ class Communicator {
   void overdue(const Enqueued&);
   void differs(const Enqueued&, int rank);
   void broke(const Enqueued&, const std::string& what);
-  // What it does between hosts: see gpu::Hosts::carry. It throws what is then for `failed`, which fails the
+  // What it does between hosts: see gpu::Hosts::carry. It throws what is then for `broke`, which fails the
   // communicator.
   void carry(const Enqueued&, int lane, void* data, int64_t count);
-  void failed(const Enqueued&, std::exception_ptr error);
+  void broke(const Enqueued&, std::exception_ptr error);
   // Says that nothing of this rank runs on a device any more; whether all ranks of the host have said so in time.
   bool quiet(milliseconds patience);
   // New shared memory of each rank of this host, by local rank. A collective of these ranks.

@@ -97,7 +97,7 @@ void Communicator::carry(const Enqueued& enqueued, int lane, void* data, int64_t
   s.hierarchy->carry(lane, data, count, Watch(s.health, enqueued.deadline, enqueued.call, report));
 }
 
-void Communicator::failed(const Enqueued& enqueued, std::exception_ptr error) {
+void Communicator::broke(const Enqueued& enqueued, std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
   } catch (const Fault& fault) {

@@ -123,7 +123,7 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
       communicator.carry(enqueued, lane, data, count);
     };
     options.hosts.failed = [&communicator = communicator](const Enqueued& enqueued, std::exception_ptr error) {
-      communicator.failed(enqueued, std::move(error));
+      communicator.broke(enqueued, std::move(error));
     };
   }
   why_no_assisted = ordered(communicator, *driver, timeout);
