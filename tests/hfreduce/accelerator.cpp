@@ -122,8 +122,10 @@ void defaults(Store& store, const Config& config, bool peers) {
   const gpu::Path small = peers ? gpu::Path::packets : gpu::Path::mapped;
   const gpu::Path large = peers ? gpu::Path::two_shot : gpu::Path::assisted;
   const int64_t most = (peers ? 512 << 10 : 32 << 10) / (config.size - 1);  // to each other rank
-  for (Kind kind : {Kind::all_reduce, Kind::broadcast})
-    EXPECT(path(kind, most) == small && path(kind, most + 4) == large);
+  EXPECT(path(Kind::broadcast, most) == small && path(Kind::broadcast, most + 4) == large);
+  EXPECT(path(Kind::all_reduce, most) == small);
+  EXPECT(path(Kind::all_reduce, most + 4) == (peers && config.size > 2 ? gpu::Path::packets_two_shot : large));
+  EXPECT(path(Kind::all_reduce, (512 << 10) + 4) == large);
   for (Kind kind : {Kind::reduce_scatter, Kind::all_gather}) {
     EXPECT(path(kind, most * config.size) == small && path(kind, (most + 4) * config.size) == large);
   }
