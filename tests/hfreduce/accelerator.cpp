@@ -188,6 +188,7 @@ int main(int argc, char** argv) {
   EXPECT(argc == 3);
   const int rounds = std::atoi(argv[1]);
   const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  setenv("HFREDUCE_DEVICE_MESSAGES", "1", 1);
   for (bool peers : {true, false}) {
     setenv("HFREDUCE_P2P", peers ? "1" : "0", 1);
     world([&](Store& store, const Config& config) { defaults(store, config, peers); });

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 import ranks
-from test_gpu import GPUS, PATHS, SIZE, environment
+import test_gpu
+from test_gpu import GPUS, PATHS, SIZE
 
 WORKER = Path(__file__).parents[1] / "workers" / "gpu_messages.py"
+
+
+def environment(path):
+    return test_gpu.environment(path) | {"HFREDUCE_DEVICE_MESSAGES": "1"}
+
 
 pytestmark = pytest.mark.parametrize("path", PATHS)
 

@@ -278,7 +278,9 @@ std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::
 }
 
 std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<DeviceMessages>& messages) {
-  std::string objection = ordered(c, driver, timeout);
+  const char* const asked = std::getenv("HFREDUCE_DEVICE_MESSAGES");
+  std::string objection = agree(c, asked && std::atoi(asked) ? "" : "HFREDUCE_DEVICE_MESSAGES=1 is not set", timeout);
+  if (objection.empty()) objection = ordered(c, driver, timeout);
   if (!objection.empty()) return objection;
   const auto segments =
       std::make_shared<const std::vector<Segment>>(c.share(DeviceMessages::segment_bytes(c.size()), timeout));
