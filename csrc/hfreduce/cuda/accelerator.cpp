@@ -22,7 +22,7 @@ namespace {
 // more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
 constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
 // The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
-// over PCIe: few do so at once, or their looks are what keeps the link busy. Not measured.
+// over PCIe: few do so at once, or their looks are what keeps the link busy.
 constexpr int64_t kMappedBytes = 32 << 10;
 // A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
 // do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
