@@ -52,4 +52,4 @@ def test_clean(sanitizer, tmp_path):
     """What a rank does that has let go is not: its streams write over what others may still read, as they will."""
     program = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     for what in ["pairs", "sequences", "hosts"] + ["leavers", "host_leavers"] * (sanitizer != "thread"):
-        run(program, what, 4)
+        run(program, what, 2)
