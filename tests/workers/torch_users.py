@@ -320,7 +320,8 @@ def compare(rank, size, store, users=None, with_gloo=True):
 
 
 def compare_on_gpus(rank, size, store, users=None, bound=False):
-    """bound: to its device, so that torch splits the group for smaller ones. Not against NCCL, which crashes there.
+    """bound: to its device, so that torch splits the group for smaller ones. Not against NCCL: after other groups had
+    come and gone, splitting one of its own crashed (torch 2.11).
 
     In a process all groups are bound or none is: what DTensor keeps from one group to the next knows them by names.
     """
