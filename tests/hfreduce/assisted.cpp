@@ -165,6 +165,7 @@ bool never() { return false; }
 Options drawn(std::mt19937& random) {
   Options options;
   options.threads = 1 + static_cast<int>(random() % 3);
+  options.share = 1 << random() % 12;
   options.chunk = 4096 << random() % 2;
   options.least = 512 << random() % 4;
   options.depth = 2 << random() % 3;

@@ -40,6 +40,7 @@ constexpr uint32_t kForGood = 1u << 30;
 Assisted::Options settled(Assisted::Options options) {
   const int64_t page = 4096;
   options.chunk = std::max((options.chunk + page - 1) / page * page, page);
+  options.share = std::max<int64_t>(options.share, 1);
   options.least = std::min(std::max<int64_t>(options.least, kLine), options.chunk);
   int depth = 2;
   while (depth < std::min(options.depth, Ring::kMaxDepth)) depth *= 2;
@@ -126,8 +127,8 @@ Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Opti
   up_stream = driver.stream(true);
   down_event = down_last = driver.event();
   up_event = driver.event();
-  const Cores::Options threads{options.threads, options.least, options.streaming > 0, driver.numa_node(),
-                               options.hosts};
+  const Cores::Options threads{options.threads,       options.share,      options.least,
+                               options.streaming > 0, driver.numa_node(), options.hosts};
   cores = std::make_unique<Cores>(ring, threads, std::move(stopped), [this] { let_go(); });
 }
 

@@ -44,6 +44,7 @@ class Assisted {
   struct Options {
     int rank = 0, size = 1;     // among the ranks of this host
     int threads = 0;            // host cores that add for this rank; 0: the host's cores / ranks, at most 8
+    int64_t share = 32 << 10;   // bytes of a chunk's sum that one of them adds up, at least
     int64_t chunk = 8 << 20;    // bytes of a rank's input in one chunk, at most
     int64_t least = 512 << 10;  // and in the first and the last ones of a message
     int depth = 4;              // chunks in the ring, a power of two

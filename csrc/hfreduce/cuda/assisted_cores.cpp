@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <sstream>
@@ -157,11 +158,15 @@ Cores::Share Cores::share(const Work& work, const Part& part) const {
 }
 
 bool Cores::add(const Work& work, const Part& part, uint32_t chunk, int thread) {
-  Share mine{};
-  if (work.sums()) {
-    mine = share(work, part);
-    const Slice slice(mine.count, work.size, thread, options_.threads);
+  Share mine = work.sums() ? share(work, part) : Share{};
+  // A chunk is done when all that add it up have been awake: for a small one only as many as are worth it.
+  const auto threads =
+      static_cast<int>(std::clamp<int64_t>(mine.count * work.size / options_.share, 1, options_.threads));
+  if (thread < threads) {
+    const Slice slice(mine.count, work.size, thread, threads);
     mine = {mine.byte + slice.first * work.size, slice.count()};
+  } else {
+    mine = {};
   }
   if (thread == 0 || mine.count) {
     if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, chunk + 1); })) return false;
@@ -170,7 +175,7 @@ bool Cores::add(const Work& work, const Part& part, uint32_t chunk, int thread) 
   }
   places_[thread].chunks.store(chunk + 1, std::memory_order_release);
   if (thread) return true;
-  for (int t = 1; t < options_.threads; ++t)
+  for (int t = 1; t < threads; ++t)
     if (!wait(0, [&] { return passed(places_[t].chunks.load(std::memory_order_acquire), chunk + 1); })) return false;
   last_ = chunk + 1;
   if (!options_.hosts.carry) return publish(work, chunk);

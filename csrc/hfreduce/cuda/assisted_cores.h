@@ -19,7 +19,7 @@ class Cores {
  public:
   struct Options {
     int threads;
-    int64_t least;  // of Cut
+    int64_t share, least;  // bytes: of a thread, of Cut
     bool streaming;
     int numa_node;
     Hosts hosts;
