@@ -1,6 +1,6 @@
 """The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, ranks as threads: driver.cpp, and
-accelerator.cpp over played GPUs, with their kernels on threads (emulated/), gpus_of_hosts.cpp, over TCP, and
-device_messages.cpp.
+over played GPUs gpus_of_hosts.cpp, by TCP, and device_messages.cpp. Under ThreadSanitizer also accelerator.cpp, with
+kernels on threads (emulated/).
 """
 
 import os
@@ -16,12 +16,13 @@ CORE = HERE.parents[1] / "csrc" / "hfreduce"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
-def build(folder, *flags):
-    """The programs, the core and the kernels, each file on its own, as many at a time as there are cores."""
+def build(folder, kernels, *flags):
+    """The programs and the core, each file on its own, as many at a time as there are cores. kernels: these, too."""
     core = [f for f in CORE.glob("*.cpp") if f.stem != "bindings" and not f.stem.startswith("c10d")]
     core += (CORE / "cuda").glob("*.cpp")
-    kernels = [*(CORE / "cuda").glob("*.cu")]
-    programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "device_messages.cpp", "accelerator.cpp")]
+    kernels = [*(CORE / "cuda").glob("*.cu")] if kernels else []
+    programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "device_messages.cpp")]
+    programs += [HERE / "accelerator.cpp"] if kernels else []
     include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)
 
     def compiled(source):
@@ -35,7 +36,8 @@ def build(folder, *flags):
         objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
     with_kernels = [f for f in core if f != CORE / "cuda/no_kernels.cpp"] + kernels
     runs = []
-    for program, others in zip(programs, (core, core, core, with_kernels), strict=True):
+    for program in programs:
+        others = with_kernels if program.stem == "accelerator" else core
         runs.append(folder / program.stem)
         command = [COMPILER, *flags, *(objects[f] for f in (*others, program)), "-o", runs[-1], "-pthread"]
         subprocess.run(command, check=True, timeout=100)
@@ -47,6 +49,6 @@ def build(folder, *flags):
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_clean(sanitizer, tmp_path):
-    for program in build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):
+    for program in build(tmp_path, sanitizer == "thread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):
         result = subprocess.run([program, "1", "1"], capture_output=True, text=True, timeout=250)
         assert result.returncode == 0 and result.stdout == "ok\n", (program.name, result.stderr[-6000:])
