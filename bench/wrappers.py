@@ -211,7 +211,7 @@ class Training:
 
     def is_being_tuned(self) -> bool:
         """Whether steps still try out sizes of buckets: on all ranks, or on none."""
-        return self.provider.wrap is _ddp and "being measured" in self.module.explain()
+        return self.provider.wrap is _ddp and bool(self.module.reducer.sizes.candidates)
 
     def without_sync(self) -> torch.Tensor:
         """A step that reduces nothing."""

@@ -33,8 +33,8 @@ def init(
 
     backend: by default "hfreduce"; "nccl" for GPUs of several hosts, between which hfreduce has TCP alone, and where
     hfreduce was built without CUDA. timeout: seconds that an operation waits for other ranks; torch's own default if
-    None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made
-    the current one. Raises ValueError where the environment is missing.
+    None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made the current
+    one. Raises ValueError where the environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise ValueError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import haiscale
-from haiscale import binding
+from haiscale import binding, mesh
 
 WORKERS = Path(__file__).parents[1] / "workers"
 
@@ -38,6 +38,19 @@ def test_init(four):
     if not torch.cuda.is_available():
         assert four[0]["device"] == "cpu" and four[0]["backend"] == "hfreduce"
     assert four[0]["sibling"] == "0:00:30", "a channel beside another has its timeout"
+
+
+@pytest.mark.parametrize("device, hosts, kernels, backend", [
+    ("cpu", 2, True, "hfreduce"), ("cuda", 1, True, "hfreduce"), ("cuda", 2, True, "nccl"), ("cuda", 1, False, "nccl"),
+])  # fmt: skip
+def test_default_backend(device, hosts, kernels, backend, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(mesh, "hfreduce_takes_cuda", lambda: kernels)
+    monkeypatch.setenv("WORLD_SIZE", str(4 * hosts))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert mesh._default_backend(torch.device(device)) == backend
 
 
 def test_what_does_not_fit_is_told(four):

@@ -13,8 +13,8 @@
 // Where there is nothing to add up, a result is ready as soon as this rank's cores have seen all arrive: a root, whose
 // streams wait for nobody, may be gone by then; but of several hosts, when all ranks of this one have reduced, whatever
 // the operation. Streams wait for ready and freed alone, once for each, however many ranks there are; the cores see to
-// them. That is all the order there is: a stream brings down chunk k when freed has
-// reached k + 1 - depth, the cores touch it when all have arrived, a stream takes it up when it is ready.
+// them. That is all the order there is: a stream brings down chunk k when freed has reached k + 1 - depth, the cores
+// touch it when all have arrived, a stream takes it up when it is ready.
 //
 // A rank that lets go raises its own ready and freed beyond all that may be waited for. Before, it says so in `gone`,
 // which the cores look at last, before they raise ready: what all had read was whole if nobody was gone. So do they
