@@ -263,6 +263,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--p2p", choices=("on", "off"), default="on", help="whether GPUs may use each other's memory")
     add("--hosts", type=int, default=1, help="GPUs: as if they were of so many hosts, which talk over TCP")
     add("--overlap", action="store_true", help="time a backward on GPUs beside collectives")
+    add("--batch", type=int, nargs="+", default=[4, 16], help="--overlap: sequences of 1024 tokens a GPU")
     add("--ranks", type=int, nargs="+", help="2 and 4; on GPUs as many as there are")
     add("--sizes", type=size, nargs="+", metavar="BYTES")
     add("--provider", nargs="+", help=f"of {', '.join(PROVIDERS)}; on GPUs of {', '.join(gpu.PROVIDERS)}")

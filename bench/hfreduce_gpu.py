@@ -208,14 +208,23 @@ def copies(options, rank: int, n: int, nbytes: int = 256 << 20) -> list[dict]:
 
 
 def overlap(options) -> int:
-    """A backward of GPT-2 medium alone, and beside all_reduces of 25 MiB as gradients become ready."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    """Backwards of GPT-2 medium alone, and beside all_reduces of 25 MiB as gradients become ready; by batch."""
     options.p2p = "off"
     rank, n, groups = begin(options)
+    rows = [row for batch in options.batch for row in beside(batch, groups, options, rank, n)]
+    if rank == 0:
+        report.append(file(options), rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def beside(batch: int, groups: dict, options, rank: int, n: int) -> list[dict]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(n_embd=1024, n_layer=24, n_head=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = GPT2LMHeadModel(config).cuda()
-    tokens = torch.randint(0, 50000, (4, 1024), device="cuda")
+    tokens = torch.randint(0, 50000, (batch, 1024), device="cuda")
     total = sum(p.numel() for p in model.parameters()) * 4
     buckets = [torch.zeros(BUCKET // 4, device="cuda") for _ in range(total // BUCKET)]
     state = SimpleNamespace(bytes=0, next=0, group=None, works=[])
@@ -230,7 +239,7 @@ def overlap(options) -> int:
         p.register_post_accumulate_grad_hook(ready)
 
     def once(group):
-        """Milliseconds of the backward, until all is reduced, and host cores in use meanwhile."""
+        """Milliseconds of the backward, until all is reduced, of the host alone; and host cores in use meanwhile."""
         state.bytes, state.next, state.group, state.works = 0, 0, group, []
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
@@ -242,12 +251,13 @@ def overlap(options) -> int:
         marks[0].record()
         loss.backward()
         marks[1].record()
+        host = 1e3 * (time.perf_counter() - begun)
         for work in state.works:
             work.wait()
         marks[2].record()
         torch.cuda.synchronize()
         cores = (time.process_time() - used) / (time.perf_counter() - begun)
-        return greatest(marks[0].elapsed_time(marks[1]), marks[0].elapsed_time(marks[2]), cores)
+        return greatest(marks[0].elapsed_time(marks[1]), marks[0].elapsed_time(marks[2]), host, cores)
 
     found = {name: [] for name in ("none", *groups)}
     for i in range(options.rounds + 2):
@@ -256,26 +266,24 @@ def overlap(options) -> int:
             if i >= 2:
                 found[name].append(times)
     kernels = ours_in_profile(lambda: once(groups["hfreduce"])) if "hfreduce" in groups else 0
-    rows, table = [], Table(title=f"backward of GPT-2 medium, {n} ranks, no peer access", box=box.SIMPLE_HEAD)
-    for column in ("beside", "backward ms", "slower by %", "all reduced ms", "host cores", "our kernels"):
+    title = f"backward of GPT-2 medium, batch {batch}, {n} ranks, no peer access"
+    rows, table = [], Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("beside", "backward ms", "slower by %", "host ms", "all reduced ms", "host cores", "our kernels"):
         table.add_column(column, justify="right")
     alone = statistics.median(t[0] for t in found["none"])
     for name, times in found.items():
-        backward, whole, cores = (statistics.median(t[i] for t in times) for i in range(3))
+        backward, whole, host, cores = (statistics.median(t[i] for t in times) for i in range(4))
         spread = (max(t[0] for t in times) - min(t[0] for t in times)) / backward
         slower = 100 * (backward / alone - 1)
         more = {"bytes": len(buckets) * BUCKET if name != "none" else 0, "path": f"{slower:+.2f}%", "cores": cores}
-        rows.append(
-            row("overlap", (n, "gpt2-medium"), torch.float32, name, options, n, (backward, None, spread), **more)
-        )
+        shape = (n, batch, "gpt2-medium")
+        rows.append(row("overlap", shape, torch.float32, name, options, n, (backward, host, spread), **more))
         ours = str(kernels) if name == "hfreduce" else ""
-        table.add_row(name, f"{backward:.2f}", f"{slower:+.2f}", f"{whole:.2f}", f"{cores:.1f}", ours)
+        cells = (backward, f"{slower:+.2f}", host, whole)
+        table.add_row(name, *(c if isinstance(c, str) else f"{c:.2f}" for c in cells), f"{cores:.1f}", ours)
     if rank == 0:
-        report.append(file(options), rows)
         report.put(table)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return rows
 
 
 def ours_in_profile(run) -> int:

@@ -21,7 +21,10 @@ KINDS = (
 INSIDE = ("one_shot", "two_shot")
 BETWEEN = ("direct", "ring", "tree")
 # Of gpu::Path in csrc/hfreduce/cuda/accelerator.h, in its order.
-PATHS = ("packets", "packets_two_shot", "one_shot", "two_shot", "mapped", "assisted", "copies", "host", "automatic")
+PATHS = (
+    "packets", "packets_two_shot", "one_shot", "two_shot", "mapped", "mapped_two_shot", "assisted", "copies", "host",
+    "automatic",
+)  # fmt: skip
 VERSION = 1
 SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
 ANY = 2**63 - 1

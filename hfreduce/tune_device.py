@@ -27,7 +27,7 @@ def candidates(ranks: int, peers: bool) -> dict[str, list[plan.DeviceRow]]:
     if peers:
         ways = {"packets": (4, 16, 32), "two_shot": (8, 16, 32, 64, 128)}
     else:
-        ways = {"mapped": (1, 2, 4, 8), "assisted": (0,)}
+        ways = {"mapped": (1, 2, 4, 8), "mapped_two_shot": (8, 16, 32), "assisted": (0,)}
     ways = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "broadcast"), ways)
     if peers and ranks > 2:
         ways["all_reduce"] = ways["all_reduce"] | {"packets_two_shot": (4, 16, 32), "one_shot": (8, 16, 32, 64, 128)}

@@ -117,7 +117,7 @@ void defaults(Store& store, const Config& config, bool peers) {
     return r.accelerator.path(kind, bytes, DType::f32, op);
   };
   const gpu::Path small = peers ? gpu::Path::packets : gpu::Path::mapped;
-  const gpu::Path large = peers ? gpu::Path::two_shot : gpu::Path::assisted;
+  const gpu::Path large = peers ? gpu::Path::two_shot : gpu::Path::mapped_two_shot;
   const int64_t most = (peers ? 512 << 10 : 32 << 10) / (config.size - 1);  // to each other rank
   EXPECT(path(Kind::broadcast, most) == small && path(Kind::broadcast, most + 4) == large);
   EXPECT(path(Kind::all_reduce, most) == small);
@@ -127,7 +127,8 @@ void defaults(Store& store, const Config& config, bool peers) {
     EXPECT(path(kind, most * config.size) == small && path(kind, (most + 4) * config.size) == large);
   }
   EXPECT(path(Kind::all_reduce, 4, Op::premul_sum) == small);
-  EXPECT(path(Kind::all_to_all, 0) == (peers ? gpu::Path::two_shot : gpu::Path::host));
+  EXPECT(path(Kind::all_to_all, 0) == large);
+  EXPECT(path(Kind::all_reduce, 16 << 20) == (peers ? large : gpu::Path::assisted));
   EXPECT((r.accelerator.describe().find("small messages by mapped memory") != std::string::npos) != peers);
 }
 
@@ -139,7 +140,7 @@ void rank(Store& store, const Config& config, const Paths& paths, int rounds, un
   }
   const auto described = [&](const char* words) { return r.accelerator.describe().find(words) != std::string::npos; };
   const bool copies = paths.gather == gpu::Path::copies;
-  EXPECT(described("CPU-assisted reduce") == (paths.large == gpu::Path::assisted));
+  EXPECT(described("CPU-assisted reduce") == (paths.p2p == std::string("0")));
   EXPECT(described("all_gather by copy engines") == copies);
   std::mt19937 random(seed);
   for (int i = 0; i < rounds; ++i) {
@@ -159,7 +160,7 @@ void rank(Store& store, const Config& config, const Paths& paths, int rounds, un
     if (config.rank == 1) other = std::thread([&] { r.c.abort("the end"); });
     // Kernels that are let go leave slots behind that the next ones write to, while peers may still read them: that is
     // so, and of no harm, but ThreadSanitizer would say it.
-    const int64_t count = paths.large == gpu::Path::two_shot ? 1000 : 100'000;
+    const int64_t count = paths.large != gpu::Path::assisted ? 1000 : 100'000;
     EXPECT(failure(r, copies, count, kPatience).find("the end") != std::string::npos);
     if (other.joinable()) other.join();
   }
@@ -193,7 +194,8 @@ int main(int argc, char** argv) {
   for (const Paths& paths :
        {Paths{"1", gpu::Path::packets, gpu::Path::two_shot},
         Paths{"1", gpu::Path::packets, gpu::Path::two_shot, gpu::Path::copies},
-        Paths{"0", gpu::Path::mapped, gpu::Path::assisted}, Paths{"0", gpu::Path::assisted, gpu::Path::assisted}}) {
+        Paths{"0", gpu::Path::mapped, gpu::Path::mapped_two_shot}, Paths{"0", gpu::Path::mapped, gpu::Path::assisted},
+        Paths{"0", gpu::Path::assisted, gpu::Path::assisted}}) {
     setenv("HFREDUCE_P2P", paths.p2p, 1);
     for (const char* const fault : {"", "differs", "late", "abort"}) {
 #ifdef __SANITIZE_THREAD__

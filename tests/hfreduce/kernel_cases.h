@@ -180,7 +180,7 @@ inline std::vector<char> after(const Case& c, int rank, int size) {
 inline void run(const Case& c, const gpu::Links& links, char* memory, const Memory& m, gpu::Stream stream) {
   const int n = links.size, me = links.rank;
   gpu::Launch launch = c.launch;
-  launch.stream = stream;
+  launch.stream = stream, launch.slot = std::min(launch.slot, links.slot);
   const char* in = memory + m.in;
   char* out = memory + m.out;
   const Reduction reduction{c.op, factor(me)};

@@ -114,14 +114,13 @@ Case simple(Kernel kernel, unsigned fingerprint) {
 }
 
 void random_calls(int size, Memory memory, int calls, unsigned seed) {
-  const int kernels = memory == Memory::device ? cases::kKernels : cases::kOfPackets;
   world(size, memory, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
     std::mt19937 random(seed);
-    for (int i = 0; i < calls; ++i) perform(cases::draw(random, size, {3000, 3, 8, 4, kernels}), peers);
+    for (int i = 0; i < calls; ++i) perform(cases::draw(random, size, {3000, 3, 8, 4}), peers);
   });
 }
 
-// The largest messages that fit into the host's memory, and one byte more.
+// The largest messages that fit into packets of the host's memory, and one byte more.
 void limits() {
   world(3, Memory::host, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
     for (int i = 0; i < cases::kOfPackets; ++i) {
@@ -169,7 +168,7 @@ void missing(Kernel kernel, Memory memory, bool by_clock) {
 void mismatch(Kernel mine, Kernel theirs, Memory memory = Memory::device) {
   world(3, memory, std::chrono::minutes(2), [&](int rank, gpu::Peers& peers) {
     perform(simple(Kernel::packets, 3), peers);
-    if (memory == Memory::device) perform(simple(Kernel::two_shot, 4), peers);
+    perform(simple(Kernel::two_shot, 4), peers);
     const Case c = simple(rank == 1 ? theirs : mine, rank == 1 ? 77 : 5);
     cases::Memory m = cases::before(c, rank, 3);
     m.bytes.resize(m.bytes.size() + 16);
@@ -198,11 +197,11 @@ int main(int argc, char** argv) {
     for (bool by_clock : {false, true}) missing(kernel, Memory::device, by_clock);
     mismatch(kernel, kernel);
   }
-  for (Kernel kernel : {Kernel::packets, Kernel::all_gather_packets}) {
+  for (Kernel kernel : {Kernel::packets, Kernel::all_gather_packets, Kernel::two_shot, Kernel::broadcast}) {
     for (bool by_clock : {false, true}) missing(kernel, Memory::host, by_clock);
     mismatch(kernel, kernel, Memory::host);
   }
-  mismatch(Kernel::packets, Kernel::two_shot);
+  for (Memory memory : {Memory::device, Memory::host}) mismatch(Kernel::packets, Kernel::two_shot, memory);
   mismatch(Kernel::all_gather, Kernel::packets_two_shot);
   mismatch(Kernel::all_gather_packets, Kernel::all_gather);
   std::puts("ok");

@@ -1,8 +1,8 @@
 """CUDA tensors on the c10d backend, in real processes: what each rank does is in tests/workers/gpu_groups.py.
 
 With one GPU its ranks share it; with two or more, each of two ranks has one (four: of four), and torch's users are
-compared with NCCL. Everything runs with peer access and without (HFREDUCE_P2P=0): by mapped memory of the host for
-small messages, where ranks do not share a GPU, and by the CPU-assisted reduce.
+compared with NCCL. Everything runs with peer access, and twice without (HFREDUCE_P2P=0): by the defaults, which are mapped
+memory of the host for all but large messages where ranks do not share a GPU, and all by the CPU-assisted reduce.
 """
 
 import signal
@@ -22,23 +22,25 @@ if not torch.cuda.is_available():
 WORKER = Path(__file__).parents[1] / "workers" / "gpu_groups.py"
 GPUS = torch.cuda.device_count()
 SIZE = 4 if GPUS >= 4 else 2
-PATHS = {"peers": {}, "no-peers": {"HFREDUCE_P2P": "0"}}
+PATHS = ("peers", "no-peers", "assisted")
 HOSTS = {"HFREDUCE_TEST_HOSTS": "2"}
 SOME = ["ddp", "power_sgd_buckets", "fsdp1", "fsdp2_bf16", "hsdp_mixed", "functionals", "objects", "pipeline_1F1B"]
 
 
-def environment(path):
-    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **PATHS[path]}
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def by(way, kinds, folder):
+    """An environment in which these collectives go one way, as a measured plan may say."""
+    rows = [plan.DeviceRow(kind, plan.ANY, way) for kind in kinds]
+    return ENVIRONMENT | {"HFREDUCE_PLAN": str(plan.save(plan.Shape(SIZE), rows, folder / "plan.json", "devices"))}
 
 
 @pytest.fixture
 def copies(tmp_path):
-    """An environment in which all_gather goes by copy engines, as a measured plan may say."""
     if GPUS < SIZE:
         pytest.skip("needs a GPU for each rank")
-    row = plan.DeviceRow("all_gather", plan.ANY, "copies")
-    file = plan.save(plan.Shape(SIZE), [row], tmp_path / "plan.json", "devices")
-    return environment("peers") | {"HFREDUCE_PLAN": str(file)}
+    return by("copies", ["all_gather"], tmp_path)
 
 
 @pytest.fixture(params=PATHS)
@@ -46,9 +48,17 @@ def path(request):
     return request.param
 
 
+@pytest.fixture
+def environment(path, tmp_path):
+    if path == "peers":
+        return ENVIRONMENT
+    kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast") if path == "assisted" else ()
+    return by("assisted", kinds, tmp_path) | {"HFREDUCE_P2P": "0"}
+
+
 def told(described, path):
     """That the path is the one which was to be tested."""
-    if path == "no-peers":
+    if path != "peers":
         assert "HFREDUCE_P2P=0" in described and described.endswith("CPU-assisted reduce"), described
         assert ("small messages by mapped memory" in described) == (GPUS >= SIZE), described
     elif GPUS >= SIZE:
@@ -56,8 +66,8 @@ def told(described, path):
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_operations(path, bound, tmp_path):
-    results = ranks.run(WORKER, "operations", SIZE, tmp_path, env=environment(path), timeout=120, device_id=bound)
+def test_operations(path, environment, bound, tmp_path):
+    results = ranks.run(WORKER, "operations", SIZE, tmp_path, env=environment, timeout=120, device_id=bound)
     for described in results:
         told(described, path)
 
@@ -70,20 +80,20 @@ def test_hosts(function, tmp_path):
             assert "on 2 hosts" in described and described.endswith("CPU-assisted reduce"), described
 
 
-def test_streams(path, tmp_path):
-    ranks.run(WORKER, "streams", SIZE, tmp_path, env=environment(path), timeout=90)
+def test_streams(environment, tmp_path):
+    ranks.run(WORKER, "streams", SIZE, tmp_path, env=environment, timeout=90)
 
 
-def test_graphs(path, tmp_path):
-    for found in ranks.run(WORKER, "graphs", SIZE, tmp_path, env=environment(path), timeout=90):
+def test_graphs(path, environment, tmp_path):
+    for found in ranks.run(WORKER, "graphs", SIZE, tmp_path, env=environment, assisted=path == "assisted"):
         assert found == {"peers": path == "peers" and GPUS >= SIZE, "mapped": path == "no-peers" and GPUS >= SIZE}
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["", "bound"])
-def test_users(path, bound, tmp_path):
+def test_users(path, environment, bound, tmp_path):
     """All of them over peers, some without."""
     options = {"users": None if path == "peers" else SOME, "bound": bound}
-    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment(path), timeout=240, **options))
+    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment, timeout=240, **options))
 
 
 def test_copies(copies, tmp_path):
@@ -103,8 +113,8 @@ def late(tmp_path, env, count, **options):
 
 
 @pytest.mark.parametrize("count", [100, 1 << 20])
-def test_late(path, count, tmp_path):
-    late(tmp_path, environment(path), count)
+def test_late(environment, count, tmp_path):
+    late(tmp_path, environment, count)
 
 
 @pytest.mark.parametrize("count", [100, 40_000_000])
@@ -127,8 +137,8 @@ DEATHS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids
 
 @DEATHS
 @pytest.mark.parametrize("count", [100, 8 << 20])
-def test_death(path, number, count, tmp_path):
-    death(tmp_path, environment(path), count=count, number=int(number))
+def test_death(environment, number, count, tmp_path):
+    death(tmp_path, environment, count=count, number=int(number))
 
 
 @DEATHS

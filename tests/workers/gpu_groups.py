@@ -193,8 +193,8 @@ def streams(rank, size, store):
     dist.destroy_process_group()
 
 
-def graphs(rank, size, store):
-    """Captured, and replayed; or refused before anything is sent."""
+def graphs(rank, size, store, assisted=False):
+    """Captured, and replayed; or refused before anything is sent. assisted: all collectives are."""
     gpu = start(rank, size, store)
     x = torch.ones(3000, device=gpu)
     dist.all_reduce(x)
@@ -202,13 +202,13 @@ def graphs(rank, size, store):
     described = hfreduce.describe()
     found = {
         "peers": "reach each other's memory" in described,
-        "mapped": "small messages by mapped memory" in described,
+        "mapped": "small messages by mapped memory" in described and not assisted,
     }
-    static, large = torch.zeros(3000, device=gpu), torch.zeros(1 << 20, device=gpu)
-    dist.all_reduce(large)
+    static, large, huge = (torch.zeros(count, device=gpu) for count in (3000, 1 << 20, 20 << 20))
+    dist.all_reduce(huge)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    for each in [] if found["peers"] else [large] if found["mapped"] else [large, static]:
+    for each in [] if found["peers"] else [huge] if found["mapped"] else [huge, static]:
         with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             dist.all_reduce(each)
         torch.cuda.synchronize()
@@ -216,18 +216,16 @@ def graphs(rank, size, store):
     if not any(found.values()):
         dist.destroy_process_group()
         return found
-    whole = found["peers"]
     blocks, third = torch.zeros(size, 500, device=gpu), torch.zeros(500, device=gpu)
     with torch.cuda.graph(graph):
         dist.all_reduce(static)
         dist.all_gather_into_tensor(blocks, third)
         dist.reduce_scatter_tensor(third, blocks)
         dist.broadcast(third, size - 1)
-        work = dist.all_reduce(large, async_op=True) if whole else None
+        work = dist.all_reduce(large, async_op=True)
         out = static + 1
-        if whole:
-            work.wait()
-            again = large + 1
+        work.wait()
+        again = large + 1
     for i in range(20):
         static.fill_(i + rank)
         large.fill_(i - rank)
@@ -237,8 +235,7 @@ def graphs(rank, size, store):
             dist.all_reduce(x)  # among them, on the same stream
         same(out, torch.full((3000,), size * i + size * (size - 1) / 2 + 1), f"replay {i}")
         same(third, torch.full((500,), float(size * (i + 2 * (size - 1)))), f"replay {i}, in blocks")
-        if whole:
-            same(again, torch.full((1 << 20,), size * i - size * (size - 1) / 2 + 1), f"replay {i}, large")
+        same(again, torch.full((1 << 20,), size * i - size * (size - 1) / 2 + 1), f"replay {i}, large")
     torch.cuda.synchronize()
     dist.destroy_process_group()
     return found

@@ -22,12 +22,13 @@ namespace {
 // more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
 constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
 // The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
-// over PCIe: few do so at once, or their looks are what keeps the link busy.
-constexpr int64_t kMappedBytes = 32 << 10;
+// over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
+// where the host's cores are as fast, which take no multiprocessor.
+constexpr int64_t kMappedBytes = 32 << 10, kMappedSlotBytes = 16 << 20;
 // A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
 // do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
 constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
-constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedBlocks = 8, kThreads = 512;
+constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedPacketBlocks = 8, kThreads = 512;
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
 
 Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
@@ -51,12 +52,13 @@ uint32_t fingerprint(const Call& call) {
 bool reduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
 bool in_blocks(Kind kind) { return kind == Kind::reduce_scatter || kind == Kind::all_gather; }
 bool in_packets(Path path) { return path <= Path::packets_two_shot || path == Path::mapped; }
+bool in_mapped(Path path) { return path == Path::mapped || path == Path::mapped_two_shot; }
 
 }  // namespace
 
 const char* name(Path path) {
-  constexpr const char* names[] = {"packets",  "packets_two_shot", "one_shot", "two_shot", "mapped",
-                                   "assisted", "copies",           "host",     "automatic"};
+  constexpr const char* names[] = {"packets",         "packets_two_shot", "one_shot", "two_shot", "mapped",
+                                   "mapped_two_shot", "assisted",         "copies",   "host",     "automatic"};
   return names[static_cast<int>(path)];
 }
 
@@ -70,7 +72,7 @@ struct Accelerator::State {
   const Row* row(Kind kind, int64_t bytes, DType dtype, Op op) const;
   Path path(Kind kind, int64_t bytes, DType dtype, Op op) const;
   Launch launch(const Call& call, int64_t bytes, Path path, Stream stream) const;
-  const Links& links(Path path) const { return (path == Path::mapped ? mapped : peers)->links(); }
+  const Links& links(Path path) const { return (in_mapped(path) ? mapped : peers)->links(); }
   // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch, what) enqueues it.
   template <class Work>
   void enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
@@ -103,7 +105,8 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   why_no_peers = why_no_mapped = agree(communicator, kernels ? "" : "hfreduce was built without nvcc", timeout);
   if (why_no_peers.empty()) why_no_peers = forbidden(communicator, *driver, timeout);
   if (why_no_peers.empty()) why_no_peers = connect(communicator, *driver, timeout, peers);
-  if (why_no_mapped.empty() && wants(Path::mapped)) why_no_mapped = map(communicator, *driver, timeout, mapped);
+  if (why_no_mapped.empty() && (wants(Path::mapped) || wants(Path::mapped_two_shot)))
+    why_no_mapped = map(communicator, *driver, timeout, mapped);
   communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
   if (wants(Path::assisted)) make_assisted(timeout);
   if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
@@ -150,6 +153,8 @@ bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype,
       return peers && (ours || kind == Kind::all_to_all) && sums;
     case Path::mapped:
       return mapped && ours && sums && part(kind, bytes) <= kMapped;
+    case Path::mapped_two_shot:
+      return mapped && (ours || kind == Kind::all_to_all) && sums;
     case Path::assisted:
       return assisted && ours && (!reduction(kind) || supported(dtype, op)) && (regular || !in_blocks(kind));
     case Path::copies:
@@ -175,7 +180,8 @@ Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) cons
   for (const auto& [path, most] :
        {std::pair(Path::packets, kPacketBytes),
         std::pair(Path::packets_two_shot, others > 1 ? kTwoTripBytes * others : 0), std::pair(Path::two_shot, any),
-        std::pair(Path::mapped, kMappedBytes), std::pair(Path::assisted, any)})
+        std::pair(Path::mapped, kMappedBytes), std::pair(Path::mapped_two_shot, kMappedSlotBytes),
+        std::pair(Path::assisted, any), std::pair(Path::mapped_two_shot, any)})
     if (sent <= most && takes(path, kind, bytes, dtype, op)) return path;
   return Path::host;
 }
@@ -183,17 +189,20 @@ Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) cons
 Launch Accelerator::State::launch(const Call& call, int64_t bytes, Path path, Stream stream) const {
   const Row* const chosen = row(call.kind, bytes, call.dtype, call.op);
   const bool packets = in_packets(path);
-  const int64_t limit = path == Path::mapped   ? kMappedBlocks
-                        : packets              ? kPacketBlocks
-                        : bytes >= kLargeBytes ? kLargeBlocks
-                                               : kBlocks;
+  const Links* const links = path < Path::assisted ? &this->links(path) : nullptr;
+  const int64_t limit = path == Path::mapped            ? kMappedPacketBlocks
+                        : packets                       ? kPacketBlocks
+                        : path == Path::mapped_two_shot ? kMappedBlocks
+                        : bytes >= kLargeBytes          ? kLargeBlocks
+                                                        : kBlocks;
   const int64_t share = packets ? kPacketBlockBytes : kBlockBytes;
   const int64_t all = packets ? part(call.kind, bytes) : bytes;
   const int64_t blocks = std::clamp<int64_t>((all + share - 1) / share, 1, limit);
   Launch launch{stream, static_cast<int>(blocks), kThreads, fingerprint(call)};
-  if (chosen && chosen->blocks > 0) launch.blocks = std::min<int>(chosen->blocks, kMaxBlocks);
+  if (chosen && chosen->blocks > 0) launch.blocks = chosen->blocks;
   if (chosen && chosen->threads > 0) launch.threads = std::min<int>(chosen->threads, kMaxThreads) / 32 * 32;
-  if (chosen && chosen->slot > 0) launch.slot = std::clamp<int>(chosen->slot / 256 * 256, 256, kSlot);
+  if (chosen && chosen->slot > 0) launch.slot = std::max(chosen->slot / 256 * 256, 256);
+  if (links) launch.blocks = std::min(launch.blocks, links->blocks), launch.slot = std::min(launch.slot, links->slot);
   return launch;
 }
 
@@ -323,8 +332,8 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
   s.communicator.all_reduce(&most, &most, 1, DType::i64, {Op::max}, timeout);
   // All ranks take the path, and the blocks, of the largest part.
   s.enqueue(call_of(Kind::all_to_all, 0, dtype), most * s.communicator.size(), bytes_in, bytes_out, stream, timeout,
-            [&](Path, const Launch& launch, const Enqueued&) {
-              gpu::all_to_all(s.peers->links(), in, out, ranges, most, launch);
+            [&](Path path, const Launch& launch, const Enqueued&) {
+              gpu::all_to_all(s.links(path), in, out, ranges, most, launch);
             });
 }
 

@@ -19,10 +19,21 @@ namespace hfreduce::gpu {
 class DeviceMessages;
 
 // Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
-// what is no all_reduce is packets or two_shot); mapped: packets in pinned memory of the host; the CPU-assisted reduce;
-// copies: all_gather by copy engines (copies.h), where a row says so; or copied to the host, and back. automatic: in a
-// Row, the default.
-enum class Path : uint8_t { packets, packets_two_shot, one_shot, two_shot, mapped, assisted, copies, host, automatic };
+// what is no all_reduce is packets or two_shot); mapped and mapped_two_shot: packets, and two_shot, in pinned memory of
+// the host; the CPU-assisted reduce; copies: all_gather by copy engines (copies.h), where a row says so; or copied to
+// the host, and back. automatic: in a Row, the default.
+enum class Path : uint8_t {
+  packets,
+  packets_two_shot,
+  one_shot,
+  two_shot,
+  mapped,
+  mapped_two_shot,
+  assisted,
+  copies,
+  host,
+  automatic
+};
 const char* name(Path);
 
 // What messages of `kind` up to `max_bytes` do. Without rows, or beyond them, there are defaults.

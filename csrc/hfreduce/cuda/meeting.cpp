@@ -108,11 +108,12 @@ class Proof {
     done("a kernel that writes to peers");
     for (int i = 0; i < links_.size; ++i) check("a kernel", page_.at(i), i, i);
   }
-  // Out of the page and into it; twice, since packets lie in another place each time.
-  void packets() {
-    for (int i : {0, 1}) {
+  // Out of the page and into it; each twice, since packets and slots lie in another place then.
+  void mapped() {
+    for (int i : {0, 1, 2, 3}) {
       line(page_.at(kMaxRanks), links_.rank, i);
-      all_gather_packets(links_, page_.at(kMaxRanks), page_.at(0), kLine, {stream_, 1, 128, 1});
+      const auto kernel = i < 2 ? all_gather_packets : all_gather;
+      kernel(links_, page_.at(kMaxRanks), page_.at(0), kLine, {stream_, 1, 128, 1, links_.slot});
       done("a kernel that writes to the host's memory");
       for (int from = 0; from < links_.size; ++from) check("a kernel", page_.at(from), from, i);
     }
@@ -304,7 +305,7 @@ std::string map(Communicator& c, Driver& driver, milliseconds timeout, std::uniq
   std::unique_ptr<Proof> proof;
   if (objection.empty())
     objection = attempt(c, timeout, [&] { proof = std::make_unique<Proof>(c, driver, mapped->links()); });
-  if (objection.empty()) objection = attempt(c, timeout, [&] { proof->packets(); });
+  if (objection.empty()) objection = attempt(c, timeout, [&] { proof->mapped(); });
   if (!objection.empty()) static_cast<void>(mapped.release());  // its kernel may still run
   return objection;
 }

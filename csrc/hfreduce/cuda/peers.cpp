@@ -10,16 +10,22 @@ namespace hfreduce::gpu {
 
 namespace {
 constexpr size_t kLine = 128, kPage = 4096;
-constexpr size_t kFlags = kMaxBlocks * kLine, kSteps = 2 * kMaxBlocks * sizeof(uint32_t);
+constexpr size_t kSteps = 2 * kMaxBlocks * sizeof(uint32_t);
 static_assert(kMaxRanks * sizeof(uint64_t) <= kLine && sizeof(Board) <= kPage);
 
 constexpr int region_bytes(int payload) { return kLine + 2 * payload; }
+constexpr size_t flags_bytes(int blocks) { return blocks * kLine; }
 size_t packets_bytes(int size, int payload) { return 2 * static_cast<size_t>(size) * region_bytes(payload); }
-size_t slots_bytes(int size) { return 2 * static_cast<size_t>(kMaxBlocks) * size * (kSlot + kLine); }
+size_t slots_bytes(int size, int blocks, int slot) { return 2 * static_cast<size_t>(blocks) * size * (slot + kLine); }
+size_t shared_bytes(int size, int blocks, int slot, int payload) {
+  return flags_bytes(blocks) + packets_bytes(size, payload) + slots_bytes(size, blocks, slot);
+}
 }  // namespace
 
-size_t Peers::bytes(int size) { return kFlags + kSteps + packets_bytes(size, kPackets) + slots_bytes(size); }
-size_t Peers::mapped_bytes(int size) { return (packets_bytes(size, kMapped) + kPage - 1) / kPage * kPage; }
+size_t Peers::bytes(int size) { return shared_bytes(size, kMaxBlocks, kSlot, kPackets) + kSteps; }
+size_t Peers::mapped_bytes(int size) {
+  return (shared_bytes(size, kMappedBlocks, kMappedSlot, kMapped) + kPage - 1) / kPage * kPage;
+}
 
 // What both kinds have. The others delegate to this: so the destructor runs for what throws in them.
 Peers::Peers(Driver& driver, int rank, int size, milliseconds limit) : driver_(driver), opened_(kMaxRanks) {
@@ -42,32 +48,33 @@ Peers::Peers(Driver& driver, int rank, int size, milliseconds limit) : driver_(d
 
 Peers::Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit)
     : Peers(driver, rank, size, limit) {
-  links_.region = region_bytes(kPackets);
+  links_.blocks = kMaxBlocks, links_.slot = kSlot, links_.region = region_bytes(kPackets);
   mine_ = driver.allocate(bytes(size));
   const std::vector<Handle> handles = exchange(driver.handle(mine_));
   if (handles.size() != static_cast<size_t>(size)) throw std::logic_error("as many handles as ranks are needed");
-  for (int i = 0; i < size; ++i) {
-    char* base = static_cast<char*>(i == rank ? mine_ : opened_[i] = driver.open(handles[i]));
-    links_.flags[i] = reinterpret_cast<uint64_t*>(base);
-    links_.packets[i] = base + kFlags + kSteps;
-    links_.slots[i] = links_.packets[i] + packets_bytes(size, kPackets);
-  }
-  links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+  for (int i = 0; i < size; ++i) place(i, static_cast<char*>(i == rank ? mine_ : opened_[i] = driver.open(handles[i])));
+  links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + bytes(size) - kSteps);
 }
 
-// The flags are of steps, of which there are none here: this rank's are looked at, and never raised.
+// The steps are counted in device memory even so.
 Peers::Peers(Driver& driver, int rank, std::vector<Segment> segments, milliseconds limit)
     : Peers(driver, rank, static_cast<int>(segments.size()), limit) {
   segments_ = std::move(segments);
-  links_.region = region_bytes(kMapped);
-  mine_ = driver.allocate(kFlags + kSteps);
-  links_.flags[rank] = static_cast<uint64_t*>(mine_);
-  links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + kFlags);
+  links_.blocks = kMappedBlocks, links_.slot = kMappedSlot, links_.region = region_bytes(kMapped);
+  mine_ = driver.allocate(kSteps);
+  links_.steps = static_cast<uint32_t*>(mine_);
   for (; pinned_ < segments_.size(); ++pinned_) {
     const Segment& segment = segments_[pinned_];
     driver.pin(segment.data(), segment.bytes());
-    links_.packets[pinned_] = segment.data();
+    place(static_cast<int>(pinned_), segment.data());
   }
+}
+
+// Where in a rank's memory is what.
+void Peers::place(int of, char* memory) {
+  links_.flags[of] = reinterpret_cast<uint64_t*>(memory);
+  links_.packets[of] = memory + flags_bytes(links_.blocks);
+  links_.slots[of] = links_.packets[of] + 2 * links_.size * static_cast<size_t>(links_.region);
 }
 
 Peers::~Peers() { free(); }

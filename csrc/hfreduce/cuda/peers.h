@@ -1,6 +1,6 @@
 // The device memory of the ranks of one host, each mapped by all: what the kernels over NVLink and PCIe peer access
-// work in. Where devices do not reach each other, small messages have the same in pinned memory of the host, which all
-// their kernels write to and look at over PCIe.
+// work in. Where devices do not reach each other, they have the same, but less of it, in pinned memory of the host,
+// which all of them write to, look at and read over PCIe.
 //
 // Everything is made of steps, as on the CPU (team.h), but each block of a kernel is a team of its own: block b of all
 // ranks take part in the steps of block b, and of no other. In step s of block b a rank writes into slot (b, s % 2,
@@ -32,7 +32,8 @@ constexpr int kMaxBlocks = 128;
 constexpr int kMaxThreads = 512;
 constexpr int kSlot = 64 << 10;      // bytes of one slot: what a block moves to one peer in one step
 constexpr int kPackets = 512 << 10;  // bytes of payload for small messages, of each rank and parity
-constexpr int kMapped = 64 << 10;    // the same in the host's memory
+// The same in the host's memory: of blocks and slots as many as keep PCIe busy.
+constexpr int kMapped = 64 << 10, kMappedBlocks = 32, kMappedSlot = 16 << 10;
 
 // Pinned host memory, one per process: how the host stops its kernels, and how they tell it what they saw. A kernel
 // that waits looks at `stop` every now and then, and ends when it is not 0: what it leaves in the outputs is then of no
@@ -47,11 +48,12 @@ struct Board {
 // As a kernel takes it, by value.
 struct Links {
   int rank, size;
-  char* slots[kMaxRanks];      // [rank] of each rank's memory: kMaxBlocks x 2 x size x (kSlot and a line: its notes)
-  uint64_t* flags[kMaxRanks];  // kMaxBlocks lines of kMaxRanks
+  char* slots[kMaxRanks];      // [rank] of each rank's memory: blocks x 2 x size x (a slot and a line: its notes)
+  uint64_t* flags[kMaxRanks];  // a line of kMaxRanks for each block
   char* packets[kMaxRanks];    // 2 x size regions: see packets.cu
-  int region;                  // bytes of one: a line, and twice the payload
-  uint32_t* steps;             // this rank's own counters: of kMaxBlocks blocks in slots, and again in packets
+  int blocks, slot;  // how many of them, and bytes of one: kMaxBlocks and kSlot, or kMappedBlocks, kMappedSlot
+  int region;        // bytes of a region: a line, and twice the payload
+  uint32_t* steps;   // this rank's own counters: of kMaxBlocks blocks in slots, and again in packets
   Board* board;
   int64_t limit_ns;  // of the clock, for one wait: far beyond the host's timeout, should the host be gone
 };
@@ -64,8 +66,8 @@ class Peers {
 
   // size: 2 to kMaxRanks, ranks that reach each other's memory. limit: of Links::limit_ns.
   Peers(Driver& driver, int rank, int size, const Exchange& exchange, milliseconds limit = kLimit);
-  // For packets alone, in the host's memory: zeroed segments of mapped_bytes of all ranks, by rank, which are pinned
-  // here. Its ranks need not meet before it is destroyed.
+  // In the host's memory: zeroed segments of mapped_bytes of all ranks, by rank, which are pinned here. Its ranks need
+  // not meet before it is destroyed.
   Peers(Driver& driver, int rank, std::vector<Segment> segments, milliseconds limit = kLimit);
   // When no kernel runs any more, on any rank. CUDA wants others to close memory before its owner frees it: where ranks
   // can still meet, they do so between `close` and the destructor, which closes what is open.
@@ -84,6 +86,7 @@ class Peers {
   static constexpr milliseconds kLimit = std::chrono::minutes(60);
 
   Peers(Driver& driver, int rank, int size, milliseconds limit);
+  void place(int of, char* memory);
   void free();
 
   Driver& driver_;
@@ -100,9 +103,9 @@ class Peers {
 // reduce.h on the CPU. A count of 0 launches nothing.
 struct Launch {
   Stream stream;
-  int blocks, threads;   // at most kMaxBlocks, kMaxThreads; threads in whole warps. Equal on all ranks
+  int blocks, threads;   // at most kMaxBlocks (slots: Links::blocks), kMaxThreads; whole warps. Equal on all ranks
   uint32_t fingerprint;  // of the call, not 0
-  int slot = kSlot;      // bytes used of each slot: whole lines of 256, at most kSlot. Equal on all ranks
+  int slot = kSlot;      // bytes used of each slot: whole lines of 256, at most Links::slot. Equal on all ranks
 };
 
 // packets.cu: each 8 bytes stored at once being 4 of payload and a flag, so that no other flags are needed. Everybody

@@ -35,8 +35,7 @@
 
 namespace hfreduce::gpu {
 
-constexpr int kLine = 128;              // bytes: pieces are made of whole lines
-constexpr int kStride = kSlot + kLine;  // from slot to slot; in the line behind a slot lies its writer's factor
+constexpr int kLine = 128;  // bytes: pieces are made of whole lines
 constexpr int kFlagsOfBlock = kLine / 8;
 constexpr int kHeader = kLine;  // of a region of packets: see packets.cu
 static_assert(kFlagsOfBlock >= kMaxRanks);
@@ -143,19 +142,25 @@ class Block {
 
   // Of premul_sum: pushed with the first step, and read with it, before the next one is arrived at.
   __device__ __forceinline__ void push_factor(const Rule& rule, double factor) const {
-    if (rule.op == Op::premul_sum && is_for_a_peer()) *reinterpret_cast<double*>(theirs(threadIdx.x) + kSlot) = factor;
+    if (rule.op == Op::premul_sum && is_for_a_peer()) *factor_of(theirs(threadIdx.x)) = factor;
   }
   __device__ __forceinline__ void read_factors(Rule& rule, double factor) const {
     if (rule.op != Op::premul_sum) return;
 #pragma unroll
     for (int i = 0; i < kMaxRanks; ++i)
-      if (i < links_.size)
-        rule.factors[i] = i == links_.rank ? factor : *reinterpret_cast<const volatile double*>(mine(i) + kSlot);
+      if (i < links_.size) rule.factors[i] = i == links_.rank ? factor : *factor_of(mine(i));
   }
 
  private:
   __device__ __forceinline__ char* slot(int of, uint32_t step, int writer) const {
-    return links_.slots[of] + int64_t((blockIdx.x * 2 + step % 2) * links_.size + writer) * kStride;
+    return links_.slots[of] + int64_t((blockIdx.x * 2 + step % 2) * links_.size + writer) * (links_.slot + kLine);
+  }
+  // In the line behind a slot: its writer's.
+  __device__ __forceinline__ double* factor_of(char* slot) const {
+    return reinterpret_cast<double*>(slot + links_.slot);
+  }
+  __device__ __forceinline__ const volatile double* factor_of(const char* slot) const {
+    return reinterpret_cast<const volatile double*>(slot + links_.slot);
   }
 
   // The first threads look after a peer each.
