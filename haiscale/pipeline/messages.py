@@ -11,6 +11,7 @@ the order in which it sent them.
 """
 
 import contextlib
+import weakref
 from collections import deque
 
 import torch
@@ -24,6 +25,8 @@ DTYPES = (
     *(torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 NONE = -1
+# Of each group {(from, to): wires}. Pipelines of one group run one after the other, so they can share them.
+_WIRES = weakref.WeakKeyDictionary()
 
 
 def describe(tensors: list[Tensor | None]) -> list[int]:
@@ -77,8 +80,8 @@ class Sender:
         header = describe(tensors)
         tensors = [x.detach().contiguous() for x in tensors if x is not None]
         offsets, size = _places([x.nbytes for x in tensors])
-        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8)
-        message[: HEADER * 8].view(torch.int64).copy_(torch.tensor(header))
+        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8, device="cpu")
+        message[: HEADER * 8].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
         if size <= self.room:
             body = message[HEADER * 8 :]
             for x, offset in zip(tensors, offsets, strict=True):
@@ -110,7 +113,7 @@ class Receiver:
 
     def post(self) -> None:
         """Begin to receive the next message."""
-        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8)
+        message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8, device="cpu")
         self._posted = dist.irecv(message, self.peer, self.wires[0]), message
 
     def receive(self, last: bool) -> list[Tensor | None]:
@@ -165,16 +168,16 @@ def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[
     """{(from, to): wires} for the ranks of the default group that this one receives from, and sends to.
 
     A backend that runs the messages of a pair one after the other in both directions (NCCL) would wait for itself where
-    two ranks send to each other: it gets a group for each direction, and one of gloo for the headers. Called by all
-    ranks of `group` together.
+    two ranks send to each other: it gets a group for each direction, and one of gloo for the headers, all made once for
+    each group. Called by all ranks of `group` together.
     """
     me = dist.get_rank()
     pairs = {(peer, me) for peer in senders} | {(me, peer) for peer in receivers}
     backend = group._get_backend(device).name() if hasattr(group, "_get_backend") else dist.get_backend(group)
     if "nccl" not in backend.lower():
         return dict.fromkeys(pairs, (group, group))
-    wires = {}
-    for pair in sorted(pairs):
+    wires = _WIRES.setdefault(group, {})
+    for pair in sorted(pairs - wires.keys()):
         ranks = sorted(pair)
         host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         wires[pair] = host, dist.new_group(ranks, backend="nccl", use_local_synchronization=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
 
 WORKER = Path(__file__).parents[1] / "workers" / "pipeline.py"
 
@@ -19,15 +20,40 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_cases(results, size):
     """One line for each rank and case where something is wrong, and none."""
+    check(results, size, 35)
+
+
+def check(results, size, least):
     here = [
         (f"rank {rank}, {name}", wrong)
         for rank, found in enumerate(results)
         for name, (wrong, _) in found.items()
         if name.startswith(f"{size} ranks")
     ]
-    assert len(here) >= size * 35
+    assert len(here) >= size * least
     wrong = [f"{name}: {what}" for name, what in here if what]
     assert not wrong, "\n".join(wrong)
+
+
+def test_on_gloo(tmp_path):
+    check(ranks.run(WORKER, "on_devices", 2, tmp_path, backend="gloo", few=True), 2, 14)
+
+
+GPUS = min(torch.cuda.device_count(), 4) & ~1  # 4 or 2
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "hfreduce", "hfreduce from GPU to GPU"])
+def test_on_gpus(backend, tmp_path):
+    """All schedules on all GPUs, up to four, and on two of them: what they give without a pipeline but for rounding."""
+    backend, _, direct = backend.partition(" ")
+
+    def environment(rank):
+        return {"PIPELINE_DEVICE": f"cuda:{rank}", "HFREDUCE_DEVICE_MESSAGES": "1" if direct else "0"}
+
+    found = ranks.run(WORKER, "on_devices", GPUS, tmp_path, timeout=120, env=environment, backend=backend)
+    for size in {2, GPUS}:
+        check(found, size, 40)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Pipelines on four ranks of hfreduce, in groups of two, three and four: what every rank does, see test_pipeline.
+"""Pipelines on ranks of one group, and in groups of fewer of them: what every rank does, see test_pipeline.
 
 Cases of one group run one after the other; ranks that are not in it go on to the next.
 """
@@ -16,7 +16,7 @@ import pipeline_cases as of
 import ranks
 import torch
 import torch.distributed as dist
-from pipeline_models import SCHEDULES, Place, batch, layers
+from pipeline_models import DEVICE, SCHEDULES, Place, batch, layers
 from torch.nn.functional import mse_loss
 
 import hfreduce  # noqa: F401  the backend
@@ -79,14 +79,18 @@ def run(rank, world, store):
     """{case: (what is wrong, seconds)} of the groups that this rank is in; groups end at the last rank."""
     torch.set_num_threads(1)
     dist.init_process_group("hfreduce", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    return all_cases(rank, world, {size: cases(size) for size in (4, 3, 2)})
+
+
+def all_cases(rank, world, by_size):
     found = {}
-    for size in (4, 3, 2):
+    for size, of_size in by_size.items():
         members = list(range(world - size, world))
         group = dist.new_group(members)
         if rank not in members:
             continue
         place = Place(group, dist.get_rank(group), size)
-        for name, case in cases(size).items():
+        for name, case in of_size.items():
             started = time.monotonic()
             try:
                 wrong = case(place)
@@ -94,6 +98,40 @@ def run(rank, world, store):
                 wrong = traceback.format_exc()[-3000:]
             found[f"{size} ranks, {name}"] = wrong, time.monotonic() - started
     return found
+
+
+def device_cases(few):
+    """{name: case}: all schedules on a decoder; one of them on a converted one; and what differs on a GPU."""
+    microbatches = (4,) if few else (1, 4, 8)
+    found = {}
+    for schedule, chunks in itertools.product(SCHEDULES, microbatches):
+        found[f"llama, {schedule}, {chunks} microbatches"] = of.decoded("llama", False, schedule, chunks, rows=8)
+    for kind, chunks in itertools.product(("gpt2", "llama"), microbatches):
+        name = f"{kind}, converted, ZeroBubble-V, {chunks} microbatches"
+        found[name] = of.decoded(kind, True, "ZeroBubble-V", chunks, rows=8)
+    found |= {f"tied, {schedule}": of.decoded("gpt2", False, schedule, 4, rows=8) for schedule in SCHEDULES}
+    if few:
+        return found
+    found |= {f"dropout, checkpoint {mode}": of.dropout(mode) for mode in ("except_last", "always")}
+    found |= {f"autocast, checkpoint {mode}": of.autocast(mode) for mode in ("never", "always")}
+    found |= {"several inputs": of.several_inputs, "other shapes": of.other_shapes, "pictures": of.pictures}
+    return found | {"inference": of.inference, "masks": of.masks, "clipping": of.clipping}
+
+
+def on_devices(rank, world, store, backend, few=False):
+    """As `run`, on whatever PIPELINE_DEVICE says: in a group of all ranks, and in one of two. few: CPUs, in seconds."""
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+    notes = dist.FileStore(store, world)
+    options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=30)}
+    dist.init_process_group(backend, store=notes, **options)
+    found = all_cases(rank, world, {size: device_cases(few) for size in dict.fromkeys((world, 2))})
+    Path(f"{store}.result.{rank}").write_text(json.dumps(found))
+    # As in tests/workers/ranks.py: gloo, by which NCCL's pipelines send their headers, is not taken down.
+    notes.set(f"ended/{rank}", "")
+    notes.wait([f"ended/{other}" for other in range(world)])
+    os._exit(0)
 
 
 def fault(rank, world, store, limit):

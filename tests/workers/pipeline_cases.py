@@ -6,7 +6,20 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from pipeline_models import WIDTH, Place, batch, compare, decoder, differs, layers, next_token, sequential, tokens
+from pipeline_models import (
+    DEVICE,
+    ROUNDING,
+    WIDTH,
+    Place,
+    batch,
+    compare,
+    decoder,
+    differs,
+    layers,
+    next_token,
+    sequential,
+    tokens,
+)
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +39,10 @@ def layered(schedule, chunks, **options):
     return case
 
 
-def decoded(kind, converted, schedule, chunks):
+def decoded(kind, converted, schedule, chunks, rows=4):
     def case(place):
         model = decoder(kind, converted)
-        steps = [((tokens(seed),), tokens(seed)) for seed in (1, 2)]
+        steps = [((tokens(seed, rows),), tokens(seed, rows)) for seed in (1, 2)]
         close = ["transformer.wte.weight"]  # tied: its parts are added in another order
         return compare(place, place.pipeline(model, schedule, chunks), model, chunks, steps, next_token, close)
 
@@ -82,7 +95,7 @@ class Between(nn.Module):
 
 def several_inputs(place):
     torch.manual_seed(3)
-    model = SequentialModel(*[Between(i == 0, i == 7) for i in range(8)])
+    model = SequentialModel(*[Between(i == 0, i == 7) for i in range(8)]).to(DEVICE)
     pp = place.pipeline(model, "PipeDream", 4)
     return compare(place, pp, model, 4, [((batch(1)[0],), batch(1)[1])] * 2, mse_loss)
 
@@ -123,8 +136,9 @@ def masks(place):
     mask[0, :3] = 0
     pp = place.pipeline(model, "Interleaved1F1B", 2)
     found = pp(*((x, mask) if pp.is_first else ()))
-    if pp.is_last and not torch.equal(found, model(x, attention_mask=mask).logits):
-        return "other logits"
+    if pp.is_last:
+        wrong = differs(found, model(x, attention_mask=mask).logits)
+        return wrong and f"other logits, {wrong}"
 
 
 def inference(place):
@@ -133,7 +147,7 @@ def inference(place):
     x, y = batch(1)
     for _ in range(2):
         found = pp(x)
-        if pp.is_last and (found.requires_grad or not torch.equal(found, model(x))):
+        if pp.is_last and (found.requires_grad or differs(found, model(x))):
             return "other outputs, or a graph"
         pp.forward_backward(x, criterion=mse_loss, labels=y)
     if not pp.is_last and found is not None:
@@ -145,7 +159,7 @@ def dropout(checkpoint):
 
     def case(place):
         torch.manual_seed(5)
-        model = SequentialModel(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))])
+        model = SequentialModel(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))]).to(DEVICE)
         grads = []
         for mode in ("never", checkpoint):
             pp = place.pipeline(model, "ZeroBubble-H1", 3, checkpoint=mode)
@@ -153,7 +167,7 @@ def dropout(checkpoint):
             pp.forward_backward(batch(1)[0], criterion=mse_loss, labels=batch(1)[1])
             pp.forward_backward(batch(2)[0], criterion=mse_loss, labels=batch(2)[1])
             grads.append([p.grad for p in pp.parameters()])
-        if not all(map(torch.equal, *grads)):
+        if any(map(differs, *grads)):
             return "other gradients than without checkpoints"
 
     return case
@@ -164,9 +178,11 @@ def autocast(checkpoint):
 
     def case(place):
         model, x = layers(), batch(1)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             pp = place.pipeline(model, "PipeDream", 2, checkpoint=checkpoint)
-            return compare(place, pp, model, 2, [((x[0],), x[1])], lambda y, label: mse_loss(y.float(), label))
+            criterion = lambda y, label: mse_loss(y.float(), label)  # noqa: E731
+            rounding = 1e3 * ROUNDING  # of bfloat16
+            return compare(place, pp, model, 2, [((x[0],), x[1])], criterion, rounding=rounding)
 
     return case
 
