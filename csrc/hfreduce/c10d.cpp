@@ -130,7 +130,7 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
   begun.fetch_add(1, std::memory_order_relaxed);
   const OpType type = start.type;
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
-  std::unique_ptr<Placed> placed = place(line, start);
+  std::unique_ptr<Placed> placed = place(line, start, outputs);
   const bool to_keep = placed && placed->own() && !placed->captured();
   // It is to be equal on all ranks: of collectives only.
   const uint64_t sequence = sequence_.fetch_add(message ? 0 : 1, std::memory_order_relaxed) + 1;

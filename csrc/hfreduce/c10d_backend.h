@@ -17,6 +17,7 @@
 #include "c10d_work.h"
 #include "communicator.h"
 #include "cuda/accelerator.h"
+#include "turns.h"
 
 namespace hfreduce {
 
@@ -106,7 +107,7 @@ class Backend : public c10d::Backend {
   Work collective(const Start& start, const Tensors& outputs, Operation::Body body) {
     return begin(*collectives_, start, outputs, std::move(body));
   }
-  std::unique_ptr<Placed> place(Line& line, const Start& start);
+  std::unique_ptr<Placed> place(Line& line, const Start& start, const Tensors& outputs);
   std::vector<c10::intrusive_ptr<Operation>> sweep();
   // The path of a collective of `bytes` (as Plan::choose counts them), where the accelerator is made and takes it.
   std::optional<gpu::Path> path(c10::Device device, Kind kind, int64_t bytes, DType dtype, Op op = Op::sum) const;
@@ -143,7 +144,8 @@ class Backend : public c10d::Backend {
   mutable std::mutex mutex_;                     // of what follows
   std::optional<c10::Device> device_;            // of all operations on CUDA tensors
   std::unique_ptr<gpu::Driver> capture_;         // asked whether a stream is captured; none without CUDA
-  std::map<Line*, c10::Stream> streams_;
+  std::map<std::pair<Line*, int>, c10::Stream> streams_;
+  Turns turns_;                                     // of the line of collectives
   std::deque<c10::intrusive_ptr<Operation>> kept_;  // for their device, which may still be at work on their tensors
   std::string no_accelerator_;                      // why there is none; "" before anybody asked
   std::map<std::pair<int, Direction>, std::shared_ptr<Line>> messages_;

@@ -15,10 +15,22 @@ std::vector<gpu::Row> rows_of(const Backend::Options& options) {
   return rows;
 }
 
+// Where tensors lie, with what is between their elements.
+std::vector<Turns::Range> ranges(const std::vector<at::Tensor>& tensors) {
+  std::vector<Turns::Range> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+    if (tensor.numel()) ranges.emplace_back(begin, begin + (last + 1) * tensor.element_size());
+  }
+  return ranges;
+}
+
 }  // namespace
 
 // Nothing for CPU tensors. What is captured into a CUDA graph must be enqueued now, and whole.
-std::unique_ptr<Placed> Backend::place(Line& line, const Start& start) {
+std::unique_ptr<Placed> Backend::place(Line& line, const Start& start, const Tensors& outputs) {
   if (start.device.is_cpu()) return nullptr;
   std::vector<c10::intrusive_ptr<Operation>> done;  // let go of without the lock
   std::lock_guard lock(mutex_);
@@ -42,8 +54,10 @@ std::unique_ptr<Placed> Backend::place(Line& line, const Start& start) {
   if (!captured) done = sweep();
   std::optional<c10::Stream> own;
   if (start.async_op) {
-    auto known = streams_.find(&line);
-    if (known == streams_.end()) known = streams_.emplace(&line, pool_stream(start.device)).first;
+    const bool overlaps = start.path == gpu::Path::assisted && start.type == c10d::OpType::ALLREDUCE;
+    const std::pair key(&line, &line == collectives_.get() ? turns_.next(overlaps, ranges(outputs)) : 0);
+    auto known = streams_.find(key);
+    if (known == streams_.end()) known = streams_.emplace(key, pool_stream(start.device)).first;
     own = known->second;
   }
   return std::make_unique<Placed>(start.device, own, captured, communicator_);

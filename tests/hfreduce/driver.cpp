@@ -8,6 +8,7 @@
 
 #include "communicator.h"
 #include "threads.h"
+#include "turns.h"
 
 using namespace hfreduce;
 
@@ -94,8 +95,25 @@ void job(int size, int hosts, int rounds, unsigned seed) {
 
 }  // namespace
 
+// All_reduces go round the streams, but for those that share memory with an earlier one; all else stays where it is.
+void turns() {
+  Turns turns;
+  const char memory[40] = {};
+  const auto next = [&](bool overlaps, int begin, int end) {
+    return turns.next(overlaps, {{memory + begin, memory + end}});
+  };
+  const int first = next(false, 0, 10);
+  EXPECT(next(true, 0, 10) == first);  // behind what is no all_reduce
+  const int second = next(true, 10, 20), third = next(true, 20, 30);
+  EXPECT(second != first && third != first && third != second);
+  EXPECT(next(true, 15, 25) == third);  // the later one of the two that it meets
+  EXPECT(next(true, 30, 40) == first && next(true, 0, 1) == first);
+  EXPECT(next(false, 10, 20) == first && next(true, 10, 20) == first && next(true, 30, 40) != first);
+}
+
 int main(int argc, char** argv) {
   EXPECT(argc == 3);
+  turns();
   const int rounds = std::atoi(argv[1]);
   const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
   job(3, 1, rounds, seed);

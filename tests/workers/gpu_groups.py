@@ -186,6 +186,14 @@ def streams(rank, size, store):
         seen.append(future.then(lambda f: dist.all_reduce(f.value()[0] * 2, async_op=True).get_future().wait()[0]))
     for i, future in enumerate(seen):
         same(future.wait(), torch.full((1000 + i,), float(size * (size - 1) * size)), "nested")
+    large = torch.ones(2, 10 << 20, device=gpu)
+    out = torch.empty(size * (10 << 20), device=gpu)
+    works = [dist.all_reduce(large[i], async_op=True) for i in (0, 1, 0, 0, 1)]  # nobody waits between them
+    works += [dist.all_gather_into_tensor(out, large[0], async_op=True), dist.all_reduce(out, async_op=True)]
+    for work in works:
+        work.wait()
+    same(large, torch.tensor([[size**3.0], [size**2.0]]).expand_as(large), "in the order in which they were given")
+    same(out, torch.full_like(out, size**4.0, device="cpu"), "in the order in which they were given, gathered")
     work = dist.all_reduce(torch.ones(n, device=gpu), async_op=True)
     work.wait()
     torch.cuda.synchronize()
