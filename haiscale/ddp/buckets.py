@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, of each gradient in its buffer
+CODES = torch.float8_e4m3fn  # as `wire_dtype`: gradients only travel in it, and are averaged in their own dtype
 
 
 class Bucket:
-    """A piece of a flat buffer that is averaged in one operation; `places` are its parameters' numbers."""
+    """A piece of a flat buffer that is averaged in one operation; `places` are its parameters' numbers.
 
-    def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor]):
-        self.flat, self.places, self.parameters, self.views = flat, places, parameters, views
+    error: what rounding on the way has left out of it so far, float32, where that is kept.
+    """
+
+    def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor], error=None):
+        self.flat, self.places, self.parameters, self.views, self.error = flat, places, parameters, views, error
         self.dtypes = [p.dtype for p in parameters]  # which mixed precision changes for as long as a step runs
         self.reset()
         self.work = None  # the operation that averages it, while that is under way
@@ -70,9 +74,13 @@ class Bucket:
 
 
 class Flat:
-    """The buffer of all gradients of one device and dtype; `order`: the numbers of its parameters."""
+    """The buffer of all gradients of one device and dtype; `order`: the numbers of its parameters.
 
-    def __init__(self, order: list[int], parameters: list[Tensor], dtype: torch.dtype):
+    error: of each element, what rounding on the way has left out of it so far; None where that is not kept. It stays
+    with its element however the buffer is cut.
+    """
+
+    def __init__(self, order: list[int], parameters: list[Tensor], dtype: torch.dtype, feedback: bool = False):
         self.order, self.parameters = order, [parameters[i] for i in order]
         step = max(1, ALIGNMENT // dtype.itemsize)
         self.offsets = [0]
@@ -80,6 +88,8 @@ class Flat:
             self.offsets.append(self.offsets[-1] + -(-p.numel() // step) * step)
         self.buffer = torch.zeros(self.offsets[-1], dtype=dtype, device=self.parameters[0].device)
         self.views = [self._view(p, offset) for p, offset in zip(self.parameters, self.offsets, strict=False)]
+        keeps = feedback and dtype.is_floating_point
+        self.error = torch.zeros_like(self.buffer, dtype=torch.float32) if keeps else None
 
     def _view(self, p, offset):
         """Laid out as the parameter is, where it fills its memory: autograd makes such gradients."""
@@ -92,18 +102,25 @@ class Flat:
         for i in range(1, len(self.order) + 1):
             full = i < len(self.order) and (self.offsets[i + 1] - self.offsets[first]) * size > max_bytes
             if i == len(self.order) or full or used[self.order[i]] != used[self.order[first]]:
-                piece = self.buffer[self.offsets[first] : self.offsets[i]]
-                buckets.append(Bucket(piece, self.order[first:i], self.parameters[first:i], self.views[first:i]))
+                piece, of = slice(self.offsets[first], self.offsets[i]), slice(first, i)
+                error = None if self.error is None else self.error[piece]
+                parts = self.order[of], self.parameters[of], self.views[of]
+                buckets.append(Bucket(self.buffer[piece], *parts, error))
                 first = i
         return buckets
 
 
-def flats(order: list[int], parameters: list[Tensor], wire_dtype: torch.dtype | None) -> list[Flat]:
-    """The buffers of all parameters, in the order given; `wire_dtype`: of all floating-point ones, if not their own."""
+def flats(
+    order: list[int], parameters: list[Tensor], wire_dtype: torch.dtype | None, feedback: bool = False
+) -> list[Flat]:
+    """The buffers of all parameters, in the order given; `wire_dtype`: of all floating-point ones, if not their own.
+
+    feedback: they keep what rounding on the way leaves out.
+    """
     kinds: dict[tuple, list[int]] = {}
     for i in order:
         kinds.setdefault((parameters[i].device, dtype_of(parameters[i], wire_dtype)), []).append(i)
-    return [Flat(places, parameters, dtype) for (_, dtype), places in kinds.items()]
+    return [Flat(places, parameters, dtype, feedback) for (_, dtype), places in kinds.items()]
 
 
 def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
@@ -113,7 +130,7 @@ def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
 
 def dtype_of(p: Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
     """In which a parameter's gradient is averaged."""
-    return wire_dtype if wire_dtype is not None and p.dtype.is_floating_point else p.dtype
+    return wire_dtype if wire_dtype not in (None, CODES) and p.dtype.is_floating_point else p.dtype
 
 
 def cut(buffers: list[Flat], order: list[int], max_bytes: int, used: Sequence[bool]) -> list[Bucket]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from haiscale.ddp.buckets import CODES
+
 
 @dataclass(frozen=True)
 class Dtypes:
@@ -78,3 +80,17 @@ class Narrow:
     def cast(self, inputs):
         """Floating-point tensors among the inputs, in the copies' dtype."""
         return tree_map(lambda x: x.to(self.dtype) if torch.is_tensor(x) and x.is_floating_point() else x, inputs)
+
+
+def feedback(wire_dtype: torch.dtype | None, given: bool | None) -> bool:
+    """Whether what the wire's format leaves out is fed back; given: as the user said.
+
+    Raises ValueError where the dtype is none for the wire, and where it leaves out nothing that could be fed back.
+    """
+    if wire_dtype is not None and not getattr(wire_dtype, "is_floating_point", False):
+        raise ValueError(f"wire_dtype must be a floating-point dtype such as torch.bfloat16, got {wire_dtype!r}")
+    if wire_dtype is not None and wire_dtype.itemsize < 2 and wire_dtype != CODES:
+        raise ValueError(f"wire_dtype={wire_dtype} is not accepted: of 8 bits there is {CODES}")
+    if given and wire_dtype != CODES:
+        raise ValueError(f"error_feedback=True needs wire_dtype={CODES}, got wire_dtype={wire_dtype}")
+    return wire_dtype == CODES and given is not False

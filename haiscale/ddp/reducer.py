@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from haiscale import checks
-from haiscale.ddp.buckets import Bucket, cut, flats
+from haiscale.ddp.buckets import CODES, Bucket, cut, flats
 from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.sizes import Sizes
+from hfreduce.wire import Wire
 
 NAMES = 8  # parameters that a message lists
 
@@ -32,12 +33,16 @@ class Reducer:
     """See above. `lenient`: parameters may be without gradients; `static`: they are the same ones in every step.
 
     parameters: those to be trained, each once. attach: gradients are views of buckets. wire_dtype: in which gradients
-    are averaged, if not in their own. restore: called at the end of backward before gradients are looked at.
+    are averaged, if not in their own, or CODES, and then feedback: what those leave out is added to the next ones.
+    restore: called at the end of backward before gradients are looked at.
     """
 
-    def __init__(self, module, parameters, group, sizes: Sizes, *, wire_dtype, attach, lenient, static, restore):
+    def __init__(
+        self, module, parameters, group, sizes: Sizes, *, wire_dtype, feedback, attach, lenient, static, restore
+    ):
         self.module, self.parameters, self.group, self.sizes = module, parameters, group, sizes
         self.wire_dtype, self.attach, self.restore = wire_dtype, attach, restore
+        self.wire, self.feedback = Wire(group, CODES) if wire_dtype == CODES else None, feedback
         self.lenient, self.static = lenient or static, static
         self.device = checks.host_device(group)
         self.averages = dist.get_backend(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
@@ -168,6 +173,9 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.work is None and self._due(bucket):
                 self._launch(bucket)
+        if self.wire is not None:
+            with self._noting_faults():
+                self.wire.flush()
         has_gradient = self._vote() if self.lenient and not self.static else None
         if not self.defer:
             self.settle(has_gradient)
@@ -211,7 +219,7 @@ class Reducer:
         if used is not None:
             self.order = [i for i in self.order if used[i]]
         self.expected = [max(1, c) for c in self.counts]
-        self.flats = flats(self.order, self.parameters, self.wire_dtype)
+        self.flats = flats(self.order, self.parameters, self.wire_dtype, self.feedback)
         self._cut()
 
     def _cut(self):
@@ -241,10 +249,13 @@ class Reducer:
             hook, state = self.hook
             bucket = self.buckets[index]
             return hook(state, GradBucket(index, len(self.buckets), flat, bucket.views, bucket.parameters))
+        wire = self.wire if flat.is_floating_point() else None
         if self.contributors is not None:
             flat.mul_(1 / self.contributors())
-        elif not self.averages:
+        elif wire is None and not self.averages:
             flat.mul_(1 / self.size)
+        if wire is not None:
+            return wire.begin(flat, "avg" if self.contributors is None else "sum", self.buckets[index].error)
         op = dist.ReduceOp.AVG if self.averages and self.contributors is None else dist.ReduceOp.SUM
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
@@ -273,6 +284,8 @@ class Reducer:
         nothing = [torch.zeros_like(bucket.flat) for bucket in self.buckets]
         with self._noting_faults():
             works = [self._average(flat, i) for i, flat in enumerate(nothing)]
+            if self.wire is not None:
+                self.wire.flush()
         if self.lenient and not self.static:
             self._vote([False] * len(self.parameters))
         with self._noting_faults():

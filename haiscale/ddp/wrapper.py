@@ -15,7 +15,7 @@ from haiscale import checks
 from haiscale.ddp import buckets, join, sizes
 from haiscale.ddp.buffers import Buffers, broadcast
 from haiscale.ddp.overlap import Overlap
-from haiscale.ddp.precision import Dtypes, Narrow
+from haiscale.ddp.precision import Dtypes, Narrow, feedback
 from haiscale.ddp.reducer import Reducer
 from haiscale.mesh import assisted
 
@@ -31,10 +31,12 @@ class DDP(nn.Module, Joinable):
     bucket_cap_mb=None measures the best size in the first steps (haiscale/ddp/sizes.py) instead of 25 MiB; what has
     no meaning here is refused. Besides:
 
-    wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16. Gradients keep
-    their own dtype. mixed_precision: torch's _MixedPrecision, or the dtype of parameters in forward and backward.
-    device_mesh: a one-dimensional DeviceMesh instead of process_group. cpu_assisted: gradients on GPUs are averaged by
-    copy engines and the host's cores, on hfreduce whatever the group is on; no multiprocessor is taken from backward.
+    wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16; or
+    torch.float8_e4m3fn, in which they only travel (hfreduce/wire.py), and error_feedback, True if not given: what that
+    leaves out of gradients is added to the next ones. Gradients keep their own dtype. mixed_precision: torch's
+    _MixedPrecision, or the dtype of parameters in forward and backward. device_mesh: a one-dimensional DeviceMesh
+    instead of process_group. cpu_assisted: gradients on GPUs are averaged by copy engines and the host's cores, on
+    hfreduce whatever the group is on; no multiprocessor is taken from backward.
 
     Raises ValueError, on all ranks, where ranks wrap different models; where the model cannot be wrapped; in forward,
     where parameters got no gradient in the backward before (find_unused_parameters=True allows it). The backend's
@@ -47,7 +49,7 @@ class DDP(nn.Module, Joinable):
         gradient_as_bucket_view=True, static_graph=False, delay_all_reduce_named_params=None,
         param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
         bucket_cap_mb_list=None, batched_grad_copy=True, forward_sync_buffers=None, *, wire_dtype=None,
-        cpu_assisted=False,
+        cpu_assisted=False, error_feedback=None,
     ):  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
@@ -67,10 +69,7 @@ class DDP(nn.Module, Joinable):
         self.gradient_as_bucket_view, self.bucket_cap_mb = gradient_as_bucket_view, bucket_cap_mb
         self.dtypes = Dtypes.of(mixed_precision)
         self.wire_dtype = self.dtypes.reduce if wire_dtype is None else wire_dtype
-        if self.wire_dtype is not None and not getattr(self.wire_dtype, "is_floating_point", False):
-            raise ValueError(
-                f"wire_dtype must be a floating-point dtype such as torch.bfloat16, got {self.wire_dtype!r}"
-            )
+        self.error_feedback = feedback(self.wire_dtype, error_feedback)
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         parameters = self._check()
         self.device = parameters[0].device
@@ -86,6 +85,7 @@ class DDP(nn.Module, Joinable):
         """What is not copied or pickled with the model."""
         narrow = self.dtypes.param and Narrow(self.module, list(self._named_parameters().values()), self.dtypes)
         backend = "the CPU-assisted reduce" if self.cpu_assisted else dist.get_backend(self.process_group)
+        backend += " in float8" if self.wire_dtype == buckets.CODES else ""
         key = f"{self._digest[:16]}, {self.process_group.size()} ranks of {backend}"
         cap = None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))
         total = buckets.nbytes(parameters, self.wire_dtype)
@@ -94,7 +94,8 @@ class DDP(nn.Module, Joinable):
         self.reducer = Reducer(
             self.module, parameters, assisted(self.process_group) if self.cpu_assisted else self.process_group,
             sizes.Sizes(f"{key}, {sizes.machine(self.device)}", total, cap, self.device),
-            wire_dtype=self.wire_dtype, attach=self.gradient_as_bucket_view and _same(parameters, self.wire_dtype),
+            wire_dtype=self.wire_dtype, feedback=self.error_feedback,
+            attach=self.gradient_as_bucket_view and _same(parameters, self.wire_dtype),
             lenient=self.find_unused_parameters, static=self.static_graph, restore=narrow and narrow.restore,
         )  # fmt: skip
 
@@ -287,11 +288,15 @@ class DDP(nn.Module, Joinable):
         parameters = self.reducer.parameters
         total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
         dtypes = {str(buckets.dtype_of(p, self.wire_dtype)).removeprefix("torch.") for p in parameters}
+        kind = ", ".join(sorted(dtypes)) + (
+            " from float8_e4m3fn on the wire" if self.wire_dtype == buckets.CODES else ""
+        )
+        kind += " with error feedback" if self.error_feedback else ""
         views = "views of buckets" if self.reducer.attach else "copied from and to buckets"
         changing = "broadcast before a forward when some rank has changed some"
         return "\n".join([
             f"DDP of {type(self.module).__name__}, {size} ranks of {backend}",
-            f"  gradients: {len(parameters)}, {total:.3g} MiB, averaged in {', '.join(sorted(dtypes))}; {views}",
+            f"  gradients: {len(parameters)}, {total:.3g} MiB, averaged in {kind}; {views}",
             *self.reducer.explain(),
             f"  buffers: {len(self._synced.all())}, {changing if self.broadcast_buffers else 'left alone'}",
         ])  # fmt: skip

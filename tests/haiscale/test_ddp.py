@@ -44,6 +44,7 @@ TRAINING = {  # as torch's wrapper trains, to the bit: [function, arguments]
     "overlap_forward": ["overlapped", {"make": "mlp"}],
     "overlap_forward_attention": ["overlapped", {"make": "attention"}],
     "overlap_forward_tied": ["overlapped", {"make": "gpt2"}],
+    "overlap_forward_float8": ["overlapped", {"make": "attention", "wire": "float8_e4m3fn"}],
 }
 OTHERS = {
     "mixed_float32": ["mixed", {"reduce": "float32"}],

@@ -16,6 +16,9 @@ from hfreduce import wire
 WORKER = Path(__file__).parents[1] / "workers" / "wires.py"
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["hfreduce", "gloo", *["hfreduce on GPUs"] * torch.cuda.is_available()]
+BACKENDS += ["nccl on GPUs"] * (torch.cuda.device_count() > 1)
+REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def rows(count, length, dtype):
@@ -122,11 +125,20 @@ def test_what_is_refused():
             wire.all_reduce_(**{"x": x, **options})
 
 
-@pytest.fixture(scope="module", params=["hfreduce", "gloo"])
+def ran(function, size, backend, factory):
+    """What ranks found. "... on GPUs": each has one, or with hfreduce they share those that there are."""
+    backend, _, gpus = backend.partition(" on ")
+    return ranks.run(
+        WORKER, function, size, factory.mktemp(function), backend=backend, timeout=240,
+        env=lambda rank: {"DDP_DEVICE": f"cuda:{rank % torch.cuda.device_count()}", **REPEATABLE} if gpus else {},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def found(request, tmp_path_factory):
-    """What three ranks found, on each backend."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return ranks.run(WORKER, "sums", 3, folder, backend=request.param, timeout=120)
+    """What three ranks found, or two, on each backend."""
+    size = 3 if "nccl" not in request.param else min(3, torch.cuda.device_count())
+    return ran("sums", size, request.param, tmp_path_factory)
 
 
 def test_accuracy(found):
@@ -167,14 +179,14 @@ def test_groups(found):
     """A group of one rounds nothing; of others, those outside take no part."""
     results = [result["alone"] for result in found]
     assert all(unchanged for unchanged, _ in results)
-    assert results[0][1] == results[-1][1] and results[1][1] is None
+    assert results[0][1] == results[-1][1] is not None
+    assert all(outside is None for _, outside in results[1:-1])
 
 
-@pytest.fixture(scope="module", params=["hfreduce", "gloo"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def trained(request, tmp_path_factory):
     """What two ranks found, on each backend."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return ranks.run(WORKER, "training", 2, folder, backend=request.param, timeout=240)
+    return ran("training", 2, request.param, tmp_path_factory)
 
 
 def test_training(trained):

@@ -129,6 +129,19 @@ def launch_recode():
     op.decode(x, packed, start, table, x, 0)
 
 
+def launch_wire():
+    """Four ranks, a gradient of float32 with what is kept of it, and one of bfloat16 without."""
+    op, length = kernels("wire"), 1 << 18
+    for dtype in (F32, BF16):
+        x, error = (torch.empty(1_000_003, dtype=d, device="meta") for d in (dtype, F32))
+        error = error if dtype == F32 else None
+        scaled = torch.empty(4, length + length // 128, dtype=torch.uint8, device="meta")
+        for rows in (scaled, torch.empty(4, length, dtype=BF16, device="meta")):
+            op.encode(x, error, rows, 1, length)
+            op.reduce(x, error, rows, rows[:1], 1, length, 4)
+            op.decode(rows, x, length)
+
+
 def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, **given):
     """given: which of the optional tensors there are."""
     op, (B, H, G, T) = kernels("attention"), (2, 8, 4, 1024)
@@ -268,6 +281,7 @@ def launch_all(everything):
     dtypes = (BF16, F16, F32) if everything else (BF16,)
     launch_bits()
     launch_recode()
+    launch_wire()
     launch_optim(everything)
     launch_lamb_and_adafactor()
     for case in ((2, 32, 8, 4096, 128, 128, False), (2, 8, 4, 4096, 256, 256, False), (2, 8, 8, 4096, 80, 32, True)):

@@ -224,12 +224,12 @@ def compiled(rank, size, store):
 
 
 @case
-def overlapped(rank, size, store, make):
+def overlapped(rank, size, store, make, wire=None):
     """Steps that end in the next forward, a learning rate that changes: the bits of ordinary steps."""
     make = {"mlp": functools.partial(mlp, norm=True), "attention": Attention, "gpt2": gpt2}[make]
     batches, results = tokens if make is gpt2 else vectors, []
     for overlap in (True, False):
-        model = DDP(made(make), bucket_cap_mb=0.002)
+        model = DDP(made(make), bucket_cap_mb=0.002, wire_dtype=wire and getattr(torch, wire))
         optimizer = AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         handle = model.overlap_forward(optimizer) if overlap else None
