@@ -81,8 +81,9 @@ def row(case: str, entry: tuple[str, str], found: dict, failed: str | None, foun
     clock = timing.Timing(found.get("us"), None, found.get("spread"))
     more = {key: found.get(key) for key in ("peak_gib", "static_gib", "loss")}
     more |= {"ranks": options.nproc, "exposed_us": exposed(entry, found, found_all), "kernel": backend}
+    predicted = {"predicted_us": found.get("predicted_us")}  # the last column, which old rows do not have
     dtype = "autocast" if options.device == "cuda" else "float32"
-    return report.row(case, shape, dtype, name, "step", clock, None, more | {"error": failed})
+    return report.row(case, shape, dtype, name, "step", clock, None, more | {"error": failed} | predicted)
 
 
 def exposed(entry: tuple[str, str], found: dict, found_all: dict) -> float | None:
@@ -133,16 +134,19 @@ def table(rows: list[dict], title: str) -> None:
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("case", "batch", "provider", "backend"):
         found.add_column(heading)
-    for heading in ("time", "spread", "exposed", "peak", "static", "loss"):
+    for heading in ("time", "spread", "predicted", "exposed", "peak", "static", "loss"):
         found.add_column(heading, justify="right")
     for r in rows:
         who = (r["op"], r["case"], r["provider"], r["kernel"])
         if r["error"]:
             found.add_row(*who, f"failed: {r['error']}"[:60])
             continue
-        ms = [f"{float(r[key]) / 1e3:.2f} ms" if r[key] != "" else "" for key in ("device_us", "exposed_us")]
+        keys = ("device_us", "predicted_us", "exposed_us")
+        ms = [f"{float(r[key]) / 1e3:.2f} ms" if r[key] != "" else "" for key in keys]
+        if ms[1]:
+            ms[1] += f" {float(r['predicted_us']) / float(r['device_us']) - 1:+.1%}"
         gib = [f"{float(r[key]):.2f} GiB" if r[key] != "" else "" for key in ("peak_gib", "static_gib")]
-        found.add_row(*who, ms[0], f"{float(r['spread_pct']):.0f}%", ms[1], *gib, f"{float(r['loss']):.4f}")
+        found.add_row(*who, ms[0], f"{float(r['spread_pct']):.0f}%", *ms[1:], *gib, f"{float(r['loss']):.4f}")
     report.put(found)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import zoo
+from pipelines import PIPELINES, cut, next_token, predicted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -143,14 +144,6 @@ class Provider:
         return self.wrap in (_ddp, _fsdp) or (self.kind == "pipeline" and self.wrap.startswith("haiscale"))
 
 
-# By the end of the provider's name: torch's schedule, haiscale's wrapper, chunks on a rank, which they are.
-PIPELINES = {
-    "1f1b": ("Schedule1F1B", "PipeDream", 1, "loop"),
-    "interleaved": ("ScheduleInterleaved1F1B", "Interleaved1F1B", 2, "loop"),
-    "zbv": ("ScheduleZBVZeroBubble", "ZeroBubble", 2, "v"),
-    "zb-h1": (None, "ZeroBubble", 1, "loop"),
-}
-
 PROVIDERS = {
     "alone": Provider("alone", _alone),
     "alone+hfnn": Provider("alone", _alone, hfnn=True),
@@ -228,23 +221,33 @@ class Pipeline(Training):
         self.library, _, name = self.provider.wrap.partition("-")
         theirs, ours, chunks, placement = PIPELINES[name]
         rank, size = dist.get_rank(self.on.group), dist.get_world_size(self.on.group)
-        parts = pipeline.partition(model, rank, size, num_model_chunks=chunks, placement=placement)
-        self.parts = nn.ModuleList(parts if isinstance(parts, list) else [parts])
+        numbers = [rank, 2 * size - 1 - rank] if placement == "v" else [rank + i * size for i in range(chunks)]
+        ids = self.batch["input_ids"].tensor_split(self.case.microbatches)[0]
+        with self.autocast():
+            every = cut(model, ids, size, chunks, placement, self.provider.hfnn)
+            with torch.no_grad():
+                self.hidden = every[0](ids)
+        self.parts = nn.ModuleList(every[number] for number in numbers)
         if self.library == "haiscale":
             return getattr(pipeline, ours)(list(self.parts), self.case.microbatches, process_group=self.on.group)
-        return self._torch(theirs, rank, size, chunks, placement)
+        return self._torch(theirs, numbers, size * chunks)
 
-    def _torch(self, schedule, rank, size, chunks, placement):
+    def _torch(self, schedule, numbers, count):
         from torch.distributed.pipelining import PipelineStage, schedules
 
-        numbers = [rank, 2 * size - 1 - rank] if placement == "v" else [rank + i * size for i in range(chunks)]
         stages = [
-            PipelineStage(part, number, size * chunks, self.on.device, group=self.on.group)
+            PipelineStage(part, number, count, self.on.device, group=self.on.group)
             for part, number in zip(self.parts, numbers, strict=True)
         ]
-        self.first, self.last = 0 in numbers, size * chunks - 1 in numbers
+        self.first, self.last = 0 in numbers, count - 1 in numbers
         made = getattr(schedules, schedule)
-        return made(stages if chunks > 1 else stages[0], self.case.microbatches, loss_fn=_next_token)
+        return made(stages if len(stages) > 1 else stages[0], self.case.microbatches, loss_fn=next_token)
+
+    def predicted(self, steps: int) -> float | None:
+        """Microseconds of a step in a block of so many; asked for when there are gradients."""
+        if self.library != "haiscale":
+            return None
+        return predicted(self.module, self.hidden, self.provider.hfnn, self.optimizer.step, steps)
 
     def parameters(self):
         return list(self.parts.parameters())
@@ -253,16 +256,12 @@ class Pipeline(Training):
         ids, zero = self.batch["input_ids"], torch.zeros((), device=self.on.device)
         with self.autocast():
             if self.library == "haiscale":
-                loss, _ = self.module.forward_backward(ids, criterion=_next_token, labels=(ids,), keep_outputs=False)
+                loss, _ = self.module.forward_backward(ids, criterion=next_token, labels=(ids,), keep_outputs=False)
                 return zero if loss is None else loss
             losses = []
             last = {"target": ids, "losses": losses} if self.last else {}
             self.module.step(*([ids] if self.first else []), **last)
             return torch.stack(losses).mean().detach() if losses else zero
-
-
-def _next_token(logits, ids):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 # A rank
@@ -291,6 +290,7 @@ def measure(local: int, name: str, entries: list[tuple[str, str]], options, fold
         losses = [training() for _ in range(WARM_UP)]
         while training.is_being_tuned():
             training()
+        guess = training.predicted(options.steps) if provider.kind == "pipeline" else None
         training.optimizer.zero_grad(set_to_none=True)
         made[entry] = training
         # Of the step at which all have learnt the same number of times.
@@ -298,6 +298,7 @@ def measure(local: int, name: str, entries: list[tuple[str, str]], options, fold
             "loss": losses[-1].item(),
             "us": [],
             "alone_us": [],
+            "predicted_us": guess,
             "static_gib": (_allocated(device) - before) / GIB,
         }
     for i in range(options.rounds):
@@ -364,7 +365,7 @@ def merged(ranks: list[list[dict]]) -> dict[tuple[str, str], dict]:
         slow = rows[middle.index(max(middle))]
         of = {"us": max(middle), "spread": 100 * (max(slow["us"]) - min(slow["us"])) / max(middle)}
         of["alone_us"] = max((statistics.median(row["alone_us"]) for row in rows if row["alone_us"]), default=None)
-        for key in ("peak_gib", "static_gib"):
+        for key in ("peak_gib", "static_gib", "predicted_us"):
             of[key] = max((row[key] for row in rows if row[key] is not None), default=None)
         total = sum(row["loss"] for row in rows)
         of["loss"] = total if PROVIDERS[entry[0]].kind == "pipeline" else total / len(rows)

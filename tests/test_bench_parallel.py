@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 SCRIPT = Path(__file__).parents[1] / "bench" / "parallel.py"
 TINY = ["--device", "cpu", "--tiny", "--nproc", "2", "--steps", "1", "--rounds", "2", "--backend", "hfreduce"]
 DATA = ["alone", "torch-ddp", "haiscale-ddp", "haiscale-ddp+hfnn", "torch-fsdp2", "haiscale-fsdp"]
-PIPELINES = ["torch-1f1b", "torch-zbv", "haiscale-1f1b", "haiscale-zbv"]
+PIPELINES = ["torch-1f1b", "torch-zbv", "torch-dualpipev", "haiscale-1f1b", "haiscale-zbv", "haiscale-dualpipev"]
 
 
 def read(folder):
@@ -39,6 +39,7 @@ def test_rows(tmp_path):
     for name, row in rows.items():
         assert row["kernel"] == "hfreduce" and row["ranks"] == "2" and not row["error"]
         assert row["op"] == ("gpt2" if name in DATA else "llama-1.1b") and float(row["device_us"]) > 0
+        assert (float(row["predicted_us"] or 0) > 0) == (name in PIPELINES and name.startswith("haiscale")), row
         assert (row["exposed_us"] != "") == (name in DATA and name != "alone"), row
     assert len({rows[name]["loss"] for name in DATA if name != "alone" and "hfnn" not in name}) == 1, rows
     assert len({rows[name]["loss"] for name in PIPELINES}) == 1, rows

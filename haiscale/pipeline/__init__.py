@@ -29,7 +29,7 @@ SCHEDULES = {
 _HOMES = {
     **dict.fromkeys(("DualPipeV", "GPipe", "Interleaved1F1B", "PipeDream", "Pipeline", "ZeroBubble"), "wrappers"),
     **dict.fromkeys(("layer_costs", "partition"), "partitioning"),
-    **dict.fromkeys(("LayerCost", "stage_costs"), "measure"),
+    **dict.fromkeys(("LayerCost", "message_times", "stage_costs"), "measure"),
     **dict.fromkeys(("Pop", "SequentialModel", "Stash"), "sequential"),
     **dict.fromkeys(("materialize", "on_meta"), "meta"),
 }

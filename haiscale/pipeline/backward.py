@@ -13,8 +13,9 @@ right for every graph, and its gradient is cheap, or could not be had alone.
 The idea of the split is from Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +94,18 @@ class Weights:
                 torch.autograd.backward(roots, gradients, inputs=parameters)
         held, self.held = [(p, dp) for p, dp in self.held if dp is not None], []
         whole([get_gradient_edge(p) for p, _ in held], [dp for _, dp in held])
+
+
+@contextlib.contextmanager
+def without_graph() -> Iterator[None]:
+    """No graph within, nor casts of weights without one that autocast keeps for those who want one afterwards."""
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
 
 
 def _present(roots, gradients):

@@ -18,6 +18,7 @@ import copy
 import torch
 from torch import nn
 
+from haiscale.pipeline import backward
 from hfnn.adapters import views
 
 BEHIND = ("final_", "project_out")  # what runs behind the blocks wherever it is registered
@@ -176,7 +177,7 @@ def check(model: nn.Module) -> None:
     mask[0, 0] = 0
     model.eval()
     try:
-        with torch.no_grad():
+        with backward.without_graph():
             expected = cut(model, 0, units(model))(tokens, mask)
             found = (tokens, mask, None)
             for unit in range(units(model)):

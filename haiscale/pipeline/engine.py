@@ -121,7 +121,7 @@ class Engine:
         kept = Kept(inputs, None, _random_state(self.device) if again else None)
         # Not the first microbatch: it may pay for casts that all share.
         seen = chunk in self.activations or not grad or microbatch < min(1, self.schedule.microbatches - 1)
-        with self.clock.span(action), _without_graph() if again else contextlib.nullcontext():
+        with self.clock.span(action), backward.without_graph() if again else contextlib.nullcontext():
             output = self._compute(chunk, microbatch, inputs) if seen else self._weigh(chunk, microbatch, inputs)
         if chunk == self._last:
             self.work.losses += [loss.detach() for loss in output]
@@ -267,18 +267,6 @@ def _tensors(output, chunk) -> list:
             "and None"
         )
     return output
-
-
-@contextlib.contextmanager
-def _without_graph():
-    """Autocast keeps casts of weights; made here they would have no gradient for those who find them."""
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cache)
 
 
 def _random_state(device) -> list[Tensor]:

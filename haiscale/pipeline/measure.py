@@ -1,6 +1,6 @@
 """What the layers of a model cost, measured, and where to cut it by that.
 
-Each layer runs forward and backward a few times on a sample, and its backward in two parts (backward.py). `balance`
+Each layer runs forward and backward a few times on a sample, backward whole and in two parts (backward.py). `balance`
 takes the cuts whose slowest stage is fastest; among those that are as fast but for the noise of measuring (SLACK), the
 one whose fullest stage keeps least: activations of the microbatches under way, weights, their gradients, and two
 states of an optimizer.
@@ -8,14 +8,17 @@ states of an optimizer.
 
 import contextlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from haiscale.pipeline import backward
+from haiscale import checks
+from haiscale.pipeline import backward, messages
 from haiscale.pipeline.simulate import Costs
 from hfnn.memory import saved_bytes
 
@@ -25,53 +28,72 @@ STATES = 4  # weights, gradients, and two more of their size
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and microbatch: seconds of a forward and of both parts of a backward, bytes kept and of weights."""
+    """Of one layer and microbatch: seconds of a forward, of both parts of a backward and of a whole one, which is less
+    than both where the host is what takes its time; bytes kept and of weights.
+    """
 
     forward: float
     input: float
     weight: float
+    backward: float
     activation: int
     parameters: int
 
     @property
     def time(self) -> float:
-        return self.forward + self.input + self.weight
+        return self.forward + self.backward
 
 
-def measure(layers: Sequence[nn.Module], sample: tuple, repeats: int = 3) -> list[LayerCost]:
+def measure(
+    layers: Sequence[nn.Module], sample: tuple, repeats: int = 3, criterion: Callable[..., Tensor] | None = None
+) -> list[LayerCost]:
     """Cost of each layer, where the first is called with `sample` and each other with what the one before returns.
 
-    The fastest of `repeats` runs, after one that does not count. Gradients, buffers and torch's generators are left as
-    they were.
+    The median of `repeats` runs, after one that does not count. criterion(output): the loss, which counts as a part of
+    the last layer. Gradients, buffers and torch's generators are left as they were.
     """
     costs = []
-    for layer in layers:
+    for number, layer in enumerate(layers, 1):
         with _left_as_it_was(layer):
-            cost, sample = _measure_one(layer, sample, repeats)
+            cost, sample = _measure_one(layer, sample, repeats, criterion if number == len(layers) else None)
         costs.append(cost)
     return costs
 
 
-def _measure_one(layer, inputs, repeats):
+def _measure_one(layer, inputs, repeats, criterion):
+    def run(*leaves):
+        return layer(*leaves) if criterion is None else criterion(layer(*leaves))
+
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     runs = []
     for _ in range(repeats + 1):
         leaves = [_leaf(x) for x in inputs]
         start = _now(device)
-        outputs = layer(*leaves)
+        outputs = run(*leaves)
         forward = _now(device)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        roots = backward.edges(outputs)
-        gradients = [None if root is None else torch.ones_like(y) for root, y in zip(roots, outputs, strict=True)]
-        begin = _now(device)
+        begin, roots, gradients = _ends(outputs, device)
         weights = backward.split(roots, gradients, leaves)
         middle = _now(device)
         weights.run()
-        runs.append((forward - start, middle - begin, _now(device) - middle))
-    times = [min(times) for times in zip(*runs[1:], strict=True)]
-    kept = saved_bytes(lambda: layer(*[_leaf(x) for x in inputs])).total
+        end = _now(device)
+        again, roots, gradients = _ends(run(*[_leaf(x) for x in inputs]), device)
+        backward.whole(roots, gradients)
+        runs.append((forward - start, middle - begin, end - middle, _now(device) - again))
+    times = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
+    kept = saved_bytes(lambda: run(*[_leaf(x) for x in inputs])).total
     nbytes = sum(p.nbytes for p in layer.parameters())
-    return LayerCost(*times, kept, nbytes), tuple(y.detach() if isinstance(y, Tensor) else y for y in outputs)
+    return LayerCost(*times, kept, nbytes), tuple(y.detach() if isinstance(y, Tensor) else y for y in _tuple(outputs))
+
+
+def _ends(outputs, device):
+    """(now, where a backward begins, gradients to begin it by)."""
+    roots = backward.edges(_tuple(outputs))
+    gradients = [None if root is None else torch.ones_like(y) for root, y in zip(roots, _tuple(outputs), strict=True)]
+    return _now(device), roots, gradients
+
+
+def _tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def _leaf(x):
@@ -146,14 +168,58 @@ def _cut(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tu
     return worst, counts
 
 
-def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int], latency: float = 0.0) -> Costs:
-    """What `predict` takes, for chunks of these numbers of layers: ms, and MiB that a microbatch keeps."""
+def stage_costs(
+    layers: Sequence[LayerCost], counts: Sequence[int], latency: float = 0.0, sending: float = 0.0
+) -> Costs:
+    """What `predict` takes, for chunks of these numbers of layers: ms, and MiB that a microbatch keeps.
+
+    latency, sending: as of Costs, in ms; `message_times` measures them.
+    """
     ends = _sums(counts)
     chunks = [layers[start:stop] for start, stop in itertools.pairwise(ends)]
     return Costs(
         forward=[1e3 * sum(layer.forward for layer in chunk) for chunk in chunks],
         input=[1e3 * sum(layer.input for layer in chunk) for chunk in chunks],
         weight=[1e3 * sum(layer.weight for layer in chunk) for chunk in chunks],
+        backward=[1e3 * sum(layer.backward for layer in chunk) for chunk in chunks],
         latency=latency,
+        sending=sending,
         activation=[sum(layer.activation for layer in chunk) / 1024**2 for chunk in chunks],
     )
+
+
+def message_times(x: Tensor, group: dist.ProcessGroup, repeats: int = 20) -> tuple[float, float]:
+    """Ms of a message like `x` between two ranks: (of the sender's host, from its end to the receiver's having it).
+
+    Ranks 0 and 1, 2 and 3 and so on send each other such messages in turn, as stages do: the median of all. Called by
+    all ranks of the group, which get the same.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine = torch.full((2,), torch.nan, dtype=torch.float64)
+    if rank ^ 1 < size:
+        mine[0], mine[1] = _sent_and_back(x, group, rank ^ 1, repeats)
+    every = [torch.empty_like(mine, device=checks.host_device(group)) for _ in range(size)]
+    dist.all_gather(every, mine.to(every[0].device), group=group)
+    sending, both = torch.stack(every).nanmedian(dim=0).values.tolist()
+    return sending, max(both - sending, 0.0)
+
+
+def _sent_and_back(x, group, rank, repeats):
+    """(ms of a `send`, ms of half of the way there and back)."""
+    peer, me = dist.get_global_rank(group, rank), dist.get_rank()
+    wires = messages.directed_groups(group, {peer}, {peer}, x.device)
+    sender = messages.Sender(peer, x.device, wires[me, peer])
+    receiver = messages.Receiver(peer, x.device, wires[peer, me])
+    x, sends, rounds = x.detach(), [], []
+    for number in range(repeats, -1, -1):
+        begin = _now(x.device)
+        if me > peer:
+            receiver.receive(last=not number)
+        sending = _now(x.device)
+        sender.send([x])
+        sends.append(time.perf_counter() - sending)
+        if me < peer:
+            receiver.receive(last=not number)
+        rounds.append(_now(x.device) - begin)
+    sender.finish()
+    return 1e3 * statistics.median(sends[1:]), 1e3 * statistics.median(rounds[1:]) / 2

@@ -58,7 +58,9 @@ def costs(timeline: Timeline, activations: tuple[float, ...]) -> Costs:
         inputs.append(mean(INPUT, chunk) if parted else mean(BACKWARD, chunk) / 2)
         weights.append(mean(WEIGHT, chunk) if parted else mean(BACKWARD, chunk) / 2)
     forward = [mean(FORWARD, chunk) for chunk in range(chunks)]
-    return Costs(forward, inputs, weights, _latency(timeline), activations)
+    parts = map(sum, zip(inputs, weights, strict=True))
+    whole = [mean(BACKWARD, chunk) if times[BACKWARD][chunk] else both for chunk, both in enumerate(parts)]
+    return Costs(forward, inputs, weights, _latency(timeline), activations, backward=whole)
 
 
 def _latency(timeline):

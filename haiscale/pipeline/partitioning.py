@@ -69,8 +69,12 @@ def partition(
     return mine if num_model_chunks > 1 else mine[0]
 
 
-def layer_costs(module: nn.Module, sample: tuple | None = None, repeats: int = 3) -> list[measure.LayerCost]:
+def layer_costs(
+    module: nn.Module, sample: tuple | None = None, repeats: int = 3, criterion: Callable | None = None
+) -> list[measure.LayerCost]:
     """The measured cost of each layer that `partition` tells apart; `stage_costs` makes of it what `predict` takes.
+
+    criterion(output): the loss of the sample, which counts as a part of the last layer.
 
     Raises ValueError where a Sequential has no sample, or parameters are on the meta device.
     """
@@ -81,7 +85,7 @@ def layer_costs(module: nn.Module, sample: tuple | None = None, repeats: int = 3
         if isinstance(module, nn.Sequential):
             raise ValueError("give sample=, the inputs of one microbatch, to measure a Sequential")
         sample = decoder.sample(module)
-    return measure.measure([cut(i, i + 1) for i in range(units)], tuple(sample), repeats)
+    return measure.measure([cut(i, i + 1) for i in range(units)], tuple(sample), repeats, criterion)
 
 
 def _placement(name, stages, chunks):

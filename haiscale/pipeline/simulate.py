@@ -1,9 +1,9 @@
 """What a schedule costs, without running it: when each action starts and ends, bubbles, memory; if it can run at all.
 
 Time: a rank runs its actions in order, each from the moment when the rank is free and the action's inputs are there.
-What comes from another rank is there `latency` after the end of the action that sends it; sending takes no time of the
-rank, and messages do not delay each other. A whole backward takes the time of its two parts, and its gradient leaves at
-its end.
+An action that sends to another rank takes `sending` more of its rank's time; what it sends is there `latency` after its
+end, and messages do not delay each other. A whole backward takes `backward`, by default the time of its two parts, and
+its gradient leaves at its end.
 
 Memory: the activations of a microbatch on a chunk are kept from the start of its forward to the end of its
 backward-weight (or whole backward). Weights, gradients and what is on its way between ranks are not counted.
@@ -32,6 +32,8 @@ class Costs:
     weight: PerChunk = 1
     latency: Real = 0
     activation: PerChunk = 1
+    sending: Real = 0
+    backward: PerChunk | None = None
 
     def each(self, name: str, chunks: int) -> tuple[Real, ...]:
         """A field, for each chunk. Raises ValueError for what is no number of at least 0, or not one for each chunk."""
@@ -47,6 +49,8 @@ class Costs:
         """{kind: its time on each chunk}."""
         forward, inputs, weight = (self.each(name, chunks) for name in ("forward", "input", "weight"))
         whole = tuple(map(sum, zip(inputs, weight, strict=True)))
+        if self.backward is not None:
+            whole = self.each("backward", chunks)
         return {FORWARD: forward, BACKWARD: whole, INPUT: inputs, WEIGHT: weight}
 
 
@@ -72,6 +76,13 @@ class Timeline:
         every = [span for spans in self.spans for span in spans]
         return max(span.end for span in every) - min(span.start for span in every)
 
+    def period(self, between: PerChunk = 0) -> Real:
+        """From step to step, where each rank does `between` after a step, a number for all ranks or one for each, and
+        then begins the next one without waiting for others: the time that the busiest rank takes.
+        """
+        each = tuple(between) if isinstance(between, Sequence) else (between,) * len(self.spans)
+        return max(spans[-1].end - spans[0].start + more for spans, more in zip(self.spans, each, strict=True))
+
     @property
     def bubble(self) -> tuple[float, ...]:
         """For each rank, the part of the makespan in which it does nothing."""
@@ -88,9 +99,9 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs, chunks = costs or Costs(), len(schedule.placement)
     times, sizes = costs.times(chunks), costs.each("activation", chunks)
-    (latency,) = costs.each("latency", 1)
+    (latency,), (sending,) = costs.each("latency", 1), costs.each("sending", 1)
     check(schedule)
-    spans = _run(schedule, times, latency)
+    spans = _run(schedule, times, latency, sending)
     return Timeline(schedule, spans, tuple(peak(order, sizes) for order in schedule.orders))
 
 
@@ -156,7 +167,7 @@ def _check_messages(schedule):
                 )
 
 
-def _run(schedule, times, latency):
+def _run(schedule, times, latency, sending):
     place, chunks = schedule.placement, len(schedule.placement)
     ended, spans = {}, [[] for _ in schedule.orders]
     ready, asleep = list(range(schedule.stages)), {}  # asleep: the action that is waited for, and who waits
@@ -173,7 +184,7 @@ def _run(schedule, times, latency):
             there = [ended[need] + (latency if place[need.chunk] != rank else 0) for need in wanted]
             start = max([mine[-1].end if mine else 0, *there])
             kind, chunk, microbatch = action
-            end = start + times[kind][chunk]
+            end = start + times[kind][chunk] + (sending if _sends(place, action) else 0)
             mine.append(Span(action, start, end))
             done = Action(INPUT, chunk, microbatch) if kind == BACKWARD else action
             ended[done] = end
@@ -181,6 +192,13 @@ def _run(schedule, times, latency):
     if asleep:
         raise ValueError(f"deadlock: {_deadlock(schedule, spans, asleep)}")
     return tuple(map(tuple, spans))
+
+
+def _sends(place, action):
+    """Whether what the action gives goes to another rank."""
+    kind, chunk, _ = action
+    after = chunk + 1 if kind == FORWARD else chunk - 1
+    return kind != WEIGHT and 0 <= after < len(place) and place[after] != place[chunk]
 
 
 def _deadlock(schedule, spans, asleep):

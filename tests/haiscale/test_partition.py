@@ -185,6 +185,12 @@ def test_stages_are_balanced_by_measured_time():
     assert [len(stage) for stage in stages] == [1, 4, 1]
 
 
+def test_the_loss_is_a_part_of_the_last_layer():
+    layers = SequentialModel(*[Sleeps(2) for _ in range(3)])
+    costs = layer_costs(layers, (torch.randn(2, 3),), criterion=lambda y: Sleeps(20)(y).sum())
+    assert costs[0].forward < 0.015 < 0.02 < costs[2].forward
+
+
 def test_measuring_leaves_gradients_buffers_and_random_numbers_alone():
     model = SequentialModel(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3))
     model[2].weight.grad = torch.ones(3, 3)
@@ -196,11 +202,12 @@ def test_measuring_leaves_gradients_buffers_and_random_numbers_alone():
     assert torch.equal(model[2].weight.grad, torch.ones(3, 3))
     assert [cost.parameters for cost in costs] == [24, 0, 48] and all(cost.time > 0 for cost in costs)
     assert costs[2].activation == 5 * 3 * 4
+    assert all(min(cost.forward, cost.input, cost.backward) > 0 for cost in costs)
 
 
 def test_among_partitions_as_fast_the_one_that_keeps_least():
     def layer(time, activation):
-        return measure.LayerCost(time, 0, 0, activation, 0)
+        return measure.LayerCost(time, 0, 0, 0, activation, 0)
 
     # The first stage keeps two microbatches: what is large goes to the second where that costs no time to speak of.
     layers = [layer(1.0, 1), layer(1.0, 1), layer(0.04, 100), layer(1.0, 1), layer(1.0, 1)]
@@ -229,7 +236,7 @@ def test_measured_layers_predict_any_number_of_stages():
         stage = stage_costs(costs, counts)
         assert sum(stage.forward) == pytest.approx(1e3 * sum(cost.forward for cost in costs))
         timeline = predict(SCHEDULES["1f1b"](len(counts), 8), stage)
-        assert timeline.makespan > 8 * max(map(sum, zip(stage.forward, stage.input, stage.weight, strict=True)))
+        assert timeline.makespan > 8 * max(map(sum, zip(stage.forward, stage.backward, strict=True)))
         assert timeline.peak[0] == pytest.approx(len(counts) * stage.activation[0])
 
 

@@ -121,6 +121,40 @@ def test_a_microbatch_pays_the_latency_there_and_back():
     assert predict(one_f_one_b(4, 1), Costs(latency=Fraction(1, 4))).makespan == 12 + 2 * 3 * Fraction(1, 4)
 
 
+def test_what_is_sent_takes_time_of_its_rank():
+    """Activations there and gradients back; chunks of one rank send nothing."""
+    assert predict(one_f_one_b(2, 1), Costs(sending=5)).makespan == 6 + 2 * 5
+    turning = SCHEDULES["zbv"](1, 1)
+    assert predict(turning, Costs(sending=5)).makespan == 6
+
+
+def test_a_whole_backward_may_take_less_than_its_parts():
+    costs = Costs(input=2, weight=2, backward=(3, 1))
+    assert predict(one_f_one_b(2, 1), costs).makespan == 1 + 1 + 1 + 3
+    assert (
+        predict(SCHEDULES["zb-h1"](2, 1), costs).makespan == predict(SCHEDULES["zb-h1"](2, 1), Costs(1, 2, 2)).makespan
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_the_period_is_the_time_from_step_to_step(name):
+    """Of steps simulated one behind the other, as one schedule."""
+    arguments = (3, 6, 2) if name == "interleaved" else (3, 6)
+    one, costs = SCHEDULES[name](*arguments), Costs(1, 2, 3, latency=Fraction(1, 2))
+
+    def steps(count):
+        orders = [
+            tuple(a._replace(microbatch=a.microbatch + 6 * step) for step in range(count) for a in order)
+            for order in one.orders
+        ]
+        return predict(Schedule(name, 6 * count, one.placement, tuple(orders)), costs).makespan
+
+    timeline = predict(one, costs)
+    assert timeline.period() == steps(5) - steps(4) < timeline.makespan + 1
+    windows = [spans[-1].end - spans[0].start for spans in timeline.spans]
+    assert timeline.period((4, 0, 70)) == windows[2] + 70 and timeline.period(2) == max(windows) + 2
+
+
 def test_no_costs_at_all():
     timeline = predict(one_f_one_b(3, 3), Costs(0, 0, 0))
     assert timeline.makespan == 0 and timeline.bubble == (0, 0, 0)

@@ -17,6 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from pipeline_models import DEVICE, SCHEDULES, Place, batch, layers
+from pipeline_times import predicted
 from torch.nn.functional import mse_loss
 
 import hfreduce  # noqa: F401  the backend
@@ -69,7 +70,9 @@ def of_three():
 
 
 def of_four():
-    found = {}
+    found = {
+        f"predicted, {schedule}": predicted(schedule) for schedule in ("PipeDream", "Interleaved1F1B", "DualPipeV")
+    }
     for wrapper, schedule in itertools.product((DDP, FSDP), ("PipeDream", "ZeroBubble-H1", "ZeroBubble-V")):
         found[f"{wrapper.__name__} inside, {schedule}"] = of.replicas(schedule, wrapper)
     return found

@@ -99,7 +99,14 @@ def measures(local, case, entries, options, folder):
             if entry[0] == "haiscale-fsdp":
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60 if entry[0] in ("haiscale-ddp", "torch-ddp", "haiscale-fsdp") else 0.2)
-    row = {"us": [100 * (local + 1)], "alone_us": [], "peak_gib": None, "static_gib": 0.0, "loss": 5.0}
+    row = {
+        "us": [100 * (local + 1)],
+        "alone_us": [],
+        "peak_gib": None,
+        "static_gib": 0.0,
+        "loss": 5.0,
+        "predicted_us": None,
+    }
     note(folder, f"found.{local}", json.dumps([{"entry": entry, **row} for entry in entries]))
 
 
