@@ -13,12 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pipeline_cases as of
-import ranks
 import torch
 import torch.distributed as dist
-from pipeline_models import DEVICE, SCHEDULES, Place, batch, layers
+from pipeline_models import DEVICE, SCHEDULES, Place
 from pipeline_times import predicted
-from torch.nn.functional import mse_loss
 
 import hfreduce  # noqa: F401  the backend
 from haiscale.ddp import DDP
@@ -135,31 +133,3 @@ def on_devices(rank, world, store, backend, few=False):
     notes.set(f"ended/{rank}", "")
     notes.wait([f"ended/{other}" for other in range(world)])
     os._exit(0)
-
-
-def fault(rank, world, store, limit):
-    """Two pipelines of two ranks: the second rank of each gets into a step, not out of it. What do the others raise?"""
-    torch.set_num_threads(1)
-    dist.init_process_group("hfreduce", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3], timeout=timedelta(seconds=limit))]
-    place = Place(groups[rank // 2], rank % 2, 2)
-    pp = place.pipeline(layers(), "PipeDream", 4)
-
-    def criterion(y, label):
-        ranks.reached(store, "stuck")
-        time.sleep(600)
-
-    pp.forward_backward(batch()[0], criterion=mse_loss, labels=batch()[1])
-    ranks.reached(store, "stepped")
-    if rank % 2:
-        pp.forward_backward(batch()[0], criterion=criterion, labels=batch()[1])
-    found = []
-    for _ in range(2):
-        started = time.monotonic()
-        try:
-            pp.forward_backward(batch()[0])
-        except dist.DistBackendError as error:
-            found.append((str(error), time.monotonic() - started))
-    Path(f"{store}.result.{rank}").write_text(json.dumps(found))
-    ranks.reached(store, "raised")  # the result is read as soon as this is
-    os._exit(0)  # the others are killed
