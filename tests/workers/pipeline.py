@@ -125,7 +125,8 @@ def on_devices(rank, world, store, backend, few=False):
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     notes = dist.FileStore(store, world)
-    options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=30)}
+    # Kernels may be compiled first.
+    options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, store=notes, **options)
     found = all_cases(rank, world, {size: device_cases(few) for size in dict.fromkeys((world, 2))})
     Path(f"{store}.result.{rank}").write_text(json.dumps(found))
