@@ -3,8 +3,10 @@
 import datetime
 import importlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,20 +76,49 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     return getattr(getattr(group._get_backend(torch.device(kind)), "options", None), "_timeout", None)
 
 
-def sibling(group: dist.ProcessGroup, backend: str | None = None, options=None) -> dist.ProcessGroup:
+def sibling(
+    group: dist.ProcessGroup, backend: str | None = None, options=None, ranks: list[int] | None = None
+) -> dist.ProcessGroup:
     """A new group of the same ranks, and they alone call this: a channel whose operations wait for none of the other's.
 
     With the backend and the timeout of `group`, which torch's new_group does not take over. backend: another one.
-    options: of the backend, as `pg_options`.
+    options: of the backend, as `pg_options`. ranks: some of `group` instead of all, by their numbers in the world.
     """
     # Not with the whole world, of which other ranks may make other groups at this time.
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(group) if ranks is None else ranks,
         timeout=timeout_of(group),
         backend=backend or dist.get_backend(group),
         use_local_synchronization=True,
         pg_options=options,
     )
+
+
+def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """The ranks of `group` on this rank's host, and those of its place on all hosts. All of `group` call this.
+
+    None where there is one host, or one rank on each, or not equally many: `hosts` of hfreduce.wire.
+    """
+    names: list[str] = [""] * group.size()
+    dist.all_gather_object(names, _host(), group=group)
+    hosts: dict[str, list[int]] = {}
+    for rank, name in zip(dist.get_process_group_ranks(group), names, strict=True):
+        hosts.setdefault(name, []).append(rank)
+    sizes = {len(ranks) for ranks in hosts.values()}
+    if len(hosts) == 1 or sizes == {1} or len(sizes) > 1:
+        return None
+    inside = hosts[_host()]
+    place = inside.index(dist.get_rank())
+    return sibling(group, ranks=inside), sibling(group, ranks=[ranks[place] for ranks in hosts.values()])
+
+
+def _host() -> str:
+    """Equal for ranks that share memory: the machine's boot and the network namespace, which hfreduce goes by, too."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{boot.strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not on Linux
+        return socket.gethostname()
 
 
 def assisted(group: dist.ProcessGroup) -> dist.ProcessGroup:

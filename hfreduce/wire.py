@@ -38,100 +38,154 @@ import torch.distributed as dist
 FORMATS = (torch.bfloat16, torch.float8_e4m3fn)
 BLOCK = 128  # elements that share a scale
 OPS = ("sum", "avg")
+_PART = 1 << 21  # elements that travel at a time
 _PIECE = 1 << 17  # elements that torch's operations take at a time: all that is between them stays in the cache
 _log = logging.getLogger("hfreduce")
 
 
-def all_reduce_(x, op="sum", group=None, *, dtype=torch.bfloat16, error=None):
+def all_reduce_(x, op="sum", group=None, *, dtype=torch.bfloat16, error=None, hosts=None):
     """x = op of the x of all ranks, in place, rounded to `dtype` on the way. Returns x.
 
     x: [*shape], of a floating-point dtype of at least 16 bits, of any strides, on any device that `group` takes (the
     default group if None). op: "sum" or "avg". dtype: one of FORMATS. error: float32, contiguous, x's number of
     elements, of x's device; zeros before the first call, what rounding has left out after each. Where something is
-    not finite its error is 0. A group of one rank sends nothing, so it rounds nothing. Raises ValueError.
+    not finite its error is 0. A group of one rank sends nothing, so it rounds nothing.
+
+    hosts: instead of a group two, this rank's host and the ranks of its place on all hosts. Inside a host x is then
+    added up in float32, and only between hosts it travels in `dtype`: a host sends as much as one rank, not as all.
+    Raises ValueError.
     """
-    Reduction(x, op, group, dtype, error).wait()
+    _check(x, op, error)
+    flat, line = x.detach().contiguous().view(-1), Wire(group, dtype, hosts)
+    parts = flat.split(_PART)  # while one travels, the next is encoded
+    errors = [None] * len(parts) if error is None else error.view(-1).split(_PART)
+    begun = [line.begin(part, op, left) for part, left in zip(parts, errors, strict=True)]
+    line.flush()
+    for reduction in begun:
+        reduction.wait()
+    if flat.data_ptr() != x.data_ptr():
+        x.copy_(flat.view(x.shape))
     return x
 
 
 class Reduction:
-    """An `all_reduce_` that has begun. `halfway()` waits for its first half and begins its second; `wait()` ends it.
+    """An all-reduce of a contiguous tensor of one dimension that has begun: several collectives, one after the other.
 
-    All ranks call halfway(), or wait(), of several reductions in the same order. Both may be called again. stream: of
-    CUDA, on which all but the end runs; the current one if None.
+    `advance()` waits for one and begins the next, False where there is none; `wait()` ends all. All ranks call them in
+    the same order for all their reductions, but for wait() after the last advance(). stream: of CUDA, on which all but
+    the end runs; the current one if None.
     """
 
-    def __init__(self, x, op, group, dtype, error, stream=None):
-        _check(x, op, dtype, error)
-        self.group, self.x, self.op, self.dtype = _group(group), x.detach(), op, dtype
-        self.stream, self.work, self.gathered = stream, None, None
-        size = self.group.size()
-        if size == 1 or not x.numel():
-            return
-        self.me, self.length = self.group.rank(), -(-x.numel() // (size * BLOCK)) * BLOCK
-        with torch.cuda.stream(stream):
-            self.flat = self.x.contiguous().view(-1)  # x itself, or a copy that `wait` brings back
-            self.error = None if error is None else error.view(-1)
-            rows = self._rows(size)
-            _kernels(x).encode(self.flat, self.error, rows, self.me, self.length)
-            self.rows = torch.empty_like(rows)
-            self.work = dist.all_to_all_single(_bytes(self.rows), _bytes(rows), group=self.group, async_op=True)
+    def __init__(self, x, op, group, dtype, error, stream=None, hosts=None):
+        self.inside, self.group = hosts or (None, _group(group))
+        self.x, self.op, self.dtype, self.stream = x, op, dtype, stream
+        self.ranks = self.group.size() * (1 if self.inside is None else self.inside.size())
+        self.work, self.left = None, 0
+        if self.ranks > 1 and x.numel():
+            self.left = 1 if self.inside is None else 2  # collectives after the first
+            self.steps = self._run(error)
+            with torch.cuda.stream(stream):
+                self.work = next(self.steps)
 
-    def _rows(self, count):
-        """Slices as they travel: codes, then the exponents of scales, to whole vectors of 16 bytes."""
-        if self.dtype == torch.bfloat16:
-            return torch.empty(count, self.length, dtype=self.dtype, device=self.x.device)
-        width = -(-(self.length + self.length // BLOCK) // 16) * 16
-        return torch.empty(count, width, dtype=torch.uint8, device=self.x.device)
-
-    def halfway(self):
-        if self.work is None or self.gathered is not None:
-            return
+    def advance(self):
+        if not self.left:
+            return False
+        self.left -= 1
         with torch.cuda.stream(self.stream):
             self.work.wait()
-            row, size = self._rows(1), len(self.rows)
-            mean = size if self.op == "avg" else 1
-            _kernels(self.x).reduce(self.flat, self.error, self.rows, row, self.me, self.length, mean)
-            self.gathered = torch.empty_like(self.rows)
-            self.work = dist.all_gather_into_tensor(_bytes(self.gathered), _bytes(row), group=self.group, async_op=True)
+            self.work = next(self.steps)
+        return True
 
     def wait(self):
-        self.halfway()
-        if self.work is None:
+        while self.advance():
+            pass
+        if self.work is not None:
+            self.work.wait()
+            self.work = next(self.steps, None)
+
+    def _run(self, error):
+        """Yields each collective that it has begun, and goes on when that is done."""
+        if self.inside is None:
+            yield from self._between(self.x, error)
             return
-        if self.stream is not None:  # whose allocator may not reuse what the current one still reads
-            for made in (self.gathered, self.flat):
-                made.record_stream(torch.cuda.current_stream(made.device))
-        self.work.wait()
-        _kernels(self.x).decode(self.gathered, self.flat, self.length)
-        if self.flat.data_ptr() != self.x.data_ptr():
-            self.x.copy_(self.flat.view(self.x.shape))
-        self.work = self.rows = self.gathered = self.flat = None
+        n, me = len(self.x), self.inside.rank()
+        total, piece = self._sums_inside(error)
+        mine = slice(me * len(piece), min((me + 1) * len(piece), n))
+        own = piece[: max(0, mine.stop - mine.start)]
+        yield from self._between(own, None if error is None else error[mine])
+        yield dist.all_gather_into_tensor(total, piece, group=self.inside, async_op=True)
+        self._adopt(total, piece)
+        self.x.copy_(total[:n])
+
+    def _sums_inside(self, error):
+        """Room for all sums of this host, in equal pieces, and the piece of them that is this rank's."""
+        n, local = len(self.x), self.inside.size()
+        length = -(-n // (local * BLOCK)) * BLOCK
+        total = torch.zeros(local * length, device=self.x.device)
+        total[:n] = self.x
+        if error is not None:
+            total[:n] += error
+            error.zero_()  # it has gone to whose piece it is
+        piece = torch.empty(length, device=self.x.device)
+        dist.reduce_scatter_tensor(piece, total, group=self.inside)
+        return total, piece
+
+    def _between(self, x, error):
+        me, size, kernels = self.group.rank(), self.group.size(), _kernels(x)
+        length = max(1, -(-len(x) // (size * BLOCK))) * BLOCK  # a piece of a small tensor may be empty
+        sent = self._rows(size, length)
+        kernels.encode(x, error, sent, me, length)
+        rows = torch.empty_like(sent)
+        yield dist.all_to_all_single(_bytes(rows), _bytes(sent), group=self.group, async_op=True)
+        row = self._rows(1, length)
+        kernels.reduce(x, error, rows, row, me, length, self.ranks if self.op == "avg" else 1)
+        yield dist.all_gather_into_tensor(_bytes(rows), _bytes(row), group=self.group, async_op=True)
+        self._adopt(rows, row)
+        kernels.decode(rows, x, length)
+
+    def _rows(self, count, length):
+        """Slices as they travel: codes, then the exponents of scales, to whole vectors of 16 bytes."""
+        if self.dtype == torch.bfloat16:
+            return torch.empty(count, length, dtype=self.dtype, device=self.x.device)
+        width = -(-(length + length // BLOCK) // 16) * 16
+        return torch.empty(count, width, dtype=torch.uint8, device=self.x.device)
+
+    def _adopt(self, *made):
+        """The memory of the other stream's tensors is not used anew before the current one is done with them."""
+        for x in made if self.stream is not None else ():
+            x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class Wire:
-    """Reductions one after another, such as those of gradient buckets: while one is in its first half, the one before
-    is in its second. On a GPU they run on a stream of their own.
+    """Reductions one after another, such as those of gradient buckets: while one is in its first collective, the one
+    before is in its second. On a GPU they run on a stream of their own.
 
-    All ranks call `begin` and `flush` in the same order.
+    All ranks call `begin` and `flush` in the same order. group, hosts: as of `all_reduce_`.
     """
 
-    def __init__(self, group=None, dtype=torch.float8_e4m3fn):
-        self.group, self.dtype = group, dtype
-        self.last, self.streams = None, {}
+    def __init__(self, group=None, dtype=torch.float8_e4m3fn, hosts=None):
+        if dtype not in FORMATS:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, FORMATS))}, got {dtype}")
+        self.group, self.dtype, self.hosts = group, dtype, hosts
+        self.under_way, self.streams = [], {}
 
     def begin(self, x, op="avg", error=None):
-        """x = op of the x of all ranks, as by `all_reduce_`, once `wait()` of what this returns was called."""
-        reduction = Reduction(x, op, self.group, self.dtype, error, self._stream(x.device))
-        self.flush()
-        self.last = reduction
+        """x = op of the x of all ranks, as by `all_reduce_`, once `wait()` of what this returns was called.
+
+        x: [N], contiguous; error: [N].
+        """
+        reduction = Reduction(x, op, self.group, self.dtype, error, self._stream(x.device), self.hosts)
+        self._advance()
+        self.under_way.append(reduction)
         return reduction
 
     def flush(self):
-        """Begins the second half of what was begun last; its first half is waited for (on a GPU, by the stream)."""
-        if self.last is not None:
-            self.last.halfway()
-        self.last = None
+        """Begins all collectives that are still to come; those before them are waited for (on a GPU, by the stream)."""
+        while self.under_way:
+            self._advance()
+
+    def _advance(self):
+        self.under_way = [reduction for reduction in self.under_way if reduction.advance()]
 
     def _stream(self, device):
         """The one for a device, after what the current one has been given so far; None for the CPU."""
@@ -144,14 +198,14 @@ class Wire:
 
 
 class HookState:
-    """The state of `hook`: the group (the default one if None), the format, and what it keeps for each bucket.
+    """The state of `hook`: the group (the default one if None) or hosts, the format, and what it keeps for each bucket.
 
     With error_feedback, 4 bytes for each element of a gradient. Torch makes its buckets anew after the first backward;
     where other parameters are in a bucket then, or in another order, what was kept for it is dropped.
     """
 
-    def __init__(self, group=None, dtype=torch.float8_e4m3fn, error_feedback=True):
-        self.wire, self.error_feedback = Wire(group, dtype), error_feedback
+    def __init__(self, group=None, dtype=torch.float8_e4m3fn, error_feedback=True, hosts=None):
+        self.wire, self.error_feedback = Wire(group, dtype, hosts), error_feedback
         self.kept, self.begun = {}, []
 
     def error(self, bucket):
@@ -190,13 +244,11 @@ def _group(group):
     return group
 
 
-def _check(x, op, dtype, error):
+def _check(x, op, error):
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"x must be of float32, bfloat16, float16 or float64, got {x.dtype}")
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    if dtype not in FORMATS:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, FORMATS))}, got {dtype}")
     if error is None:
         return
     given = error.dtype, error.numel(), error.device, error.is_contiguous()

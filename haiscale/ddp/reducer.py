@@ -24,6 +24,7 @@ from haiscale import checks
 from haiscale.ddp.buckets import CODES, Bucket, cut, flats
 from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.sizes import Sizes
+from haiscale.mesh import host_groups
 from hfreduce.wire import Wire
 
 NAMES = 8  # parameters that a message lists
@@ -42,7 +43,7 @@ class Reducer:
     ):
         self.module, self.parameters, self.group, self.sizes = module, parameters, group, sizes
         self.wire_dtype, self.attach, self.restore = wire_dtype, attach, restore
-        self.wire, self.feedback = Wire(group, CODES) if wire_dtype == CODES else None, feedback
+        self.feedback, self.wire = feedback, None  # or, once there are buckets, what carries them in CODES
         self.lenient, self.static = lenient or static, static
         self.device = checks.host_device(group)
         self.averages = dist.get_backend(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
@@ -208,6 +209,8 @@ class Reducer:
         numbers = torch.tensor([*order, len(ready), *self.sizes.numbers()], device=self.device)
         used = self._vote() if self.static else None
         with self._noting_faults():
+            if self.wire_dtype == CODES:
+                self.wire = Wire(self.group, CODES, host_groups(self.group))
             authority = 0 if self.authority is None else self.authority()
             dist.broadcast(numbers, dist.get_global_rank(self.group, authority), group=self.group)
         numbers = numbers.tolist()

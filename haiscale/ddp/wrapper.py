@@ -288,10 +288,10 @@ class DDP(nn.Module, Joinable):
         parameters = self.reducer.parameters
         total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
         dtypes = {str(buckets.dtype_of(p, self.wire_dtype)).removeprefix("torch.") for p in parameters}
-        kind = ", ".join(sorted(dtypes)) + (
-            " from float8_e4m3fn on the wire" if self.wire_dtype == buckets.CODES else ""
-        )
-        kind += " with error feedback" if self.error_feedback else ""
+        kind = ", ".join(sorted(dtypes))
+        if self.wire_dtype == buckets.CODES:
+            between = " between hosts" if self.reducer.wire and self.reducer.wire.hosts else ""
+            kind += f" from float8_e4m3fn on the wire{between}{' with error feedback' * self.error_feedback}"
         views = "views of buckets" if self.reducer.attach else "copied from and to buckets"
         changing = "broadcast before a forward when some rank has changed some"
         return "\n".join([

@@ -222,6 +222,25 @@ def test_ddp_join_and_unused_parameters(trained):
     assert trained[0]["uneven"] == trained[1]["uneven"] and trained[0]["unused"] == trained[1]["unused"]
 
 
+@pytest.mark.parametrize("backend", ["hfreduce", "gloo"])
+def test_hosts_of_two_ranks(backend, tmp_path):
+    """Inside a host nothing is rounded, and a host sends as little as one rank; kept is what lacks, under DDP too."""
+    with hosts(2) as h:
+        results = ranks.run(
+            WORKER, "of_hosts", 4, tmp_path, prefix=lambda rank: h.prefix(rank // 2), backend=backend, timeout=120
+        )
+    for rank, found in enumerate(results):
+        assert found["groups"] == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
+        assert found["digests"] == results[0]["digests"] and found["order"]
+        assert all(0.001 < wrong < 0.05 for wrong in found["wrong"][1:]), found["wrong"]
+        assert max(found["kept"]) < 1e-5, found["kept"]
+        for wrong, lacking, counts in found["ddp"].values():
+            assert wrong < 1e-3 and lacking > 1e-3 and len(set(counts)) == 3, found
+        whole, quarter = found["bytes"]
+        print(whole, quarter / whole)
+        assert quarter < 0.27 * (16 << 20)
+
+
 def test_bytes_between_hosts(tmp_path):
     """As a network interface counts them, headers and acknowledgements included."""
     with hosts(2) as h:

@@ -15,6 +15,7 @@ from ddp_models import DEVICE, Branches, gpt2, tokens, vectors
 from torch import nn
 
 from haiscale.ddp import DDP
+from haiscale.mesh import host_groups
 from hfreduce import wire  # registers its backend
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -50,6 +51,7 @@ def layouts(x):
 
 def sums(rank, size, store, backend):
     init(rank, size, store, backend)
+    wire._PART = 1 << 17  # so that some of the tensors travel in parts
     functions = [accuracy, feedback, non_finite, order, alone]
     found = {function.__name__: function(rank, size) for function in functions}
     dist.barrier()
@@ -222,6 +224,8 @@ def kept(rank, size):
             got += torch.cat([p.grad for p in parameters]).double() * size
             model.zero_grad()
             counts.append(len(model.reducer.buckets))
+        between = model.reducer.wire.hosts is not None
+        assert ("on the wire between hosts with error feedback" in model.explain()) == between == (size == 4)
         (flat,) = model.reducer.flats
         at = dict(zip(flat.order, flat.offsets, strict=False))
         left = torch.cat([flat.error[at[i] : at[i] + n] for i, n in enumerate(sizes)]).double()
@@ -283,7 +287,43 @@ def unused(rank):
     return digests
 
 
-# Bytes and time
+# Between hosts
+
+
+def of_hosts(rank, size, store, backend):
+    """Two ranks on each of two hosts: sums as in `accuracy` and `feedback`, several under way, DDP, and bytes sent."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    init(rank, size, store, backend)
+    hosts = host_groups(dist.group.WORLD)
+    found = {"groups": [dist.get_process_group_ranks(group) for group in hosts], "digests": [], "wrong": [], "kept": []}
+    for n in (1, 300, 30_001):
+        inputs, error = torch.stack([of(r, n, 4) for r in range(size)]), torch.zeros(n, device=DEVICE)
+        exact, total = inputs.double().sum(0), torch.zeros(n, dtype=torch.float64, device=DEVICE)
+        for _ in range(10):
+            x = wire.all_reduce_(inputs[rank].clone(), "avg", dtype=FP8, error=error, hosts=hosts)
+            total += x.double() * size
+            found["digests"].append(digest(x))
+        left = error.double()
+        dist.all_reduce(left)
+        found["wrong"].append(((x * size - exact).norm() / exact.norm()).item())
+        found["kept"].append(((exact * 10 - total - left).norm() / exact.norm()).item())
+    sizes, line = (1, 5000, 129, 70_000), wire.Wire(hosts=hosts)
+    singly = [wire.all_reduce_(of(rank, n, 3), "avg", dtype=FP8, hosts=hosts) for n in sizes]
+    tensors = [of(rank, n, 3) for n in sizes]
+    begun = [line.begin(x) for x in tensors]
+    line.flush()
+    for i in (2, 0, 3, 1):
+        begun[i].wait()
+    found["order"], found["ddp"] = all(map(torch.equal, singly, tensors)), kept(rank, size)
+    found["bytes"], x = [], torch.randn(1 << 22)
+    for call in (lambda: dist.all_reduce(x), lambda: wire.all_reduce_(x, dtype=FP8, hosts=hosts)):
+        dist.barrier()
+        before = sent()
+        call()
+        dist.barrier()
+        found["bytes"].append(sent() - before)
+    dist.destroy_process_group()
+    return found
 
 
 def sent():
@@ -295,11 +335,11 @@ def sent():
 def travels(rank, size, store, count, rounds):
     """By format: seconds of each all-reduce, and the bytes that this host sends for it."""
     init(rank, size, store, "hfreduce")
-    x, found = torch.ones(count), {}
+    x, found, hosts = torch.ones(count), {}, host_groups(dist.group.WORLD)
     calls = {
         "float32": lambda: dist.all_reduce(x),
-        "bfloat16": lambda: wire.all_reduce_(x, dtype=BF16),
-        "float8_e4m3fn": lambda: wire.all_reduce_(x, dtype=FP8),
+        "bfloat16": lambda: wire.all_reduce_(x, dtype=BF16, hosts=hosts),
+        "float8_e4m3fn": lambda: wire.all_reduce_(x, dtype=FP8, hosts=hosts),
     }
     for name in [*calls] * (rounds + 1):
         x.copy_(torch.randn(count))
