@@ -128,7 +128,9 @@ void defaults(Store& store, const Config& config, bool peers) {
   }
   EXPECT(path(Kind::all_reduce, 4, Op::premul_sum) == small);
   EXPECT(path(Kind::all_to_all, 0) == large);
-  EXPECT(path(Kind::all_reduce, 16 << 20) == (peers ? large : gpu::Path::assisted));
+  EXPECT(path(Kind::all_reduce, 16 << 20) == large && path(Kind::all_gather, 36 << 20) == large);
+  EXPECT(path(Kind::all_reduce, 20 << 20) == (peers ? large : gpu::Path::assisted));
+  EXPECT(path(Kind::broadcast, 25 << 20) == (peers ? large : gpu::Path::assisted));
   EXPECT((r.accelerator.describe().find("small messages by mapped memory") != std::string::npos) != peers);
 }
 

@@ -50,10 +50,10 @@ def path(request):
 
 @pytest.fixture
 def environment(path, tmp_path):
-    if path == "peers":
-        return ENVIRONMENT
-    kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast") if path == "assisted" else ()
-    return by("assisted", kinds, tmp_path) | {"HFREDUCE_P2P": "0"}
+    if path == "assisted":
+        kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+        return by("assisted", kinds, tmp_path) | {"HFREDUCE_P2P": "0"}
+    return ENVIRONMENT | ({"HFREDUCE_P2P": "0"} if path == "no-peers" else {})
 
 
 def told(described, path):

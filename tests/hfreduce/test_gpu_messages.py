@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import ranks
-import test_gpu
-from test_gpu import GPUS, PATHS, SIZE
+from test_gpu import GPUS, SIZE
 
 WORKER = Path(__file__).parents[1] / "workers" / "gpu_messages.py"
 
 
 def environment(path):
-    return test_gpu.environment(path) | {"HFREDUCE_DEVICE_MESSAGES": "1"}
+    return {"HFREDUCE_DEVICE_MESSAGES": "1", "HFREDUCE_P2P": "0" if path == "no-peers" else ""}
 
 
-pytestmark = pytest.mark.parametrize("path", PATHS)
+pytestmark = pytest.mark.parametrize("path", ["peers", "no-peers"])
 
 
 def test_messages(path, tmp_path):

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <mutex>
 
 #include "cuda/assisted.h"
@@ -23,8 +22,9 @@ namespace {
 constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
 // The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
 // over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
-// where the host's cores are as fast, which take no multiprocessor.
-constexpr int64_t kMappedBytes = 32 << 10, kMappedSlotBytes = 16 << 20;
+// so many bytes each way over a GPU's link. Beyond, the host's cores are about as fast, and take no multiprocessor:
+// DDP's buckets of 25 MiB are to leave the backward alone.
+constexpr int64_t kMappedBytes = 32 << 10, kMappedLinkBytes = 24 << 20;
 // A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
 // do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
 constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
@@ -175,14 +175,19 @@ const Row* Accelerator::State::row(Kind kind, int64_t bytes, DType dtype, Op op)
 
 Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
   if (const Row* const chosen = row(kind, bytes, dtype, op)) return chosen->path;
-  constexpr int64_t any = std::numeric_limits<int64_t>::max();
-  const int64_t others = communicator.size() - 1, sent = part(kind, bytes) * others;
-  for (const auto& [path, most] :
-       {std::pair(Path::packets, kPacketBytes),
-        std::pair(Path::packets_two_shot, others > 1 ? kTwoTripBytes * others : 0), std::pair(Path::two_shot, any),
-        std::pair(Path::mapped, kMappedBytes), std::pair(Path::mapped_two_shot, kMappedSlotBytes),
-        std::pair(Path::assisted, any), std::pair(Path::mapped_two_shot, any)})
-    if (sent <= most && takes(path, kind, bytes, dtype, op)) return path;
+  const int64_t n = communicator.size(), sent = part(kind, bytes) * (n - 1);
+  const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
+                       : kind == Kind::all_reduce ? 2 * sent / n
+                                                  : bytes / n * (n - 1);
+  const std::pair<Path, bool> ways[] = {{Path::packets, sent <= kPacketBytes},
+                                        {Path::packets_two_shot, n > 2 && sent <= kTwoTripBytes * (n - 1)},
+                                        {Path::two_shot, true},
+                                        {Path::mapped, sent <= kMappedBytes},
+                                        {Path::mapped_two_shot, link <= kMappedLinkBytes},
+                                        {Path::assisted, true},
+                                        {Path::mapped_two_shot, true}};
+  for (const auto& [path, worth] : ways)
+    if (worth && takes(path, kind, bytes, dtype, op)) return path;
   return Path::host;
 }
 

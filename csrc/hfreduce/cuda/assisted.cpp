@@ -39,6 +39,10 @@ constexpr uint32_t kForGood = 1u << 30;
 // Options as they are used: lines and pages divide a chunk, a power of two divides 2^32.
 Assisted::Options settled(Assisted::Options options) {
   const int64_t page = 4096;
+  // What travels from host to host is slower than a few calls.
+  if (options.hosts.count > 1)
+    options.chunk = std::min<int64_t>(options.chunk, 8 << 20),
+    options.least = std::min<int64_t>(options.least, 512 << 10);
   options.chunk = std::max((options.chunk + page - 1) / page * page, page);
   options.share = std::max<int64_t>(options.share, 1);
   options.least = std::min(std::max<int64_t>(options.least, kLine), options.chunk);
@@ -46,7 +50,7 @@ Assisted::Options settled(Assisted::Options options) {
   while (depth < std::min(options.depth, Ring::kMaxDepth)) depth *= 2;
   options.depth = depth;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (options.threads < 1) options.threads = std::min(std::max(cores / options.size, 1), 8);
+  if (options.threads < 1) options.threads = std::min(std::max(cores / options.size, 1), 4);
   if (options.streaming < 0) {
     // Half of the last-level cache for the ring of all ranks; where its size is not known, none of it.
     const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);

@@ -42,15 +42,15 @@ struct Hosts {
 class Assisted {
  public:
   struct Options {
-    int rank = 0, size = 1;     // among the ranks of this host
-    int threads = 0;            // host cores that add for this rank; 0: the host's cores / ranks, at most 8
-    int64_t share = 32 << 10;   // bytes of a chunk's sum that one of them adds up, at least
-    int64_t chunk = 8 << 20;    // bytes of a rank's input in one chunk, at most
-    int64_t least = 512 << 10;  // and in the first and the last ones of a message
-    int depth = 4;              // chunks in the ring, a power of two
-    int streaming = -1;         // sums are written past the caches: 0, 1, or -1: if the ring does not fit into them
-    uint32_t first = 0;         // number of the first chunk; tests begin shortly before it wraps around
-    Hosts hosts;                // for reduce_scatter and all_gather all must have equally many ranks, one after another
+    int rank = 0, size = 1;    // among the ranks of this host
+    int threads = 0;           // host cores that add for this rank; 0: the host's cores / ranks, at most 4
+    int64_t share = 32 << 10;  // bytes of a chunk's sum that one of them adds up, at least
+    int64_t chunk = 16 << 20;  // bytes of a rank's input in one chunk, at most: its calls are what a caller waits for
+    int64_t least = 8 << 20;   // and in the first and the last ones of a message
+    int depth = 4;             // chunks in the ring, a power of two
+    int streaming = -1;        // sums are written past the caches: 0, 1, or -1: if the ring does not fit into them
+    uint32_t first = 0;        // number of the first chunk; tests begin shortly before it wraps around
+    Hosts hosts;               // for reduce_scatter and all_gather all must have equally many ranks, one after another
   };
   static size_t segment_bytes(const Options&);
 

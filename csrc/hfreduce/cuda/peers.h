@@ -33,7 +33,7 @@ constexpr int kMaxThreads = 512;
 constexpr int kSlot = 64 << 10;      // bytes of one slot: what a block moves to one peer in one step
 constexpr int kPackets = 512 << 10;  // bytes of payload for small messages, of each rank and parity
 // The same in the host's memory: of blocks and slots as many as keep PCIe busy.
-constexpr int kMapped = 64 << 10, kMappedBlocks = 32, kMappedSlot = 16 << 10;
+constexpr int kMapped = 64 << 10, kMappedBlocks = 32, kMappedSlot = 32 << 10;
 
 // Pinned host memory, one per process: how the host stops its kernels, and how they tell it what they saw. A kernel
 // that waits looks at `stop` every now and then, and ends when it is not 0: what it leaves in the outputs is then of no
