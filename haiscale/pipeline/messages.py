@@ -25,6 +25,7 @@ DTYPES = (
     *(torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 NONE = -1
+KNOWN = 4  # kinds of messages of one rank to another that need not be described anew: activations, gradients
 # Of each group {(from, to): wires}. Pipelines of one group run one after the other, so they can share them.
 _WIRES = weakref.WeakKeyDictionary()
 
@@ -75,13 +76,20 @@ class Sender:
         self.peer, self.device, self.wires = peer, device, wires
         self.room = 0  # bytes that the next message has for tensors
         self._leaving: deque = deque()
+        self._known: dict = {}  # by what is sent: the header's bytes, and where the tensors are
 
     def send(self, tensors: list[Tensor | None]) -> None:
-        header = describe(tensors)
+        kinds = tuple(
+            (x.dtype, x.layout, x.requires_grad, x.shape) if isinstance(x, Tensor) else type(x) for x in tensors
+        )
+        if kinds not in self._known:
+            header = torch.tensor(describe(tensors), device="cpu").view(torch.uint8)
+            self._known = dict(list(self._known.items())[1 - KNOWN :])
+            self._known[kinds] = header, *_places([x.nbytes for x in tensors if x is not None])
+        header, offsets, size = self._known[kinds]
         tensors = [x.detach().contiguous() for x in tensors if x is not None]
-        offsets, size = _places([x.nbytes for x in tensors])
         message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8, device="cpu")
-        message[: HEADER * 8].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
+        message[: HEADER * 8].copy_(header)
         if size <= self.room:
             body = message[HEADER * 8 :]
             for x, offset in zip(tensors, offsets, strict=True):
@@ -108,6 +116,7 @@ class Receiver:
     def __init__(self, peer: int, device: torch.device, wires):
         self.peer, self.device, self.wires = peer, device, wires
         self.room, self._posted = 0, None
+        self._known: list = []  # headers, and what they say
         # On a stream of its own a receive does not wait for what is computed meanwhile.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -123,11 +132,9 @@ class Receiver:
         work, message = self._posted
         work.wait()
         self._posted = None
-        layout = understand(message[: HEADER * 8].view(torch.int64).tolist())
-        sizes = [dtype.itemsize * _numel(shape) for dtype, _, shape in filter(None, layout)]
-        offsets, size = _places(sizes)
+        header, body = message[: HEADER * 8], message[HEADER * 8 :]
+        layout, sizes, offsets, size = self._understood(header)
         fits = size <= self.room
-        body = message[HEADER * 8 :]
         self.room = size if self.device.type == "cpu" else 0
         if fits:
             flat = (body[offset : offset + n] for offset, n in zip(offsets, sizes, strict=True))
@@ -142,6 +149,17 @@ class Receiver:
                 x = next(flat).view(entry[0]).view(entry[2]).requires_grad_(entry[1])
             tensors.append(x)
         return tensors
+
+    def _understood(self, header):
+        """(what `understand` gives, bytes of each tensor, where they are in the message, bytes in all)."""
+        for known, said in self._known:
+            if torch.equal(header, known):
+                return said
+        layout = understand(header.view(torch.int64).tolist())
+        sizes = [dtype.itemsize * _numel(shape) for dtype, _, shape in filter(None, layout)]
+        said = layout, sizes, *_places(sizes)
+        self._known = [(header.clone(), said), *self._known[: KNOWN - 1]]
+        return said
 
     def _bodies(self, sizes, layout):
         """The tensors that come as messages of their own, as bytes."""

@@ -121,10 +121,14 @@ def skips(schedule):
 
 
 def other_shapes(place):
-    """Batches of other sizes, sequences of other lengths: nothing is agreed on before, and gradients are kept."""
+    """Batches of other sizes, sequences of other lengths: nothing is agreed on before, and gradients are kept.
+
+    More kinds of messages than are remembered, and the first ones again.
+    """
     model = decoder("llama")
     steps = [
-        ((tokens(1, rows, length),), tokens(1, rows, length)) for rows, length in ((4, 8), (6, 12), (3, 5), (6, 12))
+        ((tokens(1, rows, length),), tokens(1, rows, length))
+        for rows, length in ((4, 8), (6, 12), (3, 5), (5, 7), (6, 12), (4, 8))
     ]
     return compare(place, place.pipeline(model, "PipeDream", 3), model, 3, steps, next_token)
 
