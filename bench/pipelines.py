@@ -64,8 +64,7 @@ def predicted(pp, hidden: Tensor, hfnn: bool, optimizer: Callable, steps: int) -
     every = _once((len(place), hfnn), None)
     chunks = [every[rank][chunk] for chunk, rank in enumerate(place)]
     sending, latency = message_times(hidden, pp.group)
-    host = hidden.device.type == "cpu"  # elsewhere it runs ahead of what it sends
-    costs = stage_costs(chunks, [1] * len(place), latency, sending if host else 0.0)
+    costs = stage_costs(chunks, [1] * len(place), latency, sending)
     between = [None] * dist.get_world_size(pp.group)
     dist.all_gather_object(between, _time(optimizer, hidden.device), group=pp.group)
     timeline = predict(pp.schedule, costs)
