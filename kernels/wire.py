@@ -13,7 +13,7 @@ from .launch import launch
 
 BLOCK = 128
 BLOCKS = 8  # of a program
-WARPS = 4
+WARPS = 8
 SMALLEST = tl.constexpr(2.0**-6)  # normal number of float8_e4m3fn
 STEP = tl.constexpr(2.0**-9)  # between the numbers below
 MAGIC = tl.constexpr(2.0**14)  # float32 from here on is in such steps, too
@@ -61,7 +61,7 @@ def _decode(code_KB, exponent_K):
 def _put(value_KB, row_W, start, length, SCALED: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
     """Writes blocks from `start` of a slice on. Returns what they are after a journey."""
     k, i_KB = tl.arange(0, K), tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
-    inside_K = k < (length - start) // B
+    inside_K = k < tl.minimum((length - start) // B, K).to(tl.int32)
     if SCALED:
         code, exponent_K = _encode(value_KB)
         tl.store(row_W + start + i_KB, code.to(tl.uint8), mask=inside_K[:, None])
@@ -78,7 +78,7 @@ def _get(rows_RW, r, width, start, length, SCALED: tl.constexpr, B: tl.constexpr
     """Blocks from `start` of a slice on, as they are after their journey."""
     row_W = rows_RW + tl.cast(r, tl.int64) * width
     k, i_KB = tl.arange(0, K), tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
-    inside_K = k < (length - start) // B
+    inside_K = k < tl.minimum((length - start) // B, K).to(tl.int32)
     code = tl.load(row_W + start + i_KB, mask=inside_K[:, None], other=0)
     if SCALED:
         exponent_K = tl.load(row_W + length + start // B + k, mask=inside_K, other=1)

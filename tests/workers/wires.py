@@ -351,3 +351,25 @@ def travels(rank, size, store, count, rounds):
         found.setdefault(name, []).append([seconds, sent() - before])
     dist.destroy_process_group()
     return {name: values[1:] for name, values in found.items()}
+
+
+def steps(rank, size, store, rounds):
+    """By wire_dtype: seconds of each training step of an MLP with 64 MiB of gradients, in turns."""
+    init(rank, size, store, "hfreduce")
+    width, found = 1448, {}
+
+    def prepared(wire_dtype):
+        torch.manual_seed(3)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(width, width, bias=False), nn.GELU())]
+        return DDP(nn.Sequential(*layers), bucket_cap_mb=16, wire_dtype=wire_dtype)
+
+    models = {str(wire_dtype): prepared(wire_dtype) for wire_dtype in (None, BF16, FP8)}
+    for name in [*models] * (rounds + 2):
+        x = of(rank, 64 * width).view(64, width)
+        dist.barrier()
+        began = time.perf_counter()
+        models[name](x).square().mean().backward()
+        found.setdefault(name, []).append(time.perf_counter() - began)
+        models[name].zero_grad()
+    dist.destroy_process_group()
+    return {name: seconds[2:] for name, seconds in found.items()}
