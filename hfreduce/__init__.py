@@ -17,6 +17,7 @@ torch.distributed.DistBackendError, from the direct functions hfreduce.Fault. Gr
 the interpreter is, without waiting long.
 """
 
+from hfreduce import wire
 from hfreduce.api import (
     Group,
     all_gather,
@@ -71,6 +72,7 @@ __all__ = [
     "register",
     "scatter",
     "send",
+    "wire",
 ]
 
 register()

@@ -70,6 +70,8 @@ class DDP(nn.Module, Joinable):
         self.dtypes = Dtypes.of(mixed_precision)
         self.wire_dtype = self.dtypes.reduce if wire_dtype is None else wire_dtype
         self.error_feedback = feedback(self.wire_dtype, error_feedback)
+        if cpu_assisted and self.wire_dtype == buckets.CODES:
+            raise ValueError(f"cpu_assisted=True takes no multiprocessor, and {buckets.CODES} needs them: choose one")
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         parameters = self._check()
         self.device = parameters[0].device

@@ -248,6 +248,7 @@ def said():
         {"wire_dtype": torch.float8_e5m2},
         {"wire_dtype": BF16, "error_feedback": True},
         {"error_feedback": True},
+        {"wire_dtype": FP8, "cpu_assisted": True},
     ):
         try:
             DDP(made(gpt2), **options)
