@@ -69,6 +69,8 @@ LOST = {  # what the second of two ranks does to itself, and where
     "killed_backward": ["backward", signal.SIGKILL],
     "stopped_forward": ["forward", signal.SIGSTOP],
     "stopped_backward": ["backward", signal.SIGSTOP],
+    "killed_backward_float8": ["backward", signal.SIGKILL, "float8_e4m3fn"],
+    "stopped_backward_float8": ["backward", signal.SIGSTOP, "float8_e4m3fn"],
 }
 
 

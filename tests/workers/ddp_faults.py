@@ -37,10 +37,10 @@ class Failing(nn.Module):
         return self.last(x)
 
 
-def one(rank, size, store, where, sign):
+def one(rank, size, store, where, sign, wire=None):
     """The survivor's story, or the culprit's end."""
     init(rank, size, store, timeout=PATIENCE if sign == signal.SIGSTOP else 30)
-    model = DDP(Failing(), bucket_cap_mb=0.001)
+    model = DDP(Failing(), bucket_cap_mb=0.001, wire_dtype=wire and getattr(torch, wire))
     for step in range(2):
         model(*vectors(step, rank)).square().mean().backward()
     dist.barrier()
@@ -68,16 +68,16 @@ def one(rank, size, store, where, sign):
 
 
 def run(rank, size, store, cases):
-    """cases: {name: [where, signal]}. What the survivors say, with the time of the fault."""
+    """cases: {name: [where, signal, wire_dtype if one]}. What the survivors say, with the time of the fault."""
     torch.set_num_threads(1)
     found = {}
-    for name, (where, sign) in cases.items():
+    for name, case in cases.items():
         path = f"{store}.{name}"
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                Path(f"{path}.{rank}").write_text(json.dumps(one(rank, size, path, where, sign)))
+                Path(f"{path}.{rank}").write_text(json.dumps(one(rank, size, path, *case)))
                 code = 0
             except BaseException:
                 traceback.print_exc()
