@@ -287,7 +287,7 @@ def encode(x, error, rows, me, length):
         if r == me:
             continue
         for lo, hi, at in _pieces(r, length, x.numel()):
-            value = x[lo:hi].float() if error is None else x[lo:hi] + error[lo:hi]
+            value = _wide(x, error, lo, hi)
             _put(value, row, at, length)
             if error is not None:
                 error[lo:hi] = (value - _get(row, at, hi - lo, length)).nan_to_num_(0, 0, 0)
@@ -297,9 +297,8 @@ def reduce(x, error, rows, row, me, length, mean):
     """row[0] = the sum of all rows / mean, with the slice of x + error itself in the place of row `me`."""
     for lo, hi, at in _pieces(me, length, x.numel()):
         total = torch.zeros(hi - lo, device=x.device)
-        mine = x[lo:hi] if error is None else x[lo:hi] + error[lo:hi]
         for r, other in enumerate(rows):
-            total += mine if r == me else _get(other, at, hi - lo, length)
+            total += _wide(x, error, lo, hi) if r == me else _get(other, at, hi - lo, length)
         _put(total * (1 / mean), row[0], at, length)
         if error is not None:
             error[lo:hi] = (total - _get(row[0], at, hi - lo, length) * mean).nan_to_num_(0, 0, 0)
@@ -310,6 +309,11 @@ def decode(rows, x, length):
     for r, row in enumerate(rows):
         for lo, hi, at in _pieces(r, length, x.numel()):
             x[lo:hi] = _get(row, at, hi - lo, length)
+
+
+def _wide(x, error, lo, hi):
+    value = x[lo:hi].float()
+    return value if error is None else value + error[lo:hi]
 
 
 def _pieces(r, length, n):
