@@ -11,7 +11,8 @@ On any process group of c10d and any device. A tensor is cut in n slices, one fo
     travel    | one all_gather
     decode    | every rank, from the same bytes: so results are equal to the bit on all ranks, and from run to run
 
-Every number is rounded twice, whatever n is: before the sum (but what a rank keeps for itself) and after it.
+Every number is rounded twice, whatever n is: before the sum (but what a rank keeps for itself) and after it. Where
+hosts have several ranks each, `hosts` does all this to their sums, between ranks of the same place on each host.
 
 float8_e4m3fn: each block of 128 numbers is divided by a power of two, the smallest that brings it into the format's
 range, so that nothing but the 3 bits of mantissa is lost; its exponent travels as a byte. After Rouhani et al.,

@@ -11,6 +11,7 @@ import ranks
 import torch
 from hosts import hosts
 
+from haiscale.ddp.hooks import GradBucket
 from hfreduce import wire
 
 WORKER = Path(__file__).parents[1] / "workers" / "wires.py"
@@ -123,6 +124,23 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             wire.all_reduce_(**{"x": x, **options})
+
+
+def test_hook_keeps_nothing_for_other_buckets():
+    """What was kept is for the parameters of a bucket in their order."""
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+
+    def bucket(*parameters):
+        return GradBucket(0, 1, torch.zeros(8), [], list(parameters))
+
+    state = wire.HookState()
+    kept = state.error(bucket(first, second))
+    assert kept.shape == (8,) and not kept.any()
+    kept.fill_(1)
+    assert state.error(bucket(first, second)) is kept
+    assert not state.error(bucket(second, first)).any()
+    assert not state.error(bucket(first, second)).any()
+    assert wire.HookState(error_feedback=False).error(bucket(first)) is None
 
 
 def ran(function, size, backend, factory):
