@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 PRODUCTS = frozenset(
     f"{name}Backward" for name in ("Addmm", "Mm", "Bmm", "Addbmm", "Baddbmm", "Linear", "Mv", "Addmv", "Convolution")
 )
+TOGETHER = 64 << 20  # bytes of weights' gradients that are handed to torch's engine at once: a call takes the host long
 # And functions in Python that say so themselves, by the names of their classes: hfnn's Linear asks the engine.
 SEPARABLE = frozenset({("hfnn.ops.linear", "_Linear")})
 
@@ -76,24 +77,65 @@ def split(
 class Weights:
     """The gradients that `split` has put off. It keeps the graph alive, and what the products need."""
 
-    def __init__(self, put_off: dict[Node, list[Tensor]], hold: bool):
+    def __init__(self, put_off: dict[Node, tuple[list[Tensor], list[int]]], hold: bool):
         self._put_off, self._hold = put_off, hold
         self.found: dict[Node, tuple[Tensor | None, ...]] = {}  # the gradients of the nodes' outputs
         self.held: list[tuple[Tensor, Tensor | None]] = []
 
     def run(self) -> None:
         """Adds to `.grad` of the parameters that were put off, and lets go of the graph."""
+        roots, gradients, parameters, size = [], [], [], 0
         for node in list(self._put_off):
-            parameters = self._put_off.pop(node)
-            gradients = self.found.pop(node, ())
-            roots = [GradientEdge(node, i) for i, dy in enumerate(gradients) if dy is not None]
-            gradients = [dy for dy in gradients if dy is not None]
-            if roots and self._hold:
-                self.held += zip(parameters, torch.autograd.grad(roots, parameters, gradients), strict=True)
-            elif roots:
-                torch.autograd.backward(roots, gradients, inputs=parameters)
+            mine, sides = self._put_off.pop(node)
+            found = [(GradientEdge(node, i), dy) for i, dy in enumerate(self.found.pop(node, ())) if dy is not None]
+            apart = _apart(node, sides, found[0][1]) if found else []
+            if apart is None:
+                self._add(*zip(*found, strict=True), mine)
+                continue
+            for edge, dy in apart:
+                roots.append(edge)
+                gradients.append(dy)
+                size += dy.nbytes
+            parameters += mine if apart else []
+            if size > TOGETHER:
+                self._add(roots, gradients, parameters)
+                roots, gradients, parameters, size = [], [], [], 0
+        if roots:
+            self._add(roots, gradients, parameters)
         held, self.held = [(p, dp) for p, dp in self.held if dp is not None], []
         whole([get_gradient_edge(p) for p, _ in held], [dp for _, dp in held])
+
+    def _add(self, roots, gradients, parameters):
+        if self._hold:
+            self.held += zip(parameters, torch.autograd.grad(roots, parameters, gradients), strict=True)
+        else:
+            torch.autograd.backward(roots, gradients, inputs=parameters)
+
+
+@torch.no_grad()
+def _apart(node, sides, dy):
+    """[(edge, its gradient)] of the inputs of a product that are told by number: as torch's node computes them, but
+    without those of the others. None where that is left to torch's engine, which runs one node in a call.
+    """
+    kind, edges = node.name().rstrip("0123456789"), node.next_functions
+    if dy.is_complex() or dy.layout != torch.strided:
+        return None
+    if kind == "MmBackward" and sides == [1]:
+        weight, x = 1, node._saved_self
+    elif kind == "AddmmBackward" and 1 not in sides and node._saved_alpha == node._saved_beta == 1:
+        weight, x = 2, node._saved_mat1 if 2 in sides else None
+    else:
+        return None
+    found = []
+    for side in sides:
+        if side == weight:
+            # In the order of the weight's own memory, as torch's node does.
+            (rows, _), strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
+            gradient = dy.t().mm(x).t() if tuple(strides) == (1, rows) else x.t().mm(dy)
+        else:
+            gradient = dy.sum_to_size(edges[side][0]._input_metadata[edges[side][1]].shape)
+        found.append((GradientEdge(*edges[side]), gradient))
+    return found
 
 
 @contextlib.contextmanager
@@ -121,12 +163,13 @@ def _note(found, node):
 
 
 def _plan(roots, inputs):
-    """({product: parameters whose gradients it computes later}, parameters whose gradients are computed now)."""
+    """({product: (parameters whose gradients it computes later, by which of its inputs they are reached)},
+    parameters whose gradients are computed now).
+    """
     on_the_way, behind = set(inputs), {}  # behind: of the other nodes, the leaves that are reached from them
     through = defaultdict(set)  # of each leaf, the nodes on the way from which it is reached by leaving the way
-    for node in _inputs_first(roots):
-        after = [following for following, _ in node.next_functions if following is not None]
-        if node in on_the_way or any(following in on_the_way for following in after):
+    for node, after in _inputs_first(roots):
+        if node in on_the_way or not on_the_way.isdisjoint(after):
             on_the_way.add(node)
             for following in after:
                 for leaf in behind.get(following, ()):
@@ -145,7 +188,12 @@ def _plan(roots, inputs):
             now.append(leaf.variable)
         else:
             put_off[first].append(leaf.variable)
-    return dict(put_off), now
+    return {node: (parameters, _sides(node, behind)) for node, parameters in put_off.items()}, now
+
+
+def _sides(node, behind):
+    """The inputs of a node from which nothing but leaves is reached, by their numbers."""
+    return [i for i, (following, _) in enumerate(node.next_functions) if behind.get(following)]
 
 
 def _separable(node):
@@ -157,14 +205,15 @@ def _separable(node):
 
 
 def _inputs_first(roots):
-    """All nodes that are reached from the roots, each behind those that it leads to."""
-    order, seen, stack = [], set(), [(node, False) for node in roots]
+    """All nodes that are reached from the roots, each with those that it leads to, and behind them."""
+    order, seen, stack = [], set(), [(node, None) for node in roots]
     while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
+        node, after = stack.pop()
+        if after is not None:
+            order.append((node, after))
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((after, False) for after, _ in node.next_functions if after is not None and after not in seen)
+            after = [following for following, _ in node.next_functions if following is not None]
+            stack.append((node, after))
+            stack.extend((following, None) for following in after if following not in seen)
     return order

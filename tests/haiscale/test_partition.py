@@ -12,7 +12,6 @@ from haiscale.pipeline import (
     Pop,
     SequentialModel,
     Stash,
-    backward,
     decoder,
     layer_costs,
     materialize,
@@ -272,104 +271,6 @@ def test_without_initial_values_a_stage_is_not_made():
         stage = partition(nn.Sequential(nn.Linear(3, 3), Scale()), 1, 2)
     with pytest.raises(ValueError, match=r"1 \(a Scale\) has parameters on the meta device and no reset_parameters"):
         materialize(stage)
-
-
-# Backward in two parts
-
-
-class Squared(torch.autograd.Function):
-    """A function in Python computes both gradients whenever it is called."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w**2
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        Squared.calls += 1
-        return dy * w**2, (2 * dy * x * w).sum(0)
-
-
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.rand(6))
-
-    def forward(self, x):
-        return Squared.apply(x, self.w)
-
-
-def shared_twice():
-    linear = nn.Linear(6, 6)
-    return nn.Sequential(linear, nn.Tanh(), linear, nn.Linear(6, 6))
-
-
-class Conditioned(nn.Module):
-    """A parameter that reaches the output through several products that do not follow each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.a, self.b = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        weight = self.table.tanh()
-        return self.a(x @ weight) + self.b(x @ weight.t())
-
-
-PARTS = {  # what it is made of, and how many parameters wait
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False)), 3),
-    "norms are not put off": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), 2),
-    "a layer used twice": (shared_twice, 2),
-    "functions in Python": (lambda: nn.Sequential(nn.Linear(6, 6), Custom()), 2),
-    "convolutions": (
-        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Flatten()),
-        2,
-    ),
-    "by several ways": (Conditioned, 4),
-}
-
-
-@pytest.mark.parametrize("hold", [False, True])
-@pytest.mark.parametrize("name", PARTS)
-def test_backward_in_two_parts_is_backward(name, hold):
-    torch.manual_seed(0)
-    build, later = PARTS[name]
-    model, x = build(), torch.randn(5, 6)
-    other, dy = copy.deepcopy(model), None
-    for _ in range(2):  # gradients are added to
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        y = other(inputs[0])
-        dy = torch.randn_like(y) if dy is None else dy
-        y.backward(dy)
-        Squared.calls = 0
-        roots = backward.edges([model(inputs[1])])
-        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        weights = backward.split(roots, [dy], [inputs[1]], hold)
-        same = [name in before and torch.equal(p.grad, before[name]) for name, p in model.named_parameters()]
-        waiting = [p.grad is None for p in model.parameters()] if not before else same
-        assert sum(waiting) == (len(waiting) if hold else later)
-        assert torch.equal(inputs[0].grad, inputs[1].grad)
-        weights.run()
-        assert Squared.calls <= 1
-        for p, expected in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.grad, expected.grad)
-
-
-def test_counted_gradients_come_once_and_at_the_end():
-    """With `hold` each parameter is added to once, in `run`: what a wrapper that counts them needs."""
-    model, x = shared_twice(), torch.randn(5, 6, requires_grad=True)
-    counts = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: counts.append(id(p)))
-    y = model(x)
-    weights = backward.split(backward.edges([y]), [torch.ones_like(y)], [x], hold=True)
-    assert not counts
-    weights.run()
-    assert sorted(counts) == sorted(id(p) for p in model.parameters())
 
 
 def test_a_part_is_told_where_nothing_can_be_found():

@@ -54,6 +54,7 @@ def of_two():
         found[f"dropout, checkpoint {mode}"] = of.dropout(mode)
     for mode in ("never", "except_last", "always"):
         found[f"autocast, checkpoint {mode}"] = of.autocast(mode)
+    found["autocast, ZeroBubble-V"] = of.autocast("never", "ZeroBubble-V")
     for schedule in ("GPipe", "ZeroBubble-V"):
         found[f"tied copies, {schedule}"] = of.tied_copies(schedule)
     return found | {"too few rows": of.too_few_rows}
@@ -115,6 +116,7 @@ def device_cases(few):
         return found
     found |= {f"dropout, checkpoint {mode}": of.dropout(mode) for mode in ("except_last", "always")}
     found |= {f"autocast, checkpoint {mode}": of.autocast(mode) for mode in ("never", "always")}
+    found["autocast, ZeroBubble-H1"] = of.autocast("never", "ZeroBubble-H1")
     found |= {"several inputs": of.several_inputs, "other shapes": of.other_shapes, "pictures": of.pictures}
     return found | {"inference": of.inference, "masks": of.masks, "clipping": of.clipping}
 

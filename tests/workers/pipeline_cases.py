@@ -177,13 +177,13 @@ def dropout(checkpoint):
     return case
 
 
-def autocast(checkpoint):
+def autocast(checkpoint, schedule="PipeDream"):
     """A weight's cast that a checkpointed forward leaves behind has no graph; nobody may find it."""
 
     def case(place):
         model, x = layers(), batch(1)
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            pp = place.pipeline(model, "PipeDream", 2, checkpoint=checkpoint)
+            pp = place.pipeline(model, schedule, 2, checkpoint=checkpoint)
             criterion = lambda y, label: mse_loss(y.float(), label)  # noqa: E731
             rounding = 1e3 * ROUNDING  # of bfloat16
             return compare(place, pp, model, 2, [((x[0],), x[1])], criterion, rounding=rounding)
