@@ -48,9 +48,8 @@ def scenarios(rank, size, store):
         children = [child(rank, size, store, *scenario) for scenario in here]
         for (_, victim, sign), pid in zip(here, children, strict=True):
             name = name_of(place, victim, sign)
-            others = [Path(f"{store}.{name}.{other}") for other in range(size) if other != victim]
             if rank == victim:
-                wait_for(others)
+                wait_for(survivors(f"{store}.{name}", size, victim))
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             found[name] = json.loads(Path(f"{store}.{name}.{rank}").read_text())
@@ -70,7 +69,12 @@ def child(rank, size, store, place, victim, sign):
     except BaseException:
         story = {"raised": traceback.format_exc()[-2000:]}
     write(Path(f"{path}.{rank}"), story)
+    wait_for(survivors(path, size, victim))  # or the others might be told of this one's end
     os._exit(0)
+
+
+def survivors(path, size, victim):
+    return [Path(f"{path}.{other}") for other in range(size) if other != victim]
 
 
 def until_told(rank, size, path, place, victim, sign):
