@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import math
 
 import torch
 import torch.distributed as dist
@@ -208,7 +209,7 @@ def pictures(place):
         return "a forward that begins before what it needs has ended"
     if not all(peak > 0 for peak in timeline.peak) or not predict(pp.schedule, costs).makespan > 0:
         return f"no memory or no time: {timeline.peak}, {costs}"
-    if predict(pp.schedule, costs).peak[0] != timeline.peak[0]:
+    if not math.isclose(predict(pp.schedule, costs).peak[0], timeline.peak[0], rel_tol=0.005):  # it is told in 3 digits
         return "another peak than the prediction's"
     if "measured" not in pp.report(80) or "predicted" not in pp.report(80):
         return "no report"

@@ -32,7 +32,7 @@ PLACES = {
     "optimizer": "GPipe",
     "save": "PipeDream",
 }
-ROWS = {"message": 1 << 16}  # for messages that do not leave at once: 1 MiB
+ROWS = {"message": 1 << 17}  # for messages that do not leave at once: 2 MiB
 
 
 def name_of(place, victim, sign):
@@ -105,7 +105,7 @@ def fail(path, sign, **more):
 
 
 def sabotage(place, pp, optimizer, fail):
-    """This rank comes to the middle of the step, and no further: to the second microbatch, or message."""
+    """This rank comes to the middle of the step, and no further: to the second microbatch, or a message under way."""
     turns = itertools.count()
 
     def at_the_second(*_):
@@ -121,8 +121,10 @@ def sabotage(place, pp, optimizer, fail):
 
         def sends(sender, tensors):
             send(sender, tensors)
-            if next(turns) == 1:
-                fail(left=sender._leaving[-1][0].is_completed())
+            turn = next(turns)  # of four; a busy machine may have sent one before it is looked at
+            left = not sender._leaving or sender._leaving[-1][0].is_completed()
+            if turn == 3 or (turn and not left):
+                fail(left=left)
 
         messages.Sender.send = sends
     elif place == "optimizer":
