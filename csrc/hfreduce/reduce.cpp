@@ -1,6 +1,6 @@
 // Adding up, in pieces of an output that fit into the first-level cache with all that is computed on the way: floats of
-// 16 and 8 bits are widened into a buffer, inputs are combined two at a time, in order, into a buffer or, the last one,
-// into the output; what was widened is rounded once.
+// 16 and 8 bits are widened into a buffer, or as they are added (bfloat16); inputs are combined two at a time, in order,
+// into a buffer or, the last one, into the output; what was widened is rounded once.
 //
 // Bytes through memory: each input is read once and the output is written once. A plain store first reads the line that
 // it writes to, once more the output's bytes; `stream` does without: the piece is made in a buffer and written past the
@@ -194,6 +194,34 @@ HFREDUCE_LOOP narrow_any(DType dtype, void* out, const float* x, int64_t n) {
   });
 }
 
+// Sums of bfloat16, what gradients mostly are, in half the passes: terms are widened as they are added, the first two
+// at once, and the last sum is rounded as it is made.
+using BCell = Cell<BFloat16>;
+HFREDUCE_LOOP add_two(float* out, const BCell* x, const BCell* y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) out[i] = load(x[i].value) + load(y[i].value);
+}
+HFREDUCE_LOOP add_next(float* sum, const BCell* x, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) sum[i] += load(x[i].value);
+}
+HFREDUCE_LOOP round_two(BCell* out, const BCell* x, const BCell* y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    BFloat16 z;
+    store(z, load(x[i].value) + load(y[i].value));
+    out[i].value = z;
+  }
+}
+HFREDUCE_LOOP round_next(BCell* out, const float* sum, const BCell* x, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    BFloat16 z;
+    store(z, sum[i] + load(x[i].value));
+    out[i].value = z;
+  }
+}
+
 static void widen(DType dtype, float* out, const void* x, int64_t n) {
 #ifdef __x86_64__
   if (dtype == DType::f16 && has_f16c()) return widen_f16c(out, static_cast<const Cell<uint16_t>*>(x), n);
@@ -244,6 +272,7 @@ class Job {
 
   // `count` elements, at most kPiece, beginning with element `begin` of the inputs.
   void make(char* out, int64_t begin, int64_t count) {
+    if (dtype_ == DType::bf16 && op_ == Op::sum && n_ > 1) return sum_bf16(out, begin, count);
     const bool same = wide_ == dtype_;
     const void* x = term(0, begin, count, same && n_ == 1 ? out : sums_);
     for (int j = 1; j < n_; ++j) {
@@ -271,6 +300,16 @@ class Job {
     if (!factors_) return x;
     scale(wide_, room, x, factors_[j], count);
     return room;
+  }
+
+  void sum_bf16(char* out, int64_t begin, int64_t count) {
+    const auto in = [&](int j) { return static_cast<const BCell*>(inputs_[j]) + begin; };
+    auto* const to = reinterpret_cast<BCell*>(out);
+    auto* const sum = reinterpret_cast<float*>(sums_);
+    if (n_ == 2) return round_two(to, in(0), in(1), count);
+    add_two(sum, in(0), in(1), count);
+    for (int j = 2; j < n_ - 1; ++j) add_next(sum, in(j), count);
+    round_next(to, sum, in(n_ - 1), count);
   }
 
   void combine(void* out, const void* x, const void* y, int64_t count) const {
