@@ -6,6 +6,7 @@ machine without NVLink or peer access sees. `--hosts 2` tells both libraries tha
 host: they talk over TCP on the loopback interface. The rows `copies` are what the copy engines of all GPUs do at once.
 """
 
+import itertools
 import os
 import statistics
 import time
@@ -335,7 +336,7 @@ def show(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], target) -> list:
-    """One PNG an op: bus bandwidth over size, a panel for each dtype."""
+    """One PNG an op: bus bandwidth over size, a row of panels for each kind of machine, a column for each dtype."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -345,20 +346,21 @@ def plot(rows: list[dict], target) -> list:
     timed = [r for r in rows if r["op"] not in ("copies", "overlap")]
     for op in dict.fromkeys(r["op"] for r in timed):
         mine = [r for r in timed if r["op"] == op]
-        dtypes = list(dict.fromkeys(r["dtype"] for r in mine))
-        figure, panels = pyplot.subplots(
-            1, len(dtypes), figsize=(5 * len(dtypes), 3.6), layout="constrained", squeeze=False
-        )
-        for axes, dtype in zip(panels[0], dtypes, strict=True):
-            kinds = dict.fromkeys((r["provider"], r["pass"], str(r["ranks"])) for r in mine)
-            for provider, kind, n in kinds:
-                line = [r for r in mine if (r["provider"], r["pass"], str(r["ranks"])) == (provider, kind, n)]
-                points = sorted((int(r["bytes"]), float(r["busbw_gbps"])) for r in line if r["dtype"] == dtype)
-                style = {"linestyle": "-" if kind == "p2p on" else "--", "color": f"C{PROVIDERS.index(provider)}"}
-                axes.plot(*zip(*points, strict=True), marker=".", label=f"{provider}, {n} GPUs, {kind}", **style)
-            axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s", title=f"{op}, {dtype}")
-            axes.legend(fontsize=7)
+        kinds, dtypes = (list(dict.fromkeys(r[key] for r in mine)) for key in ("pass", "dtype"))
+        size = 5 * len(dtypes), 3.2 * len(kinds)
+        figure, panels = pyplot.subplots(len(kinds), len(dtypes), figsize=size, layout="constrained", squeeze=False)
+        for axes, (kind, dtype) in zip(panels.flat, itertools.product(kinds, dtypes), strict=True):
+            here = [r for r in mine if (r["pass"], r["dtype"]) == (kind, dtype)]
+            for provider, n in sorted({(r["provider"], str(r["ranks"])) for r in here}):
+                line = [r for r in here if (r["provider"], str(r["ranks"])) == (provider, n)]
+                points = sorted((int(r["bytes"]), float(r["busbw_gbps"])) for r in line)
+                style = {"color": f"C{PROVIDERS.index(provider)}", "linestyle": "-" if n == "4" else "--"}
+                axes.plot(*zip(*points, strict=True), marker=".", label=f"{provider}, {n} GPUs", **style)
+            axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+            axes.set_title(f"{op}, {dtype}, {kind}", fontsize=9)
+            if here:
+                axes.legend(fontsize=7)
         written.append(target.with_name(f"{target.stem}-{op}.png"))
-        figure.savefig(written[-1], dpi=120)
+        figure.savefig(written[-1], dpi=100)
         pyplot.close(figure)
     return written
