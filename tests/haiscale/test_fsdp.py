@@ -32,14 +32,21 @@ def test_on_four_ranks_and_predicted(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus(tmp_path):
-    """On NCCL, whose sum of two is in either order the same."""
-    names = (
-        "zero1 zero2 zero3 zero3_mixed low_reduction untied accumulate_mixed gpt2 llama llama_converted clipped unused"
-    )
-    names = [*names.split(), "frozen", "in_backward", "checkpoints", "offload", "states", "again"]
-    cuda = {"FSDP_DEVICE": "cuda"}
-    check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=300, env=cuda, names=names, backend="nccl"), 18)
+@pytest.mark.parametrize(
+    "names",
+    [
+        "zero1 zero2 zero3 zero3_mixed low_reduction untied",
+        "accumulate_mixed clipped unused frozen in_backward",
+        "gpt2 llama llama_converted",
+        "checkpoints offload states again",
+    ],
+)
+@pytest.mark.parametrize("backend", ["nccl", "hfreduce"])
+def test_on_two_gpus(backend, names, tmp_path):
+    """On NCCL, too, for the sum of two is in either order the same."""
+    options = {"names": names.split(), "backend": backend}
+    found = ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=280, env={"FSDP_DEVICE": "cuda"}, **options)
+    check(found, len(names.split()))
 
 
 def check_prediction(measured, **predicted):
