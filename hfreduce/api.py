@@ -49,11 +49,11 @@ def device_plan_rows(size):
     return plan.device_rows(size)
 
 
-def explain(op, nbytes, *, ranks=None, hosts=None):
+def explain(op, nbytes, *, ranks=None, hosts=None, device="cpu", peers=True):
     """What a collective of `nbytes` runs in a group of so many ranks and hosts, and why: see hfreduce.plan."""
     from hfreduce import plan
 
-    return plan.explain(op, nbytes, ranks=ranks, hosts=hosts)
+    return plan.explain(op, nbytes, ranks=ranks, hosts=hosts, device=device, peers=peers)
 
 
 def where():

@@ -63,6 +63,19 @@ def inside(kind: str, algorithm: str, nbytes: int, n: int, chunk: int, slot: int
     }[kind]
 
 
+def on_gpus(kind: str, path: str, nbytes: int, n: int) -> float:
+    """Bytes that the busiest GPU of n on one host sends, by the path of csrc/hfreduce/cuda/paths.h; packets are half
+    numbers. Between hosts it is what it sends to its own."""
+    all_but_one = (n - 1) / n * nbytes
+    if path == "assisted":
+        return nbytes / n if kind == "all_gather" else nbytes
+    each = {"packets": n - 1, "mapped": n - 1, "one_shot": n - 1, "packets_two_shot": 2 * (n - 1) / n}
+    shots = each.get(path, 2 * (n - 1) / n) * nbytes
+    root = (n - 1) * nbytes if path in ("packets", "mapped") else nbytes
+    sent = {"all_reduce": shots, "broadcast": root}.get(kind, all_but_one)
+    return sent * (2 if path in ("packets", "packets_two_shot", "mapped") else 1)
+
+
 def between(kind: str, algorithm: str, nbytes: float, h: int) -> Between:
     """Hops and bytes of a collective between hosts."""
     if h == 1:

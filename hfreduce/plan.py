@@ -219,19 +219,27 @@ def choose(kind: str, nbytes: int, of: Shape, measured: list[tuple]) -> Row:
     return Row.of(_C.choose(of.local_size, of.hosts, cores, SLOT, measured, KINDS.index(kind), nbytes))
 
 
-def explain(op: str, nbytes: int, *, ranks: int | None = None, hosts: int | None = None) -> str:
+def explain(
+    op: str, nbytes: int, *, ranks: int | None = None, hosts: int | None = None, device: str = "cpu", peers: bool = True
+) -> str:
     """What a collective of `nbytes` would run, and why, as a text.
 
     `nbytes` counts the whole message: the blocks of all ranks, where it is made of blocks. Without `ranks` and `hosts`
     it is the job that the launcher's environment tells of (WORLD_SIZE, LOCAL_WORLD_SIZE), else a rank for each core.
-    Raises ValueError for an operation that is no collective, PlanError for a broken file.
+    `device`: of the tensors, "cpu" or "cuda"; `peers`: whether the GPUs of a host reach each other's memory, each rank
+    having one of its own. Raises ValueError for an operation that is no collective or another device, PlanError for a
+    broken file.
     """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if op not in KINDS[:-2]:
         raise ValueError(f"op must be one of {', '.join(KINDS[:-2])}, got {op!r}")
     if nbytes < 0:
         raise ValueError(f"nbytes must not be negative, got {nbytes}")
     size = ranks or job_size()
     of = Shape(size, hosts) if hosts else shape(size)
+    if device == "cuda":
+        return _on_gpus(op, nbytes, of, peers)
     entry = load().get(str(of))
     row = choose(op, nbytes, of, [row.tuple() for row in entry["rows"]] if entry else [])
     reached = entry and any(r.kind == op and nbytes <= r.max_bytes for r in entry["rows"])
@@ -243,6 +251,40 @@ def explain(op: str, nbytes: int, *, ranks: int | None = None, hosts: int | None
         f"  {why}",
     ]
     return "\n".join(lines)
+
+
+# What each path is, and what a GPU sends (up its link, without peer access) of a message of N bytes on n ranks.
+_PATHS_ARE = {
+    "packets": "packets through peer memory, to all at once",
+    "packets_two_shot": "packets through peer memory: slices, then their sums",
+    "one_shot": "slots in peer memory, everything to all",
+    "two_shot": "slots in peer memory",
+    "mapped": "packets through pinned memory of the host",
+    "mapped_two_shot": "slots in pinned memory of the host",
+    "assisted": "CPU-assisted: copy engines, sums by host cores, no multiprocessor",
+    "copies": "copy engines that write to peer memory",
+    "host": "by way of the host: copied there, the collective of CPU tensors, copied back",
+}
+
+
+def _on_gpus(op: str, nbytes: int, of: Shape, peers: bool) -> str:
+    if of.ranks == 1:
+        return f"{op} of {_size(nbytes)}, {of}, on a GPU\n  nothing to do, its rank is alone"
+    entry = load(part="devices").get(str(of))
+    rows = [row.tuple() for row in entry["rows"]] if entry else []
+    peers = peers and of.hosts == 1
+    chosen, blocks, threads, slot, measured = _C.choose_device(of.ranks, of.hosts, peers, rows, KINDS.index(op), nbytes)
+    way = PATHS[chosen]
+    launch = f", {blocks} block{'s' * (blocks != 1)} of {threads} threads" if chosen < PATHS.index("assisted") else ""
+    launch += f", slots of {_size(slot)}" if way in ("one_shot", "two_shot", "mapped_two_shot") else ""
+    sent = f"; each GPU sends {_size(cost.on_gpus(op, way, nbytes, of.ranks))}" if way != "host" else ""
+    why = (
+        f"measured on {entry['measured']}, {path()}"
+        if measured
+        else "a default (python -m hfreduce.tune --device cuda)"
+    )
+    reach = "that reach each other's memory" if peers else "without peer access"
+    return f"{op} of {_size(nbytes)}, {of}, GPUs {reach}\n  {way}: {_PATHS_ARE[way]}{launch}{sent}\n  {why}"
 
 
 def _unmeasured(of: Shape) -> str:

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "communicator.h"
+#include "cuda/paths.h"
 #include "reduce.h"
 
 namespace py = pybind11;
@@ -16,6 +17,7 @@ namespace {
 
 using Address = uintptr_t;
 using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;  // kind, max_bytes, inside, between, chunk, streams
+using DeviceRowTuple = std::tuple<int, int64_t, int, int, int, int>;  // kind, max_bytes, path, blocks, threads, slot
 
 void* memory(Address address) { return reinterpret_cast<void*>(address); }
 DType dtype_of(int number) { return static_cast<DType>(number); }
@@ -233,6 +235,20 @@ void bind_parts(py::module_& m) {
         return tuple_of(static_cast<Kind>(kind), bytes, plan.choose(static_cast<Kind>(kind), bytes));
       },
       "The row that a group of this shape takes for a message of so many bytes.");
+  m.def(
+      "choose_device",
+      [](int ranks, int hosts, bool peers, const std::vector<DeviceRowTuple>& rows, int kind, int64_t bytes) {
+        std::vector<gpu::Row> found;
+        for (const auto& [of, most, path, blocks, threads, slot] : rows)
+          found.push_back({static_cast<Kind>(of), most, static_cast<gpu::Path>(path), blocks, threads, slot});
+        const gpu::Means means{ranks, peers && hosts == 1, !peers && hosts == 1, true, peers && hosts == 1};
+        const gpu::Message message{static_cast<Kind>(kind), bytes};
+        const gpu::Path path = gpu::path_of(found, means, message);
+        const gpu::Extent extent = gpu::extent_of(found, means, message, path);
+        return std::tuple(static_cast<int>(path), extent.blocks, extent.threads, extent.slot,
+                          gpu::row_of(found, means, message) != nullptr);
+      },
+      "(path, blocks, threads, slot, whether a row says so) of a message on GPUs.");
 }
 
 }  // namespace

@@ -63,11 +63,31 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
+bool message(const Call& call) { return call.kind == Kind::send || call.kind == Kind::recv; }
+
+// Whoever waits for a message that does not come may wait for a rank that itself waits for another: those that do not
+// answer, if all that are waited for do.
+std::vector<int> behind_them(const std::vector<int>& missing, const std::vector<Standing>& standings) {
+  std::vector<int> silent;
+  for (const Standing& standing : standings) {
+    if (standing.answered != Standing::silent) continue;
+    if (contains(missing, standing.rank)) return {};
+    silent.push_back(standing.rank);
+  }
+  return silent;
+}
+
+std::string names(const Roster& roster, const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + roster.peers[ranks[i]].name();
+  return text;
+}
+
 // The ranks that have not come to a collective. The one that is waited for may itself be waiting for another: a
 // neighbour between hosts, which it shows by being in an earlier one. Silence alone tells little, so it is believed
 // first of those that are waited for.
 std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<Standing>& standings) {
-  if (call.kind == Kind::send || call.kind == Kind::recv) return missing;
+  if (message(call)) return missing;
   std::vector<int> idle_missing, idle, behind_missing, behind;
   for (const Standing& standing : standings) {
     const bool here = standing.answered == Standing::here, waited_for = contains(missing, standing.rank);
@@ -87,9 +107,13 @@ std::vector<int> culprits(const Call& call, const std::vector<int>& missing, con
 
 Fault timed_out(const Roster& roster, const Call& call, const std::vector<int>& waited_for,
                 const std::vector<Standing>& standings, milliseconds waited) {
-  const std::vector<int> missing = culprits(call, waited_for, standings);
+  std::vector<int> missing = culprits(call, waited_for, standings);
   std::string text = "Timed out after " + seconds(waited.count()) + " on " + roster.me().name() + " in " + told(call);
-  for (size_t i = 0; i < missing.size(); ++i) text += (i ? ", " : ", waiting for ") + roster.peers[missing[i]].name();
+  if (!missing.empty()) text += ", waiting for " + names(roster, missing);
+  if (message(call)) {
+    const std::vector<int> silent = behind_them(missing, standings);
+    if (!silent.empty()) text += ", while " + names(roster, silent) + " does not answer", missing = silent;
+  }
   const auto is_missing = [&](const Standing& standing) { return contains(missing, standing.rank); };
   std::vector<Standing> sorted = standings;
   std::stable_partition(sorted.begin(), sorted.end(), is_missing);

@@ -198,11 +198,37 @@ def test_explain_tells_what_runs_and_why():
     assert "its rank is alone" in plan.explain("reduce", 1 << 20, ranks=16, hosts=16)
 
 
+def test_explain_on_gpus():
+    def told(op, nbytes, **where):
+        return plan.explain(op, nbytes, device="cuda", **{"ranks": 4} | where)
+
+    text = told("all_reduce", 64 << 20)
+    assert text.startswith("all_reduce of 64 MiB, 4 ranks on 1 host, GPUs that reach each other's memory\n  two_shot: ")
+    assert "128 blocks of 512 threads, slots of 64 KiB; each GPU sends 96 MiB\n  a default" in text
+    assert "packets: " in told("all_reduce", 4096) and "each GPU sends 24 KiB" in told("all_reduce", 4096)
+    assert "packets_two_shot: " in told("all_reduce", 512 << 10) and "sends 1.5 MiB" in told("all_reduce", 512 << 10)
+    # Without peer access: the host's memory up to 24 MiB each way over a link, then the host's cores; so between hosts.
+    assert "mapped: " in told("all_gather", 32 << 10, peers=False)
+    text = told("all_reduce", 16 << 20, peers=False)
+    assert "without peer access\n  mapped_two_shot: " in text and "32 blocks" in text and "sends 24 MiB" in text
+    assert "assisted: " in told("all_reduce", (16 << 20) + 4, peers=False) and "assisted: " in told(
+        "broadcast", 8, hosts=2
+    )
+    assert "host: by way of the host" in told("reduce", 8) and "is alone" in told("all_reduce", 8, ranks=1)
+    plan.save(plan.Shape(4), [plan.DeviceRow("all_gather", 1 << 20, "copies")], part="devices")
+    assert "copies: copy engines" in told("all_gather", 1 << 20) and "measured on" in told("all_gather", 1 << 20)
+    assert "sends 768 KiB" in told("all_gather", 1 << 20) and "two_shot" in told("all_gather", 2 << 20)
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        plan.explain("all_reduce", 1, device="tpu")
+
+
 def test_explain_takes_every_collective_of_every_size():
     for kind in COLLECTIVES:
         for nbytes in (0, 1, 1 << 31):
             for ranks, hosts in ((1, 1), (8, 1), (8, 2), (64, 64)):
-                assert plan.explain(kind, nbytes, ranks=ranks, hosts=hosts).startswith(kind)
+                for device in ("cpu", "cuda"):
+                    text = plan.explain(kind, nbytes, ranks=ranks, hosts=hosts, device=device, peers=nbytes > 1)
+                    assert text.startswith(kind)
 
 
 def test_explain_refuses_what_is_no_collective():

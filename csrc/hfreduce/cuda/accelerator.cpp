@@ -17,18 +17,6 @@ namespace hfreduce::gpu {
 
 namespace {
 
-// Sent by a rank in packets, up to which a second trip costs more than sending everything to all; and of a message of
-// more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
-constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
-// The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
-// over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
-// so many bytes each way over a GPU's link. Beyond, the host's cores are about as fast, and take no multiprocessor:
-// DDP's buckets of 25 MiB are to leave the backward alone.
-constexpr int64_t kMappedBytes = 32 << 10, kMappedLinkBytes = 24 << 20;
-// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
-// do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
-constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
-constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedPacketBlocks = 8, kThreads = 512;
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
 
 Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
@@ -49,29 +37,12 @@ uint32_t fingerprint(const Call& call) {
   return hash ? hash : 1;
 }
 
-bool reduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
-bool in_blocks(Kind kind) { return kind == Kind::reduce_scatter || kind == Kind::all_gather; }
-bool in_packets(Path path) { return path <= Path::packets_two_shot || path == Path::mapped; }
-bool in_mapped(Path path) { return path == Path::mapped || path == Path::mapped_two_shot; }
-
 }  // namespace
-
-const char* name(Path path) {
-  constexpr const char* names[] = {"packets",         "packets_two_shot", "one_shot", "two_shot", "mapped",
-                                   "mapped_two_shot", "assisted",         "copies",   "host",     "automatic"};
-  return names[static_cast<int>(path)];
-}
 
 struct Accelerator::State {
   State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows, milliseconds timeout);
 
   void make_assisted(milliseconds timeout);
-  // Of `bytes`, those that a rank has for each other one.
-  int64_t part(Kind kind, int64_t bytes) const { return in_blocks(kind) ? bytes / communicator.size() : bytes; }
-  bool takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const;
-  const Row* row(Kind kind, int64_t bytes, DType dtype, Op op) const;
-  Path path(Kind kind, int64_t bytes, DType dtype, Op op) const;
-  Launch launch(const Call& call, int64_t bytes, Path path, Stream stream) const;
   const Links& links(Path path) const { return (in_mapped(path) ? mapped : peers)->links(); }
   // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch, what) enqueues it.
   template <class Work>
@@ -83,6 +54,7 @@ struct Accelerator::State {
   Communicator& communicator;
   std::unique_ptr<Driver> driver;
   std::vector<Row> rows;
+  Means means;
   std::string why_no_peers, why_no_mapped, why_no_assisted, why_no_copies, why_no_messages;
   std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<Assisted> assisted;
@@ -91,7 +63,6 @@ struct Accelerator::State {
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
   std::mutex order;  // of what is enqueued
   std::unique_ptr<InFlight> in_flight;
-  const bool regular = communicator.layout().regular;  // whether blocks of a host are as many as any other's, in a row
   bool ended = false;
 };
 
@@ -111,6 +82,8 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (wants(Path::assisted)) make_assisted(timeout);
   if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
   if (peers) why_no_messages = connect(communicator, *driver, timeout, messages);
+  means = {communicator.size(), peers != nullptr,  mapped != nullptr,
+           assisted != nullptr, copies != nullptr, communicator.layout().regular};
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
@@ -139,82 +112,11 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
   if (!why_no_assisted.empty()) assisted.reset();
 }
 
-bool Accelerator::State::takes(Path path, Kind kind, int64_t bytes, DType dtype, Op op) const {
-  const bool ours = kind == Kind::all_gather || kind == Kind::broadcast || reduction(kind);
-  const bool sums = !reduction(kind) || reduces(dtype, op);
-  switch (path) {
-    case Path::packets:
-      return peers && ours && sums && part(kind, bytes) <= kPackets;
-    case Path::packets_two_shot:
-      return peers && kind == Kind::all_reduce && sums && bytes <= packets_two_shot_bytes(communicator.size());
-    case Path::one_shot:
-      return peers && kind == Kind::all_reduce && sums;
-    case Path::two_shot:
-      return peers && (ours || kind == Kind::all_to_all) && sums;
-    case Path::mapped:
-      return mapped && ours && sums && part(kind, bytes) <= kMapped;
-    case Path::mapped_two_shot:
-      return mapped && (ours || kind == Kind::all_to_all) && sums;
-    case Path::assisted:
-      return assisted && ours && (!reduction(kind) || supported(dtype, op)) && (regular || !in_blocks(kind));
-    case Path::copies:
-      return copies && kind == Kind::all_gather;
-    default:
-      return path == Path::host;
-  }
-}
-
-const Row* Accelerator::State::row(Kind kind, int64_t bytes, DType dtype, Op op) const {
-  for (const Row& row : rows) {
-    if (row.kind != kind || bytes > row.max_bytes) continue;
-    if (row.path == Path::automatic) return nullptr;
-    if (takes(row.path, kind, bytes, dtype, op)) return &row;
-  }
-  return nullptr;
-}
-
-Path Accelerator::State::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
-  if (const Row* const chosen = row(kind, bytes, dtype, op)) return chosen->path;
-  const int64_t n = communicator.size(), sent = part(kind, bytes) * (n - 1);
-  const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
-                       : kind == Kind::all_reduce ? 2 * sent / n
-                                                  : bytes / n * (n - 1);
-  const std::pair<Path, bool> ways[] = {{Path::packets, sent <= kPacketBytes},
-                                        {Path::packets_two_shot, n > 2 && sent <= kTwoTripBytes * (n - 1)},
-                                        {Path::two_shot, true},
-                                        {Path::mapped, sent <= kMappedBytes},
-                                        {Path::mapped_two_shot, link <= kMappedLinkBytes},
-                                        {Path::assisted, true},
-                                        {Path::mapped_two_shot, true}};
-  for (const auto& [path, worth] : ways)
-    if (worth && takes(path, kind, bytes, dtype, op)) return path;
-  return Path::host;
-}
-
-Launch Accelerator::State::launch(const Call& call, int64_t bytes, Path path, Stream stream) const {
-  const Row* const chosen = row(call.kind, bytes, call.dtype, call.op);
-  const bool packets = in_packets(path);
-  const Links* const links = path < Path::assisted ? &this->links(path) : nullptr;
-  const int64_t limit = path == Path::mapped            ? kMappedPacketBlocks
-                        : packets                       ? kPacketBlocks
-                        : path == Path::mapped_two_shot ? kMappedBlocks
-                        : bytes >= kLargeBytes          ? kLargeBlocks
-                                                        : kBlocks;
-  const int64_t share = packets ? kPacketBlockBytes : kBlockBytes;
-  const int64_t all = packets ? part(call.kind, bytes) : bytes;
-  const int64_t blocks = std::clamp<int64_t>((all + share - 1) / share, 1, limit);
-  Launch launch{stream, static_cast<int>(blocks), kThreads, fingerprint(call)};
-  if (chosen && chosen->blocks > 0) launch.blocks = chosen->blocks;
-  if (chosen && chosen->threads > 0) launch.threads = std::min<int>(chosen->threads, kMaxThreads) / 32 * 32;
-  if (chosen && chosen->slot > 0) launch.slot = std::max(chosen->slot / 256 * 256, 256);
-  if (links) launch.blocks = std::min(launch.blocks, links->blocks), launch.slot = std::min(launch.slot, links->slot);
-  return launch;
-}
-
 template <class Work>
 void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
                                  milliseconds timeout, Work work) {
-  const Path path = this->path(call.kind, bytes, call.dtype, call.op);
+  const Message message{call.kind, bytes, call.dtype, call.op};
+  const Path path = path_of(rows, means, message);
   std::lock_guard lock(order);
   const Enqueued enqueued = communicator.enqueue(call, bytes_in, bytes_out, timeout);
   try {
@@ -223,7 +125,8 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
       throw std::runtime_error(std::string("path ") + name(path) + " cannot be captured into a CUDA graph");
     const bool kernel = path != Path::assisted;
     if (!captured && kernel) in_flight->order(stream);
-    if (bytes) work(path, launch(call, bytes, path, stream), enqueued);
+    const Extent extent = extent_of(rows, means, message, path);
+    if (bytes) work(path, Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
     if (captured)
       communicator.ended(enqueued, true);  // what is replayed has its clock limit, and the hook of a failure
     else
@@ -266,7 +169,7 @@ Accelerator::Accelerator(Communicator& communicator, std::unique_ptr<Driver> dri
 Accelerator::~Accelerator() { shutdown(milliseconds(0)); }
 
 Path Accelerator::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
-  return state_->path(kind, bytes, dtype, op);
+  return path_of(state_->rows, state_->means, {kind, bytes, dtype, op});
 }
 
 void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,

@@ -4,10 +4,10 @@
 
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "cuda/driver.h"
+#include "cuda/paths.h"
 #include "types.h"
 
 namespace hfreduce {
@@ -17,33 +17,6 @@ class Communicator;
 namespace hfreduce::gpu {
 
 class DeviceMessages;
-
-// Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
-// what is no all_reduce is packets or two_shot); mapped and mapped_two_shot: packets, and two_shot, in pinned memory of
-// the host; the CPU-assisted reduce; copies: all_gather by copy engines (copies.h), where a row says so; or copied to
-// the host, and back. automatic: in a Row, the default.
-enum class Path : uint8_t {
-  packets,
-  packets_two_shot,
-  one_shot,
-  two_shot,
-  mapped,
-  mapped_two_shot,
-  assisted,
-  copies,
-  host,
-  automatic
-};
-const char* name(Path);
-
-// What messages of `kind` up to `max_bytes` do. Without rows, or beyond them, there are defaults.
-struct Row {
-  Kind kind;
-  int64_t max_bytes;  // as Plan::choose counts them
-  Path path;
-  int32_t blocks, threads, slot;  // of the launch; 0: the default
-};
-static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks as it is
 
 // Made by all ranks at their first operation on device memory, which is a collective: it meets the others over the
 // communicator's own collectives on the CPU, proves by real copies and a kernel that peers reach each other, and agrees

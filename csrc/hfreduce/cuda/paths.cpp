@@ -1,0 +1,115 @@
+#include "cuda/paths.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/peers.h"
+#include "reduce.h"
+
+namespace hfreduce::gpu {
+
+namespace {
+
+// Sent by a rank in packets, up to which a second trip costs more than sending everything to all; and of a message of
+// more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
+constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
+// The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
+// over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
+// so many bytes each way over a GPU's link. Beyond, the host's cores are about as fast, and take no multiprocessor:
+// DDP's buckets of 25 MiB are to leave the backward alone.
+constexpr int64_t kMappedBytes = 32 << 10, kMappedLinkBytes = 24 << 20;
+// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
+// do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
+constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
+constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedPacketBlocks = 8, kThreads = 512;
+
+bool reduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
+bool in_blocks(Kind kind) { return kind == Kind::reduce_scatter || kind == Kind::all_gather; }
+
+// Of its bytes, those that a rank has for each other one.
+int64_t part(const Means& means, const Message& message) {
+  return in_blocks(message.kind) ? message.bytes / means.size : message.bytes;
+}
+
+bool takes(Path path, const Means& means, const Message& message) {
+  const Kind kind = message.kind;
+  const bool ours = kind == Kind::all_gather || kind == Kind::broadcast || reduction(kind);
+  const bool sums = !reduction(kind) || supported(message.dtype, message.op);
+  switch (path) {
+    case Path::packets:
+      return means.peers && ours && sums && part(means, message) <= kPackets;
+    case Path::packets_two_shot:
+      return means.peers && kind == Kind::all_reduce && sums && message.bytes <= packets_two_shot_bytes(means.size);
+    case Path::one_shot:
+      return means.peers && kind == Kind::all_reduce && sums;
+    case Path::two_shot:
+      return means.peers && (ours || kind == Kind::all_to_all) && sums;
+    case Path::mapped:
+      return means.mapped && ours && sums && part(means, message) <= kMapped;
+    case Path::mapped_two_shot:
+      return means.mapped && (ours || kind == Kind::all_to_all) && sums;
+    case Path::assisted:
+      return means.assisted && ours && sums && (means.regular || !in_blocks(kind));
+    case Path::copies:
+      return means.copies && kind == Kind::all_gather;
+    default:
+      return path == Path::host;
+  }
+}
+
+}  // namespace
+
+const char* name(Path path) {
+  constexpr const char* names[] = {"packets",         "packets_two_shot", "one_shot", "two_shot", "mapped",
+                                   "mapped_two_shot", "assisted",         "copies",   "host",     "automatic"};
+  return names[static_cast<int>(path)];
+}
+
+const Row* row_of(const std::vector<Row>& rows, const Means& means, const Message& message) {
+  for (const Row& row : rows) {
+    if (row.kind != message.kind || message.bytes > row.max_bytes) continue;
+    if (row.path == Path::automatic) return nullptr;
+    if (takes(row.path, means, message)) return &row;
+  }
+  return nullptr;
+}
+
+Path path_of(const std::vector<Row>& rows, const Means& means, const Message& message) {
+  if (const Row* const chosen = row_of(rows, means, message)) return chosen->path;
+  const auto [kind, bytes, dtype, op] = message;
+  const int64_t n = means.size, sent = part(means, message) * (n - 1);
+  const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
+                       : kind == Kind::all_reduce ? 2 * sent / n
+                                                  : bytes / n * (n - 1);
+  const std::pair<Path, bool> ways[] = {{Path::packets, sent <= kPacketBytes},
+                                        {Path::packets_two_shot, n > 2 && sent <= kTwoTripBytes * (n - 1)},
+                                        {Path::two_shot, true},
+                                        {Path::mapped, sent <= kMappedBytes},
+                                        {Path::mapped_two_shot, link <= kMappedLinkBytes},
+                                        {Path::assisted, true},
+                                        {Path::mapped_two_shot, true}};
+  for (const auto& [path, worth] : ways)
+    if (worth && takes(path, means, message)) return path;
+  return Path::host;
+}
+
+Extent extent_of(const std::vector<Row>& rows, const Means& means, const Message& message, Path path) {
+  const Row* const chosen = row_of(rows, means, message);
+  const bool packets = in_packets(path), mapped = in_mapped(path);
+  const int limit = path == Path::mapped           ? kMappedPacketBlocks
+                    : packets                      ? kPacketBlocks
+                    : mapped                       ? kMappedBlocks
+                    : message.bytes >= kLargeBytes ? kLargeBlocks
+                                                   : kBlocks;
+  const int64_t share = packets ? kPacketBlockBytes : kBlockBytes;
+  const int64_t all = packets ? part(means, message) : message.bytes;
+  Extent extent{static_cast<int>(std::clamp<int64_t>((all + share - 1) / share, 1, limit)), kThreads, kSlot};
+  if (chosen && chosen->blocks > 0) extent.blocks = chosen->blocks;
+  if (chosen && chosen->threads > 0) extent.threads = std::min<int>(chosen->threads, kMaxThreads) / 32 * 32;
+  if (chosen && chosen->slot > 0) extent.slot = std::max(chosen->slot / 256 * 256, 256);
+  extent.blocks = std::min(extent.blocks, mapped ? kMappedBlocks : kMaxBlocks);
+  extent.slot = std::min(extent.slot, mapped ? kMappedSlot : kSlot);
+  return extent;
+}
+
+}  // namespace hfreduce::gpu
