@@ -171,7 +171,7 @@ def launch_attentions(capability):
     variants = ({"left": 9, "softcap": 30.0, "sinks": 1, "starts": 1}, {"mask": 1, "threshold": 9}, {"bias": 1})
     for dtype, width in widths if capability == 90 else widths[::3]:
         launch_attention(dtype, width)
-    for options in variants if capability == 90 else variants[1:2]:
+    for options in variants if capability == 90 else variants[1:]:
         launch_attention(BF16, 128, **options)
 
 

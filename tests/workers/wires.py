@@ -157,7 +157,7 @@ def batches(step, rank):
     return tokens(step % 4, rank)  # few enough to be learnt
 
 
-def trained(model, steps=40, look=lambda model: None):
+def trained(model, steps=60, look=lambda model: None):
     """Losses averaged over ranks, and a digest of what the parameters are in the end."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(steps):
