@@ -1,6 +1,6 @@
 // Adding up, in pieces of an output that fit into the first-level cache with all that is computed on the way: floats of
-// 16 and 8 bits are widened into a buffer, or as they are added (bfloat16); inputs are combined two at a time, in order,
-// into a buffer or, the last one, into the output; what was widened is rounded once.
+// 16 and 8 bits are widened into a buffer, or as they are added (bfloat16); inputs are combined two at a time, in
+// order, into a buffer or, the last one, into the output; what was widened is rounded once.
 //
 // Bytes through memory: each input is read once and the output is written once. A plain store first reads the line that
 // it writes to, once more the output's bytes; `stream` does without: the piece is made in a buffer and written past the
