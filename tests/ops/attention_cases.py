@@ -230,14 +230,14 @@ def assert_close(got, want, torchs, at_most, what):
 def compare(case, name, sharp=False):
     """The accuracy rule for results and gradients; torch's own error is that of the formula in the same dtype.
 
-    sharp: to the letter, for what has elements enough.
+    sharp: to the letter, for what has elements enough; on CPUs, whose orders differ, as sums of float32 err.
     """
 
     terms = max(case.inputs["query"].shape[-2], case.inputs["key"].shape[-2])
 
     def check(got, *rest):
         if sharp and got.numel() >= 1000:
-            testing.assert_close(got, *rest, terms if got.dtype is torch.float32 else 1)
+            testing.assert_close(got, *rest, terms if got.dtype is torch.float32 and not CUDA else 1)
         else:
             assert_close(got, *rest)
 
