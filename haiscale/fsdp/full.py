@@ -29,7 +29,7 @@ def summon(model, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_
             for flat in unit.flats:
                 values = _gather(flat, model.mesh)
                 for p, value in zip(flat.parameters, values, strict=True):
-                    grad = p.sharded.grad.full_tensor() if with_grads and p.sharded.grad is not None else None
+                    grad = _whole(model, p.sharded.grad) if with_grads and p.sharded.grad is not None else None
                     if first or not rank0_only:
                         wholes.append((flat, p, _parameter(value, grad, p.sharded.requires_grad, offload_to_cpu)))
     for _, p, whole in wholes:
@@ -62,12 +62,17 @@ def _parameter(value: Tensor, grad: Tensor | None, requires_grad: bool, offload:
     return whole
 
 
+def _whole(model, sharded: DTensor) -> Tensor:
+    """By way of the model's device: a backend of GPUs alone gathers nothing that is kept on the host."""
+    return sharded.to(model.device).full_tensor()
+
+
 def state_dict(model, rank0_only: bool, cpu: bool) -> dict[str, Tensor]:
     found, keep = {}, not rank0_only or torch.distributed.get_rank() == 0
     whole: dict[int, Tensor] = {}  # a tied one is gathered, and kept, once
     for name, value in model.module.state_dict(keep_vars=True).items():
         if id(value) not in whole:
-            tensor = value.full_tensor() if isinstance(value, DTensor) else value
+            tensor = _whole(model, value) if isinstance(value, DTensor) else value
             tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
             whole[id(value)] = (tensor.cpu() if cpu and isinstance(tensor, Tensor) else tensor) if keep else None
         if keep:

@@ -49,6 +49,15 @@ def test_on_two_gpus(backend, names, tmp_path):
     check(found, len(names.split()))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_memory_of_a_step_on_gpus_is_predicted(tmp_path):
+    """As the allocator counts it, with the work space of cuBLAS."""
+    for measured, predicted in ranks.run(
+        WORKERS / "fsdp.py", "peak_on_gpus", torch.cuda.device_count(), tmp_path, timeout=120
+    ):
+        assert predicted == pytest.approx(measured, rel=0.05)
+
+
 def check_prediction(measured, **predicted):
     """Against what one of four real ranks held, counted byte by byte."""
     guess, many, replicated = predicted["4"], predicted["64"], predicted["16 times 4"]

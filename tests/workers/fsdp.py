@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp_models import BF16, DEVICE, FP32, Net, loss_of
 
 import hfreduce
+from haiscale.fsdp import FSDP
 from haiscale.fsdp.predict import predict
 
 MIXED = BF16, FP32
@@ -62,6 +63,7 @@ def cases(rank, size, store, names=None, backend="hfreduce"):
                 found[name] = case(rank, size)
             except BaseException:
                 found[name] = traceback.format_exc()[-3000:]
+                print(f"{name}: {found[name]}", flush=True)  # should another rank wait for this one
     assert backend != "hfreduce" or hfreduce.operations() > 10  # on which all of this ran
     dist.destroy_process_group()
     if "measured" in found and rank == 0:
@@ -79,3 +81,31 @@ def predictions():
         return dataclasses.asdict(predict(lambda: Net(depth=4), loss, ranks, mixed_precision=MIXED, **options))
 
     return {"4": guess(4), "64": guess(64), "16 times 4": guess(64, replicas=16)}
+
+
+def peak_on_gpus(rank, size, store):
+    """Bytes that a training step of GPT-2 124M allocates at most on this rank's GPU, and what is predicted without."""
+    import transformers
+
+    config = transformers.GPT2Config(use_cache=False)
+
+    def loss(model, device="cpu"):
+        ids = torch.zeros(4, 1024, dtype=torch.long, device=device)
+        return model(ids, labels=ids).loss
+
+    def build():
+        return transformers.GPT2LMHeadModel(config).train()
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("hfreduce", init_method=f"file://{store}", rank=rank, world_size=size)
+    with torch.device("cuda", rank):
+        model = FSDP(build(), mixed_precision=MIXED)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        loss(model, "cuda").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = torch.cuda.max_memory_allocated()
+    dist.destroy_process_group()
+    return measured, predict(build, loss, size, mixed_precision=MIXED).peak

@@ -34,7 +34,7 @@ def states(rank, size):
         assert [name for name, _ in model.named_shards()] == [name for name, _ in reference.named_parameters()]
         full = model.full_state_dict()
         assert list(full) == (list(reference.state_dict()) if rank == 0 else [])
-        assert all(torch.equal(full[name], value) for name, value in reference.state_dict().items() if full)
+        assert all(torch.equal(full[name], value.cpu()) for name, value in reference.state_dict().items() if full)
         model.load_state_dict(other.state_dict())
         assert torch.equal(model(batch), other(batch))
         model.load_state_dict(FSDP(net()).state_dict())
@@ -162,3 +162,6 @@ def offload(rank, size):
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.device.type == "cpu" and p._local_tensor.is_pinned() is (q.device.type == "cuda")
         torch.testing.assert_close(p.detach()._local_tensor, q.detach()._local_tensor.cpu())
+    full = model.full_state_dict(rank0_only=False)
+    for name, value in reference.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(full[name], value)

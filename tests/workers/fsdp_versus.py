@@ -109,7 +109,7 @@ class Branches(Net):
 
 def unused(rank, size):
     torch.manual_seed(0)
-    made = Branches()
+    made = Branches().to(DEVICE)
     reference = torchs(copy.deepcopy(made))
     follow(FSDP(made), reference, rank, steps=5)
 
@@ -129,7 +129,7 @@ class Aside(Net):
 
 def aside(rank, size):
     torch.manual_seed(0)
-    made = Aside()
+    made = Aside().to(DEVICE)
     made.left_out = (1,)
     reference = torchs(copy.deepcopy(made))
     follow(FSDP(made), reference, rank)
