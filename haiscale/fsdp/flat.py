@@ -136,7 +136,9 @@ class Flat(Layout):
     def _dtensor(self, p: Parameter, view: Tensor, mesh, placements) -> DTensor:
         local = view[: self._local_numel(p)].view(p.rows, *p.shape[1:])
         stride = torch.empty(p.shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=p.shape, stride=stride)
+        like = local.to("meta")  # of a tensor on the host from_local would make a copy on the mesh's device
+        spec = DTensor.from_local(like, mesh, placements, run_check=False, shape=p.shape, stride=stride)._spec
+        return DTensor(local, spec, requires_grad=False)
 
     def _local_numel(self, p: Parameter) -> int:
         return p.rows * (p.numel // p.shape[0] if p.shape[0] else 0)

@@ -50,7 +50,7 @@ Assisted::Options settled(Assisted::Options options) {
   while (depth < std::min(options.depth, Ring::kMaxDepth)) depth *= 2;
   options.depth = depth;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (options.threads < 1) options.threads = std::min(std::max(cores / options.size, 1), 4);
+  if (options.threads < 1) options.threads = std::clamp(cores / 2 / options.size, 1, 8);
   if (options.streaming < 0) {
     // Half of the last-level cache for the ring of all ranks; where its size is not known, none of it.
     const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);

@@ -43,7 +43,7 @@ class Assisted {
  public:
   struct Options {
     int rank = 0, size = 1;    // among the ranks of this host
-    int threads = 0;           // host cores that add for this rank; 0: the host's cores / ranks, at most 4
+    int threads = 0;           // host cores that add for this rank; 0: half of the host's cores / ranks, at most 8
     int64_t share = 32 << 10;  // bytes of a chunk's sum that one of them adds up, at least
     int64_t chunk = 16 << 20;  // bytes of a rank's input in one chunk, at most: its calls are what a caller waits for
     int64_t least = 8 << 20;   // and in the first and the last ones of a message
