@@ -108,6 +108,7 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 flat.adopt()
+                flat.let_go()
         if self._began:
             self._last = self._began
         self._began, self._ended, self._at = [], [], 0

@@ -191,13 +191,18 @@ class Flat(Layout):
                 view = self.grad[p.start : p.start + self._local_numel(p)].view(p.rows, *p.shape[1:])
                 p.sharded.grad = DTensor(view, p.sharded._spec, requires_grad=False)
 
+    def let_go(self) -> None:
+        """Frees the gradient's memory on the device if nobody has it as `.grad` any more: until backward, it is spare."""
+        if not self.host and self.first(self.parameters):
+            self.grad = None
+
     def settle(self) -> None:
         """Until gradients that are on their way to the host have arrived there."""
         if self.host:
             torch.cuda.current_stream(self.device).synchronize()
 
     def first(self, done: list[Parameter]) -> bool:
-        """Whether none of these has a gradient yet."""
+        """Whether none of these has a gradient."""
         return all(p.sharded.grad is None for p in done)
 
     def _add(self, done: list[Parameter], values: Tensor) -> None:

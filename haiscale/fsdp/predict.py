@@ -45,10 +45,11 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on one rank. peak: the most at any time of a step; the others are their share of it.
+    """Bytes on one rank. peak: the most at any time of a step; parameters, states, communication and rest add up to it.
 
-    parameters, gradients, states: shards, and the optimizer's states of them. communication: slots and buffers.
-    rest: activations, whole gradients as autograd makes them, buffers of modules, temporaries.
+    parameters, states: shards, and the optimizer's states of them. gradients: of the shards, after backward.
+    communication: slots and buffers. rest: activations, gradients at the time of the peak, buffers of modules,
+    temporaries.
     """
 
     ranks: int
@@ -116,7 +117,7 @@ def measure(model: FSDP, live: Live, loss: Callable, stepper: torch.optim.Optimi
     held = model.memory()
     states = sum(_nbytes(value) for state in stepper.state.values() for value in state.values())
     communication = held.slots + held.reductions
-    rest = live.peak - held.parameters - held.gradients - states - communication
+    rest = live.peak - held.parameters - states - communication
     return Prediction(model.mesh.size(), held.parameters, held.gradients, states, communication, rest, live.peak)
 
 

@@ -367,10 +367,10 @@ def _kill_at(point):
         setattr(module, name, functools.partial(wrapped, real=getattr(module, name)))
 
 
-def saves_for_ever(rank, size, store, target, timeout):
+def saves_for_ever(rank, size, store, target, timeout, layout):
     """Training and saving, until a rank is gone: what the others are told, and when."""
     group(rank, size, store, timeout)
-    model = DDP(build())
+    model = {"ddp": DDP, "fsdp": FSDP}[layout](build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     try:
         for step in itertools.count(1):

@@ -125,6 +125,9 @@ def again(rank, size):
         loss.backward(retain_graph=True)
         loss.backward()
     check_gradients(model, reference)
+    model.zero_grad()
+    model(ids(rank, 0))
+    assert model.memory().gradients == 0  # when memory is short
 
 
 def assigned(rank, size):
