@@ -192,7 +192,7 @@ class Flat(Layout):
                 p.sharded.grad = DTensor(view, p.sharded._spec, requires_grad=False)
 
     def let_go(self) -> None:
-        """Frees the gradient's memory on the device if nobody has it as `.grad` any more: until backward, it is spare."""
+        """Frees the gradient's memory on the device if nobody has it as `.grad` any more: backward makes it anew."""
         if not self.host and self.first(self.parameters):
             self.grad = None
 
