@@ -55,7 +55,7 @@ def split(
     """
     roots, gradients = _present(roots, gradients)
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    put_off, now = _plan({root.node for root in roots}, {get_gradient_edge(x).node for x in leaves})
+    put_off, now = _plan(roots, {get_gradient_edge(x).node for x in leaves})
     weights = Weights(put_off, hold)
     handles = [node.register_prehook(_note(weights.found, node)) for node in put_off]
     try:
@@ -77,7 +77,7 @@ def split(
 class Weights:
     """The gradients that `split` has put off. It keeps the graph alive, and what the products need."""
 
-    def __init__(self, put_off: dict[Node, tuple[list[Tensor], list[int]]], hold: bool):
+    def __init__(self, put_off: dict[Node, tuple[list[Tensor], list[int], Node]], hold: bool):
         self._put_off, self._hold = put_off, hold
         self.found: dict[Node, tuple[Tensor | None, ...]] = {}  # the gradients of the nodes' outputs
         self.held: list[tuple[Tensor, Tensor | None]] = []
@@ -86,7 +86,7 @@ class Weights:
         """Adds to `.grad` of the parameters that were put off, and lets go of the graph."""
         roots, gradients, parameters, size = [], [], [], 0
         for node in list(self._put_off):
-            mine, sides = self._put_off.pop(node)
+            mine, sides, _above = self._put_off.pop(node)  # what keeps it alive, until the next one is taken
             found = [(GradientEdge(node, i), dy) for i, dy in enumerate(self.found.pop(node, ())) if dy is not None]
             apart = _apart(node, sides, found[0][1]) if found else []
             if apart is None:
@@ -163,12 +163,15 @@ def _note(found, node):
 
 
 def _plan(roots, inputs):
-    """({product: (parameters whose gradients it computes later, by which of its inputs they are reached)},
-    parameters whose gradients are computed now).
+    """({product: (parameters whose gradients it computes later, by which of its inputs they are reached, what keeps it
+    alive)}, parameters whose gradients are computed now).
     """
+    roots = {root.node: root.ownership_token for root in roots}
     on_the_way, behind = set(inputs), {}  # behind: of the other nodes, the leaves that are reached from them
     through = defaultdict(set)  # of each leaf, the nodes on the way from which it is reached by leaving the way
+    above: dict[Node, Node | None] = {}  # of each node one that leads to it, or the token of a root
     for node, after in _inputs_first(roots):
+        above.update(dict.fromkeys(after, node))
         if node in on_the_way or not on_the_way.isdisjoint(after):
             on_the_way.add(node)
             for following in after:
@@ -178,7 +181,7 @@ def _plan(roots, inputs):
             behind[node] = {node}
         else:
             behind[node] = set().union(*(behind[following] for following in after))
-    for root in roots - on_the_way:
+    for root in roots.keys() - on_the_way:
         for leaf in behind[root]:
             through[leaf].add(root)
     put_off, now = defaultdict(list), []
@@ -188,7 +191,17 @@ def _plan(roots, inputs):
             now.append(leaf.variable)
         else:
             put_off[first].append(leaf.variable)
-    return {node: (parameters, _sides(node, behind)) for node, parameters in put_off.items()}, now
+    above.update(roots)
+    return {node: (found, _sides(node, behind), _owner(node, above)) for node, found in put_off.items()}, now
+
+
+def _owner(node, above):
+    """A node that keeps this one alive: itself, unless it is a function's in Python, which before torch 2.13 lives only
+    as long as some node of C++ leads to it.
+    """
+    while isinstance(node, torch._C._FunctionBase):
+        node = above[node]
+    return node
 
 
 def _sides(node, behind):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import hfnn
 from haiscale.pipeline import backward
 
 
@@ -72,10 +73,18 @@ def batches_of_sequences():
     return nn.Sequential(nn.Unflatten(0, (5, 1)), nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Flatten())
 
 
+def rebuilding():
+    """Products that are functions in Python, for they rebuild their inputs."""
+    layers = nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.Tanh()
+    return hfnn.convert(nn.Sequential(*layers), prefer="memory")
+
+
 PARTS = {  # what it is made of, and how many parameters wait
     "linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False)), 3),
     "norms are not put off": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), 2),
     "a layer used twice": (shared_twice, 2),
+    "products in Python": (rebuilding, 4),
+    "one of them at the end": (lambda: rebuilding()[:-1], 4),
     "functions in Python": (lambda: nn.Sequential(nn.Linear(6, 6), Custom()), 2),
     "convolutions": (
         lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.Flatten()),
@@ -102,9 +111,8 @@ def test_backward_in_two_parts_is_backward(name, hold):
         dy = torch.randn_like(y) if dy is None else dy
         y.backward(dy)
         Squared.calls = 0
-        roots = backward.edges([model(inputs[1])])
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        weights = backward.split(roots, [dy], [inputs[1]], hold)
+        weights = backward.split(backward.edges([model(inputs[1])]), [dy], [inputs[1]], hold)
         same = [name in before and torch.equal(p.grad, before[name]) for name, p in model.named_parameters()]
         waiting = [p.grad is None for p in model.parameters()] if not before else same
         assert sum(waiting) == (len(waiting) if hold else later)
