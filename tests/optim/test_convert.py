@@ -196,7 +196,7 @@ def test_hooks_stay():
 
 def test_the_profiler_names_the_step():
     model, optimizer = build()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         train(model, hfnn.convert(optimizer), 0, 1)
     names = {event.key for event in profile.key_averages()}
     assert {"Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad"} <= names
