@@ -253,7 +253,6 @@ def explain(
     return "\n".join(lines)
 
 
-# What each path is, and what a GPU sends (up its link, without peer access) of a message of N bytes on n ranks.
 _PATHS_ARE = {
     "packets": "packets through peer memory, to all at once",
     "packets_two_shot": "packets through peer memory: slices, then their sums",

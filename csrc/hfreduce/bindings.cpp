@@ -17,7 +17,6 @@ namespace {
 
 using Address = uintptr_t;
 using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;  // kind, max_bytes, inside, between, chunk, streams
-using DeviceRowTuple = std::tuple<int, int64_t, int, int, int, int>;  // kind, max_bytes, path, blocks, threads, slot
 
 void* memory(Address address) { return reinterpret_cast<void*>(address); }
 DType dtype_of(int number) { return static_cast<DType>(number); }
@@ -237,10 +236,8 @@ void bind_parts(py::module_& m) {
       "The row that a group of this shape takes for a message of so many bytes.");
   m.def(
       "choose_device",
-      [](int ranks, int hosts, bool peers, const std::vector<DeviceRowTuple>& rows, int kind, int64_t bytes) {
-        std::vector<gpu::Row> found;
-        for (const auto& [of, most, path, blocks, threads, slot] : rows)
-          found.push_back({static_cast<Kind>(of), most, static_cast<gpu::Path>(path), blocks, threads, slot});
+      [](int ranks, int hosts, bool peers, const std::vector<gpu::RowTuple>& rows, int kind, int64_t bytes) {
+        const std::vector<gpu::Row> found = gpu::rows_of(rows);
         const gpu::Means means{ranks, peers && hosts == 1, !peers && hosts == 1, true, peers && hosts == 1};
         const gpu::Message message{static_cast<Kind>(kind), bytes};
         const gpu::Path path = gpu::path_of(found, means, message);

@@ -8,13 +8,6 @@ namespace hfreduce {
 
 namespace {
 
-std::vector<gpu::Row> rows_of(const Backend::Options& options) {
-  std::vector<gpu::Row> rows;
-  for (const auto& [kind, max_bytes, path, blocks, threads, slot] : options.device_plan)
-    rows.push_back({static_cast<Kind>(kind), max_bytes, static_cast<gpu::Path>(path), blocks, threads, slot});
-  return rows;
-}
-
 // Where tensors lie, with what is between their elements.
 std::vector<Turns::Range> ranges(const std::vector<at::Tensor>& tensors) {
   std::vector<Turns::Range> ranges;
@@ -101,7 +94,8 @@ void Backend::meet(c10::Device device, milliseconds timeout) {
   if (why.empty()) why = gpu::attempt(*communicator_, timeout, [&] { driver = gpu::cuda(device.index()); });
   if (why.empty()) {
     try {
-      accelerator_ = std::make_unique<gpu::Accelerator>(*communicator_, std::move(driver), rows_of(options_), timeout);
+      accelerator_ = std::make_unique<gpu::Accelerator>(*communicator_, std::move(driver),
+                                                        gpu::rows_of(options_.device_plan), timeout);
     } catch (const Fault&) {
       throw;
     } catch (const std::exception& error) {  // the others are not to wait for this rank

@@ -127,7 +127,7 @@ def again(rank, size):
     check_gradients(model, reference)
     model.zero_grad()
     model(ids(rank, 0))
-    assert model.memory().gradients == 0  # when memory is short
+    assert model.memory().gradients == 0  # their memory is spare until backward
 
 
 def assigned(rank, size):

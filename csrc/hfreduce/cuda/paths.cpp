@@ -65,6 +65,13 @@ const char* name(Path path) {
   return names[static_cast<int>(path)];
 }
 
+std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
+  std::vector<Row> rows;
+  for (const auto& [kind, max_bytes, path, blocks, threads, slot] : tuples)
+    rows.push_back({static_cast<Kind>(kind), max_bytes, static_cast<Path>(path), blocks, threads, slot});
+  return rows;
+}
+
 const Row* row_of(const std::vector<Row>& rows, const Means& means, const Message& message) {
   for (const Row& row : rows) {
     if (row.kind != message.kind || message.bytes > row.max_bytes) continue;

@@ -2,6 +2,7 @@
 // what was measured.
 #pragma once
 
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -37,7 +38,9 @@ struct Row {
   Path path;
   int32_t blocks, threads, slot;  // of the launch; 0: the default
 };
-static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks as it is
+static_assert(std::is_trivially_copyable_v<Row>);               // it is sent to other ranks as it is
+using RowTuple = std::tuple<int, int64_t, int, int, int, int>;  // the same, as Python has it
+std::vector<Row> rows_of(const std::vector<RowTuple>&);
 
 // A collective of `bytes` as Plan::choose counts them (all_to_all of parts of several sizes: 0).
 struct Message {
