@@ -1,0 +1,261 @@
+"""Differential fuzzing: what the four fuzzers of this folder share.
+
+A fuzzer draws programs as users write them, runs each on stock torch and on ours, and compares what both show. It is a
+module of this folder that ends in `FUZZER = Fuzzer(...)` and has the fuzzer's name. `run.py` drives it, `check` is for
+the suite, `shrink.py` finds the smallest program that still differs.
+
+A *program* is plain data: lists are sequences of which any part may be dropped (steps, layers); tuples and dicts are
+records. `draw(rng)` makes one from a `random.Random`, `features(program)` names what it holds, and
+
+    def run(program, ours, noise=0):
+        log = Log()
+        torch.manual_seed(program["seed"])
+        with log.attempt("forward 1"):  # an exception is seen by its type; the rest of the block is left out
+            y = model(x)
+            log.tensor("value y", y)  # values, dtype, shape, stride, requires_grad
+            log.note("version x", x._version)  # anything else, compared with ==
+        log.features.add("recipes taken")  # what shows only when it runs
+        return log
+
+The first word of a label says what is looked at (value, grad, version, alive, error, ...), and with how it differs it
+names the *class* of a difference: "grad: values". Only the first difference of a program counts: what follows is mostly
+its consequence. Labels that only one side has are a difference ("missing").
+
+Values may differ by rounding: by `ULPS` of the largest value, in ulps of the coarser of their dtype and `log.coarse`
+(set it to torch.bfloat16 where autocast computes in it). Beyond that, stock itself is asked: `run(program, False,
+noise=k)` starts from inputs that are moved by an ulp or so (k seeds how), and what stock's results then move by is
+allowed `NOISE` times. A fuzzer whose results must agree without that ignores `noise`.
+
+`faults` are context managers by name that plant a defect in ours, in the process that runs the program (a fuzzer with
+rank processes hands the name on to them). `known` are differences that are understood and wait: each is predicted by
+the program and the difference together, and counted by name apart from the others.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+ULPS = 64
+NOISE, NOISES = 8, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """An exception: its type is compared, its text is for whoever reads."""
+
+    kind: str
+    text: str = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor as it was when it was logged."""
+
+    values: torch.Tensor
+    coarse: torch.dtype | None
+    stride: tuple
+    requires_grad: bool
+
+    def __repr__(self) -> str:
+        kind = f"{str(self.values.dtype).removeprefix('torch.')}{list(self.values.shape)} strides {self.stride}"
+        flat = self.values.flatten()
+        return f"{kind}{' requires_grad' if self.requires_grad else ''} {flat[:6].tolist()}"
+
+
+class Log:
+    """What a run shows, by label and in order, and the features that only running tells."""
+
+    def __init__(self):
+        self.seen: dict[str, Any] = {}
+        self.features: set[str] = set()
+        self.coarse: torch.dtype | None = None
+
+    def note(self, label: str, value) -> None:
+        assert label not in self.seen, f"{label!r} is logged twice"
+        self.seen[label] = value
+
+    def tensor(self, label: str, x: torch.Tensor | None) -> None:
+        if x is None:
+            return self.note(label, None)
+        # Strides of dimensions of one element, and of empty tensors, mean nothing.
+        stride = tuple(s if n != 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else ()
+        self.note(label, Tensor(x.detach().cpu().clone(), self.coarse, stride, x.requires_grad))
+
+    @contextlib.contextmanager
+    def attempt(self, label: str) -> Iterator[None]:
+        """Logs how the block ends as "error LABEL", which stands before what the block logs."""
+        self.note(f"error {label}", None)
+        try:
+            yield
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)[-8:])
+            self.seen[f"error {label}"] = Raised(type(error).__name__, text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    label: str
+    how: (
+        str  # values, dtype, shape, strides, requires_grad, raises, raises not, raises another, missing, extra, differs
+    )
+    ours: Any
+    stock: Any
+
+    @property
+    def kind(self) -> str:
+        return f"{self.label.split()[0]}: {self.how}"
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.how})\n  ours:  {told(self.ours)}\n  stock: {told(self.stock)}"
+
+
+def told(seen) -> str:
+    return f"{seen.kind}\n{seen.text}" if isinstance(seen, Raised) else repr(seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A class of differences that is understood; `waits` says in a word or two for what."""
+
+    name: str
+    waits: str
+    matches: Callable[[Any, Difference], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fuzzer:
+    name: str
+    draw: Callable[[random.Random], Any]
+    features: Callable[[Any], Iterable[str]]
+    run: Callable[..., Log]
+    expected: tuple[str, ...] = ()  # features that stand in at least 2% of programs
+    known: tuple[Known, ...] = ()
+    faults: dict[str, Callable[[], contextlib.AbstractContextManager]] = dataclasses.field(default_factory=dict)
+    simpler: Callable[[Any], Iterable[Any]] = lambda program: ()  # candidates beyond what `shrink.shorter` tries
+
+    def program(self, seed: int):
+        return self.draw(random.Random(seed))
+
+    def difference(self, program) -> tuple[Difference | None, Log]:
+        """The first difference between stock and ours, and ours' log."""
+        stock, ours = self.run(program, False), self.run(program, True)
+        noisy: list[Log] = []
+
+        def moved(label):
+            """How far stock's values at `label` move with the inputs by an ulp; infinite where they are not there."""
+            if not noisy:
+                noisy.extend(self.run(program, False, noise=k) for k in range(1, NOISES + 1))
+            return max(_error(log.seen.get(label), stock.seen[label]) for log in noisy)
+
+        return first_difference(ours, stock, moved), ours
+
+    def is_known(self, program, difference: Difference) -> str | None:
+        return next((f"{k.name} (waits: {k.waits})" for k in self.known if k.matches(program, difference)), None)
+
+
+def _error(a, b) -> float:
+    """The largest difference, relative to the largest value of b; infinite where they cannot be compared."""
+    if not isinstance(a, Tensor) or a.values.shape != b.values.shape:
+        return float("inf")
+    a, b = a.values.double(), b.values.double()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    difference = (a - b).abs().nan_to_num(0.0, 0.0)  # inf - inf, nan - nan
+    return 0.0 if not difference.numel() else (difference.max() / _scale(b)).item()
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().nan_to_num(0.0, 0.0).max().clamp_min(1e-30)
+
+
+def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
+    if torch.equal(a.values, b.values):
+        return False
+    if not a.values.is_floating_point():
+        return True
+    bound = ULPS * max(torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None)
+    error = _error(a, b)
+    return error > bound and not error <= NOISE * moved()
+
+
+def first_difference(ours: Log, stock: Log, moved: Callable[[str], float]) -> Difference | None:
+    for label in dict.fromkeys(itertools.chain(stock.seen, ours.seen)):
+        a, b = ours.seen.get(label, "not there"), stock.seen.get(label, "not there")
+        how = None
+        if label not in ours.seen or label not in stock.seen:
+            how = "extra" if label in ours.seen else "missing"
+        elif isinstance(a, Raised) or isinstance(b, Raised):
+            if a != b:
+                both = isinstance(a, Raised) and isinstance(b, Raised)
+                how = "raises another" if both else "raises" if isinstance(a, Raised) else "raises not"
+        elif not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            how = None if type(a) is type(b) and a == b else "differs"
+        elif a.values.dtype is not b.values.dtype:
+            how = "dtype"
+        elif a.values.shape != b.values.shape:
+            how = "shape"
+        elif a.requires_grad is not b.requires_grad:
+            how = "requires_grad"
+        elif _values_differ(a, b, lambda label=label: moved(label)):
+            how = "values"
+        elif a.stride != b.stride:
+            how = "strides"
+        if how is not None:
+            return Difference(label, how, a, b)
+    return None
+
+
+@dataclasses.dataclass
+class Summary:
+    """Counts of a run: programs, features, classes of differences (known ones by name), and where each was."""
+
+    programs: int = 0
+    features: Counter = dataclasses.field(default_factory=Counter)
+    known: Counter = dataclasses.field(default_factory=Counter)
+    found: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # class -> seeds of its programs
+
+    def add(self, seed: int, features: Iterable[str], kind: str | None, known: str | None) -> None:
+        self.programs += 1
+        self.features.update(set(features))
+        if known is not None:
+            self.known[known] += 1
+        elif kind is not None:
+            self.found.setdefault(kind, []).append(seed)
+
+    def rare(self, fuzzer: Fuzzer, share: float = 0.02) -> list[str]:
+        return [name for name in fuzzer.expected if self.features[name] < share * self.programs]
+
+
+def trial(fuzzer: Fuzzer, seed: int) -> tuple[int, set[str], str | None, str | None]:
+    """(seed, features, class of the first difference or None, its name if it is known) of the program of a seed."""
+    program = fuzzer.program(seed)
+    difference, log = fuzzer.difference(program)
+    features = {*fuzzer.features(program), *log.features}
+    if difference is None:
+        return seed, features, None, None
+    return seed, features, difference.kind, fuzzer.is_known(program, difference)
+
+
+def check(fuzzer: Fuzzer, seeds: Iterable[int]) -> Summary:
+    """Runs the programs of these seeds here; for the suite, which asserts that `found` and `rare` are empty."""
+    summary = Summary()
+    for seed in seeds:
+        summary.add(*trial(fuzzer, seed))
+    return summary
+
+
+def first_found(fuzzer: Fuzzer, fault: str, seeds: Iterable[int]) -> int | None:
+    """How many programs it took until one differed with the fault planted, and does not without; None: none did."""
+    for number, seed in enumerate(seeds, 1):
+        with fuzzer.faults[fault]():
+            found = trial(fuzzer, seed)
+        if found[2] is not None and found[3] is None and trial(fuzzer, seed)[2] is None:
+            return number
+    return None

@@ -1,0 +1,167 @@
+"""Runs a fuzzer: python tests/fuzz/run.py convert --programs 20000 --seed 0 --jobs 2
+
+    --only SEED      one program: both sides are shown, a difference is shrunk to a script
+    --plant NAME     with a fault planted, to see that it is found; --shrink N: scripts for the first N differences
+    --faults         a table: after how many programs each fault is found, for five seeds
+
+Program i of run SEED has the seed SEED * 1000000 + i, which is what is printed. Exits with 1 where something differs
+that is not a known class. Programs run in processes of their own, so that one that crashes or hangs is a finding.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import engine
+import shrink
+
+TIMEOUT = 120  # seconds a program may take
+SEEDS = 1_000_000
+
+
+def fuzzer_of(name: str) -> engine.Fuzzer:
+    return importlib.import_module(name).FUZZER
+
+
+def work(name: str, seeds: range, plant: str | None, pipe) -> None:
+    """A process of programs: sends each seed before it runs, and what came of it after."""
+    fuzzer = fuzzer_of(name)
+    with fuzzer.faults[plant]() if plant else contextlib.nullcontext():
+        for seed in seeds:
+            pipe.send(seed)
+            faulthandler.dump_traceback_later(TIMEOUT, exit=True)
+            try:
+                pipe.send(engine.trial(fuzzer, seed))
+            except Exception:
+                traceback.print_exc()
+                pipe.send((seed, set(), "harness: raises", None))
+            faulthandler.cancel_dump_traceback_later()
+    pipe.send(None)
+
+
+def run(name: str, seeds: range, jobs: int, plant: str | None = None, tell=lambda summary: None) -> engine.Summary:
+    """All programs of `seeds`, on `jobs` processes; one that dies is replaced, and its program is a finding."""
+    context, summary, running = multiprocessing.get_context("spawn"), engine.Summary(), {}
+
+    def start(seeds):
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=work, args=(name, seeds, plant, theirs)).start()
+        theirs.close()
+        running[ours] = seeds, None
+
+    for k in range(jobs):
+        start(seeds[k::jobs])
+    while running:
+        for pipe in wait(list(running)):
+            share, at = running[pipe]
+            try:
+                got = pipe.recv()
+            except EOFError:
+                del running[pipe]
+                at = share[0] if at is None else at
+                summary.add(at, (), "crash or hang: died", None)
+                if share[share.index(at) + 1 :]:
+                    start(share[share.index(at) + 1 :])
+                continue
+            if got is None:
+                del running[pipe]
+            elif isinstance(got, int):
+                running[pipe] = share, got
+            else:
+                summary.add(*got)
+                tell(summary)
+    return summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fuzzer")
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--plant")
+    parser.add_argument("--shrink", type=int, default=0)
+    parser.add_argument("--faults", action="store_true")
+    given = parser.parse_args()
+    fuzzer = fuzzer_of(given.fuzzer)
+    if given.only is not None:
+        return only(fuzzer, given.only, given.plant)
+    if given.faults:
+        return table_of_faults(fuzzer, given)
+    began = last = time.monotonic()
+
+    def tell(summary):
+        nonlocal last
+        if time.monotonic() > last + 60:
+            last = time.monotonic()
+            found = {kind: len(seeds) for kind, seeds in summary.found.items()}
+            print(f"  {summary.programs} programs in {last - began:.0f} s: {found}", flush=True)
+
+    first = given.seed * SEEDS
+    summary = run(given.fuzzer, range(first, first + given.programs), given.jobs, given.plant, tell)
+    told(fuzzer, summary, time.monotonic() - began)
+    for kind, seeds in list(summary.found.items())[: given.shrink]:
+        print(f"\n{kind}, seed {seeds[0]}:")
+        if not kind.startswith(("crash", "harness")):
+            only(fuzzer, seeds[0], given.plant)
+    return 1 if summary.found else 0
+
+
+def only(fuzzer: engine.Fuzzer, seed: int, plant: str | None) -> int:
+    program = fuzzer.program(seed)
+    with fuzzer.faults[plant]() if plant else contextlib.nullcontext():
+        difference, log = fuzzer.difference(program)
+        print("features:", *sorted({*fuzzer.features(program), *log.features}), sep="\n  ")
+        if difference is None:
+            print("no difference")
+            return 0
+        print("known as:", fuzzer.is_known(program, difference))
+        program = shrink.shrink(fuzzer, program, difference)
+        difference, _ = fuzzer.difference(program)
+    print(f"{difference}\n--- script\n{shrink.script(fuzzer, program)}")
+    return 1
+
+
+def told(fuzzer: engine.Fuzzer, summary: engine.Summary, seconds: float) -> None:
+    print(f"{fuzzer.name}: {summary.programs} programs in {seconds:.0f} s")
+    for name, count in sorted(summary.features.items(), key=lambda item: -item[1]):
+        print(f"  {100 * count / summary.programs:5.1f}%  {name}")
+    print("rarer than 2%:", ", ".join(summary.rare(fuzzer)) or "none")
+    rows = sorted(summary.found.items(), key=lambda item: -len(item[1]))
+    known = [f"{count:6} {name}" for name, count in summary.known.most_common()]
+    print("known classes:", *known or ["none"], sep="\n  ")
+    print("differences:", *[f"{len(s):6} {kind}: seeds {s[:5]}" for kind, s in rows] or ["none"], sep="\n  ")
+
+
+def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
+    """For each fault and five seeds, after how many programs it was found; at most `--programs` are tried."""
+    seeds, missed = [given.seed + k for k in range(5)], 0
+    faults = [given.plant] if given.plant else list(fuzzer.faults)
+    work_list = [(fuzzer.name, fault, seed, given.programs) for fault in faults for seed in seeds]
+    print(f"{'fault':40} found after ... programs, of {given.programs}, for seeds {seeds}")
+    with multiprocessing.get_context("spawn").Pool(given.jobs, maxtasksperchild=1) as pool:
+        results = pool.imap(search, work_list)
+        for fault in faults:
+            numbers = [next(results) for _ in seeds]
+            missed += None in numbers
+            print(f"{fault:40}", *("  none" if n is None else f"{n:6}" for n in numbers), flush=True)
+    return 1 if missed else 0
+
+
+def search(arguments) -> int | None:
+    name, fault, seed, programs = arguments
+    return engine.first_found(fuzzer_of(name), fault, range(seed * SEEDS, seed * SEEDS + programs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
