@@ -183,7 +183,8 @@ class Fused(Fallback):
                     mine = settings[device] = Settings(device, len(self.param_groups))
                 clips = self.max_grad_norm is not None
                 plan.add(Table(entries, [fitted[i] for i in found], kernel, mine, clips, shards), found)
-            plan.remember(grads, fitted, self._states_of(wanted))
+            written = [self.state[p] for p in params_with if p in self.state]
+            plan.remember(grads, fitted, self._states_of(wanted), written)
         return plan
 
     # Which kernel, and why none.
@@ -235,6 +236,8 @@ class Fused(Fallback):
         squares = self._total(tables) if self.max_grad_norm is not None else None
         for table in tables:
             self._launch(table, table.squares if squares is None else squares.to(table.rows.device))
+        # Autograd is told what kernels have written to, as torch tells it of its own.
+        torch.autograd.graph.increment_version(plan.written)
         self._ran = tuple(sorted({table.kernel.name for table in tables}))
         self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
         # Asks the device once at most, at the first step of rows that it fills and that may have been left out.

@@ -226,6 +226,7 @@ class Plan:
         self._states: list = []
         self._sharded = any(local(p) is not p for p in params)
         self.copied: list[Tensor] = []  # the gradients of a step that rows point to, where they are copies
+        self.written: list[Tensor] = []  # parameters and states that a step writes to
         self._copies = False
 
     def add(self, table: Table, places: list[int]) -> None:
@@ -234,10 +235,13 @@ class Plan:
         if not capturing():
             table.reserve()
 
-    def remember(self, grads: list[Tensor], fitted: list[Tensor], states: list[dict | None]) -> None:
-        """Note where all tensors are and how they lie; rows point to the gradients `fitted`."""
+    def remember(self, grads: list[Tensor], fitted: list[Tensor], states: list[dict | None], written: list[dict]):
+        """Note where all tensors are and how they lie; rows point to gradients `fitted` and states `written`."""
         self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not local(g)]
         self._copies = bool(self.copied)
+        # But for steps: those made together lie in one tensor, and are of one version.
+        kept = [x for state in written for name, x in state.items() if name != "step" and isinstance(x, Tensor)]
+        self.written = [*(self.params[i] for i in self.which), *kept]
         self._seen = self._look()
         self._states = flat_values(states)
 
