@@ -6,7 +6,9 @@ follow. The file, `path()`, keeps what was found by model, number of ranks, back
 """
 
 import datetime
+import functools
 import json
+import logging
 import os
 import platform
 import statistics
@@ -21,6 +23,8 @@ CANDIDATES = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))  # bytes
 DEFAULT = 16 << 20  # where nothing may be tried
 WARM_UP, ROUNDS = 3, 4  # steps
 VERSION = 1
+
+_log = logging.getLogger("haiscale.ddp")
 
 
 class Sizes:
@@ -104,40 +108,62 @@ def machine(device: torch.device) -> str:
 
 
 def path() -> Path | None:
-    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None where the former is empty: no file."""
+    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None, for no file, if the former is empty or
+    there is no home."""
     given = os.environ.get("HAISCALE_BUCKETS")
     if given is not None:
         return Path(given) if given else None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(cache) / "haiscale" / "buckets.json"
 
 
 def load() -> dict[str, dict]:
-    """{key: {"bytes", "measured", "seconds"}}; empty where there is no file, or one of another version."""
+    """{key: {"bytes", "measured", "seconds"}}; empty where there is no file, or none that can be used."""
     file = path()
-    if file is None or not file.exists():
+    if file is None:
         return {}
     try:
         found = json.loads(file.read_text())
         sizes = found["sizes"] if found["version"] == VERSION else {}
-        whole = all(type(size["bytes"]) is int and size["bytes"] > 0 and size["measured"] for size in sizes.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{file} is not a file of bucket sizes: remove it, or set HAISCALE_BUCKETS to another one")
+        for size in sizes.values():
+            _check(size)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _say(f"{file} cannot be read as a file of bucket sizes, and is ignored: {type(error).__name__}: {error}")
+        return {}
     return sizes
+
+
+def _check(size: dict) -> None:
+    """Raises what its use would."""
+    seconds = [float(seconds) for candidate, seconds in size["seconds"].items() if int(candidate) > 0]
+    if not (type(size["bytes"]) is int and size["bytes"] > 0 and type(size["measured"]) is str and seconds):
+        raise ValueError(f"{size} is not the size of a model's buckets")
 
 
 def save(key: str, size: int, times: dict[int, float]) -> None:
     """Adds to the file, which is renamed into its place: who reads it meanwhile has the old one."""
     file, seconds = path(), {str(candidate): t for candidate, t in times.items()}
     sizes = load() | {key: {"bytes": size, "measured": datetime.date.today().isoformat(), "seconds": seconds}}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
-        with os.fdopen(handle, "w") as out:
-            json.dump({"version": VERSION, "sizes": sizes}, out, indent=1)
-        os.replace(beside, file)
-    except BaseException:
-        os.unlink(beside)
-        raise
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        try:
+            with os.fdopen(handle, "w") as out:
+                json.dump({"version": VERSION, "sizes": sizes}, out, indent=1)
+            os.replace(beside, file)
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except OSError as error:
+        _say(f"the size of buckets that was measured is not kept for the next time: {type(error).__name__}: {error}")
+
+
+@functools.cache
+def _say(what: str) -> None:
+    """Once a process."""
+    _log.warning("%s; HAISCALE_BUCKETS names another file, or none if empty", what)
