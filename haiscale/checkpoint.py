@@ -19,13 +19,13 @@ load only what you trust: extras are pickles.
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import random
 import re
 import shutil
 import signal
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,11 +36,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from haiscale import partial
 from haiscale import state as states
 from haiscale.mesh import sibling
 
 _WHOLE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a step that is saved once more has a number behind it
-_PARTIAL = ".partial-"  # what no reader looks at: being written, or being removed
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
@@ -176,39 +176,53 @@ def _entries(model: nn.Module, optimizer: Optimizers, copy: bool) -> dict[str, o
 
 
 def _write(folder: Path, step: int, entries: dict, keep: int | None, ranks: "_Ranks") -> Path:
-    partial = Path(ranks.on_first(lambda: str(_begin(folder, step))))
-    writer = dcp.FileSystemWriter(partial, sync_files=True)
-    failed = f"checkpoint {folder} of step {step} was not written"
-    _dcp(ranks, failed, dcp.save, entries, storage_writer=writer, planner=states.WritePlanner())
-    return Path(ranks.on_first(lambda: str(_finish(folder, partial, step, keep))))
+    path = Path(ranks.on_first(lambda: str(_begin(folder, step))))
+    try:
+        writer = dcp.FileSystemWriter(path, sync_files=True)
+        failed = f"checkpoint {folder} of step {step} was not written"
+        _dcp(ranks, failed, dcp.save, entries, storage_writer=writer, planner=states.WritePlanner())
+        return Path(ranks.on_first(lambda: str(_finish(folder, path, step, keep))))
+    finally:
+        partial.release(path.name)
 
 
 def _begin(folder: Path, step: int) -> Path:
-    """The folder to write into, in place of what saves that were killed have left."""
+    """The folder to write into."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    partial = folder / f"{_PARTIAL}{step:08d}-{uuid.uuid4().hex[:8]}"
-    partial.mkdir()
-    return partial
+    partial.remove_abandoned(folder)
+    path = folder / partial.claim(f"{step:08d}")
+    path.mkdir()
+    return path
 
 
-def _finish(folder: Path, partial: Path, step: int, keep: int | None) -> Path:
+def _finish(folder: Path, written: Path, step: int, keep: int | None) -> Path:
     """All files are on disk: now the folder gets its name, and is what `latest` finds."""
-    _sync(partial)
+    _sync(written)
     again = [path for found, path in _checkpoints(folder) if found[0] == step]
-    path = folder / f"step-{step:08d}"
-    if again:
-        path = folder / f"step-{step:08d}.{max(_number(old)[1] for old in again) + 1}"
-    os.rename(partial, path)
+    path = _rename(folder, written, step)
     _sync(folder)
     older = [old for found, old in _checkpoints(folder) if found[0] < step]
     for old in again + (older[: max(0, len(older) - keep + 1)] if keep else []):
         # By its name, what is half removed would be a checkpoint.
-        gone = folder / f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:8]}"
-        os.rename(old, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        gone = folder / partial.claim(old.name)
+        with contextlib.suppress(FileNotFoundError):  # another job was faster
+            os.rename(old, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        partial.release(gone.name)
     return path
+
+
+def _rename(folder: Path, written: Path, step: int) -> Path:
+    """Gives a folder the name of its step, with a number behind it where it was saved before."""
+    while True:
+        numbers = [number for (found, number), _ in _checkpoints(folder) if found == step]
+        path = folder / (f"step-{step:08d}.{max(numbers) + 1}" if numbers else f"step-{step:08d}")
+        try:
+            os.rename(written, path)
+            return path
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # those mean that another job was faster
+                raise
 
 
 def _sync(folder: Path) -> None:

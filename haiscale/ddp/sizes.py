@@ -108,8 +108,8 @@ def machine(device: torch.device) -> str:
 
 
 def path() -> Path | None:
-    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None, for no file, if the former is empty or
-    there is no home."""
+    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None, for no file, if the former is empty
+    or there is no home."""
     given = os.environ.get("HAISCALE_BUCKETS")
     if given is not None:
         return Path(given) if given else None

@@ -5,7 +5,10 @@ Who saved what is in the folder's name: layout, optimizer, ranks. The result of 
 
 import importlib.util
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import ranks
 import torch
 from torch import nn
 
-from haiscale import checkpoint
+from haiscale import checkpoint, partial
 
 WORKER = Path(__file__).parents[1] / "workers" / "checkpoints.py"
 SAVED_ON_4 = [
@@ -152,6 +155,79 @@ def test_going_back_removes_nothing_newer(folder_of):
 def test_the_same_step_again_takes_its_place(folder_of):
     folder = folder_of(5, 5, 5)
     assert names(folder) == ["step-00000005.2"] and checkpoint.latest(folder).name == "step-00000005.2"
+
+
+SAVES = """
+import sys
+from pathlib import Path
+import torch
+from haiscale import checkpoint
+folder, first = Path(sys.argv[1]), int(sys.argv[2])
+(folder / f"ready{first}").touch()
+while len(list(folder.glob("ready*"))) < 2:
+    pass
+model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(6)])
+for step in range(first, first + 8):
+    checkpoint.save(folder / "saved", model, step=step)
+"""
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """Each saves as if it were alone."""
+    command = [sys.executable, "-P", "-c", SAVES, tmp_path]
+    jobs = [subprocess.Popen([*command, first], stderr=subprocess.PIPE, text=True) for first in ("0", "100")]
+    errors = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(errors)
+    assert names(tmp_path / "saved") == [f"step-{first + i:08d}" for first in (0, 100) for i in range(8)]
+
+
+def test_two_jobs_save_one_step(folder_of, monkeypatch):
+    """The one that is later finds the name taken, and takes the next one."""
+    folder = folder_of(5)
+    seen = iter([[], []])  # what the other has written since this one looked
+    monkeypatch.setattr(checkpoint, "_checkpoints", lambda _, real=checkpoint._checkpoints: next(seen, real(folder)))
+    folder_of(5)
+    assert names(folder) == ["step-00000005", "step-00000005.1"]
+
+
+def test_only_what_is_abandoned_is_removed(folder_of, monkeypatch):
+    folder = folder_of(1)
+    with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["true"]) as zombie:
+        mine, number, began = partial.claim("00000002"), os.getpid(), partial._start(os.getpid())
+        given_up = partial.claim("00000003")
+        partial.release(given_up)
+
+        def of(process, start, machine=None):
+            return f".partial-00000004-host-{machine or partial._machine()}-{process}-{start}-{process:08x}"
+
+        kept = [mine, of(alive.pid, partial._start(alive.pid)), of(number, began, "0" * 8), ".partial-00000005-ab"]
+        while partial._start(zombie.pid) is not None:
+            time.sleep(0.01)
+        gone = [given_up, of(alive.pid, partial._start(alive.pid) + 1), of(zombie.pid, began), of(2**22 + 1, began)]
+        stale = [of(number, began, "1" * 8), ".partial-step-00000006-cd"]
+        for name in (*kept, *gone, *stale):
+            (folder / name).mkdir()
+            (folder / name / "part").touch()
+        for name in stale:
+            for path in (folder / name, folder / name / "part"):
+                os.utime(path, (0, time.time() - partial.STALE - 60))
+        folder_of(7)
+        assert names(folder) == sorted([*kept, "step-00000001", "step-00000007"])
+        alive.kill()
+    partial.release(mine)
+
+
+def test_a_save_that_failed_is_removed_by_the_next(folder_of, monkeypatch):
+    folder = folder_of(1)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="rank 0: OSError: no room"):
+        patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", no_room)
+        folder_of(2)
+    folder_of(3)
+    assert names(folder) == ["step-00000001", "step-00000003"]
+
+
+def no_room(*_):
+    raise OSError("no room")
 
 
 def test_what_is_no_checkpoint_is_not_found(folder_of, tmp_path):
