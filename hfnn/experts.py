@@ -18,14 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn import lookalike, recipe
+from hfnn import lookalike, recipe, traced
 from hfnn.feedforward import OPS, function_of, likeness, watched
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
+from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
-TOLERANCE = {torch.float64: 1e-9, torch.bfloat16: 8 * 2**-7}  # of a row's largest value
+WITHIN = {torch.float64: traced.EXACT, torch.bfloat16: lookalike.bound(torch.bfloat16)}  # in L2 norm
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _prove(module, f) -> str | None:
     """What differs between the module's own code and the formula, or None."""
     try:
         with lookalike._seclusion():
-            return next((why for dtype in TOLERANCE if (why := _compare(module, f, dtype))), None)
+            return next((why for dtype in WITHIN if (why := _compare(module, f, dtype))), None)
     except Exception as error:  # the author's code, run by us: whatever it raises is a reason
         return f"its code raises on the probe: {error}"
 
@@ -147,9 +148,9 @@ def _compare(module, f, dtype) -> str | None:
     pairs = [(y, y64), *zip(grads, grads64, strict=True)]
     pairs.append((own._apply_gate(clone, packed), GATES[f].reference(gate) * up))
     for given, wanted in pairs:
-        error = lookalike._row_error(given, wanted)
-        if not error <= TOLERANCE[dtype]:
-            return f"its code is off the formula by {error:.1e} of a row's largest value ({dtype})"
+        off = error(given, wanted).l2
+        if not off <= WITHIN[dtype]:
+            return f"its code is off the formula by {off:.1e} in L2 norm ({dtype})"
     return None
 
 

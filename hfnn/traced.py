@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from hfnn import lookalike
+from hfnn.testing import error
 
 HIDDEN, INPUT, OUTPUT = 24, 16, 20
 EXACT = 1e-9  # largest relative difference in float64, where two computations may differ in their order alone
-# As in lookalike.py; here two or three products add roundings of their own.
-ULPS = {torch.float32: 16, torch.bfloat16: 8}
-CASES = tuple((dtype, training) for dtype in ULPS for training in (True, False))
+# Of the L2 norm of a whole tensor: rows of a gradient are sums that may cancel, and how far they are off then is a
+# matter of the order in which a processor adds. Honest code was measured to stay below 2.5 ulps (float32) and 1.1.
+WITHIN = {torch.float64: EXACT} | {dtype: lookalike.bound(dtype) for dtype in (torch.float32, torch.bfloat16)}
+CASES = tuple((dtype, training) for dtype in WITHIN for training in (True, False))
 
 
 @dataclass(frozen=True)
@@ -180,9 +182,9 @@ def differs(module, kinds, compute) -> str | None:
         if y.dtype is not dtype or y.shape != y64.shape:
             return f"it returns {y.dtype} {tuple(y.shape)} for {dtype} {tuple(x.shape)}"
         for given, wanted in zip((y, *grads), (y64, *grads64), strict=True):
-            error = float("inf") if given is None else lookalike._row_error(given, wanted)
-            if not error <= ULPS[dtype] * torch.finfo(dtype).eps:
-                return f"off by {error:.1e} of a row's largest value ({dtype}, {'training' if training else 'eval'})"
+            off = float("inf") if given is None else error(given, wanted).l2
+            if not off <= WITHIN[dtype]:
+                return f"off by {off:.1e} in L2 norm ({dtype}, {'training' if training else 'eval'})"
     return None
 
 
