@@ -213,6 +213,7 @@ class Op:
     like_input: bool = True  # whether the output has the input's shape; a loss does not
     constants: int = 0  # how many of the last arguments get no gradient
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
+    sums: bool = False  # whether its results are made of sums over rows or columns, as the accuracy rule asks
     likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
 
     @functools.cached_property

@@ -1,11 +1,11 @@
 """The accuracy rule, written once.
 
 Against a float64 reference, the error of a result is at most `at_most` times the error of torch's own op in the same
-dtype, or half an ulp of the result where torch's is smaller (an ulp, for a result of one number). A sum of n terms may
-also err by sqrt(n) halves, as n roundings do in whatever order (Higham and Mary, "A New Approach to Probabilistic
-Rounding Error Analysis", SISC 2019): torch's order, and so its luck, are others on each processor. Errors are measured
+dtype, or half an ulp of the result where torch's is smaller (an ulp, for a result of one number). Errors are measured
 twice: in the L2 norm relative to the reference, which sees a bias, and as the largest one relative to the largest
-value, which sees a single wrong element.
+value, which sees a single wrong element. A single sum of n terms may also err by sqrt(n) halves, as n roundings do in
+whatever order (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SISC 2019): torch's order,
+and so the luck of one element, are others on each processor.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,9 @@ class Error:
     largest: float
 
     def within(self, of: "Error", dtype: torch.dtype, at_most: float, terms: int = 1) -> bool:
-        least = terms**0.5 * torch.finfo(dtype).eps / 2
-        return self.l2 <= max(at_most * of.l2, least) and self.largest <= max(at_most * of.largest, least)
+        least = torch.finfo(dtype).eps / 2
+        one = terms**0.5 * least
+        return self.l2 <= max(at_most * of.l2, least) and self.largest <= max(at_most * of.largest, one)
 
 
 def error(result: torch.Tensor, reference: torch.Tensor) -> Error:

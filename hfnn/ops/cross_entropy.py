@@ -95,6 +95,7 @@ OP = Op(
     bench=((8192, 32000), (8192, 128256), (65536, 1024)),
     recipe=False,
     like_input=False,
+    sums=True,
 )
 # The CUDA C++ kernel takes classes only.
 SOFT = Op("cross_entropy", reference, OP.torch, OP.kernels[1:], sample, probe=OP.probe, like_input=False)

@@ -63,6 +63,7 @@ OP = Op(
     small=(3, 5),
     recipe=False,
     like_input=False,
+    sums=True,
 )
 
 

@@ -112,6 +112,7 @@ OP = Op(
     small=(3, 5),
     recipe=False,
     like_input=False,
+    sums=True,
 )
 
 

@@ -27,6 +27,7 @@ OP = Op(
     bench=((32768, 8192),),
     saves=False,
     recipe=False,
+    sums=True,
 )
 
 

@@ -69,6 +69,7 @@ OP = Op(
     bench=((8, 16, 2048, 2048, 0.125),),
     traffic=(2, 3),
     recipe=False,
+    sums=True,
 )
 _passes = OP.passes
 

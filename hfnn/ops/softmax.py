@@ -43,6 +43,7 @@ OP = Op(
     bench=((32768, 8192), (131072, 1024), (8192, 32768)),
     saves=False,
     recipe=False,
+    sums=True,
 )
 
 
