@@ -166,28 +166,46 @@ def test_skip_tensors_travel_from_stage_to_stage():
 # Measuring
 
 
-class Sleeps(nn.Module):
-    """Takes a given time, and keeps a given number of floats."""
+class Takes(nn.Module):
+    """Takes a given time by the clock of a test."""
 
-    def __init__(self, milliseconds, kept=0):
+    def __init__(self, milliseconds, clock):
         super().__init__()
-        self.seconds, self.kept, self.bias = milliseconds / 1e3, kept, nn.Parameter(torch.zeros(1))
+        self.seconds, self.clock, self.bias = milliseconds / 1e3, clock, nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
-        time.sleep(self.seconds)
-        return x + self.bias + (self.bias.expand(self.kept).clone() ** 2).sum()
+        self.clock.append(self.clock[-1] + self.seconds)
+        return x + self.bias
 
 
-def test_stages_are_balanced_by_measured_time():
-    model = SequentialModel(*[Sleeps(t) for t in (20, 4, 4, 4, 4, 20)])
+@pytest.fixture
+def clock(monkeypatch):
+    """What `measure` reads the time from: no load of the machine moves it."""
+    times = [0.0]
+    monkeypatch.setattr(measure, "_now", lambda device: times[-1])
+    return times
+
+
+def test_stages_are_balanced_by_measured_time(clock):
+    model = SequentialModel(*[Takes(t, clock) for t in (20, 4, 4, 4, 4, 20)])
     stages = partition(model, 3, sample=(torch.randn(2, 3),))
     assert [len(stage) for stage in stages] == [1, 4, 1]
 
 
-def test_the_loss_is_a_part_of_the_last_layer():
-    layers = SequentialModel(*[Sleeps(2) for _ in range(3)])
-    costs = layer_costs(layers, (torch.randn(2, 3),), criterion=lambda y: Sleeps(20)(y).sum())
-    assert costs[0].forward < 0.015 < 0.02 < costs[2].forward
+def test_the_loss_is_a_part_of_the_last_layer(clock):
+    layers, loss = SequentialModel(*[Takes(2, clock) for _ in range(3)]), Takes(20, clock)
+    costs = layer_costs(layers, (torch.randn(2, 3),), criterion=lambda y: loss(y).sum())
+    assert [cost.forward for cost in costs] == pytest.approx([0.002, 0.002, 0.022])
+
+
+def test_the_clock_is_a_real_one():
+    class Sleeps(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.02)
+            return super().forward(x)
+
+    (cost,) = layer_costs(SequentialModel(Sleeps(3, 3)), (torch.randn(2, 3),), repeats=1)
+    assert cost.forward >= 0.02 and cost.backward > 0
 
 
 def test_measuring_leaves_gradients_buffers_and_random_numbers_alone():
