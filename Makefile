@@ -2,7 +2,7 @@
 #   make test PYTHON=python3.12     another Python: its torch >= 2.11 is reused where it has one
 #   make test TORCH="torch==2.11.0"     which torch is installed if not
 #   make test ARGS="-k gelu -x"     further arguments of the command that the target runs
-#   make CUDAARCHS=90-real ...      CUDA kernels for these architectures only
+#   make CUDAARCHS=90-real ...      CUDA kernels for these architectures, without a GPU too
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -79,9 +79,17 @@ $(VENV)/.tools: $(VENV)/constraints.txt pyproject.toml
 	$(PIP) install --quiet pip $$($(BIN)/python -c 'import scikit_build_core.build as b; print(*b.get_requires_for_build_wheel())')
 	touch $@
 
+# CUDA kernels that are asked for are built, whatever was built before; where nothing is asked for, they stay as they are.
+ifneq ($(CUDAARCHS),)
+ifneq ($(CUDAARCHS),$(shell cat $(VENV)/.cudaarchs 2>/dev/null))
+.PHONY: $(VENV)/.built
+endif
+endif
+
 # In place: Python files are live, and the build folder stays, so that only changed C++ is compiled again.
 $(VENV)/.built: $(VENV)/.tools CMakeLists.txt $(shell find csrc)
 	$(PIP) install --quiet --no-build-isolation $(PIN) -e '.[examples,test]'
+	$(if $(CUDAARCHS),echo '$(CUDAARCHS)' > $(VENV)/.cudaarchs)
 	touch $@
 
 # Into .venv even where $(PYTHON) lends them: their commands are wanted.

@@ -85,7 +85,8 @@ def _load(source: str) -> tuple[object, str | None]:
             return None, "triton is not installed: pip install triton"
         return None, f"not built: no {missing} here; install hfnn where there is a C++ compiler"
     except AttributeError:
-        return None, f"not built: {name} has no {path}; install hfnn where nvcc is found"
+        build = importlib.import_module("hfnn._build")
+        return None, f"{name} has no {path}: {build.cuda if path.startswith('cuda.') else build.cxx}"
     if path.startswith("cuda."):
         refusal = importlib.import_module(name).cuda.refusal()
         if refusal:

@@ -1,6 +1,7 @@
 """What is installed: sdist -> wheel -> a clean folder, without the repository in reach. And with no compiler at all."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -113,6 +114,19 @@ try:
 except ImportError as error:
     print(error)
 """
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not in the path")
+def test_nvcc_runs_for_a_gpu_or_for_architectures_that_are_named(tmp_path):
+    """Named once, they stay, for what else is compiled in the same folder."""
+    found, here = shutil.which("nvcc") is not None, any(Path("/dev").glob("nvidia[0-9]*"))
+    nvcc = "nvcc" if found else "no working nvcc was found"
+    for named, said in [("", nvcc if here else "set CUDAARCHS"), ("90-real", nvcc)] + [("", nvcc)] * found:
+        pybind11 = run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+        options = f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"
+        run("cmake", "-S", str(ROOT), "-B", str(tmp_path), *options, CUDAARCHS=named)
+        cuda = (tmp_path / "_build.py").read_text().partition('cuda = "')[2].partition('"')[0]
+        assert said in cuda, f"CUDAARCHS={named!r}"
 
 
 def test_transformers_works_from_the_root():
