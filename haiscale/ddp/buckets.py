@@ -37,17 +37,23 @@ class Bucket:
 
         attach: `.grad` becomes the view in the buffer. Autograd then adds to it, and nothing is to be copied.
         """
-        away = [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad is not self.views[i]]
-        missing = [self.views[i] for i, p in enumerate(self.parameters) if p.grad is None]
-        if away:
-            grads = [self.parameters[i].grad.detach() for i in away]
-            torch._foreach_copy_([self.views[i] for i in away], grads)
-        if missing:
-            torch._foreach_zero_(missing)
+        away, grads, missing = [], [], []
+        for i, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = p.grad
+            if grad is None:
+                missing.append(view)
+            elif grad is not view:
+                away.append(i)
+                grads.append(grad)
+        with torch.no_grad():
+            if away:
+                torch._foreach_copy_([self.views[i] for i in away], grads)
+            if missing:
+                torch._foreach_zero_(missing)
         for i in away:
-            p = self.parameters[i]
-            if attach and p.dtype == self.views[i].dtype:
-                p.grad = self.views[i]
+            p, view = self.parameters[i], self.views[i]
+            if attach and p.dtype is view.dtype:
+                p.grad = view
             elif attach or p.grad.dtype != self.dtypes[i]:
                 p.grad = None  # until `release`, when the parameter has its own dtype again
 
@@ -96,17 +102,20 @@ class Flat:
         contiguous = torch.empty_like(p, device="meta").stride()  # of what is dense, its own strides
         return self.buffer.as_strided(p.size(), contiguous, offset)
 
-    def cut(self, max_bytes: int, used: Sequence[bool]) -> list[Bucket]:
-        """Pieces of at most `max_bytes`, or of one parameter; what was unused in the first step is not among others."""
+    def cut(self, full_bytes: int, used: Sequence[bool]) -> list[Bucket]:
+        """Pieces, each full with the parameter that brings it to `full_bytes`, as torch's wrapper cuts them.
+
+        What was unused in the first step is not among others.
+        """
         buckets, first, size = [], 0, self.buffer.element_size()
-        for i in range(1, len(self.order) + 1):
-            full = i < len(self.order) and (self.offsets[i + 1] - self.offsets[first]) * size > max_bytes
-            if i == len(self.order) or full or used[self.order[i]] != used[self.order[first]]:
-                piece, of = slice(self.offsets[first], self.offsets[i]), slice(first, i)
+        for end in range(1, len(self.order) + 1):
+            full = (self.offsets[end] - self.offsets[first]) * size >= full_bytes
+            if end == len(self.order) or full or used[self.order[end]] != used[self.order[first]]:
+                piece, of = slice(self.offsets[first], self.offsets[end]), slice(first, end)
                 error = None if self.error is None else self.error[piece]
                 parts = self.order[of], self.parameters[of], self.views[of]
                 buckets.append(Bucket(self.buffer[piece], *parts, error))
-                first = i
+                first = end
         return buckets
 
 
@@ -133,8 +142,8 @@ def dtype_of(p: Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
     return wire_dtype if wire_dtype not in (None, CODES) and p.dtype.is_floating_point else p.dtype
 
 
-def cut(buffers: list[Flat], order: list[int], max_bytes: int, used: Sequence[bool]) -> list[Bucket]:
+def cut(buffers: list[Flat], order: list[int], full_bytes: int, used: Sequence[bool]) -> list[Bucket]:
     """All buckets in the order in which their last gradients got ready."""
     ready = {place: i for i, place in enumerate(order)}
-    buckets = [bucket for flat in buffers for bucket in flat.cut(max_bytes, used)]
+    buckets = [bucket for flat in buffers for bucket in flat.cut(full_bytes, used)]
     return sorted(buckets, key=lambda bucket: max(ready[place] for place in bucket.places))

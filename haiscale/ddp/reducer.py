@@ -314,7 +314,7 @@ class Reducer:
         sizes = [bucket.flat.nbytes / 2**20 for bucket in self.buckets]
         lines = [
             f"  buckets: {len(sizes)}, of {min(sizes):.3g} to {max(sizes):.3g} MiB, in the order of the first backward",
-            f"  size of buckets: up to {self.sizes.now / 2**20:.3g} MiB, {self.sizes.why}",
+            f"  size of buckets: full at {self.sizes.now / 2**20:.3g} MiB, {self.sizes.why}",
             *(f"    {size / 2**20:.3g} MiB: {time * 1e3:.2f} ms a step" for size, time in self.sizes.times.items()),
         ]
         again = [i for i, count in enumerate(self.expected) if count > 1]
