@@ -3,8 +3,9 @@
     results = ranks.run(WORKER, "reduces", 4, tmp_path, count=1000)
 
 calls `reduces(rank, size, store, count=1000)` of the file WORKER in four processes at a time; `store` is a path for
-torch's FileStore. What it returns (JSON) comes back, by rank. To start an interpreter and import torch takes seconds:
-put many checks into one function. Tests and workers alike `import ranks`.
+torch's FileStore. What it returns (JSON) comes back, by rank. Processes are forked from one that has imported torch
+(forks.py); where `env` or `prefix` is given they are interpreters of their own, which takes seconds: put many checks
+into one function. Tests and workers alike `import ranks`.
 
 `start` is the same for tests that interfere: it returns the processes at once. A worker marks that it got somewhere
 with `ranks.reached(store, name)`, and `Ranks.until(name)` waits for all, or some, ranks to have got there.
@@ -54,20 +55,31 @@ class Ranks:
         self.folder.mkdir()
         self.store = str(self.folder / "store")
         self.processes, self.size = [], size
-        command = [sys.executable, "-P", "-X", "faulthandler", __file__, str(worker), function, str(size), self.store]
+        own = (str(worker), function, str(size), self.store)
+        server = None
+        if env is None and prefix is None:
+            import forks  # a rank has no path to it
+
+            server = forks.server()
         for rank in range(size):
-            before = prefix(rank) if callable(prefix) else prefix or []
-            added = env(rank) if callable(env) else env or {}
-            with open(self._path("output", rank), "w") as output:
-                process = subprocess.Popen(
-                    [*before, *command, str(rank), json.dumps(arguments)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **added},
-                    start_new_session=True,  # so that its children can be killed with it
-                )
+            each = (*own, str(rank), json.dumps(arguments))
+            if server is not None:
+                process = server.fork(each, self._path("output", rank))
+            else:
+                before = prefix(rank) if callable(prefix) else prefix or []
+                process = self._interpreter(before, each, env(rank) if callable(env) else env or {}, rank)
             self.processes.append(process)
+
+    def _interpreter(self, before, arguments, env, rank):
+        with open(self._path("output", rank), "w") as output:
+            return subprocess.Popen(
+                [*before, sys.executable, "-P", "-X", "faulthandler", __file__, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                start_new_session=True,  # so that its children can be killed with it
+            )
 
     def _path(self, kind, rank):
         return Path(f"{self.store}.{kind}.{rank}")
@@ -126,6 +138,7 @@ class Ranks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # the session is named after the process that began it
                 os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)  # one that was forked just now leads no session yet
             process.wait(10)
 
 
