@@ -7,7 +7,12 @@ until another unit needs the slot. So the last units of forward are still there 
 
 Backward: a hook on a unit's outputs runs when their gradients are complete. Autograd runs nodes in the reverse of the
 order in which they were made, so by then all that ran after this unit has ended its backward: those units' gradients
-are complete, their reduction begins, and their slots are free. No hook is needed on parameters or on inputs.
+are complete, their reduction begins, and their slots are free. No hook is needed on parameters or on inputs. What a
+hook knows is which units were running when the output was made: these, and no others, are in backward from then on. A
+tensor that a unit hands on, and did not make, tells nothing about it and gets no hook.
+
+A checkpoint that runs units again in backward is a forward within it: units take their slots, and those that are in
+backward get theirs back at its end. No unit's backward ends by that.
 
 On a GPU nothing here waits on the host: operations of the groups wait for the current stream, and it for them. A gather
 into a slot is begun when all kernels that read it have been launched, on the stream that launched them.
@@ -21,9 +26,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from haiscale.fsdp.reduce import Reductions
 from haiscale.fsdp.unit import Slot, Unit
+from hfnn.deferred import Deferred
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -41,6 +48,7 @@ class Engine:
         self.slots: list[Slot] = []
         self.slot_bytes = max((u.nbytes for u in units if not u.private), default=0)
         self.cast_inputs: torch.dtype | None = None
+        self._running: list[tuple[Unit, int]] = []  # forwards under way, and autograd's count when they began
         self._backward: list[Unit] = []  # units whose backward is under way, the outermost first
         self._in_backward = False
         self._last: list[Unit] = []  # in the order in which they began in the last forward
@@ -52,7 +60,7 @@ class Engine:
             after = functools.partial(self._after_forward, unit)
             for module in unit.modules:
                 module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                module.register_forward_hook(after)
+                module.register_forward_hook(after, always_call=True)
 
     # Forward
 
@@ -62,14 +70,16 @@ class Engine:
         return self._enter(unit, args, kwargs)
 
     def _enter(self, unit: Unit, args: tuple, kwargs: dict):
-        if _in_graph_task():  # a checkpoint's recomputation: the backward of this unit is under way
-            self.before_backward(unit)
+        for tensor in tensors((args, kwargs)):
+            _ = tensor.grad_fn  # of a view that was written to it is made now, and so before what the unit makes
+        self._running.append((unit, torch.autograd._get_sequence_nr()))
+        unit.running += 1
+        if in_graph_task():  # a checkpoint's recomputation
+            self._recompute(unit)
+        elif unit is self.root:
+            self._start()
         else:
-            if unit is self.root:
-                self._start()
-            else:
-                self._began.append(unit)
-            unit.running += 1
+            self._began.append(unit)
         self._need(unit)
         unit.swap_in()
         if self.forward_prefetch and not self._in_backward:
@@ -84,17 +94,22 @@ class Engine:
         return self._leave(unit, output)
 
     def _leave(self, unit: Unit, output) -> None:
-        if not _in_graph_task():
-            unit.running -= 1
+        """The end of a forward; output is None where that is an exception."""
+        _, since = self._running.pop()
+        around = [*(self._backward if in_graph_task() else ()), *(other for other, _ in self._running)]
+        around = *dict.fromkeys(other for other in around if other is not unit), unit
+        unit.running -= 1
+        if not in_graph_task():
             self._ended.append(unit)
-            if not unit.running:
-                unit.swap_out()
+        if not unit.running:
+            unit.swap_out()
+        self._restore()
         if torch.is_grad_enabled():
             found = False
             for tensor in tensors(output):
                 found = True
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._gradient_came, unit))
+                if tensor.requires_grad and _made_since(tensor, since):
+                    tensor.register_hook(functools.partial(self._gradient_came, around))
             if not found and not isinstance(output, _PLAIN) and any(p.requires_grad for p in unit.parameters):
                 raise ValueError(
                     f"{unit.name} returned a {type(output).__name__}, in which no tensor was found, so its backward "
@@ -103,8 +118,11 @@ class Engine:
 
     def _start(self) -> None:
         """A forward of the whole model."""
-        if self._in_backward or any(unit.running for unit in self.units):
+        if self._in_backward or len(self._running) > 1:
+            running = self._running[-1:]
             self.reset()  # the last forward or backward ended in an exception
+            self._running, self.root.running = running, 1
+        self._check()
         for unit in self.units:
             for flat in unit.flats:
                 flat.adopt()
@@ -133,6 +151,13 @@ class Engine:
             unit.gather(self.group)
         unit.wait()
 
+    def _restore(self) -> None:
+        """Units under way get back the slots that one inside them, or a recomputation, has taken."""
+        running = [unit for unit, _ in self._running[-1:]]
+        for unit in (*running, *(unit for unit in self._backward if unit.backward_reads)):
+            if unit.slot is not None and unit.slot.unit is not unit:
+                self._need(unit)
+
     def _prefetch(self, units: list[Unit]) -> None:
         for unit in units:
             slot = unit.slot
@@ -143,11 +168,15 @@ class Engine:
                 unit.gather(self.group)
 
     def _assign(self, unit: Unit) -> None:
-        """A slot, at the first gather: of those that no unit needs now, the one that was taken longest ago."""
+        """A slot, at the first gather: of those that no unit needs now, the one that was taken longest ago.
+
+        It is none of a unit inside of this one, or around it: these run together.
+        """
         if unit.private:
             unit.bind(Slot(unit.nbytes, self._make))
             return
-        free = [slot for slot in self.slots if not slot.busy]
+        together = {id(o.slot) for o in self.units if o in unit.around or unit in o.around}
+        free = [slot for slot in self.slots if not slot.busy and id(slot) not in together]
         while len(free) < self.buffers:
             free.append(Slot(self.slot_bytes, self._make))
             self.slots.append(free[-1])
@@ -157,19 +186,33 @@ class Engine:
 
     # Backward
 
-    def _gradient_came(self, unit: Unit, gradient: Tensor) -> None:
-        self.before_backward(unit)
-
-    def before_backward(self, unit: Unit) -> None:
-        """The gradients of a unit's outputs are there: it is next, and units that are not around it have ended."""
-        if unit in self._backward:
-            return
+    def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward, self._at = True, len(self._ended)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        for other in reversed(self._backward):
-            if other not in unit.around:
-                self._after_backward(other)
+
+    def _recompute(self, unit: Unit) -> None:
+        """A unit runs forward within backward."""
+        self._begin_backward()
+        # A reentrant checkpoint's node runs when all is done that was made after it.
+        if isinstance(torch._C._current_autograd_node(), CheckpointFunction._backward_cls):
+            for other in reversed(self._backward):
+                if other is not unit and other not in unit.around:
+                    self._after_backward(other)
+
+    def _gradient_came(self, around: tuple[Unit, ...], gradient: Tensor) -> None:
+        """The gradient of what a unit returned is there. around: the units that ran then, that one last."""
+        if around[-1] in self._backward:
+            return  # by another of its outputs
+        self._begin_backward()
+        for unit in reversed(self._backward):
+            if unit not in around:
+                self._after_backward(unit)
+        for unit in around:
+            if unit not in self._backward:
+                self._before_backward(unit)
+
+    def _before_backward(self, unit: Unit) -> None:
         before = self._preceding(unit)
         self._backward.append(unit)
         unit.running += 1
@@ -201,8 +244,10 @@ class Engine:
     def _after_backward(self, unit: Unit) -> None:
         self._backward.remove(unit)
         unit.running -= 1
-        unit.swap_out()
+        if not unit.running:
+            unit.swap_out()
         self._reduce(unit)
+        self._restore()
 
     def _reduce(self, unit: Unit) -> None:
         for flat in unit.flats:
@@ -227,6 +272,9 @@ class Engine:
                 self._at = 0
             self._after_backward(self._backward[-1])
         self._in_backward = False
+        for unit in self.units:
+            if unit.private and any(p.whole.grad is not None for p in unit.parameters):
+                self._reduce(unit)  # by way of something else than what it returned
         self.reductions.end()
         for unit in self.units:
             unit.wait()  # for what was gathered and then not used
@@ -235,9 +283,11 @@ class Engine:
         self._check()
 
     def _check(self) -> None:
+        """No gradient was missed."""
         for unit in self.units:
             stray = [p.name for p in unit.parameters if p.whole.grad is not None]
             if stray:
+                self.reset()
                 raise RuntimeError(
                     f"{stray[0]} of {unit.name} got a gradient, but not through what {unit.name} returned, so its "
                     "parameters may have been others' in backward; return every tensor that the loss depends on from "
@@ -246,7 +296,7 @@ class Engine:
 
     def reset(self) -> None:
         """After an exception: as if nothing had been begun."""
-        self._backward, self._in_backward = [], False
+        self._running, self._backward, self._in_backward = [], [], False
         self.reductions.forget()
         for unit in self.units:
             unit.running, unit.stamp, unit.works = 0, None, []
@@ -255,8 +305,17 @@ class Engine:
                 p.whole.grad = None
 
 
-def _in_graph_task() -> bool:
+def in_graph_task() -> bool:
+    """Whether this runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _made_since(tensor: Tensor, since: int) -> bool:
+    """Whether autograd has made it since its count was at `since`: not where it was handed on. In one thread."""
+    node = tensor.grad_fn
+    if node is None:  # a leaf; but of logits of hfnn that are not computed yet
+        return isinstance(tensor, Deferred)
+    return node._sequence_nr() >= since
 
 
 def tensors(nest) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ import hfnn
 from haiscale.fsdp.flat import Flat, Parameter
 
 _steps = [0]  # of all optimizers of this process
+_ABSENT = 2**31  # the version of whole parameters where the slot is another unit's
 
 
 def stepped(*_) -> None:
@@ -46,6 +47,8 @@ class Unit:
         embeddings = nn.Embedding.forward, hfnn.Embedding.forward  # whose backward reads no weights
         self.backward_reads = any(type(m).forward not in embeddings for m in modules)
         self.parameters: list[Parameter] = [p for flat in flats for p in flat.parameters]
+        self.version = 0  # of the whole parameters: how often the shards have changed
+        self._wholes = tuple(p.whole for p in self.parameters)
         self._calls: list[tuple[Flat, Tensor | None, list, list]] = []
 
     @property
@@ -78,15 +81,21 @@ class Unit:
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup) -> None:
         """Begins to write the whole parameters into the slot."""
-        if self.slot.unit is not None:
-            self.slot.unit.wait()
+        holder = self.slot.unit
+        if holder is not None:
+            holder.wait()
+            holder._set_version(_ABSENT)
         self.slot.unit, before, self.stamp = self, self.stamp, self._stamp()
-        if self.stamp != before:  # so that a backward that needs the old values fails, as it does without shards
-            torch.autograd.graph.increment_version([p.whole for p in self.parameters])
+        self.version += self.stamp != before  # a backward that needs the old values fails, as it does without shards
+        self._set_version(self.version)
         for flat, cast, inputs, outputs in self._calls:
             if cast is not None:
                 cast.copy_(flat.shard, non_blocking=True)
             self.works += all_gather(group, outputs, inputs)
+
+    def _set_version(self, version: int) -> None:
+        """Autograd compares it with the one that it saved, so a backward fails where the parameters are not there."""
+        torch._C._autograd._unsafe_set_version_counter(self._wholes, (version,) * len(self._wholes))
 
     def wait(self) -> None:
         """Until what was begun is there; on a GPU, for kernels launched from now on."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from haiscale import checks
 from haiscale.fsdp import clip, deferred, full, memory, options, step, uneven
-from haiscale.fsdp.engine import Engine
+from haiscale.fsdp.engine import Engine, in_graph_task
 from haiscale.fsdp.flat import Flat
 from haiscale.fsdp.reduce import Reductions, bytes_needed
 from haiscale.fsdp.unit import Unit, is_fake
@@ -125,7 +125,8 @@ class FSDP(nn.Module):
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            self._engine.reset()
+            if not in_graph_task():  # where a checkpoint has what it needs, and stops
+                self._engine.reset()
             raise
         dtype = self.precision.output_dtype
         return output if dtype is None else full.cast(output, dtype)
@@ -272,10 +273,9 @@ def _owners(module: nn.Module, groups: list[list[nn.Module]], ignored: set) -> l
     A module is of the innermost unit around it, a parameter of its module's; of the root, where several units have it.
     """
     owner = dict.fromkeys(module.modules(), 0)
-    order = {m: i for i, m in enumerate(module.modules())}
-    for index, group in sorted(enumerate(groups), key=lambda pair: order[pair[1][0]]):
-        for m in group:
-            owner.update(dict.fromkeys(m.modules(), index))
+    inside = [{part for m in group for part in m.modules()} for group in groups]
+    for index in sorted(range(len(groups)), key=lambda index: -len(inside[index])):  # what is around others first
+        owner.update(dict.fromkeys(inside[index], index))
     found: dict[nn.Parameter, tuple[str, list]] = {}
     for prefix, m in module.named_modules():
         for name, p in m._parameters.items():
