@@ -6,11 +6,13 @@ A language model returns its logits beside its loss, and in training only the lo
 logits: it has their shape, dtype and device, but no memory. What models do between the product and the loss (casts,
 reshapes, indices of the leading dimensions, factors, a soft cap, a constant row) is recorded, and
 `torch.nn.functional.cross_entropy` of a Deferred becomes `hfnn.functional.linear_cross_entropy`, which never holds the
-logits. Anything else computes them, once, as forward would have done, with their graph, and goes on with those. They
-can be computed for as long as the weights are what they were: after that it is an error.
+logits. Anything else computes them, once, as forward would have done, and goes on with those. They have their graph
+from the beginning (hfnn/unread.py), and are those of their forward when they are read after an optimizer's step
+(hfnn/product.py).
 """
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from torch.utils._pytree import tree_map_only
 from hfnn import functional, kernel
 from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
-from hfnn.recorded import HANDLERS, METADATA, PLAIN, name_of, run_hooks
+from hfnn.product import Product
+from hfnn.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
+from hfnn.unread import Adopted, Logits, Loss, Step, computed
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -49,7 +53,7 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
     product = Product(hidden, weight, bias, dtype, torch.is_grad_enabled(), compact, prefer)
     with no_autocast(hidden):
         meta = nn.functional.linear(*(_meta(t, dtype) for t in (hidden, weight)))
-    return Deferred.of(Plan(product, meta, product.grad and any(t.requires_grad for t in given), hidden))
+    return Deferred.of(Plan(product, meta, product.grad and any(t.requires_grad for t in given)))
 
 
 def _meta(x, dtype=None):
@@ -57,61 +61,18 @@ def _meta(x, dtype=None):
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
 
 
-class Product:
-    """The linear map behind a Deferred and all that was derived from it, which are its `members`.
-
-    dtype: what torch multiplies in; grad: whether grad mode was on.
-    """
-
-    def __init__(self, hidden, weight, bias, dtype, grad, compact, prefer):
-        self.hidden, self.weight, self.bias, self.dtype, self.grad = hidden, weight, bias, dtype, grad
-        self.compact, self.prefer = compact, prefer
-        self.members: list[weakref.ref] = []
-        self._marks: list[tuple] = []
-        self.watch(hidden, weight, bias)
-
-    def watch(self, *tensors) -> None:
-        """Remember what these are now: `check` raises once they are something else."""
-        self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
-
-    def check(self) -> None:
-        for t, version, pointer in self._marks:
-            gone = t.numel() and not t.untyped_storage().nbytes()
-            if gone or (t._version, t.data_ptr()) != (version, pointer):
-                raise RuntimeError(
-                    "these logits were not computed in forward, for the loss needs none, and cannot be computed now: "
-                    + ("a weight was resharded" if gone else "the weights have changed")
-                    + " since (an optimizer step ran?). Read output.logits between forward and the step."
-                )
-
-    def logits(self, hidden, weight, bias):
-        """The product as torch computes it, also under the autocast state of forward."""
-        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
-        with no_autocast(hidden):
-            return nn.functional.linear(hidden, weight, None if bias is None else bias.to(self.dtype))
-
-    def compute(self) -> None:
-        """Every member that is still alive: a view stays a view of the tensor it was taken of, whatever is written."""
-        self.check()
-        members, self.members = [ref() for ref in self.members], []
-        with torch.inference_mode(False):
-            for member in members:
-                if member is not None:
-                    member._compute()
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a Deferred follows from its product: z = after tanh(before (hidden weight^T + bias + row)), or without tanh.
 
-    meta: shape and strides, on the device "meta"; grad: whether the logits require grad; hidden: a row for each row of
-    these logits, in their order; steps: what makes the logits from those of the product.
+    meta: shape and strides, on the device "meta"; grad: whether the logits require grad; rows: what makes the rows of
+    hidden that these logits have, in their order; steps: what makes the logits from those of the product.
     """
 
     product: Product
     meta: torch.Tensor
     grad: bool
-    hidden: torch.Tensor
+    rows: tuple[Callable, ...] = field(default=(), repr=False)
     row: torch.Tensor | None = None
     before: float = 1.0
     after: float = 1.0
@@ -124,27 +85,51 @@ class Plan:
         grad = self.grad and torch.is_grad_enabled()
         return replace(self, **{"meta": meta, "grad": grad, "steps": (*self.steps, step), **changes})
 
-    def loss(self, target, weight, options) -> torch.Tensor | None:
-        """`cross_entropy` of these logits without them, or None."""
+    def logits(self) -> torch.Tensor:
+        """The numbers, and in grad mode their graph."""
         product = self.product
-        if any(type(t) not in PLAIN or t.device != product.hidden.device for t in (target, weight) if t is not None):
+        return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*product.given()))
+
+    def like(self) -> torch.Tensor:
+        """A tensor of the same layout, of any numbers."""
+        return torch.empty_strided(
+            self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device=self.product.device
+        )
+
+    def loss(self, logits: "Deferred", target, weight, options) -> torch.Tensor | None:
+        """`cross_entropy` of `logits`, whose plan this is, without them; or None."""
+        product = self.product
+        if any(type(t) not in PLAIN or t.device != product.device for t in (target, weight) if t is not None):
             return None
         if self.meta.dim() != 2 or target.dtype is not torch.int64 or target.shape != self.meta.shape[:1]:
             return None
         if self.meta.dtype is not product.dtype and (product.dtype, self.meta.dtype) not in _WIDER:
             return None
         product.check()
-        hidden, matrix, bias = self.hidden, product.weight, product.bias
+        out = cross_entropy.OP.out_dtype(self.meta.new_empty(0, device=product.device))
+        if not self.grad:
+            with torch.no_grad():
+                return self._fused(*product.given(), target, weight, out, options)
+
+        def fused(*given):
+            return self._fused(*given, target, weight, out, options)
+
+        def composed(y):
+            with no_autocast(y):
+                return CROSS_ENTROPY(y.to(out), target, weight, **options)
+
+        return Loss.apply(self, fused, composed, logits)
+
+    def _fused(self, hidden, matrix, bias, target, weight, out, options):
+        product = self.product
+        hidden = functools.reduce(lambda h, rows: rows(h), self.rows, hidden)
         if self.row is not None:
             row = self.row.reshape(-1).to(matrix.dtype)
             bias = row if bias is None else bias + row
-        if not self.grad:
-            hidden, matrix, bias = (None if t is None else t.detach() for t in (hidden, matrix, bias))
         # c tanh(b x) is softcap tanh(scale x / softcap) for softcap = |c| and scale = b c.
         softcap, scale = (abs(self.after), self.before * self.after) if self.capped else (None, self.before)
         if math.isclose(scale, 1.0, rel_tol=1e-12):
             scale = 1.0
-        out = cross_entropy.OP.out_dtype(self.meta.new_empty(0, device=product.hidden.device))
         with self._autocast():
             loss = functional.linear_cross_entropy(
                 hidden,
@@ -172,42 +157,6 @@ class Plan:
 _WIDER = {(half, torch.float32) for half in HALVES}
 
 
-class _Logits(torch.autograd.Function):
-    """The graph of a Deferred for code in C++, which sees the tensor without its memory and not what it stands for."""
-
-    @staticmethod
-    def forward(ctx, plan, hidden, weight, bias):
-        ctx.plan = plan
-        return _empty(plan)
-
-    @staticmethod
-    def backward(ctx, dy):
-        product, needs = ctx.plan.product, ctx.needs_input_grad[1:]
-        product.check()
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Views, so that gradients stop here: the hidden states may come from this very weight.
-            given = [None if t is None else t.view_as(t) for t in (product.hidden, product.weight, product.bias)]
-            y = product.logits(*given)
-            for step in ctx.plan.steps:
-                y = step(y)
-            wanted = [t for t, need in zip(given, needs, strict=True) if need]
-            grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
-        return None, *(next(grads) if need else None for need in needs)
-
-
-class _Adopted(torch.autograd.Function):
-    """The computed logits of a Deferred, with the graph that the Deferred has in C++."""
-
-    @staticmethod
-    def forward(ctx, deferred, value):
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
 def _empty(plan):
     return torch.Tensor._make_wrapper_subclass(
         Deferred,
@@ -225,8 +174,14 @@ class Deferred(torch.Tensor):
     @staticmethod
     def of(plan: Plan, parent: "Deferred | None" = None) -> "Deferred":
         product = plan.product
-        y = _Logits.apply(plan, product.hidden, product.weight, product.bias) if plan.grad else _empty(plan)
-        y._plan, y._parent, y._value, y._hooks = plan, parent, None, None
+        make = functools.partial(_empty, plan)
+        if not plan.grad:
+            y = make()
+        elif parent is None:
+            y = Logits.apply(make, product, product.hidden, product.weight, product.bias)
+        else:
+            y = Step.apply(make, plan, parent._plan, parent)
+        y._plan, y._parent, y._value, y._node, y._hooks = plan, parent, None, None, []
         y._grad_mode = torch.is_grad_enabled() if parent is not None else product.grad
         product.members.append(weakref.ref(y))
         return y
@@ -234,8 +189,12 @@ class Deferred(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _ENGINE:
+            return _ENGINE[func](*args, **kwargs)
+        name = name_of(func)
+        if name in GRAPH and type(args[0]) is Deferred:
+            return GRAPH[name](*args, **kwargs)
         if args and type(args[0]) is Deferred and args[0]._value is None:
-            name = name_of(func)
             if name == "grad_fn":  # DDP puts its sink behind outputs that have one
                 return None
             if name in METADATA:
@@ -269,19 +228,28 @@ class Deferred(torch.Tensor):
             self._plan.product.compute()
         return self._value
 
+    def waits(self) -> bool:
+        """Whether these are still to be computed."""
+        return self._value is None
+
     def _compute(self):
-        plan, product = self._plan, self._plan.product
+        plan, inner, below = self._plan, None, self._plan.grad and self._parent is None
         with torch.set_grad_enabled(self._grad_mode):
             if self._parent is None:
-                self._value = product.logits(product.hidden, product.weight, product.bias)
+                value, inner = plan.product.value(plan.grad)
             else:
-                self._value = plan.steps[-1](self._parent._value)
-        self._parent = None
-        if self._adopted():
+                value = plan.steps[-1](self._parent._value)
+        if below or self._adopted():
             with torch.enable_grad():
-                self._value = _Adopted.apply(self, self._value)
-        if self._hooks is not None and self._value.requires_grad:
-            self._value.register_hook(functools.partial(run_hooks, self._hooks))
+                value = Adopted.apply(self, value, inner)
+            self._node = value.grad_fn
+        elif value.requires_grad:
+            # A view stays a view, so its gradient does not pass this tensor's node.
+            for hook in self._hooks:
+                value.register_hook(hook)
+            if self.retains_grad:
+                value.retain_grad()
+        self._parent, self._value, self._made_by = None, value, value.grad_fn
 
     def _adopted(self) -> bool:
         """Whether an autograd.Function made this outside grad mode and returned it: the graph is that Function's."""
@@ -296,13 +264,8 @@ class Deferred(torch.Tensor):
             return self.computed().detach()
         if mutable:
             raise RuntimeError("cannot write to logits that were not computed in forward: write to output.logits + 0")
-        product = self._plan.product
-        product.check()
         with torch.no_grad():
-            y = product.logits(product.hidden, product.weight, product.bias)
-            for step in self._plan.steps:
-                y = step(y)
-        return y
+            return self._plan.logits()
 
 
 def _on_values(func, args, kwargs):
@@ -316,3 +279,44 @@ def _on_values(func, args, kwargs):
     args, kwargs = tree_map_only(Deferred, value, (args, kwargs))
     result = func(*args, **kwargs)
     return seen.get(id(result), result)
+
+
+def _ways(inputs) -> list[list[torch.Tensor]]:
+    """The tensors by which the gradient of each input comes: see `recorded.ways`."""
+    found = [ways(x) if type(x) is Deferred else (True, None) for x in inputs]
+    return [
+        [t for t in (x if node else None, value) if t is not None]
+        for x, (node, value) in zip(inputs, found, strict=True)
+    ]
+
+
+def _gradients(outputs, inputs, grad_outputs=None, allow_unused=False, materialize_grads=False, **options) -> tuple:
+    """`torch.autograd.grad` where logits are among the tensors."""
+    outputs, grad_outputs = tree_map_only(Deferred, Deferred.computed, (outputs, grad_outputs))
+    asked, allow_unused = _ways(inputs), allow_unused or materialize_grads
+    flat = list(itertools.chain.from_iterable(asked))
+    with torch._C.DisableTorchFunctionSubclass():
+        unused = allow_unused or len(flat) > len(asked)
+        grads = iter(torch.autograd.grad(outputs, flat, grad_outputs, allow_unused=unused, **options))
+    sums = []
+    for i, (x, found) in enumerate(zip(inputs, asked, strict=True)):
+        there = [computed(g) for g in itertools.islice(grads, len(found)) if g is not None]
+        if not there and not allow_unused:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {i} appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior."
+            )
+        zeros = torch.zeros_like(x) if materialize_grads and not there else None
+        sums.append(sum(there[1:], there[0]) if there else zeros)
+    return tuple(sums)
+
+
+def _backward(tensors, grad_tensors=None, inputs=None, **options) -> None:
+    """`torch.autograd.backward` where logits are among the tensors."""
+    tensors, grad_tensors = tree_map_only(Deferred, Deferred.computed, (tensors, grad_tensors))
+    inputs = None if inputs is None else list(itertools.chain.from_iterable(_ways(inputs)))
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(tensors, grad_tensors, inputs=inputs, **options)
+
+
+_ENGINE = {torch.autograd.grad: _gradients, torch.autograd.backward: _backward}

@@ -5,6 +5,7 @@ another Deferred, or None where the logits are to be computed and the function c
 """
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -97,16 +98,21 @@ def _index(x, func, args, kwargs):
     index = _leading(args[0] if type(args[0]) is tuple else (args[0],), plan.meta.shape)
     if index is None:
         return None
-    # A mask may be written to before the logits are computed.
-    index = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in index)
-    hidden = plan.hidden.reshape(*plan.meta.shape[:-1], plan.hidden.shape[-1])[index]
+    # A tensor may be written to before the logits are computed; and of a mask, the host waits for the numbers once.
+    index = [
+        i.nonzero(as_tuple=True) if _is_mask(i) else (i.clone() if isinstance(i, torch.Tensor) else i,) for i in index
+    ]
+    index = tuple(itertools.chain.from_iterable(index))
+    shape = plan.meta.shape[:-1]
     if any(isinstance(i, torch.Tensor) for i in index):
-        meta = plan.meta.new_empty(*hidden.shape[:-1], plan.meta.shape[-1])
+        leading = torch.empty((), device=x.device).expand(*shape, 1)[index].shape[:-1]
+        meta = plan.meta.new_empty(*leading, plan.meta.shape[-1])
     else:
         meta = plan.meta[index]
     if meta.dim() < 2:
         return None
-    return x.then(lambda y: y[index], meta=meta, hidden=hidden)
+    rows = (*plan.rows, lambda hidden: hidden.reshape(*shape, hidden.shape[-1])[index])
+    return x.then(lambda y: y[index], meta=meta, rows=rows)
 
 
 def _leading(index: tuple, shape) -> tuple | None:
@@ -161,35 +167,94 @@ def _add(x, func, args, kwargs):
     return x.then(lambda y: func(y, row), meta=meta, row=total)
 
 
-_CROSS_ENTROPY = nn.functional.cross_entropy  # before anybody routes the name elsewhere
+CROSS_ENTROPY = nn.functional.cross_entropy  # before anybody routes the name elsewhere
 
 
 @_recorder("cross_entropy")
 def _cross_entropy(x, func, args, kwargs):
-    return _loss(x, *args, **kwargs) if func is _CROSS_ENTROPY else None
+    return _loss(x, *args, **kwargs) if func is CROSS_ENTROPY else None
 
 
 def _loss(x, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", **options):
     if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
         return None
-    return x._plan.loss(target, weight, {"reduction": reduction, "ignore_index": ignore_index, **options})
+    return x._plan.loss(x, target, weight, {"reduction": reduction, "ignore_index": ignore_index, **options})
 
 
-@_recorder("register_hook")
-def _register_hook(x, func, args, kwargs):
-    """fully_shard hooks every output; whichever graph is used, the hooks are run."""
-    if len(args) != 1 or kwargs or not x.requires_grad:
-        return None
-    if x._hooks is None:
-        x._hooks = OrderedDict()
-        with torch._C.DisableTorchFunctionSubclass():
-            func(x, functools.partial(run_hooks, x._hooks))
-    handle = RemovableHandle(x._hooks)
-    x._hooks[handle.id] = args[0]
+# What is asked of the graph of logits, computed or not.
+GRAPH: dict[str, Callable] = {}
+
+
+def _below(func, x, *args):
+    """func of the tensor without memory that code in C++ sees."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x, *args)
+
+
+def ways(x) -> tuple[bool, torch.Tensor | None]:
+    """(whether a gradient of x passes its own node, the computed tensor if one passes that and not the node).
+
+    The loss of unread logits goes by the node. So do computed logits, but for views and what was written to since.
+    """
+    if x._value is None or x._value.grad_fn is x._node is not None:
+        return True, None
+    return x._node is None and x._value.grad_fn is x._made_by, x._value
+
+
+def _graph(name):
+    def register(handler):
+        GRAPH[name] = handler
+        return handler
+
+    return register
+
+
+@_graph("register_hook")
+def _register_hook(x, hook):
+    hooks = OrderedDict()
+    handle, run = RemovableHandle(hooks), functools.partial(_run_hooks, hooks)
+    hooks[handle.id] = hook
+    node, value = ways(x)
+    if node:
+        _below(torch.Tensor.register_hook, x, run)
+    if value is not None:
+        value.register_hook(run)
+    x._hooks.append(run)
     return handle
 
 
-def run_hooks(hooks, grad):
+@_graph("retain_grad")
+def _retain_grad(x):
+    node, value = ways(x)
+    if node:
+        _below(torch.Tensor.retain_grad, x)
+    if value is not None:
+        value.retain_grad()
+
+
+@_graph("grad")
+def _grad(x):
+    found = [t for t in (x._value,) if t is not None and t.retains_grad]
+    grads = [t.grad for t in found]
+    if not found or _below(torch.Tensor.retains_grad.__get__, x):
+        grads.append(_below(torch.Tensor.grad.__get__, x))
+    grads = [g for g in grads if g is not None]
+    return sum(grads[1:], grads[0]) if grads else None
+
+
+@_graph("set grad")
+def _set_grad(x, grad):
+    if x._value is not None:
+        x._value.grad = None
+    _below(torch.Tensor.grad.__set__, x, grad)
+
+
+@_graph("delete grad")
+def _delete_grad(x):
+    _set_grad(x, None)
+
+
+def _run_hooks(hooks, grad):
     for hook in list(hooks.values()):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
@@ -197,6 +262,11 @@ def run_hooks(hooks, grad):
 
 
 def name_of(func) -> str:
-    """ "mul" for Tensor.mul and torch.mul, "shape" for what reads that attribute."""
+    """ "mul" for Tensor.mul and torch.mul, "grad" for what reads that attribute, "set grad" for what writes it."""
     name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+    if name not in _ATTRIBUTE:
+        return name
+    return _ATTRIBUTE[name] + getattr(func.__self__, "__name__", name)
+
+
+_ATTRIBUTE = {"__get__": "", "__set__": "set ", "__delete__": "delete "}

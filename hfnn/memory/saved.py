@@ -104,13 +104,16 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def nodes(result) -> Iterator[tuple[str, object]]:
-    """(name of the op, node) for every node of the graph behind result, from the outputs down."""
+    """(name of the op, node) for every node of the graph behind result, from the outputs down.
+
+    A node may hold a graph of its own, by `inner` nodes (hfnn/unread.py).
+    """
     queue = [t.grad_fn for t in tensors(result) if t.grad_fn is not None]
     seen = set(queue)
     while queue:
         node = queue.pop(0)
         yield node.name().rstrip("0123456789").removesuffix("Backward").lstrip("_"), node
-        for after, _ in node.next_functions:
+        for after in (*getattr(node, "inner", ()), *(after for after, _ in node.next_functions)):
             if after is not None and after not in seen:
                 seen.add(after)
                 queue.append(after)

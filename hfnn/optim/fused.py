@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfnn import kernel as kernels
+from hfnn import product
 from hfnn.kernel import FLOATS, Kernel, NoKernel
 from hfnn.ops.dropout import draw
 from hfnn.optim import formats
@@ -112,6 +113,7 @@ class Fused(Fallback):
     @torch.no_grad()
     def step_parameters(self, params: list[Tensor]) -> None:
         """A step of these parameters alone; hooks of `step` do not run. They must be this optimizer's."""
+        product.keep(params)
         self._step(list(params))
 
     @torch._disable_dynamo

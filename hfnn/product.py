@@ -1,0 +1,187 @@
+"""The product behind logits that nobody has looked at yet: what they are computed from, also when it has changed.
+
+Logits may be read after the optimizer has stepped, and are those of their forward: before a step, `keep` copies the
+weight that it will write to, while somebody holds logits of it; or computes the logits, where they are smaller.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hfnn.kernel import compiling
+from hfnn.ops.head import no_autocast
+from hfnn.unread import again, keeps_graph
+
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: the weights of a "
+    "language model's head have changed since its logits were made (an optimizer step ran?)"
+)
+_unread: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # products by id
+_copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id and version of the weight
+
+
+class Product:
+    """The linear map behind a Deferred and all that was derived from it, which are its `members`.
+
+    dtype: what torch multiplies in; grad: whether grad mode was on; readers: the gradients that nobody has looked at.
+    """
+
+    def __init__(self, hidden, weight, bias, dtype, grad, compact, prefer):
+        self.hidden, self.weight, self.bias, self.dtype, self.grad = hidden, weight, bias, dtype, grad
+        self.compact, self.prefer, self.device = compact, prefer, hidden.device
+        self.members: list[weakref.ref] = []
+        self.readers: list[weakref.ref] = []
+        self._marks: list[tuple] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        self._inner: Callable = lambda: None
+        self.watch(hidden, weight, bias)
+        _unread[id(self)] = self
+
+    def watch(self, *tensors) -> None:
+        """Remember what these are now: `check` raises once they are something else."""
+        self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
+
+    def check(self) -> None:
+        for t, version, pointer in self._marks:
+            if id(t) in self._kept:
+                continue
+            gone = t.numel() and not t.untyped_storage().nbytes()
+            if gone or (t._version, t.data_ptr()) != (version, pointer):
+                raise RuntimeError(
+                    "these logits were not computed in forward, for the loss needs none, and cannot be computed now: "
+                    + ("a weight was resharded" if gone else "the weights have changed")
+                    + " since (by no optimizer's step?). Read output.logits between forward and the change."
+                )
+
+    def keep(self, written: set[int]) -> None:
+        """Before the tensors of these ids are written to: what is still to be read stays what it is.
+
+        The weight is copied, where the logits would not be smaller; once for all products of the same weight.
+        """
+        weights = [t for t in (self.weight, self.bias) if t is not None and _ids(t) & written]
+        waiting = [x for x in (ref() for ref in (*self.members, *self.readers)) if x is not None and x.waits()]
+        if not waiting or all(id(t) in self._kept for t in weights):
+            return
+        if self.hidden.numel() // self.hidden.shape[-1] <= self.hidden.shape[-1]:
+            self.compute()
+            for reader in waiting:
+                reader.computed()
+            return
+        self.check()
+        for t in weights:
+            self._kept[id(t)] = _copies.setdefault((id(t), t._version, t.data_ptr()), t.detach().clone())
+
+    def given(self) -> list:
+        """hidden, weight and bias as they were in forward."""
+        self.check()
+        return [self._kept.get(id(t), t) for t in (self.hidden, self.weight, self.bias)]
+
+    def leaves(self) -> list:
+        """hidden, weight and bias as leaves of a graph, with their memory and versions."""
+        given = (self.hidden, self.weight, self.bias)
+        return [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in given]
+
+    def logits(self, hidden, weight, bias):
+        """The product as torch computes it, also under the autocast state of forward."""
+        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
+        with no_autocast(hidden):
+            return nn.functional.linear(hidden, weight, None if bias is None else bias.to(self.dtype))
+
+    def value(self, grad: bool):
+        """(the logits without a graph, what holds their graph for `backward` or None)."""
+        given = self.given()
+        if not grad or self._kept:
+            with torch.no_grad():
+                return self.logits(*given), None
+        with torch.enable_grad():
+            leaves = self.leaves()
+            y = self.logits(*leaves)
+        inner = Inner(get_gradient_edge(y), leaves)
+        self._inner = weakref.ref(inner)
+        return y.detach(), inner
+
+    def backward(self, dy, needs) -> list:
+        """The gradients of hidden, weight and bias, None where not needed, from that of the logits."""
+        create_graph, inner = torch.is_grad_enabled(), self._inner()
+        if inner is not None and not create_graph:
+            y, leaves = inner.taken()
+        else:
+            self.check()
+            if self._kept:
+                raise RuntimeError(_MODIFIED)
+            with torch.enable_grad():
+                # Views, so that gradients stop here: the hidden states may come from this very weight.
+                given = (self.hidden, self.weight, self.bias)
+                leaves = [None if t is None else t.view_as(t) for t in given]
+                y = self.logits(*leaves)
+        wanted = [t for t, need in zip(leaves, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(y, wanted, dy, retain_graph=keeps_graph(), create_graph=create_graph))
+        return [next(grads) if need else None for need in needs]
+
+    def compute(self) -> None:
+        """Every member that is still alive: a view stays a view of the tensor it was taken of, whatever is written."""
+        self.check()
+        members, self.members = [ref() for ref in self.members], []
+        with torch.inference_mode(False):
+            for member in members:
+                if member is not None:
+                    member._compute()
+
+
+class Inner:
+    """The graph of computed logits: where it begins, and the leaves in which it ends."""
+
+    def __init__(self, edge, leaves):
+        self._graph = edge, leaves
+
+    def taken(self):
+        """Both, which are given away where the graph is not kept."""
+        graph = self._graph
+        if graph is None:
+            raise again()
+        if not keeps_graph():
+            self._graph = None
+        return graph
+
+
+def _ids(t) -> set[int]:
+    return {id(t)} if t._base is None else {id(t), id(t._base)}
+
+
+def keep(params) -> None:
+    """Before these tensors are written to: whatever logits are still to be read stay what they are."""
+    written = None
+    for ref in _unread.valuerefs():
+        product = ref()
+        if product is not None:
+            written = set(map(id, params)) if written is None else written
+            product.keep(written)
+
+
+def _before_step(optimizer, args, kwargs):
+    """A hook before the step of any optimizer. A closure makes logits, too, and is followed by the writing."""
+    if compiling():
+        return None
+
+    def params():
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        if _unread:
+            keep(params())
+        return None
+
+    def kept():
+        loss = closure()
+        keep(params())
+        return loss
+
+    return ((args[0], kept, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": kept})
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,266 @@
+"""Logits that nobody has read have a graph all the same, and are those of their forward whenever they are read."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hfnn
+from hfnn.deferred import Deferred, defer
+from hfnn.unread import Gradient
+
+F = nn.functional
+ROWS, SEQ, HIDDEN, VOCABULARY = 2, 7, 8, 11
+
+
+@pytest.fixture(autouse=True)
+def given():
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, SEQ, HIDDEN, requires_grad=True)
+    return hidden, torch.randn(VOCABULARY, HIDDEN, requires_grad=True), torch.randn(VOCABULARY, requires_grad=True)
+
+
+def loss_of(x, **options):
+    classes = torch.arange(x.shape[:-1].numel()) % VOCABULARY
+    return F.cross_entropy(x.reshape(-1, VOCABULARY), classes, **options)
+
+
+def shifted(x):
+    return x[..., :-1, :].contiguous()
+
+
+def same(given, function):
+    """function(logits, seen) on torch's logits and on unread ones: what was seen, and the gradients of the leaves."""
+    results = []
+    for make in (F.linear, defer):
+        for t in given:
+            t.grad = None
+        seen = []
+        function(make(*given), seen)
+        results.append((seen, [t.grad for t in given]))
+    torch.testing.assert_close(*reversed(results))
+    return results[1]
+
+
+HOOKED = {
+    "before the loss": lambda x, hook: (x.register_hook(hook), loss_of(x))[1].backward(),
+    "after the loss": lambda x, hook: (loss := loss_of(x), x.register_hook(hook), loss.backward()),
+    "of shifted ones": lambda x, hook: (loss := loss_of(shifted(x)), x.register_hook(hook), loss.backward()),
+    "of capped ones": lambda x, hook: (loss := loss_of((x / 3).tanh() * 3), x.register_hook(hook), loss.backward()),
+    "of chosen ones": lambda x, hook: (
+        loss := loss_of(x[torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 3 > 0]), x.register_hook(hook), loss.backward()
+    ),
+    "in other numbers": lambda x, hook: (
+        loss := loss_of(2 * x.bfloat16().float()), x.register_hook(hook), loss.backward()
+    ),
+    "of two losses": lambda x, hook: (
+        loss := loss_of(x) + loss_of(shifted(x), label_smoothing=0.1), x.register_hook(hook), loss.backward()
+    ),
+    "read, too": lambda x, hook: (loss := loss_of(x) + x.square().mean(), x.register_hook(hook), loss.backward()),
+    "hooked, then read": lambda x, hook: (x.register_hook(hook), (loss_of(x) + x.square().mean()).backward()),
+    "read alone": lambda x, hook: (x.register_hook(hook), x.exp().mean().backward()),
+    "read, then hooked": lambda x, hook: (y := x.exp().mean(), x.register_hook(hook), y.backward()),
+    "written to": lambda x, hook: (x.mul_(2), x.register_hook(hook), loss_of(x).backward()),
+    "below": lambda x, hook: (y := shifted(x), y.register_hook(hook), loss_of(y).backward()),
+    "below, read": lambda x, hook: (y := shifted(x), y.register_hook(hook), y.square().sum().backward()),
+    "a view, read": lambda x, hook: (y := x.view(-1, VOCABULARY), y.register_hook(hook), y.square().sum().backward()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("way", HOOKED)
+def test_hooks(given, way, changes):
+    """They run once, with the whole gradient, and what they return goes on."""
+
+    def hooked(x, seen):
+        def hook(grad):
+            seen.append(grad + 0)
+            return grad * 3 if changes else None
+
+        HOOKED[way](x, hook)
+
+    seen, _ = same(given, hooked)
+    assert len(seen) == 1 and type(seen[0]) is torch.Tensor
+
+
+def test_hooks_that_do_not_look(given):
+    """fully_shard's, on every output: the gradient of the logits is never made, and the loss is the fused one's."""
+    x, seen = defer(*given), []
+    x.register_hook(lambda grad: seen.append((type(grad), grad.shape, grad._value)))
+    removed = x.register_hook(lambda grad: seen.append("removed"))
+    removed.remove()
+    loss_of(shifted(x)).backward()
+    assert seen == [(Gradient, (ROWS, SEQ, VOCABULARY), None)] and x._value is None
+
+
+@pytest.mark.parametrize("way", HOOKED)
+def test_retained(given, way):
+    def retained(x, seen):
+        targets = []
+
+        class Target:
+            def register_hook(self, hook):
+                raise AssertionError
+
+        def keep(t):
+            t.retain_grad()
+            targets.append(t)
+
+        original = torch.Tensor.register_hook
+        torch.Tensor.register_hook = lambda t, hook: keep(t)
+        try:
+            HOOKED[way](x, None)
+        finally:
+            torch.Tensor.register_hook = original
+        seen += [t.grad for t in targets]
+        targets[0].grad = None
+        seen.append(targets[0].grad)
+
+    same(given, retained)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradient_of_logits(given, create_graph):
+    def graded(x, seen):
+        y = shifted(x)
+        loss = loss_of(y) + loss_of(x, reduction="sum", weight=torch.linspace(0.5, 1, VOCABULARY))
+        seen += torch.autograd.grad(loss, x, retain_graph=True)
+        seen += torch.autograd.grad(loss, [given[1], x, y, given[0]], create_graph=create_graph, retain_graph=True)
+        if create_graph:
+            sum(g.square().sum() for g in seen).backward(retain_graph=True)
+        seen.append(torch.autograd.grad(loss, given[1], retain_graph=True)[0])
+        loss.backward()
+
+    seen, _ = same(given, graded)
+    assert all(type(g) is torch.Tensor for g in seen)
+
+
+def test_inputs_of_backward(given):
+    """The second has its gradient from the same graph, for the first was kept; a third has torch's error."""
+
+    def backwards(x, seen):
+        loss = loss_of(shifted(x))
+        loss.backward(inputs=[x, given[1]], retain_graph=True)
+        seen += [x.grad + 0, given[1].grad + 0]
+        loss.backward()
+        seen.append(x.grad)
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
+
+    same(given, backwards)
+
+
+def test_unused(given):
+    x, z = defer(*given), defer(*given)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss_of(x), z)
+    assert torch.autograd.grad(loss_of(x), z, allow_unused=True) == (None,)
+    assert torch.autograd.grad(loss_of(x), z, materialize_grads=True)[0].eq(0).all()
+    x.sum(), z.sum()
+    y, w = x[0], z.view(-1, VOCABULARY)
+    assert torch.autograd.grad(loss_of(y), w, allow_unused=True) == (None,)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.5),
+    "ours": lambda params: hfnn.optim.AdamW(params, lr=0.5),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.5),
+}
+
+
+@pytest.mark.parametrize("tokens", [ROWS * SEQ, HIDDEN // 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_read_after_a_step(given, name, tokens):
+    """What was returned before a step, and what its closure returned, are of the weights of their forward."""
+    results = []
+    for make in (F.linear, defer):
+        weight, bias = (nn.Parameter(t.detach().clone()) for t in given[1:])
+        hidden = given[0].view(-1, HIDDEN)[:tokens]
+        optimizer, outputs = OPTIMIZERS[name]([weight, bias]), []
+
+        def closure():
+            outputs.append(make(hidden, weight, bias))  # noqa: B023
+            loss = loss_of(outputs[-1])  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            closure()
+            outputs.append(outputs[-1].float().detach()[1:])
+            optimizer.step(closure)
+        results.append([x + 0 for x in outputs])
+    torch.testing.assert_close(*results)
+
+
+def test_in_backward(given):
+    weight = nn.Parameter(given[1].detach().clone())
+    optimizer = hfnn.optim.SGD([weight], lr=1.0)
+    hfnn.optim.step_in_backward(optimizer)
+    x, wanted = defer(given[0], weight, None), F.linear(given[0], weight)
+    loss_of(x).backward()
+    assert not weight.equal(given[1])
+    torch.testing.assert_close(x + 0, wanted)
+
+
+def test_what_is_kept_for_a_step(given):
+    """One copy of a weight for all who may still read, and none where nobody may, or where logits are smaller."""
+    weight = nn.Parameter(given[1].detach())
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    x, y, gone, small = (defer(h, weight, None) for h in (given[0], given[0] + 1, given[0], given[0][:1, :4]))
+    products = [t._plan.product for t in (x, y, gone, small)]
+    loss = loss_of(gone)
+    del gone
+    optimizer.step()
+    kept = [list(product._kept.values()) for product in products]
+    assert len(kept[0]) == 1 and kept[0][0] is kept[1][0] and not kept[2] and not kept[3]
+    assert small._value is not None and x._value is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
+    copy = weakref.ref(kept[0][0])
+    del x, y, products, kept
+    gc.collect()
+    assert copy() is None
+
+
+def test_an_unread_gradient_after_a_step(given):
+    """A hook may keep what it is given until the weights have changed."""
+
+    def late(x, seen):
+        x.register_hook(seen.append)
+        loss_of(x).backward()
+
+    results = []
+    for make in (F.linear, defer):
+        weight, seen = nn.Parameter(given[1].detach().clone()), []
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        late(make(given[0], weight, None), seen)
+        optimizer.step()
+        results.append(seen[0] + 0)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_released(given, read):
+    """After backward, whoever holds the loss holds no more than under torch: no hidden states, no logits."""
+    hidden = given[0].detach() * 1
+    x = defer(hidden, *given[1:])
+    loss = loss_of(x) + (x.square().sum() if read else 0)
+    refs = [weakref.ref(t) for t in (hidden, x, x._plan.product)]
+    storage = hidden.untyped_storage()._weak_ref()
+    del x, hidden
+    loss.backward()
+    gc.collect()
+    assert not any(ref() for ref in refs)
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+
+
+def test_type(given):
+    assert type(defer(*given)) is Deferred
