@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test bench lint format info clean
+.PHONY: help setup demo test test-all bench lint format info clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +21,7 @@ PIN := -c $(VENV)/constraints.txt
 CXX_FILES = $(foreach folder,csrc csrc/hfreduce csrc/hfreduce/cuda,$(addprefix $(folder)/*.,h cpp cu cuh))
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(VENV)/.built ## what every other target does first: .venv, torch, hfnn in place
 
@@ -29,9 +29,14 @@ demo: setup ## examples/train_gpt.py: train a small GPT, plain and converted, an
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 # Plugins of a Python that lends its torch stay out. One thread a worker, or the workers fight over the cores.
-test: setup ## all tests
-	OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p timeout -p hypothesispytest \
-	  -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p timeout \
+  -p hypothesispytest -n $(WORKERS) --dist worksteal --timeout 300
+
+test: setup ## tests: of products of many parameters all pairs, and nothing that takes minutes
+	$(PYTEST) -m "not slow and not rest" $(ARGS)
+
+test-all: setup ## all tests, and every rank an interpreter of its own
+	FRESH_RANKS=1 $(PYTEST) $(ARGS)
 
 bench: setup ## the benchmark: this machine's kernels against torch
 	$(BIN)/python bench/run.py $(ARGS)

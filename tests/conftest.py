@@ -1,8 +1,10 @@
 """Whole-suite settings: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
 
+import collections
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 
 import torch
@@ -86,9 +88,38 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     hasten_interpreter()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items):
     """What takes minutes comes first, or all but one worker would wait for it in the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    products = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and len(item.callspec.params) > 2:
+            products[item.nodeid.partition("[")[0]].append(item)
+    for product in products.values():
+        for item in beyond_pairs(product):
+            item.add_marker("rest")
+
+
+def beyond_pairs(product):
+    """What no pair of values of two parameters needs, for another of the tests has it: the order decides which one."""
+    pairs = [set(itertools.combinations(map(_key, item.callspec.params.items()), 2)) for item in product]
+    most, missing = len(pairs[0]), set().union(*pairs)
+    for least in sorted({most, most // 2, 1}, reverse=True):  # first what has many that are missing
+        for number, own in enumerate(pairs):
+            if len(own & missing) >= least > 0:
+                missing -= own
+                pairs[number] = set()
+    return [item for item, own in zip(product, pairs, strict=True) if own]
+
+
+def _key(parameter):
+    name, value = parameter
+    try:
+        hash(value)
+    except TypeError:
+        return name, id(value)
+    return name, type(value), value
 
 
 def pytest_collection_finish():

@@ -35,6 +35,7 @@ def python(target, *arguments):
 
 
 # One test from the sdist to the end, and not one a claim: the wheel is built once, whatever worker has which test.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     run(sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})")

@@ -1,11 +1,11 @@
 """What the Triton kernels compile to for one architecture: no GPU is asked for.
 
-python compile_kernels.py CAPABILITY
+python compile_kernels.py CAPABILITY [few]
 
-A process of its own, since @triton.jit looks at TRITON_INTERPRET when it decorates. Every launch is caught and compiled
-instead, specialised just as it was launched; what is looked at is what the kernels' own functions launch, and there is
-no second list of signatures to keep. A list of launches goes to the standard output, as JSON: what each is given, and
-what it takes of a multiprocessor.
+few: every kernel, at few widths and in one 16-bit format. A process of its own, since @triton.jit looks at
+TRITON_INTERPRET when it decorates. Every launch is caught and compiled instead, specialised just as it was launched;
+what is looked at is what the kernels' own functions launch, and there is no second list of signatures to keep. A list
+of launches goes to the standard output, as JSON: what each is given, and what it takes of a multiprocessor.
 """
 
 import importlib
@@ -164,14 +164,14 @@ def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, *
     op.backward(q, k, v, lse, o, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts, starts, *numbers)
 
 
-def launch_attentions(capability):
-    """All on the architecture that their tiles were chosen on; elsewhere one of each way to load and to multiply."""
+def launch_attentions(capability, everything):
+    """Everything is for the architecture that their tiles were chosen on; else one of each way to load and multiply."""
     kernels("attention")._has_tma = lambda index: capability >= 90
     widths = ((BF16, 64), (F16, 128), (BF16, 256), (F32, 64))
     variants = ({"left": 9, "softcap": 30.0, "sinks": 1, "starts": 1}, {"mask": 1, "threshold": 9}, {"bias": 1})
-    for dtype, width in widths if capability == 90 else widths[::3]:
+    for dtype, width in widths if everything else widths[::3]:
         launch_attention(dtype, width)
-    for options in variants if capability == 90 else variants[1:]:
+    for options in variants if everything else variants[1:]:
         launch_attention(BF16, 128, **options)
 
 
@@ -311,7 +311,7 @@ def launch_all(everything):
         launch_dropout_in_a_graph(dtype)
 
 
-def compile_launches(capability):
+def compile_launches(capability, everything):
     """Every launch of `launch_all` as a dict of what it is and what it takes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -336,8 +336,8 @@ def compile_launches(capability):
 
     kernels("rows").device = lambda: (132, SHARED[capability])
     JITFunction.run = run  # after the kernels' own launcher has seen Triton's
-    launch_all(everything=capability == 90)
-    launch_attentions(capability)
+    launch_all(everything)
+    launch_attentions(capability, everything)
     return list(found.values())
 
 
@@ -357,4 +357,4 @@ def resident(launch, capability):
 
 
 if __name__ == "__main__":
-    json.dump(compile_launches(int(sys.argv[1])), sys.stdout)
+    json.dump(compile_launches(int(sys.argv[1]), everything=sys.argv[2:] != ["few"]), sys.stdout)
