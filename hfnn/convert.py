@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hfnn import adapters, experts, feedforward, inside, lookalike, residual
-from hfnn.dress import ROOMS, dress, is_converted, original
+from hfnn.dress import ROOMS, Dressed, dress, is_converted, original
 from hfnn.kernel import PREFERENCES
 from hfnn.optim import swap
 
@@ -118,7 +118,8 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
 
     hfnn's own classes become torch's, also where the model was built with them; `hfnn.MLP` and `hfnn.GatedMLP`, which
     torch has no class for, stay, and only their parts change. Raises ValueError, and changes
-    nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`).
+    nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`), or a
+    look-alike's forward by something that put another on the instance.
     An optimizer becomes torch's, with its states as torch keeps them; those in 8 or 4 bits are decoded.
     """
     if isinstance(model, Optimizer) and optimizer is None:
@@ -134,12 +135,21 @@ def _revert(model: nn.Module) -> None:
             raise ValueError(
                 f"cannot revert {type(module).__name__}: its class was changed after hfnn.convert; undo that first"
             )
+        if isinstance(module, Dressed) and "forward" in vars(module):
+            raise ValueError(
+                f"cannot revert {type(module).__name__}: its forward was replaced on the instance after hfnn.convert "
+                "(by accelerate, or alike), and goes on to hfnn's; undo that first"
+            )
     for module in filter(feedforward.is_own, model.modules()):
         vars(module).pop("prefer", None)
     for module in modules:
-        object.__setattr__(module, "__class__", original(type(module)))
-        for name in ("prefer", "recompute", "keep"):
-            vars(module).pop(name, None)
+        cls = type(module)
+        object.__setattr__(module, "__class__", original(cls))
+        for name in _settings(cls):
+            if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
+                vars(module).setdefault(name, getattr(cls, name))
+            else:
+                vars(module).pop(name, None)
     adapters.release(model)
 
 
@@ -162,7 +172,7 @@ def examine(site: Site) -> Verdict:
     placed = adapters.room_of(module, site.around)
     if placed is not None:
         cls, room = placed
-        why = _obstacle(site)
+        why = _obstacle(site, room)
         return Verdict(dress(cls, room, None)) if why is None else Verdict(None, why)
     if is_converted(module):
         return Verdict(None, "converted already")
@@ -172,13 +182,14 @@ def examine(site: Site) -> Verdict:
         if why is None and base is not None:
             why = f"{cls.__name__} has a forward of its own, which {base.__name__}'s room does not know"
         return Verdict(None, why or NO_OP)
-    why = _obstacle(site)
+    room = room or like.mixin
+    why = _obstacle(site, room)
     if why is not None:
         return Verdict(None, why)
     if cls in ROOMS:
         return Verdict(room)
     try:
-        return Verdict(dress(cls, room or like.mixin, like))
+        return Verdict(dress(cls, room, like))
     except TypeError as error:
         return Verdict(None, f"its class cannot be derived from: {error}")
 
@@ -202,15 +213,16 @@ def _room(cls: type) -> tuple[type | None, type | None]:
     return None, None
 
 
-def _obstacle(site: Site) -> str | None:
-    """Why this very module must be left alone although its class is known, or None."""
+def _obstacle(site: Site, room: type) -> str | None:
+    """Why this very module must be left alone although its class is known and has a room, or None."""
     module = site.module
     if "forward" in vars(module):
         return (
             "it has a forward of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
         )
-    if "prefer" in vars(module):
-        return "it has an attribute named prefer, which hfnn uses"
+    for name in _settings(room):
+        if not is_converted(module) and hasattr(module, name):
+            return f"it has an attribute named {name}, which hfnn uses"
     if is_fsdp(module):
         return "already wrapped by fully_shard: convert first, then wrap"
     if parametrize.is_parametrized(module):
@@ -237,11 +249,18 @@ def is_fsdp(module) -> bool:
     return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
 
 
+def _settings(cls: type) -> list[str]:
+    """What `convert` may set on modules of a class: what its room reads."""
+    room = getattr(cls, "_hfnn_room", cls)
+    return [name for name in ("prefer", "recompute", "keep") if hasattr(room, name)]
+
+
 def _set(module, name: str, value) -> None:
     """On the instance, and only where it is not the class's own: a module carries no state it does not need."""
-    vars(module).pop(name, None)
-    if hasattr(type(module), name) and getattr(type(module), name) != value:
-        vars(module)[name] = value
+    if name in _settings(type(module)):
+        vars(module).pop(name, None)
+        if getattr(type(module), name) != value:
+            vars(module)[name] = value
 
 
 def _prefixes(name: str) -> list[str]:

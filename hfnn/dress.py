@@ -6,7 +6,7 @@ once for each (original, room, like), and is pickled as these three, so that a f
 """
 
 import copyreg
-import functools
+import weakref
 
 from torch import nn
 
@@ -34,13 +34,21 @@ def _again(original, room, like, *args):
     return cls.__new__(cls, *args)
 
 
-@functools.cache
+# By the number of the original, which is there for as long as a class that derives from it is. Nobody but their modules
+# keeps them.
+_dressed: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()
+
+
 def dress(original: type, room: type, like=None) -> type:
     """The subclass of `original` whose forward is that of `room`; it keeps the name, for what is told by names.
 
     `like` says where the room finds its numbers in a module of this class (hfnn/lookalike.py), if it needs telling.
     Raises TypeError where the class cannot be derived from.
     """
+    key = id(original), room, like
+    found = _dressed.get(key)
+    if found is not None:
+        return found
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -48,8 +56,10 @@ def dress(original: type, room: type, like=None) -> type:
         "_hfnn_original": original,
         "_hfnn_room": room,
         "_hfnn_like": like,
+        "_hfnn_dtypes": {},  # what hfnn/lookalike.py asks but once
     }
-    return type(original)(original.__name__, (Dressed, room, original), names)
+    made = _dressed[key] = type(original)(original.__name__, (Dressed, room, original), names)
+    return made
 
 
 def is_converted(module: nn.Module) -> bool:

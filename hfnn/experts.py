@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hfnn import lookalike, recipe, traced
+from hfnn.classes import ByClass
 from hfnn.feedforward import OPS, function_of, likeness, watched
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops.gated import GATES, gated
@@ -106,7 +107,7 @@ def recognise(module: nn.Module) -> tuple[Experts | None, str | None]:
     return (Experts(kind), None) if why is None else (None, f"it has the parameters of experts, but {why}")
 
 
-_proofs: dict[tuple, str | None] = {}
+_proofs = ByClass()
 
 
 def _kind(module) -> str | None:

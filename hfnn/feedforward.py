@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hfnn import lookalike, traced
+from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import geglu, glu, reglu, relu_dropout, swiglu
 from hfnn.ops.gated import GATES, OP, gated
@@ -222,7 +223,7 @@ def _frozen(value):
     return lookalike._frozen(value)
 
 
-_proofs: dict[tuple, tuple] = {}
+_proofs = ByClass()
 
 
 def _kinds(module) -> dict[str, Map | Activation | Other] | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfnn.classes import cache_by_class
 from hfnn.kernel import PREFERENCES, compiling
 from hfnn.patch import PLACES, Place, here, install, uninstall
 
@@ -95,7 +96,7 @@ _CHECKPOINT = re.compile(r"(^|_)checkpoint(_|$)|checkpointing_func")
 _CHECKPOINTS_SUBCLASSES = "transformers.modeling_layers"
 
 
-@functools.cache
+@cache_by_class
 def calls(cls: type) -> Calls | str | None:
     """What the class's forward calls, and functions and methods that it calls, of the same file, at most two deep.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hfnn import ops
+from hfnn.classes import ByClass
 from hfnn.kernel import is_plain
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patch import unrouted
@@ -120,19 +121,16 @@ class LookAlike:
         return super().forward(*args, **kwargs)
 
 
-_out_dtypes: dict[tuple, torch.dtype] = {}
-
-
 def _out_dtype(module, original, x) -> torch.dtype:
     """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ."""
     weight = next(iter(module._parameters.values()), None)
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    key = type(module), x.dtype, None if weight is None else weight.dtype, device, autocast
-    if key not in _out_dtypes:
+    known, key = module._hfnn_dtypes, (x.dtype, None if weight is None else weight.dtype, device, autocast)
+    if key not in known:
         with torch.no_grad():
-            _out_dtypes[key] = original(x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype
-    return _out_dtypes[key]
+            known[key] = original(x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype
+    return known[key]
 
 
 def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str | None]:
@@ -154,7 +152,7 @@ def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str 
         return _prove(module, kind)
 
 
-_proofs: dict[tuple, tuple] = {}
+_proofs = ByClass()
 
 
 def _unlike(module, kind) -> str | None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hfnn import lookalike
+from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 
@@ -122,7 +123,7 @@ def recognise(module: nn.Module) -> tuple[Site | None, str | None]:
     return site, None
 
 
-_proofs: dict[tuple, str | None] = {}
+_proofs = ByClass()
 
 
 def _frozen(module):

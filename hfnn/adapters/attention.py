@@ -11,7 +11,6 @@ wants a gradient (hfnn/adapters/masks.py). In compiled code, for a single query,
 implementation runs that the model had, on the mask that it would have had.
 """
 
-import functools
 import inspect
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 
 from hfnn import inside
 from hfnn.adapters import masks, rotary, views
+from hfnn.classes import ByClass, cache_by_class
 from hfnn.kernel import compiling, forced, is_plain
 from hfnn.lookalike import _seclusion
 from hfnn.ops import attention as room
@@ -123,7 +123,7 @@ def _models(cls: type) -> list[type]:
     return found
 
 
-@functools.cache
+@cache_by_class
 def eager_of(cls: type):
     """The function in a class's file that computes attention where its config says "eager", or None."""
     forward = inside._unwrapped(cls.forward)
@@ -132,7 +132,7 @@ def eager_of(cls: type):
     return found[0] if len(found) == 1 and callable(found[0]) else None
 
 
-_proofs: dict[tuple, str | None] = {}
+_proofs = ByClass()  # (class, numbers and shapes): what is different
 
 
 def _differs(module) -> str | None:
@@ -330,7 +330,7 @@ def release(model: nn.Module) -> None:
             vars(module)["config"] = views.plain(config)
 
 
-@functools.cache
+@cache_by_class
 def _asks(cls: type) -> bool:
     """Whether a class's own code looks attention up itself, or tells its implementations apart by name."""
     forward = inside._unwrapped(cls.forward)

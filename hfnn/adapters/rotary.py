@@ -13,6 +13,7 @@ import types
 import torch
 
 from hfnn import functional, inside
+from hfnn.classes import cache_by_class
 from hfnn.lookalike import _seclusion
 from hfnn.patch import Place, _routed
 
@@ -20,7 +21,7 @@ NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
 
 
-@functools.cache
+@cache_by_class
 def calls(cls: type) -> inside.Calls | None:
     """The calls to be routed in an attention class's own code, or None.
 
