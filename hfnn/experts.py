@@ -85,7 +85,7 @@ def loop(module, x_TH, index_TK, weight_TK):
         slot, token = torch.where(index_TK.t() == e)
         x_NH = x_TH[token]
         if torch.is_grad_enabled():
-            recipe.attach(x_NH, _rows, x_TH, token)
+            recipe.attach(None, x_NH, _rows, x_TH, kept=(token,))
         h_NH = linear(product(linear(x_NH, module.gate_up_proj[e])), module.down_proj[e])
         y_TH.index_add_(0, token, (h_NH * weight_TK[token, slot, None]).to(y_TH.dtype))
     return y_TH

@@ -4,7 +4,7 @@ In eager mode a producer keeps its input and its consumer keeps its output, so a
 costs a full tensor. A room whose output is cheap to rebuild calls `attach(y, build, *sources)`; a consumer that would
 save y for its backward calls `take(y)` and saves the sources instead, most of which the producer keeps anyway:
 
-    producer    return attach(y, build, x, weight)                 # y == build(x, weight), bit for bit
+    producer    return attach(ctx, y, build, x, weight)            # y == build(x, weight), bit for bit
     consumer    found = take(x)                                    # None: save x as torch does
     forward     ctx.recipe, sources = found; ctx.save_for_backward(weight, *sources)
     backward    x = ctx.recipe.rebuild(sources)                    # shared by siblings, freed by the last one
@@ -13,7 +13,9 @@ A room that keeps its input is a consumer too: `save(ctx, x)` in forward and `sa
 
 A recipe belongs to one Python tensor object. Whatever does not carry it along (a view, a copy, a stock consumer, no
 grad mode) simply keeps the tensor as torch would. `take` hands a recipe out only while the output and every source are
-what they were when it was attached (`_version` and `data_ptr`): after an in-place change the tensor is saved.
+what they were when it was attached (`_version` and `data_ptr`): after an in-place change the tensor is saved. And only
+where saved tensors have the same hooks as at the producer: a checkpoint repeats producer and consumer together then,
+and the repeated forward saves what the first one did.
 """
 
 import contextlib
@@ -23,8 +25,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_task, _retained = torch._C._current_graph_task_id, torch._C._autograd._get_current_graph_task_keep_graph
 
 _enabled = True
 resharded = False  # set where parameters share memory in turns, by haiscale.fsdp
@@ -48,28 +52,30 @@ class Recipe:
     `build.into(dtype)`, if there is one, builds the tensor as a cast to that dtype would leave it.
     """
 
-    __slots__ = ("_cache", "_dtype", "_parts", "_served", "_stream", "_users", "build")
+    __slots__ = ("_dtype", "_parts", "_served", "_shared", "_users", "build")
 
     def __init__(self, build: Callable, parts: tuple, dtype: torch.dtype):
         self.build = build
         self._parts = parts  # for each tensor of build: None, or (recipe, n) when that recipe makes it of n sources
         self._dtype = dtype
         self._users = self._served = 0
-        self._cache = self._stream = None
+        self._shared = None  # (where, the tensor): see `_where`
 
     def rebuild(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor, in `dtype` where a consumer worked on a cast of it."""
+        dtype = self._dtype if dtype is None else dtype
         if torch.is_grad_enabled():  # create_graph: no sharing, each consumer gets a graph of its own
             return as_dtype(self._make(sources), dtype)
-        y, stream = self._cache, _stream(sources[0])
-        if y is None or stream != self._stream or (dtype is not None and y.dtype is not dtype):
+        where = _where(sources)
+        y = self._found(where, dtype)
+        if y is None:
             y = as_dtype(self._make(sources, dtype), dtype)
             counter.rebuilt += 1
         self._served += 1
         if self._served >= self._users:
             self._free()
         else:
-            self._keep(y, stream)
+            self._keep(where, y)
         return y
 
     def _make(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -82,40 +88,73 @@ class Recipe:
         """The tensor as a source of another one: shared with the consumers of its own that are still to come."""
         if torch.is_grad_enabled() or self._served >= self._users:
             return self._make(sources)
-        y, stream = self._cache, _stream(sources[0])
-        if y is None or stream != self._stream or y.dtype is not self._dtype:
+        where = _where(sources)
+        y = self._found(where, self._dtype)
+        if y is None:
             y = self._make(sources)
             counter.rebuilt += 1
-            self._keep(y, stream)
+            self._keep(where, y)
         return y
 
-    def _keep(self, y, stream) -> None:
-        if self._cache is not y:
-            self._cache, self._stream = y, stream
+    def _found(self, where: tuple, dtype: torch.dtype) -> torch.Tensor | None:
+        """What another consumer left in this backward, on this stream."""
+        shared = self._shared
+        if shared is None or shared[0] != where or shared[1].dtype is not dtype:
+            return None
+        return shared[1]
+
+    def _keep(self, where: tuple, y: torch.Tensor) -> None:
+        if self._shared is None or self._shared[1] is not y:
+            self._shared = where, y
             # A partial backward may never reach the last consumer; the end of this one comes for certain.
             torch.autograd.Variable._execution_engine.queue_callback(self._free)
 
     def _free(self) -> None:
-        self._cache = self._stream = None
+        self._shared = None
         self._served = 0
 
 
-class _Tag:
-    """What `attach` remembers of a tensor, and its casts for as long as it lives."""
+def _where(sources) -> tuple:
+    """The backward and the stream that run: only there is a rebuilt tensor shared."""
+    x = sources[0]
+    return _task(), torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
 
-    __slots__ = ("_casts", "marks", "recipe", "ref", "sources")
+
+class _Tag:
+    """What `attach` remembers of a tensor. hooks: those that saved tensors had there."""
+
+    __slots__ = ("__weakref__", "_low", "hooks", "marks", "recipe", "ref", "sources")
 
     def __init__(self, recipe: Recipe, sources: tuple, marks: list):
-        self.recipe, self.sources, self.marks = recipe, sources, marks
-        self._casts = {}
+        self.recipe, self.sources, self.marks, self.hooks = recipe, sources, marks, _hooks_now()
+        self._low = None
 
     def cast(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """y in `dtype`, made once for all consumers; it lives as long as y."""
+        """y in `dtype`, made once for consumers that follow one another."""
         if dtype is y.dtype:
             return y
-        if dtype not in self._casts:
-            self._casts[dtype] = y.to(dtype=dtype)
-        return self._casts[dtype]
+        if self._low is None or self._low.dtype is not dtype:
+            _let_go_of_last_cast(self)
+            self._low = y.to(dtype=dtype)
+        return self._low
+
+
+# The tag that holds a cast. No graph keeps that cast, so it may go as soon as another tensor is cast.
+_casting: weakref.ref | None = None
+
+
+def _let_go_of_last_cast(tag: _Tag) -> None:
+    global _casting
+    last, _casting = _casting, weakref.ref(tag)
+    before = None if last is None else last()
+    if before is not None:
+        before._low = None
+
+
+def _hooks_now():
+    """What is called for each saved tensor, or None: another object in each region that a checkpoint repeats."""
+    top = _hooks(True)
+    return None if top is None else top[0]
 
 
 # By id() of the tensor, each with a weak reference that proves it is the same one. Not an attribute of the tensor: a
@@ -136,42 +175,54 @@ def as_dtype(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return y if dtype is None or y.dtype is dtype else y.to(dtype=dtype)
 
 
-def _stream(x: torch.Tensor):
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
-
-
 def find(x: torch.Tensor) -> _Tag | None:
     """The recipe of x if it still holds, without counting a consumer."""
     tag = tags.get(id(x))
     if tag is None or not _enabled or tag.ref() is not x or tag.marks != _marks(x, tag.sources):
         return None
+    if tag.hooks is not _hooks_now():
+        del tags[id(x)]  # of no use any more, and a checkpoint is to keep x alone
+        return None
     return tag
 
 
-def attach(y: torch.Tensor, build: Callable, *sources: torch.Tensor | None) -> torch.Tensor:
-    """Record for y that `build(*sources)` gives it again, bit for bit; returns y.
+def attach(ctx, y: torch.Tensor, build: Callable, *sources: torch.Tensor | None, kept=()) -> torch.Tensor:
+    """Record for y that `build(*sources, *kept)` gives it again, bit for bit; returns y.
 
-    A source that has a recipe itself is replaced by that recipe's sources. None is handed on as None. Does nothing
-    where no backward can follow, or where a version cannot be read (inference tensors).
+    ctx: of the Function that makes y, whose `saved` ends the recipe, or None. A source that has a recipe itself is
+    replaced by that recipe's sources; None is handed on as None. kept: what the room made, or keeps as torch does.
+
+    Does nothing where no backward can follow, or where a source is neither of the graph nor a parameter: of an input or
+    a buffer nobody can tell when it is filled anew.
     """
     if not _enabled:
         return y
-    parts, kept = [None] * len(sources), []
+    parts, held, graph = [None] * len(sources), [], False
     sharded = parameters_may_be_resharded()
     for i, source in enumerate(sources):
-        if source is not None and source.is_inference():
-            return y
         tag = find(source) if id(source) in tags else None
         if tag is not None:
             parts[i] = tag.recipe, len(tag.sources)
-            kept.extend(tag.sources)
-        else:
-            kept.append(_own_copy(source) if sharded and isinstance(source, torch.nn.Parameter) else source)
-    kept = tuple(kept)
-    tag = _Tag(Recipe(build, tuple(parts), y.dtype), kept, _marks(y, kept))
+            held.extend(tag.sources)
+            graph = True
+            continue
+        if source is not None:
+            if source.requires_grad:
+                graph = True
+            elif source.is_inference() or not isinstance(source, torch.nn.Parameter):
+                return y
+            if sharded and isinstance(source, torch.nn.Parameter):
+                source = _own_copy(source)
+        held.append(source)
+    if not graph:
+        return y
+    held = (*held, *kept)
+    tag = _Tag(Recipe(build, (*parts, *[None] * len(kept)), y.dtype), held, _marks(y, held))
     key = id(y)
     tag.ref = weakref.ref(y, lambda _: tags.pop(key, None))
     tags[key] = tag
+    if ctx is not None:
+        ctx.made = (*getattr(ctx, "made", ()), tag.ref)
     return y
 
 
@@ -203,7 +254,16 @@ def save(ctx, *tensors: torch.Tensor | None) -> None:
 
 def saved(ctx) -> list[torch.Tensor | None]:
     """What was given to `save`, rebuilt where that is needed."""
-    return _collect(ctx.parts, ctx.saved_tensors, Recipe.rebuild)
+    tensors = _collect(ctx.parts, ctx.saved_tensors, Recipe.rebuild)
+    release(ctx)
+    return tensors
+
+
+def release(ctx) -> None:
+    """The results of ctx have no recipe any more: after its last backward nobody is to keep its sources."""
+    if not _retained():
+        for ref in getattr(ctx, "made", ()):
+            tags.pop(id(ref()), None)
 
 
 def _collect(parts, sources, rebuild) -> list:
@@ -220,33 +280,28 @@ def _collect(parts, sources, rebuild) -> list:
     return tensors
 
 
-# By (id of the tensor, dtype of the cast, whether the tensor requires a gradient): weak reference to the tensor, its
-# marks, weak references to the cast and to its memory.
+# By (id of the tensor, dtype of the cast): weak reference to the tensor, its marks, weak reference to the cast.
 _casts: dict[tuple, tuple] = {}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`, differentiable; one copy serves all consumers for as long as any of them keeps it."""
-    if x.dtype is dtype or x.is_inference() or type(x) is FakeTensor:
+    """x in `dtype`, differentiable. Of a tensor of the graph one cast serves all consumers while any of them keeps it.
+
+    Any other tensor may be filled anew from one call to the next by what moves no version: numpy, a receive, `.data`.
+    """
+    if x.dtype is dtype or x.grad_fn is None or type(x) is FakeTensor:
         return as_dtype(x, dtype)
-    low, memory = known_cast(x, dtype)
-    if low is not None:
-        return low
-    low, key = x.to(dtype), (id(x), dtype, x.requires_grad)
-    if memory is not None:
-        low.data = torch.empty(0, dtype=dtype, device=x.device).set_(memory, 0, low.shape, low.stride())
-    ref = weakref.ref(x, lambda _: _casts.pop(key, None))
-    _casts[key] = ref, _marks(x, ()), TensorWeakRef(low), StorageWeakRef(low.untyped_storage())
+    low = known_cast(x, dtype)
+    if low is None:
+        low, key = x.to(dtype=dtype), (id(x), dtype)
+        _casts[key] = weakref.ref(x, lambda _: _casts.pop(key, None)), _marks(x, ()), TensorWeakRef(low)
     return low
 
 
-def known_cast(x: torch.Tensor, dtype: torch.dtype):
-    """(the cast of x that a consumer keeps, or None; its memory where that is in other hands: those of a hook)."""
-    ref, marks, low, memory = _casts.get((id(x), dtype, x.requires_grad), (None,) * 4)
-    if ref is None or ref() is not x or marks != _marks(x, ()):
-        return None, None
-    low = low()
-    return low, torch.UntypedStorage._new_with_weak_ptr(memory.cdata) if low is None else None
+def known_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The cast of x that a consumer keeps."""
+    ref, marks, low = _casts.get((id(x), dtype), (None,) * 3)
+    return None if ref is None or ref() is not x or marks != _marks(x, ()) else low()
 
 
 def parameters_may_be_resharded() -> bool:

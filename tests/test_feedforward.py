@@ -261,7 +261,7 @@ def test_relu_and_dropout_are_one():
 
 @pytest.mark.parametrize("make", [Llama, Packed, lambda: Plain(nn.GELU)])
 def test_recompute_changes_bytes_and_no_bit(make):
-    model, x = make().eval(), torch.randn(8, WIDTH)
+    model, x = make().eval(), torch.randn(8, WIDTH, requires_grad=True)
     kept, results = {}, {}
     for recompute in (None, "gemm", None):
         hfnn.convert(model, prefer="memory", recompute=recompute)
@@ -314,7 +314,7 @@ def test_mlp(activation, p):
 
 
 def test_own_networks_recompute():
-    x = torch.randn(16, WIDTH)
+    x = torch.randn(16, WIDTH, requires_grad=True)
     for model, first in ((hfnn.MLP(WIDTH, INNER), 1), (hfnn.GatedMLP(WIDTH, INNER), 2)):
         kept = []
         for recompute in (None, "gemm"):

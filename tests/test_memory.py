@@ -140,7 +140,7 @@ def model():
 
 @pytest.fixture
 def x():
-    return torch.randn(ROWS, WIDTH)
+    return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
 def kept(report):

@@ -58,7 +58,7 @@ def block(device):
 
 @pytest.fixture
 def x(device):
-    return torch.randn(4, 16, 32, device=device)
+    return torch.randn(4, 16, 32, device=device).requires_grad_()
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +292,7 @@ def test_parallelised(way, tmp_path):
 def test_rebuilt_into_a_cast(norm, low, device, monkeypatch):
     """A norm rebuilds what a consumer cast, without the wide tensor in between: the same bits."""
     x = torch.randn(64, 1025, device=device, requires_grad=True)
-    weight = torch.randn(1025, device=device)
+    weight = nn.Parameter(torch.randn(1025, device=device))
     y = getattr(hfnn.functional, norm)(x, (1025,), weight, prefer="memory")
     seen = []
     cast = recipe.as_dtype

@@ -59,11 +59,12 @@ class _Dropout(torch.autograd.Function):
         build = _build(p, seed, offset, kernel)
         y = build(x, pair)
         # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
-        return y if recipe.find(x) is None else recipe.attach(y, build, x, pair)
+        return y if recipe.find(x) is None else recipe.attach(ctx, y, build, x, kept=(pair,))
 
     @staticmethod
     def backward(ctx, dy):
         (pair,) = ctx.saved_tensors
+        recipe.release(ctx)
         return _build(ctx.p, ctx.seed, ctx.offset, ctx.kernel)(dy, pair), None, None, None, None, None
 
 

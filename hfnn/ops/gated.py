@@ -88,7 +88,7 @@ class _Gated(torch.autograd.Function):
         recipe.save(ctx, gate, up)
         ctx.how = activation, gate_first, kernel
         build = _build(*ctx.how)
-        return recipe.attach(build(gate, up), build, gate, up)
+        return recipe.attach(ctx, build(gate, up), build, gate, up)
 
     @staticmethod
     def backward(ctx, dy):

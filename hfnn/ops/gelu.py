@@ -55,7 +55,7 @@ class _GELU(Function):
         recipe.save(ctx, x)
         ctx.approximate, ctx.out, ctx.kernel = approximate, out, kernel
         build = _build(approximate, out, kernel)
-        return recipe.attach(build(x), build, x)
+        return recipe.attach(ctx, build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):

@@ -68,7 +68,8 @@ class _LayerNorm(Function):
         y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)
         recipe.save(ctx, x, weight, bias, mean_R, rstd_R)
         ctx.eps, ctx.shape, ctx.kernel = eps, normalized_shape, kernel
-        return recipe.attach(y, _rebuild(normalized_shape, eps, out_dtype, kernel), x, weight, bias, mean_R, rstd_R)
+        build = _rebuild(normalized_shape, eps, out_dtype, kernel)
+        return recipe.attach(ctx, y, build, x, weight, bias, kept=(mean_R, rstd_R))
 
     @staticmethod
     def backward(ctx, dy):

@@ -117,7 +117,7 @@ def _linear(x, weight_OI, bias, recompute):
         y = _linear_of_torch(x, weight_OI, bias)
     # A weight that fully_shard takes away again would have to be copied.
     if recompute and y.requires_grad and not recipe.parameters_may_be_resharded():
-        recipe.attach(y, functools.partial(_product, dtype=dtype), x, weight_OI, bias)
+        recipe.attach(None, y, functools.partial(_product, dtype=dtype), x, weight_OI, bias)
     return y
 
 

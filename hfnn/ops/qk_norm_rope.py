@@ -115,7 +115,8 @@ class _QkNormRope(torch.autograd.Function):
         ctx.options = eps, offset, how, kernel
         for x, y, weight, rstd in zip((query, key), both, weights, (q_rstd, k_rstd), strict=True):
             if y is not None:
-                recipe.attach(y, _build(y.stride(), *ctx.options), x, weight, *tables, rstd)
+                build = _build(y.stride(), *ctx.options)
+                recipe.attach(ctx, y, build, x, weight, kept=(*tables, rstd))
         return tuple(both)
 
     @staticmethod

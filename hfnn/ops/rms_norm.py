@@ -65,7 +65,8 @@ class _RMSNorm(Function):
         y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)
         recipe.save(ctx, x, weight, rstd_R)
         ctx.eps, ctx.offset, ctx.shape, ctx.kernel = eps, offset, normalized_shape, kernel
-        return recipe.attach(y, _rebuild(normalized_shape, eps, offset, out_dtype, kernel), x, weight, rstd_R)
+        build = _rebuild(normalized_shape, eps, offset, out_dtype, kernel)
+        return recipe.attach(ctx, y, build, x, weight, kept=(rstd_R,))
 
     @staticmethod
     def backward(ctx, dy):

@@ -168,12 +168,14 @@ class _Rope(torch.autograd.Function):
         # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
         for x, y in zip((query, key), both, strict=True):
             if y is not None and recipe.find(x) is not None:
-                recipe.attach(y, _build(how._replace(strides=(y.stride(), None)), kernel), x, cos, sin, position_ids)
+                build = _build(how._replace(strides=(y.stride(), None)), kernel)
+                recipe.attach(ctx, y, build, x, kept=(cos, sin, position_ids))
         return both
 
     @staticmethod
     def backward(ctx, dquery, dkey):
         wanted = (dy if need else None for dy, need in zip((dquery, dkey), ctx.needs_input_grad[:2], strict=True))
+        recipe.release(ctx)
         return *_run(*wanted, *ctx.saved_tensors, ctx.how, ctx.kernel), *(None,) * 5
 
 

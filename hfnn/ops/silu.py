@@ -50,7 +50,7 @@ class _SiLU(torch.autograd.Function):
         recipe.save(ctx, x)
         ctx.out, ctx.kernel = out, kernel
         build = _build(out, kernel)
-        return recipe.attach(build(x), build, x)
+        return recipe.attach(ctx, build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):

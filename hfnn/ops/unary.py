@@ -117,7 +117,7 @@ class _KeepsInput(torch.autograd.Function):
         recipe.save(ctx, x)
         ctx.function, ctx.out, ctx.kernel = function, out, kernel
         build = _build(function, out, kernel)
-        return recipe.attach(build(x), build, x)
+        return recipe.attach(ctx, build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):

@@ -64,7 +64,7 @@ def gradients(model, x):
 def main(way, rank, world_size, store):
     with process_group(rank, world_size, store):
         torch.manual_seed(0)
-        plain, x = Block(), torch.randn(4, 16, 32)
+        plain, x = Block(), torch.randn(4, 16, 32, requires_grad=True)
         want = gradients(copy.deepcopy(plain), x)
         parallelise, least = WAYS[way]
         for model in parallelise(hfnn.convert(plain, prefer="memory"), init_device_mesh("cpu", (world_size,))):
