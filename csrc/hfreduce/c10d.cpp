@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "c10d_arrivals.h"
 #include "c10d_backend.h"
 
 namespace hfreduce {
@@ -289,6 +290,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return hfreduce::create(given.store, given.group_rank, given.group_size, own);
       },
       unlocked);
+  hfreduce::bind_arrivals(m);
   m.def("operations", &Backend::operations);
   m.def("set_where", [](py::function function) { hfreduce::where = function.release().ptr(); });
   m.def("close_all", [](double seconds) {

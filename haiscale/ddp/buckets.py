@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from haiscale.ddp import arrivals
+
 ALIGNMENT = 64  # bytes, of each gradient in its buffer
 CODES = torch.float8_e4m3fn  # as `wire_dtype`: gradients only travel in it, and are averaged in their own dtype
 
@@ -23,38 +25,26 @@ class Bucket:
     def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor], error=None):
         self.flat, self.places, self.parameters, self.views, self.error = flat, places, parameters, views, error
         self.dtypes = [p.dtype for p in parameters]  # which mixed precision changes for as long as a step runs
-        self.reset()
+        self.done = False  # whether its average began since the last forward
         self.work = None  # the operation that averages it, while that is under way
-
-    def reset(self) -> None:
-        """Before a forward: no gradient has come."""
-        self.waiting = len(self.places)
-        self.done = False  # its average began since the last forward
-        self.dirty = False  # has a gradient that was not averaged
 
     def collect(self, attach: bool) -> None:
         """Brings gradients that are not in the buffer yet there; 0 for those that are missing.
 
         attach: `.grad` becomes the view in the buffer. Autograd then adds to it, and nothing is to be copied.
         """
-        away, grads, missing = [], [], []
-        for i, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            grad = p.grad
-            if grad is None:
-                missing.append(view)
-            elif grad is not view:
-                away.append(i)
-                grads.append(grad)
+        if attach:
+            arrivals.native().collect(self.parameters, self.views)
+            return
+        pairs = [(view, p.grad) for p, view in zip(self.parameters, self.views, strict=True)]
+        given, missing = [pair for pair in pairs if pair[1] is not None], [view for view, grad in pairs if grad is None]
         with torch.no_grad():
-            if away:
-                torch._foreach_copy_([self.views[i] for i in away], grads)
+            if given:
+                torch._foreach_copy_(*map(list, zip(*given, strict=True)))
             if missing:
                 torch._foreach_zero_(missing)
-        for i in away:
-            p, view = self.parameters[i], self.views[i]
-            if attach and p.dtype is view.dtype:
-                p.grad = view
-            elif attach or p.grad.dtype != self.dtypes[i]:
+        for p, dtype in zip(self.parameters, self.dtypes, strict=True):
+            if p.grad is not None and p.grad.dtype != dtype:
                 p.grad = None  # until `release`, when the parameter has its own dtype again
 
     def release(self, attach: bool, has_gradient: Sequence[bool] | None = None) -> None:

@@ -1,7 +1,8 @@
 """Averages gradients over ranks while backward still runs.
 
-A hook of each parameter counts its gradients. When all gradients of a bucket are there, and the buckets before it have
-begun, the bucket's average begins. At the end of backward what is left is begun, and all is waited for.
+A hook of each parameter counts its gradients (haiscale/ddp/arrivals.py). When all gradients of a bucket are there, and
+the buckets before it have begun, the bucket's average begins. At the end of backward what is left is begun, and all is
+waited for.
 
 The first backward learns: in which order gradients get ready (rank 0's order is everybody's), how many of them a
 parameter gets in one backward (several under reentrant checkpoints), and, where some may be unused, which are. Nothing
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from haiscale import checks
+from haiscale.ddp.arrivals import native
 from haiscale.ddp.buckets import CODES, Bucket, cut, flats
 from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.sizes import Sizes
@@ -55,12 +57,13 @@ class Reducer:
         self.defer = False  # averages are waited for in the next forward, by `settle`
         self.fault: BaseException | None = None
         self.sync = False  # whether the next backward averages
-        self.counts, self.last = [0] * len(parameters), []
-        self.queued, self.next = False, 0
+        self.next = 0  # of the buckets, to begin
         self.lock = threading.Lock()  # devices have threads of their own in backward
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
-        reference = weakref.ref(self)
-        self.handles = [p.register_post_accumulate_grad_hook(_ready(reference, i)) for i, p in enumerate(parameters)]
+        told = (_weakly(method) for method in (self._queue_end, self._whole, self._late))
+        self.arrivals = native().Arrivals(len(parameters), *told)
+        hooks = [self.arrivals.hook(i) for i in range(len(parameters))]
+        self.handles = [p.register_post_accumulate_grad_hook(h) for p, h in zip(parameters, hooks, strict=True)]
         weakref.finalize(self, _remove, self.handles)
 
     def stop(self) -> None:
@@ -85,18 +88,19 @@ class Reducer:
 
     def arm(self, sync: bool) -> None:
         """The next backward averages, or does not; no gradient has come so far."""
-        self.sync, self.queued, self.next = sync, False, 0
-        self.counts, self.last = [0] * len(self.parameters), []
+        self.sync, self.next = sync, 0
+        self.arrivals.arm()
         for bucket in self.buckets or ():
-            bucket.reset()
+            bucket.done = False
 
     def _check_finished(self):
         """A backward that left out parameters was not averaged."""
-        if not (self.sync and any(self.counts)) or (self.buckets and all(bucket.done for bucket in self.buckets)):
+        counts = self.arrivals.counts if self.sync else ()
+        if not any(counts) or (self.buckets and all(bucket.done for bucket in self.buckets)):
             return
         self.sync = False  # the model may be used on after the error
         self.settle()
-        missing = [p for p, count in zip(self.parameters, self.counts, strict=True) if not count and p.requires_grad]
+        missing = [p for p, count in zip(self.parameters, counts, strict=True) if not count and p.requires_grad]
         if not missing:
             raise ValueError(
                 f"{checks.me()}: the last backward did not come to its end, so its gradients are not averaged; see the "
@@ -114,35 +118,28 @@ class Reducer:
 
     def begin(self, gradient=None) -> None:
         """In a backward: its end is `_end`. As a hook of an output, it is the end of the outermost one."""
-        if not self.queued:
-            self.queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if not self.arrivals.begun:
+            self.arrivals.begun = True
+            self._queue_end()
 
-    def ready(self, i: int) -> None:
-        """Parameter i got a gradient."""
-        with self.lock:
-            self.begin()
-            self.counts[i] += 1
-            if self.buckets is None:
-                self.last.append(i)
-                return
-            bucket = self.bucket_of.get(i)
-            if bucket is None:
-                self._refuse(i, "and no rank had one for it in the first step: do without static_graph=True")
-            if bucket.work is not None:
-                self._refuse(
-                    i,
-                    f"number {self.counts[i]} of this step, after its average had begun, for in the first step there "
-                    "were fewer: checkpoint with use_reentrant=False, or use the same layers in every step",
-                )
-            bucket.dirty = True
-            if self.counts[i] == self.expected[i]:
-                bucket.waiting -= 1
-                if not bucket.waiting:
-                    self._advance(bucket)
+    def _queue_end(self):
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _refuse(self, i, why):
+    def _late(self, i):
+        """Parameter i got a gradient that no average will have."""
+        if i not in self.bucket_of:
+            why = "and no rank had one for it in the first step: do without static_graph=True"
+        else:
+            why = (
+                f"number {self.arrivals.counts[i]} of this step, after its average had begun, for in the first step "
+                "there were fewer: checkpoint with use_reentrant=False, or use the same layers in every step"
+            )
         raise ValueError(f"{checks.me()}: {checks.path(self.module, self.parameters[i])} got a gradient, {why}")
+
+    def _whole(self, index):
+        """A bucket has all its gradients."""
+        with self.lock:
+            self._advance(self.buckets[index])
 
     def _advance(self, bucket):
         """Begins the buckets that are whole, in their order; without averages, gradients are only brought together."""
@@ -150,30 +147,30 @@ class Reducer:
             if self.restore is None:
                 bucket.collect(self.attach)
             return
-        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
-            self._launch(self.buckets[self.next])
+        while self.next < len(self.buckets) and self.arrivals.is_whole(self.next):
+            self._launch(self.next)
             self.next += 1
 
     def _end(self):
         """The end of a backward."""
-        self.queued = False
-        if not any(self.counts):
+        self.arrivals.begun, counts = False, self.arrivals.counts
+        if not any(counts):
             return  # of torch.autograd.grad, which leaves .grad alone
         if self.restore is not None:
             self.restore()
         if not self.sync:
-            for bucket in self.buckets or ():
-                if self.attach and bucket.dirty and all(p.grad is not None for p in bucket.parameters):
+            for index, bucket in enumerate(self.buckets or ()):
+                if self.attach and self.arrivals.is_dirty(index) and all(p.grad is not None for p in bucket.parameters):
                     bucket.collect(self.attach)
             return
-        whole = all(count or not p.requires_grad for count, p in zip(self.counts, self.parameters, strict=True))
+        whole = all(count or not p.requires_grad for count, p in zip(counts, self.parameters, strict=True))
         if self.buckets is None:
             if not (self.lenient or whole):
                 return  # another backward of this forward may bring the rest; if not, the next forward complains
-            self._build()
-        for bucket in self.buckets:
-            if bucket.work is None and self._due(bucket):
-                self._launch(bucket)
+            self._build(counts)
+        for index, bucket in enumerate(self.buckets):
+            if bucket.work is None and self._due(index, bucket, counts):
+                self._launch(index)
         if self.wire is not None:
             with self._noting_faults():
                 self.wire.flush()
@@ -183,11 +180,11 @@ class Reducer:
         if all(bucket.done for bucket in self.buckets):
             self._stepped()
 
-    def _due(self, bucket):
+    def _due(self, index, bucket, counts):
         if self.lenient:
             return True  # so on all ranks, whatever each has used
-        came = all(self.counts[i] or not self.parameters[i].requires_grad for i in bucket.places)
-        return came and (bucket.dirty or not bucket.done)
+        came = all(counts[i] or not self.parameters[i].requires_grad for i in bucket.places)
+        return came and (self.arrivals.is_dirty(index) or not bucket.done)
 
     def _stepped(self):
         self.steps += 1
@@ -201,9 +198,9 @@ class Reducer:
 
     # Buckets
 
-    def _build(self, order: list[int] | None = None) -> None:
-        """After the first backward: rank 0's order and size of buckets, for all."""
-        ready = {i: at for at, i in enumerate(self.last)}  # of several gradients, the last
+    def _build(self, counts: list[int]) -> None:
+        """After the first backward, which made so many gradients: rank 0's order and size of buckets, for all."""
+        ready = {i: at for at, i in enumerate(self.arrivals.order)}  # of several gradients, the last
         count = len(self.parameters)
         order = sorted(range(count), key=lambda i: ready.get(i, count))
         numbers = torch.tensor([*order, len(ready), *self.sizes.numbers()], device=self.device)
@@ -221,13 +218,15 @@ class Reducer:
             self.came[i] = True
         if used is not None:
             self.order = [i for i in self.order if used[i]]
-        self.expected = [max(1, c) for c in self.counts]
+        self.expected = [max(1, count) for count in counts]
         self.flats = flats(self.order, self.parameters, self.wire_dtype, self.feedback)
         self._cut()
 
     def _cut(self):
         self.buckets = cut(self.flats, self.order, self.sizes.now, self.came)
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.places}
+        numbers = {i: index for index, bucket in enumerate(self.buckets) for i in bucket.places}
+        self.arrivals.watch([numbers.get(i, -1) for i in range(len(self.parameters))], self.expected)
 
     def _vote(self, mine: list[bool] | None = None) -> list[bool]:
         """Which parameters have a gradient on some rank."""
@@ -237,11 +236,14 @@ class Reducer:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
         return [bool(vote) for vote in votes.tolist()]
 
-    def _launch(self, bucket):
+    def _launch(self, index):
+        bucket = self.buckets[index]
         bucket.collect(self.attach)
-        bucket.dirty, bucket.done = False, True
+        self.arrivals.clean(index)
+        bucket.done = True
         with self._noting_faults():
-            bucket.work = self._average(bucket.flat, self.buckets.index(bucket))
+            bucket.work = self._average(bucket.flat, index)
+        self.arrivals.run(index, True)
         if self.defer:
             for p in bucket.parameters:
                 p.grad = None
@@ -265,8 +267,8 @@ class Reducer:
     def settle(self, has_gradient: list[bool] | None = None, only: Bucket | None = None) -> list[Bucket]:
         """Waits for the averages that are under way (or one of them) and gives them to the parameters."""
         settled = []
-        for bucket in self.buckets or () if only is None else (only,):
-            if bucket.work is None:
+        for index, bucket in enumerate(self.buckets or ()):
+            if bucket.work is None or only not in (None, bucket):
                 continue
             with self._noting_faults():
                 result = bucket.work.wait()
@@ -275,6 +277,7 @@ class Reducer:
                 if result.data_ptr() != bucket.flat.data_ptr():
                     bucket.flat.copy_(result.view(-1))
             bucket.work = None
+            self.arrivals.run(index, False)
             bucket.release(self.attach, has_gradient)
             settled.append(bucket)
         return settled
@@ -283,7 +286,7 @@ class Reducer:
         """What the other ranks' backward begins, with nothing to add: of a rank that has no inputs left."""
         self.arm(False)
         if self.buckets is None:
-            self._build()
+            self._build([0] * len(self.parameters))
         nothing = [torch.zeros_like(bucket.flat) for bucket in self.buckets]
         with self._noting_faults():
             works = [self._average(flat, i) for i, flat in enumerate(nothing)]
@@ -303,8 +306,9 @@ class Reducer:
             yield
         except Exception as fault:
             self.fault = fault
-            for bucket in self.buckets or ():
+            for index, bucket in enumerate(self.buckets or ()):
                 bucket.work = None
+                self.arrivals.run(index, False)
             raise
 
     def explain(self) -> list[str]:
@@ -326,15 +330,16 @@ class Reducer:
         return lines
 
 
-def _ready(reference, i):
-    """The hook of parameter i, which does not keep the reducer alive."""
+def _weakly(method):
+    """Calls it, without keeping the reducer alive."""
+    reference = weakref.WeakMethod(method)
 
-    def hook(p):
-        reducer = reference()
-        if reducer is not None:
-            reducer.ready(i)
+    def call(*args):
+        found = reference()
+        if found is not None:
+            found(*args)
 
-    return hook
+    return call
 
 
 def _remove(handles):

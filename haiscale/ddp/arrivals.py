@@ -1,0 +1,111 @@
+"""Which gradients of a backward are there: a hook of each parameter counts them, and `collect` brings them together.
+
+`native()` is the module to use: C++ (csrc/hfreduce/c10d_arrivals.cpp) where hfreduce's backend is built, else this one.
+Backward of a small batch waits for the host, and C++ takes half of the time that Python takes (docs/notes/parallel.md).
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import hfreduce.backend
+
+
+class Arrivals:
+    """Gradients since `arm`, of `parameters` parameters.
+
+    begin() is called at the first one; whole(bucket) when a bucket has all that it expects; late(i) at a gradient of a
+    parameter that is in no bucket, or whose bucket is running. counts: by parameter; order: of arrival, before `watch`.
+    """
+
+    def __init__(self, parameters: int, begin: Callable, whole: Callable, late: Callable):
+        self._begin, self._whole, self._late = begin, whole, late
+        self.begun, self.counts, self.order = False, [0] * parameters, []
+        self._bucket_of: Sequence[int] = ()
+        self._expected, self._sizes = [], []
+        self._waiting, self._dirty, self._running = [], [], []
+
+    def hook(self, i: int) -> Callable:
+        """For parameter i: register_post_accumulate_grad_hook."""
+        return lambda p: self._arrived(i)
+
+    def _arrived(self, i):
+        if not self.begun:
+            self.begun = True
+            self._begin()
+        self.counts[i] += 1
+        if not self._bucket_of:
+            self.order.append(i)
+            return
+        bucket = self._bucket_of[i]
+        if bucket < 0 or self._running[bucket]:
+            self._late(i)
+            return
+        self._dirty[bucket] = True
+        if self.counts[i] == self._expected[i]:
+            self._waiting[bucket] -= 1
+            if not self._waiting[bucket]:
+                self._whole(bucket)
+
+    def watch(self, bucket_of: Sequence[int], expected: Sequence[int]) -> None:
+        """From now on buckets are told: by parameter, its bucket (-1: none) and how many gradients it expects."""
+        self._bucket_of, self._expected = bucket_of, expected
+        count = 1 + max(bucket_of, default=-1)
+        self._sizes = [sum(of == bucket for of in bucket_of) for bucket in range(count)]
+        self._waiting, self._dirty, self._running = list(self._sizes), [False] * count, [False] * count
+
+    def arm(self) -> None:
+        """No gradient has come."""
+        self.begun, self.counts, self.order = False, [0] * len(self.counts), []
+        self._waiting, self._dirty = list(self._sizes), [False] * len(self._sizes)
+
+    def clean(self, bucket: int) -> None:
+        """What came to the bucket has been averaged."""
+        self._dirty[bucket] = False
+
+    def run(self, bucket: int, running: bool) -> None:
+        """Whether the bucket's average is under way."""
+        self._running[bucket] = running
+
+    def is_whole(self, bucket: int) -> bool:
+        """Whether all that it expects is there."""
+        return not self._waiting[bucket]
+
+    def is_dirty(self, bucket: int) -> bool:
+        """Whether it has a gradient that was not averaged."""
+        return self._dirty[bucket]
+
+
+def collect(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    """Makes gradients the `views`, with their values; 0 where there was none, which stays None.
+
+    Where a parameter has another dtype than its view for now, its gradient is None afterwards.
+    """
+    away, grads, missing = [], [], []
+    for i, (p, view) in enumerate(zip(parameters, views, strict=True)):
+        grad = p.grad
+        if grad is None:
+            missing.append(view)
+        elif grad is not view:
+            away.append(i)
+            grads.append(grad)
+    with torch.no_grad():
+        if away:
+            torch._foreach_copy_([views[i] for i in away], grads)
+        if missing:
+            torch._foreach_zero_(missing)
+    for i in away:
+        p, view = parameters[i], views[i]
+        p.grad = view if p.dtype is view.dtype else None
+
+
+@functools.cache
+def native():
+    """The module that has `Arrivals` and `collect`: hfreduce._c10d, or this one where there is none for this torch."""
+    try:
+        return hfreduce.backend.native()
+    except ImportError:
+        return sys.modules[__name__]

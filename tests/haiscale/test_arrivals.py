@@ -1,0 +1,97 @@
+"""Gradients are counted alike in C++ and in Python."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+from haiscale.ddp import arrivals
+
+
+class Told:
+    """One of the two, with what it has told."""
+
+    def __init__(self, module, parameters):
+        self.log, self.parameters = [], [torch.nn.Parameter(torch.zeros(2)) for _ in range(parameters)]
+        tell = (lambda *args, name=name: self.log.append((name, *args)) for name in ("begin", "whole", "late"))
+        self.arrivals = module.Arrivals(parameters, *tell)
+        for i, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(self.arrivals.hook(i))
+
+    def backward(self, places):
+        for i in places:  # each its own backward, so that the order is known
+            self.parameters[i].sum().backward()
+
+    def state(self, buckets):
+        a = self.arrivals
+        flags = [(a.is_whole(b), a.is_dirty(b)) for b in range(buckets)]
+        return self.log, a.begun, list(a.counts), list(a.order), flags
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alike(seed):
+    rng, count = random.Random(seed), 6
+    both = [Told(module, count) for module in (arrivals.native(), arrivals)]
+    assert both[0].arrivals.__class__.__module__ != both[1].arrivals.__class__.__module__
+    buckets = 0
+    for _ in range(30):
+        step = rng.choice(["backward", "backward", "backward", "arm", "watch", "clean", "run", "begun"])
+        if step == "watch":
+            buckets = rng.randint(1, 3)
+            bucket_of = [*range(buckets), *(rng.randint(-1, buckets - 1) for _ in range(count - buckets))]
+            args = (bucket_of, [rng.randint(1, 2) for _ in range(count)])
+        elif step == "backward":
+            args = ([rng.randrange(count) for _ in range(rng.randint(1, 8))],)
+        elif step == "begun":
+            args = (rng.random() < 0.5,)
+        elif step != "arm" and not buckets:
+            continue
+        else:
+            args = {"arm": (), "clean": (rng.randrange(max(1, buckets)),)}.get(step)
+            args = (rng.randrange(buckets), rng.random() < 0.5) if args is None else args
+        for one in both:
+            if step == "begun":
+                one.arrivals.begun = args[0]
+            else:
+                getattr(one if step == "backward" else one.arrivals, step)(*args)
+        assert both[0].state(buckets) == both[1].state(buckets), step
+
+
+@pytest.mark.parametrize("module", [arrivals.native(), arrivals], ids=["native", "python"])
+def test_collect(module):
+    ours, theirs, none, narrow = (torch.nn.Parameter(torch.zeros(3)) for _ in range(4))
+    narrow.data = narrow.data.bfloat16()
+    views = list(torch.full((12,), float("nan")).view(4, 3))
+    views[0].fill_(5)
+    ours.grad, theirs.grad = views[0], torch.ones(3, requires_grad=True) * 2  # as create_graph=True leaves it
+    narrow.grad = torch.full((3,), 3.0, dtype=torch.bfloat16)
+    module.collect([ours, theirs, none, narrow], views)
+    assert [view.tolist() for view in views] == [[5] * 3, [2] * 3, [0] * 3, [3] * 3]
+    assert ours.grad is views[0] and theirs.grad is views[1] and none.grad is None and narrow.grad is None
+    assert not views[1].requires_grad
+
+
+@pytest.mark.parametrize("module", [arrivals.native(), arrivals], ids=["native", "python"])
+def test_an_error_comes_out_of_backward(module):
+    def fail(*args):
+        raise ValueError("no average will have it")
+
+    p = torch.nn.Parameter(torch.zeros(2))
+    counted = module.Arrivals(1, lambda: None, lambda bucket: None, fail)
+    p.register_post_accumulate_grad_hook(counted.hook(0))
+    counted.watch([-1], [1])
+    with pytest.raises(ValueError, match="no average"):
+        p.sum().backward()
+
+
+def test_hooks_do_not_keep_it_alive():
+    p = torch.nn.Parameter(torch.zeros(2))
+    counted = arrivals.native().Arrivals(1, *[lambda *args: None] * 3)
+    p.register_post_accumulate_grad_hook(counted.hook(0))
+    gone = weakref.ref(counted)
+    del counted
+    gc.collect()
+    assert gone() is None
+    p.sum().backward()  # the hook is still there, and counts nothing
