@@ -1,0 +1,191 @@
+"""The trees of modules that the fuzzer of `hfnn.convert` draws: torch's and hfnn's layers, and users' modules.
+
+A tree is a list of layers, each `(kind, *arguments)`; an argument that is a list is a tree itself. Every layer maps a
+tensor to one of its shape, so that any may be dropped. Layouts: "rows" (N, D), "sequence" (B, T, D), "channels"
+(B, D, T), "image" (N, D, H, W), "last" (N, H, W, D).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import convert_modules as own
+from torch import nn
+
+# Activations, with the arguments of their constructors; those that write in place where they are asked to.
+INPLACE = {
+    **dict.fromkeys(("SiLU", "ReLU", "ReLU6", "ELU", "SELU", "CELU", "LeakyReLU"), ()),
+    **dict.fromkeys(("Hardtanh", "Mish", "Hardswish", "Hardsigmoid"), ()),
+    "Threshold": (0.1, 0.2),
+    "RReLU": (0.1, 0.3),
+}
+ACTIVATIONS = {
+    **INPLACE,
+    **dict.fromkeys(("GELU", "Sigmoid", "Tanh", "Softplus", "LogSigmoid", "Softsign"), ()),
+    **dict.fromkeys(("PReLU", "Hardshrink", "Softshrink", "Tanhshrink"), ()),
+}
+GATES = ("SiLU", "GELU", "ReLU", "Sigmoid", "Tanh")
+ALL = ("rows", "sequence", "channels", "image", "last")
+LAST = ("rows", "sequence", "last")  # features in the last dimension
+FIRST = ("channels", "image")
+DIMENSIONS = {"channels": 1, "image": 2}
+# Permutations to another layout.
+TO = {"sequence": ("channels", (0, 2, 1)), "channels": ("sequence", (0, 2, 1)), "image": ("last", (0, 2, 3, 1))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Where a layer may stand, how likely it is, and what builds it from D and its arguments.
+
+    draw(rng, tree, layout) gives the arguments; `tree(layout)` draws an inner tree.
+    """
+
+    layouts: tuple[str, ...]
+    weight: float
+    build: Callable
+    draw: Callable = lambda rng, tree, layout: ()
+
+
+def sequential(D: int, tree: list) -> nn.Module:
+    return nn.Sequential(*[LAYERS[kind].build(D, *arguments) for kind, *arguments in tree])
+
+
+def draw(rng, layout: str, depth: int, length: int) -> list:
+    """A tree of `length` layers, with trees inside up to `depth`."""
+    kinds = [name for name, each in LAYERS.items() if layout in each.layouts and (depth or name not in AROUND)]
+    weights = [LAYERS[name].weight for name in kinds]
+
+    def inner(to=layout):
+        return draw(rng, to, depth - 1, rng.choice((1, 2, 2, 3) if to == layout else (2, 3)))
+
+    names = []
+    for name in rng.choices(kinds, weights, k=length):
+        names.append(name)
+        # What gives a recipe stands mostly before what takes it.
+        if name in GIVES and rng.random() < 0.9:
+            names.append("linear" if layout in LAST else "moved" if depth and rng.random() < 0.5 else "activation")
+    return [(name, *LAYERS[name].draw(rng, inner, layout)) for name in names]
+
+
+def walk(tree, around=()):
+    """(layer, kinds of the layers around it) for every layer of a tree and of those inside it."""
+    for layer in tree:
+        yield layer, around
+        trees = layer[1] if layer[0] == "branches" else [part for part in layer[1:] if isinstance(part, list)]
+        for inner in trees:
+            yield from walk(inner, (*around, layer[0]))
+
+
+def _activation(name, inplace):
+    return getattr(nn, name)(*ACTIVATIONS[name], **({"inplace": True} if inplace else {}))
+
+
+def _draw_activation(rng, tree, layout):
+    name = rng.choice(list(ACTIVATIONS))
+    return name, name in INPLACE and rng.random() < 0.35
+
+
+def _choose(*choices):
+    """Draws one of each of the choices."""
+    return lambda rng, tree, layout: tuple(rng.choice(each) for each in choices)
+
+
+def _inner(*choices):
+    """Draws an inner tree and one of each of the choices."""
+    return lambda rng, tree, layout: (tree(), *(rng.choice(each) for each in choices))
+
+
+def _of(make):
+    """Builds a module around an inner tree."""
+    return lambda D, body, *rest: make(sequential(D, body), *rest)
+
+
+def _conv(D, dimensions, size, bias):
+    return getattr(nn, f"Conv{dimensions}d")(D, D, size, padding=size // 2, bias=bias)
+
+
+def _pool(D, kind, dimensions, ceil):
+    cls = getattr(nn, f"{kind}Pool{dimensions}d")
+    if kind.startswith("Adaptive"):
+        return nn.Sequential(cls((2,) * dimensions), nn.Upsample((4,) * dimensions))
+    return cls(3, 1, 1, ceil_mode=ceil)
+
+
+def _draw_moved(rng, tree, layout):
+    to, order = TO[layout]
+    return tree(to), order
+
+
+def _transformer(D, norm_first, activation):
+    return nn.TransformerEncoderLayer(D, 2, 2 * D, 0.0, activation, batch_first=True, norm_first=norm_first)
+
+
+BOOLS = (True, False)
+LAYERS = {
+    "linear": Layer(LAST, 10, lambda D, bias: nn.Linear(D, D, bias), _choose((True, True, False))),
+    "layer_norm": Layer(LAST, 6, lambda D, *how: nn.LayerNorm(D, *how), _choose((1e-5, 1e-2), (True, True, False))),
+    "rms_norm": Layer(LAST, 2, nn.RMSNorm, _choose((None, 1e-2))),
+    "rms_norm_like": Layer(LAST, 2, own.RMSNormLike),
+    "softmax": Layer(LAST, 0.6, lambda D, name: getattr(nn, name)(-1), _choose(("Softmax", "LogSoftmax"))),
+    "glu": Layer(LAST, 1.5, lambda D: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU(-1))),
+    "dropout": Layer(ALL, 2, lambda D, *how: nn.Dropout(*how), _choose((0.0, 0.0, 0.5), (False, False, True))),
+    "group_norm": Layer(FIRST, 1, lambda D: nn.GroupNorm(2, D)),
+    "batch_norm": Layer(("image",), 1, nn.BatchNorm2d),
+    "conv": Layer(FIRST, 4, _conv, lambda rng, tree, to: (DIMENSIONS[to], rng.choice((1, 3)), rng.random() < 0.7)),
+    "pool": Layer(
+        FIRST,
+        2.5,
+        _pool,
+        lambda rng, tree, to: (
+            rng.choice(("Max", "Avg", "AdaptiveAvg", "AdaptiveMax")),
+            DIMENSIONS[to],
+            rng.random() < 0.3,
+        ),
+    ),
+    "activation": Layer(ALL, 10, lambda D, name, inplace: _activation(name, inplace), _draw_activation),
+    "quick_gelu": Layer(ALL, 1, lambda D: own.QuickGELU()),
+    "functional": Layer(ALL, 3, lambda D, name: own.Functional(name), _choose(own.Functional.NAMES)),
+    "where": Layer(ALL, 1.2, lambda D, name: own.Where(name), _choose(own.Where.NAMES)),
+    "viewed": Layer(ALL, 1.8, lambda D, name: own.Viewed(name), _choose(own.Viewed.NAMES)),
+    "written": Layer(ALL, 1.2, lambda D, name: own.Written(name), _choose(own.Written.NAMES)),
+    "probe": Layer(ALL, 2.5, lambda D, how: own.Probe(how), _choose(own.Probe.HOW)),
+    "mlp": Layer(
+        LAST,
+        1.5,
+        lambda D, name, inplace, p: own.MLP(D, _activation(name, inplace), p),
+        lambda rng, tree, to: (*_draw_activation(rng, tree, to), rng.choice((0.0, 0.0, 0.5))),
+    ),
+    "gated_mlp": Layer(LAST, 1.5, lambda D, name: own.GatedMLP(D, getattr(nn, name)()), _choose(GATES)),
+    "attention": Layer(("sequence",), 2, own.Attention, _choose(own.Attention.HOW)),
+    "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
+    "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),
+    "decoder_layer": Layer(("sequence",), 1, own.Decoder, _choose(BOOLS)),
+    "experts": Layer(LAST, 1, own.Experts, _choose((0.0, 0.5, 100.0))),
+    "tied": Layer(LAST, 1, own.Tied, _choose(BOOLS)),
+    "parametrised": Layer(LAST, 0.5, own.Parametrised),
+    "ended": Layer(LAST, 1, lambda D, body: own.Ended(D, sequential(D, body)), _inner()),
+    "changing": Layer(ALL, 1, _of(own.Changing), _inner()),
+    "branches": Layer(
+        ALL,
+        1.5,
+        lambda D, bodies: own.Branches([sequential(D, body) for body in bodies]),
+        lambda rng, tree, to: ([tree() for _ in range(rng.choice((2, 3)))],),
+    ),
+    "residual": Layer(ALL, 1.5, _of(own.Residual), _inner(("sum", "inplace"))),
+    "twice": Layer(ALL, 1, _of(own.Twice), _inner()),
+    "moved": Layer(("sequence", "channels", "image"), 5, _of(own.Moved), _draw_moved),
+    "checkpoint": Layer(ALL, 2.5, _of(own.Checkpointed), _inner((True, False, False))),
+    "packed": Layer(ALL, 1, _of(own.Packed), _inner(("save_on_cpu", "identity", "clone"))),
+    "autocast": Layer(ALL, 1.2, _of(own.Autocast), _inner(("bfloat16", "bfloat16", "float16", None))),
+    "no_grad": Layer(ALL, 0.7, _of(own.NoGrad), _inner()),
+    "cast": Layer(ALL, 0.7, _of(own.Cast), _inner(("float64", "bfloat16", "float32"))),
+}
+GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
+# Layers with trees inside.
+AROUND = frozenset(("ended", "changing", "branches", "residual", "twice", "moved"))
+AROUND |= {"checkpoint", "packed", "autocast", "no_grad", "cast"}
+
+
+def shape(program) -> tuple[int, ...]:
+    """Of the inputs, embedded where they are tokens."""
+    N, D = program["N"], program["D"]
+    return {"rows": (N, D), "sequence": (N, 4, D), "channels": (N, D, 4), "image": (N, D, 4, 4)}[program["layout"]]

@@ -1,0 +1,454 @@
+"""Modules as users write them, for the fuzzer of `hfnn.convert`. Each maps a tensor to one of its shape."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    """The outermost module, which has the loss's besides."""
+
+    def __init__(self, body, criterion):
+        super().__init__()
+        self.body, self.criterion = body, criterion
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Functional(nn.Module):
+    """Calls functions of torch in its forward."""
+
+    NAMES = ("gelu", "silu", "relu", "softmax", "layer_norm", "dropout", "tanh", "leaky_relu", "elu", "inplace")
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        if self.name == "gelu":
+            return F.gelu(x)
+        if self.name == "silu":
+            return F.silu(x)
+        if self.name == "relu":
+            return F.relu(x)
+        if self.name == "softmax":
+            return F.softmax(x, -1)
+        if self.name == "layer_norm":
+            return F.layer_norm(x, x.shape[-1:])
+        if self.name == "dropout":
+            return F.dropout(x, 0.0)
+        if self.name == "tanh":
+            return torch.tanh(x)
+        if self.name == "leaky_relu":
+            return F.leaky_relu(x, 0.1)
+        if self.name == "elu":
+            return F.elu(x)
+        return F.silu(x * 1, inplace=True)
+
+
+class Where(nn.Module):
+    """Masks, clamps and maxima by functions."""
+
+    NAMES = ("where", "masked_fill", "clamp", "maximum", "abs")
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        if self.name == "where":
+            return torch.where(x > 0, x, x * 0.5)
+        if self.name == "masked_fill":
+            return x.masked_fill(x > 1, -1.0)
+        if self.name == "clamp":
+            return torch.clamp(x, -1, 1)
+        if self.name == "maximum":
+            return torch.maximum(x, x * 0.3 + 0.1)
+        return torch.abs(x)
+
+
+class Changing(nn.Module):
+    """Attributes that change while it runs, and between calls where a step changes `scale`."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.scale, self.calls, self.last = body, 1.0, 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.shape
+        return self.body(x) * self.scale + 0.1 * self.calls
+
+
+class RMSNormLike(nn.Module):
+    """The norm of Llama, in its own words."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(width) + 0.5), eps
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(dtype)
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class MLP(nn.Module):
+    """fc2(dropout(act(fc1(x))))."""
+
+    def __init__(self, width, act, p):
+        super().__init__()
+        self.fc1, self.act = nn.Linear(width, 2 * width), act
+        self.drop, self.fc2 = nn.Dropout(p), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.fc2(self.drop(self.act(self.fc1(x))))
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, width, act):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.act_fn, self.down_proj = act, nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BlockEnd(nn.Module):
+    """LayerNorm(dropout(dense(x)) + residual), as BERT ends its blocks."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.dense, self.LayerNorm, self.dropout = nn.Linear(width, width), nn.LayerNorm(width), nn.Dropout(0.0)
+
+    def forward(self, hidden_states, input_tensor):
+        hidden_states = self.dropout(self.dense(hidden_states))
+        return self.LayerNorm(hidden_states + input_tensor)
+
+
+class Ended(nn.Module):
+    def __init__(self, width, body):
+        super().__init__()
+        self.body, self.end = body, BlockEnd(width)
+
+    def forward(self, x):
+        return self.end(self.body(x), x)
+
+
+class Attention(nn.Module):
+    """q, k, v of one input; scores by torch's function, or masked and normalised by hand."""
+
+    HOW = ("sdpa", "causal", "mask", "hand")
+
+    def __init__(self, width, how):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.how = how
+        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
+
+    def forward(self, x):
+        q, k, v = (f(x).view(*x.shape[:-1], 2, -1).transpose(-2, -3) for f in (self.q, self.k, self.v))
+        mask = self.mask[: x.shape[-2], : x.shape[-2]]
+        if self.how == "sdpa":
+            y = F.scaled_dot_product_attention(q, k, v)
+        elif self.how == "causal":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.how == "mask":
+            y = F.scaled_dot_product_attention(q, k, v, mask)
+        else:
+            scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, torch.finfo(q.dtype).min)
+            y = F.softmax(scores, -1) @ v
+        return self.out(y.transpose(-2, -3).reshape(x.shape))
+
+
+class SelfAttention(nn.Module):
+    """nn.MultiheadAttention, called as users do."""
+
+    def __init__(self, width, need_weights, masked):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.need_weights, self.masked = need_weights, masked
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1) if self.masked else None
+        y, weights = self.attention(x, x, x, need_weights=self.need_weights, attn_mask=mask)
+        return y if weights is None else y + weights.mean()
+
+
+class Decoder(nn.Module):
+    def __init__(self, width, norm_first):
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(width, 2, 2 * width, 0.0, batch_first=True, norm_first=norm_first)
+
+    def forward(self, x):
+        return self.layer(x, x.flip(-2))
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that its first feature names; the one of large values often has no rows."""
+
+    def __init__(self, width, border):
+        super().__init__()
+        self.small, self.large = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)), nn.Linear(width, width)
+        self.border = border
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        large = rows[:, 0] > self.border
+        y = torch.zeros_like(rows, dtype=self.small[1].weight.dtype)
+        for chosen, expert in ((~large, self.small), (large, self.large)):
+            at = chosen.nonzero()[:, 0]
+            y = y.index_add(0, at, expert(rows[at]).to(y.dtype))
+        return y.view(x.shape)
+
+
+class Tied(nn.Module):
+    """Two maps of one weight, or a map and its transpose."""
+
+    def __init__(self, width, transposed):
+        super().__init__()
+        self.first, self.second, self.transposed = nn.Linear(width, width), nn.Linear(width, width), transposed
+        self.second.weight = self.first.weight
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        return F.linear(y, self.first.weight.t()) if self.transposed else self.second(y)
+
+
+class Parametrised(nn.Module):
+    """A linear map behind weight_norm."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Branches(nn.Module):
+    """Siblings of one input; the first may be chunked of a wider product."""
+
+    def __init__(self, bodies):
+        super().__init__()
+        self.bodies = nn.ModuleList(bodies)
+
+    def forward(self, x):
+        return sum((body(x) for body in self.bodies), x)
+
+
+class Residual(nn.Module):
+    def __init__(self, body, how):
+        super().__init__()
+        self.body, self.how = body, how
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.how == "inplace":
+            y += x
+            return y
+        return x + y
+
+
+class Twice(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self.body(x))
+
+
+class Moved(nn.Module):
+    """The body runs on a permuted or otherwise viewed input, whose permutation is undone after it."""
+
+    def __init__(self, body, order):
+        super().__init__()
+        self.body, self.order = body, tuple(order)
+
+    def forward(self, x):
+        back = sorted(range(x.dim()), key=self.order.__getitem__)
+        return self.body(x.permute(self.order)).permute(back)
+
+
+class Viewed(nn.Module):
+    """Views and copies that depend on strides; some raise where the strides do not allow them."""
+
+    NAMES = (
+        "flat",
+        "rows",
+        "flat_last",
+        "reshape",
+        "slice",
+        "halves",
+        "contiguous",
+        "transposed",
+        "unfolded",
+        "as_strided",
+    )
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        if self.name == "flat":
+            return x.view(-1).view(x.shape)
+        if self.name == "rows":
+            return x.flatten(0, 1).view(x.shape)
+        if self.name == "reshape":
+            return x.reshape(-1, x.shape[-1]).reshape(x.shape)
+        if self.name == "slice":
+            return torch.cat([x[..., 1:], x[..., :1]], -1)
+        if self.name == "halves":
+            a, b = x.chunk(2, -1)
+            return torch.cat([b, a], -1)
+        if self.name == "contiguous":
+            return x.contiguous()
+        if self.name == "transposed":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.name == "unfolded":
+            return x.unsqueeze(0).expand(2, *x.shape).sum(0)
+        return x.as_strided(x.shape, x.stride())
+
+
+class Written(nn.Module):
+    """Writes in place to what the layer before it returned, wholly or in part."""
+
+    NAMES = ("add_", "mul_", "relu_", "item", "view", "row", "zero_")
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        if self.name == "add_":
+            return x.add_(0.5)
+        if self.name == "mul_":
+            x *= 0.5
+        elif self.name == "relu_":
+            return torch.relu_(x)
+        elif self.name == "item":
+            x[..., 0] = 0.25
+        elif self.name == "view":
+            x.flatten(0, 1).mul_(2)
+        elif self.name == "row":
+            x[0].add_(1)
+        else:
+            x[..., :1].zero_()
+        return x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, body, reentrant):
+        super().__init__()
+        self.body, self.reentrant = body, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def saved_tensor_hooks(kind):
+    if kind == "save_on_cpu":
+        return torch.autograd.graph.save_on_cpu()
+    if kind == "identity":
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    return contextlib.nullcontext() if kind is None else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(x):
+    return x.detach().clone(), x.requires_grad
+
+
+def _unpack(packed):
+    return packed[0].requires_grad_(packed[1]) if packed[0].is_floating_point() else packed[0]
+
+
+class Packed(nn.Module):
+    """The body runs under saved-tensor hooks."""
+
+    def __init__(self, body, kind):
+        super().__init__()
+        self.body, self.kind = body, kind
+
+    def forward(self, x):
+        with saved_tensor_hooks(self.kind):
+            return self.body(x)
+
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Autocast(nn.Module):
+    """The body runs under another state of autocast, and its result is cast back to the dtype of the input."""
+
+    def __init__(self, body, dtype):
+        super().__init__()
+        self.body, self.dtype = body, dtype
+
+    def forward(self, x):
+        with torch.autocast("cpu", DTYPES[self.dtype or "bfloat16"], enabled=self.dtype is not None):
+            return self.body(x).to(x.dtype)
+
+
+class NoGrad(nn.Module):
+    """A part without gradients beside one with them."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.body(x)
+        return x + y
+
+
+class Cast(nn.Module):
+    """The body runs in another dtype."""
+
+    def __init__(self, body, dtype):
+        super().__init__()
+        self.body, self.dtype = body.to(DTYPES[dtype]), dtype
+
+    def forward(self, x):
+        return self.body(x.to(DTYPES[self.dtype])).to(x.dtype)
+
+
+class Probe(nn.Module):
+    """Remembers what went through it, weakly, to tell what stays alive; may do something to it besides."""
+
+    HOW = ("pass", "retain_grad", "hook", "detach")
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            seen.append(StorageWeakRef(x.untyped_storage()))
+        if self.how == "retain_grad" and x.requires_grad:
+            x.retain_grad()
+            kept.append(x)
+        if self.how == "hook" and x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+        return x * 0.5 + x.detach() * 0.5 if self.how == "detach" else x
+
+
+seen: list[StorageWeakRef] = []  # by all probes of the running program
+kept: list[torch.Tensor] = []  # whose gradients the program looks at

@@ -1,0 +1,481 @@
+"""What users do with a model, step by step, for the fuzzer of `hfnn.convert`: one method of `Session` for each step."""
+
+import concurrent.futures
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+
+import convert_models as models
+import convert_modules as own
+import torch
+from convert_modules import DTYPES, saved_tensor_hooks
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import hfnn
+
+EPS = {"float64": 1e-15, "float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
+LOSSES = ("weighted", "square", "part", "sum")
+CRITERIA = ("CrossEntropyLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss", "NLLLoss")
+
+
+class DropoutByDefinition(nn.Dropout):
+    """hfnn's dropout in torch's ops: the mask of a seed that is drawn where hfnn draws it."""
+
+    def forward(self, x):
+        if not self.training or self.inplace or self.p == 0 or torch._C._are_functorch_transforms_active():
+            return super().forward(x)
+        with torch.no_grad():
+            mask = hfnn.functional.dropout(torch.ones_like(x), self.p, prefer="memory")
+        return x * mask
+
+
+class RReLUByDefinition(nn.RReLU):
+    """The same for a random slope."""
+
+    def forward(self, x):
+        if not self.training or self.inplace or torch._C._are_functorch_transforms_active():
+            return super().forward(x)
+        with torch.no_grad():
+            slopes = hfnn.functional.rrelu(-torch.ones_like(x), self.lower, self.upper, True, prefer="memory").neg()
+        return torch.where(x > 0, x, x * slopes)
+
+
+BY_DEFINITION = {nn.Dropout: DropoutByDefinition, nn.RReLU: RReLUByDefinition}
+
+
+class Session:
+    """A model, its inputs and what was made of them, while the steps of a program run."""
+
+    def __init__(self, program, ours, noise, log):
+        self.program, self.ours, self.noise, self.log = program, ours, noise, log
+        self.draws = torch.Generator().manual_seed(program["seed"] + 1)
+        self.moves = torch.Generator().manual_seed(noise)
+        self.dtype = DTYPES[program["dtype"]]
+        self.coarse = coarsest(program)
+        log.coarse = DTYPES[self.coarse]
+        self.losses, self.handles, self.recorded, self.optimizer, self.y = [], [], [], None, None
+        self.at = "start"
+        self.retained = False  # whether a graph is left that backward was through
+        own.seen.clear(), own.kept.clear()
+        self.build()
+        self.x = [self.input(layout) for layout in program["inputs"]]
+
+    def build(self):
+        program = self.program
+        body = models.sequential(program["D"], program["model"])
+        if program["tokens"]:
+            body.insert(0, nn.Embedding(11, program["D"], padding_idx=0))
+        model = own.Model(body, getattr(nn, program["loss"])() if program["loss"] in CRITERIA else None)
+        model.to(self.dtype)
+        if program["mixed"]:
+            for module in model.modules():
+                if isinstance(module, (nn.LayerNorm, nn.RMSNorm, own.RMSNormLike)):
+                    module.float()
+        if program["memory_format"]:
+            model.to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for p in model.parameters():
+                self.move(p)
+        self.model = model
+        self.convert()
+
+    def move(self, t):
+        """Moves a tensor by an ulp or so, where that is what this run is for."""
+        if self.noise and t.is_floating_point() and t.numel():
+            by = torch.randn(t.shape, generator=self.moves, dtype=torch.float64)
+            t.mul_((1 + EPS[self.coarse] * by).to(t.dtype))
+        return t
+
+    def random(self, shape, dtype=None):
+        return self.move(torch.randn(shape, generator=self.draws).to(dtype or self.dtype))
+
+    def shape(self):
+        return models.shape(self.program)
+
+    def input(self, layout):
+        shape = self.shape()
+        if self.program["tokens"]:
+            return torch.randint(0, 11, shape[:-1], generator=self.draws)
+        x = self.random(shape)
+        if layout == "numpy":
+            return torch.from_numpy(x.float().numpy()) if self.dtype in (torch.float32, torch.bfloat16) else x
+        if layout == "transposed":
+            x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        elif layout == "channels_last" and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        elif layout == "slice":
+            x = torch.cat([x, x], -1)[..., : shape[-1]]
+        elif layout == "reversed":
+            x = x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+        return x.detach().requires_grad_(self.program["input_grad"])
+
+    # Forward and loss.
+
+    def forward(self, which, how):
+        x, self.y = self.x[which % len(self.x)], None
+        with contextlib.ExitStack() as stack:
+            if how["autocast"]:
+                stack.enter_context(torch.autocast("cpu", DTYPES[how["autocast"]]))
+            if how["grad"] != "on":
+                stack.enter_context(torch.no_grad() if how["grad"] == "no" else torch.inference_mode())
+            stack.enter_context(saved_tensor_hooks(how["hooks"]))
+            output = getattr(self, "call_" + how["call"])(x)
+        version = 0 if output.is_inference() else output._version
+        y = output if how["view"] == "none" else self.view(output, how["view"])
+        self.log.tensor(f"value {self.at} y", y)
+        if y.requires_grad:
+            self.losses.append(self.loss(y))
+            self.log.tensor(f"value {self.at} loss", self.losses[-1])
+        self.y, self.y_version = output, version
+
+    def call_plain(self, x):
+        return self.model(x)
+
+    def call_twice(self, x):
+        y = self.model(x)
+        return y if self.program["tokens"] else self.model(y)
+
+    def call_checkpoint(self, x):
+        return checkpoint(self.model, x, use_reentrant=False)
+
+    def call_reentrant(self, x):
+        return checkpoint(self.model, x, use_reentrant=True)
+
+    def call_functional(self, x):
+        parameters = {name: p * 0.5 for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, parameters, (x,))
+
+    def call_vmap(self, x):
+        return torch.func.vmap(self.model, randomness="different")(x)
+
+    def call_func_grad(self, x):
+        return torch.func.grad(lambda x: self.model(x).float().square().sum())(x.detach())
+
+    def call_thread(self, x):
+        return self.in_thread(lambda: self.model(x))
+
+    def call_threads(self, x):
+        """Two threads run the model at once, with a backward each."""
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+
+        def run():
+            y = self.model(x.detach().clone())
+            return torch.autograd.grad(y.float().square().sum(), weights, allow_unused=True)
+
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            results = [each.result() for each in [threads.submit(run) for _ in range(2)]]
+        for i, grads in enumerate(results):
+            for n, g in enumerate(grads or ()):
+                self.log.tensor(f"grad {self.at} thread {i} weight {n}", g)
+        return self.model(x)
+
+    @staticmethod
+    def in_thread(function):
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(function).result()
+
+    def view(self, y, how):
+        """What users do to an output before the loss."""
+        if how == "permuted":
+            return y.permute(*reversed(range(y.dim()))).view(-1)
+        if how == "flat":
+            return y.view(-1)
+        if how == "item":
+            return y[:1]
+        if how == "relu_":
+            return torch.relu_(y)
+        if how == "add_":
+            y += 1
+            return y
+        return y.float().mul_(2)
+
+    def loss(self, y):
+        kind = self.program["loss"]
+        if kind in CRITERIA and y.shape == self.shape():
+            features_last = y.movedim(1, -1) if self.program["layout"] in models.FIRST else y
+            rows = features_last.flatten(0, -2)
+            if kind in ("CrossEntropyLoss", "NLLLoss"):
+                target = torch.randint(0, rows.shape[-1], rows.shape[:1], generator=self.draws)
+            else:
+                target = torch.rand(rows.shape, generator=self.draws).to(y.dtype)
+            return self.model.criterion(rows, target)
+        if kind == "square":
+            return y.square().mean()
+        if kind == "part":
+            return (y[..., : max(1, y.shape[-1] // 2)] if y.dim() else y).float().square().sum()
+        return y.sum() if kind == "sum" else (y * self.random(y.shape, y.dtype)).sum()
+
+    # Backward.
+
+    def backward(self, how):
+        if not self.losses:
+            return
+        losses = self.losses if how["which"] != "last" else self.losses[-1:]
+        inputs = self.wanted(how["inputs"])
+        run = lambda: self.run_backward(losses, how, inputs)  # noqa: E731
+        self.in_thread(run) if how["thread"] else run()
+        partial = how["inputs"] is not None or len(losses) < len(self.losses)
+        self.retained = self.retained or how["retain"] or partial
+        if not how["retain"]:
+            self.losses = [] if losses is self.losses else self.losses[:-1]
+        losses = run = None
+        self.log_grads()
+        self.log_alive("after backward")
+
+    def run_backward(self, losses, how, inputs):
+        options = {"retain_graph": how["retain"]}
+        if inputs is not None:
+            options["inputs"] = inputs
+        if how["which"] == "each":
+            for n, loss in enumerate(losses):
+                loss.backward(**{**options, "retain_graph": how["retain"] or n + 1 < len(losses)})
+        else:
+            sum(losses).backward(**options)
+
+    def wanted(self, which):
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        x = [x for x in self.x if x.requires_grad]
+        chosen = {None: None, "x": x, "weights": weights, "first": weights[:1], "last": weights[-1:]}[which]
+        return chosen if chosen is None else chosen or x or weights
+
+    def split(self):
+        """The gradients of the inputs first, then those of the weights, as zero-bubble schedules do."""
+        if not self.losses:
+            return
+        loss = self.losses[-1]
+        for which in ("x", "weights"):
+            wanted = self.wanted(which)
+            found = torch.autograd.grad(loss, wanted, retain_graph=which == "x", allow_unused=True)
+            for n, g in enumerate(found):
+                self.log.tensor(f"grad {self.at} {which} {n}", g)
+        self.losses.pop()
+
+    def penalty(self, which):
+        if not self.losses:
+            return
+        loss = self.losses.pop()
+        wanted = self.wanted(which)
+        grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        for n, g in enumerate(grads):
+            self.log.tensor(f"grad {self.at} {which} {n}", g)
+        sum(g.float().square().sum() for g in grads if g is not None).backward()
+        self.log_grads()
+
+    def batched(self, which):
+        if not self.losses:
+            return
+        wanted = self.wanted(which)
+        self.losses.pop()
+        ones = self.random((3, *self.y.shape), self.y.dtype)
+        found = torch.autograd.grad(self.y, wanted, ones, is_grads_batched=True, allow_unused=True)
+        for n, g in enumerate(found):
+            self.log.tensor(f"grad {self.at} {which} {n}", g)
+
+    # Between calls.
+
+    def write(self, target, how):
+        if target == "y":
+            t = self.y
+        elif target == "x":
+            t = self.x[0]
+        else:
+            parameters = list(self.model.parameters())
+            t = parameters[target % len(parameters)] if parameters else self.x[0]
+        visible = target == "y" and how in ("add_", "zero_", "copy_")
+        with contextlib.nullcontext() if visible else torch.no_grad():
+            new = self.random(t.shape, t.dtype) if t.is_floating_point() else torch.ones_like(t)
+            if how == "copy_":
+                t.copy_(new)
+            elif how == "data":
+                t.data.copy_(new)
+            elif how == "numpy":
+                t.detach().view(torch.uint8).numpy()[...] = new.view(torch.uint8).numpy()
+            elif how == "add_":
+                t.add_(1)
+            elif how == "set":
+                t.data = new
+            else:
+                t[..., :1].zero_()
+
+    def step(self, name):
+        if self.optimizer is None:
+            weights = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = getattr(torch.optim, name)(weights, 0.01)
+            if self.ours and self.program["optimizer"]:
+                hfnn.convert(self.optimizer)
+        self.optimizer.step()
+        self.log_weights()
+
+    def zero_grad(self, to_none):
+        self.model.zero_grad(set_to_none=to_none)
+        for x in self.x:
+            x.grad = None
+
+    def freeze(self, which, on):
+        parameters = list(self.model.parameters())
+        if parameters:
+            parameters[which % len(parameters)].requires_grad_(on)
+
+    def freeze_all(self, on):
+        self.model.requires_grad_(on)
+
+    def mode(self, training):
+        self.model.train(training)
+
+    def deepcopy(self):
+        self.model, self.optimizer = copy.deepcopy(self.model), None
+
+    def pickle(self):
+        self.model, self.optimizer = pickle.loads(pickle.dumps(self.model)), None
+
+    def convert(self):
+        if self.ours:
+            state = torch.get_rng_state()
+            hfnn.convert(self.model, prefer=self.program["prefer"])
+            self.log.note(f"rng {self.at} convert", torch.equal(state, torch.get_rng_state()))
+        else:
+            self.log.note(f"rng {self.at} convert", True)
+            self.swap(BY_DEFINITION if self.program["prefer"] == "memory" else {})
+
+    def revert(self):
+        if self.ours:
+            hfnn.revert(self.model)
+        else:
+            self.swap({own: torchs for torchs, own in BY_DEFINITION.items()})
+
+    def swap(self, classes):
+        """Stock's half of convert and revert: what is random draws as hfnn draws."""
+        for module in self.model.modules():
+            module.__class__ = classes.get(type(module), type(module))
+
+    def load(self, assign):
+        state = {name: t * 0.5 if t.is_floating_point() else t for name, t in self.model.state_dict().items()}
+        self.log.note(f"keys {self.at}", tuple(state))
+        self.model.load_state_dict(state, assign=assign)
+        self.optimizer = None
+
+    def cast(self, dtype):
+        self.model.to(DTYPES[dtype])
+        self.x = [x.detach().to(DTYPES[dtype]) if x.is_floating_point() else x for x in self.x]
+
+    def attribute(self, which, name, value):
+        having = [m for m in self.model.modules() if name in vars(m) or name in m._modules]
+        if having:
+            setattr(having[which % len(having)], name, nn.Tanh() if value == "Tanh" else value)
+
+    def hook(self, which, kind):
+        modules = list(self.model.modules())
+        module = modules[which % len(modules)]
+        parameters = list(self.model.parameters())
+        if kind == "forward":
+            handle = module.register_forward_hook(lambda m, args, y: self.record("forward", y))
+        elif kind == "replace":
+            handle = module.register_forward_hook(lambda m, args, y: y * 0.5)
+        elif kind == "pre":
+            handle = module.register_forward_pre_hook(lambda m, args: (args[0] * 1.5, *args[1:]))
+        elif kind == "backward":
+            handle = module.register_full_backward_hook(lambda m, gx, gy: self.record("backward", *gx, *gy))
+        elif kind == "backward_pre":
+            handle = module.register_full_backward_pre_hook(lambda m, gy: tuple(g * 0.5 for g in gy))
+        elif kind == "tensor":
+            handle = module.register_forward_hook(lambda m, args, y: self.hook_tensor(y))
+        elif kind == "retain_grad":
+            handle = module.register_forward_hook(lambda m, args, y: self.retain(y))
+        elif parameters:
+            handle = parameters[which % len(parameters)].register_post_accumulate_grad_hook(
+                lambda p: self.record("post", p.grad)
+            )
+        self.handles.append(handle)
+
+    def record(self, what, *tensors):
+        for t in tensors:
+            if isinstance(t, torch.Tensor):
+                self.recorded.append((what, t.detach().clone()))
+
+    def hook_tensor(self, y):
+        if isinstance(y, torch.Tensor) and y.requires_grad:
+            y.register_hook(lambda g: g * 0.5)
+
+    def retain(self, y):
+        if isinstance(y, torch.Tensor) and y.requires_grad:
+            y.retain_grad()
+            own.kept.append(y)
+
+    def unhook(self):
+        while self.handles:
+            self.handles.pop().remove()
+
+    def drop(self, what):
+        """The user lets go of the outputs, or of all that leads to a graph."""
+        self.y = None
+        if what == "all":
+            self.losses, self.retained = [], False
+            own.kept.clear()
+        self.log_alive("after drop")
+
+    # What is looked at.
+
+    def run(self, at, name, arguments):
+        self.at = at
+        try:
+            getattr(self, name)(*arguments)
+        except Exception:
+            self.zero_grad(to_none=True)  # how far a backward came before it raised is nobody's business
+            raise
+
+    def log_versions(self):
+        tensors = [t for t in (*self.x, self.y) if t is not None and not t.is_inference()]
+        # Of an output, only what has happened since it was returned: a product and an addition in place are one op.
+        versions = [t._version - (self.y_version if t is self.y else 0) for t in tensors]
+        self.log.note(f"version {self.at} x and y", tuple(versions))
+        for n, (what, t) in enumerate(self.recorded):
+            self.log.tensor(f"hook {self.at} {what} {n}", t)
+        self.recorded.clear()
+
+    def log_grads(self):
+        for name, p in self.model.named_parameters():
+            self.log.tensor(f"grad {self.at} {name}", p.grad)
+        for n, x in enumerate(self.x):
+            self.log.tensor(f"grad {self.at} x{n}", x.grad)
+        for n, t in enumerate(own.kept):
+            self.log.tensor(f"grad {self.at} kept {n}", t.grad)
+
+    def log_weights(self):
+        for name, p in self.model.named_parameters():
+            self.log.tensor(f"value {self.at} {name}", p)
+
+    def log_alive(self, when):
+        """How many tensors that went through probes are alive, where no graph is left that backward may go through."""
+        if not self.losses and not self.retained and not own.kept:
+            self.log.note(f"alive {self.at} {when}", sum(not ref.expired() for ref in own.seen))
+
+    def close(self):
+        """The last look: buffers and weights, and what is alive once the user holds nothing any more."""
+        self.at = "end"
+        for name, b in self.model.named_buffers():
+            self.log.tensor(f"value end {name}", b)
+        refs = [weakref.ref(module) for module in self.model.modules()]
+        refs += [weakref.ref(p) for p in self.model.parameters()]
+        memory = [*own.seen, *(StorageWeakRef(x.untyped_storage()) for x in self.x)]
+        self.unhook()
+        own.kept.clear()
+        self.model = self.optimizer = self.y = self.x = self.losses = None
+        gc.collect()
+        gc.freeze()  # the caches of a program, and what it imported: the next collection need not look at them
+        self.log.note("alive end modules", sum(ref() is not None for ref in refs))
+        self.log.note("alive end tensors", sum(not ref.expired() for ref in memory))
+        own.seen.clear()
+
+
+def coarsest(program) -> str:
+    """The dtype of the largest ulps in which anything of a program may be computed."""
+    found = {program["dtype"], *(step[2]["autocast"] for step in program["steps"] if step[0] == "forward")}
+    for layer, _ in models.walk(program["model"]):
+        if layer[0] in ("autocast", "cast"):
+            found.add(layer[2])
+    found |= {step[1] for step in program["steps"] if step[0] == "cast"}
+    return max(found - {None}, key=EPS.__getitem__)

@@ -1,0 +1,31 @@
+"""A part of the fuzzer of `hfnn.convert`, with fixed seeds. `run.py convert` runs more of it."""
+
+import pytest
+import torch
+from convert import FUZZER
+from engine import Summary, check
+
+PROGRAMS = 300
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield check(FUZZER, range(PROGRAMS))
+    torch.set_num_threads(threads)
+
+
+def test_converted_models_do_what_stock_does(summary):
+    assert not summary.found, f"python tests/fuzz/run.py convert --only SEED shows and shrinks: {summary.found}"
+
+
+def test_recipes_are_taken_in_half_of_the_programs(summary):
+    assert summary.features["recipes taken"] >= PROGRAMS / 2
+
+
+def test_every_feature_stands_in_two_percent_of_programs():
+    programs = Summary()
+    for seed in range(2000):
+        programs.add(seed, FUZZER.features(FUZZER.program(seed)), None, None)
+    assert not programs.rare(FUZZER)
