@@ -372,8 +372,9 @@ def _mixture(x: torch.Tensor, others) -> str | None:
         if dtype is not None and other.dtype is not dtype:
             return f"takes parameters of one dtype, got {dtype} and {other.dtype}"
         dtype = other.dtype
-        if dtype is not torch.float32 and dtype is not x.dtype:
-            return f"takes parameters of dtype {x.dtype} or torch.float32, got {dtype}"
+        if dtype is not x.dtype and (dtype is not torch.float32 or x.dtype is torch.float64):
+            wider = "" if x.dtype is torch.float64 else " or torch.float32"
+            return f"takes parameters of dtype {x.dtype}{wider}, got {dtype}"
     return None
 
 

@@ -50,7 +50,10 @@ class _Linear(Function):
         low = sources[0] if tag is None else tag.cast(x, dtype)
         ctx.save_for_backward(weight_OI, *(sources if weight_OI.requires_grad else ()))
         ctx.recipe, ctx.dtype = None if tag is None else tag.recipe, dtype
-        return _product(low, weight_OI, bias, dtype)
+        y = _product(low, weight_OI, bias, dtype)
+        # Of more than two dimensions torch's is a view of rows, and what a Function returns as a view may not be
+        # written to in place.
+        return y.data if y._is_view() else y
 
     @staticmethod
     def backward(ctx, dy):
@@ -58,13 +61,13 @@ class _Linear(Function):
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         nodes = ctx.next_functions
         dx = dweight = dbias = None
-        dy_RO = dy.reshape(-1, dy.shape[-1])
+        dy_RO = _rows(dy)
         if needs_weight and _wanted(nodes[1][0]):  # first, so that what is rebuilt for it is gone before dx is there
             x = sources[0] if ctx.recipe is None else ctx.recipe.rebuild(sources, ctx.dtype)
-            dweight = _outer(dy_RO, x.reshape(-1, x.shape[-1]), weight_OI)
+            dweight = _outer(dy_RO, _rows(x), weight_OI)
             del x
         if needs_x and _wanted(nodes[0][0]):
-            dx = torch.mm(dy_RO, as_dtype(weight_OI, ctx.dtype)).view(*dy.shape[:-1], -1)
+            dx = torch.mm(dy_RO, as_dtype(weight_OI, ctx.dtype)).view(*dy.shape[:-1], weight_OI.shape[1])
         if needs_bias:
             dbias = dy_RO.sum(0)
         return dx, dweight, dbias, *[None] * len(others)
@@ -73,6 +76,11 @@ class _Linear(Function):
 def _product(x, weight_OI, bias, dtype):
     bias = None if bias is None else as_dtype(bias, dtype)
     return _linear_of_torch(as_dtype(x, dtype), as_dtype(weight_OI, dtype), bias)
+
+
+def _rows(x):
+    """x (*, C) as (R, C)."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _outer(dy_RO, x_RI, weight_OI):
@@ -99,8 +107,8 @@ def _linear(x, weight_OI, bias, recompute):
     casts = False
     for t in (x, weight_OI, bias):
         if t is not None:
-            if not t.is_floating_point() or t.device != x.device:
-                return None  # torch's own op raises
+            if not t.is_floating_point() or t.device != x.device or (autocast and t.dtype is torch.float64):
+                return None  # torch's own op raises, or works in float64, which autocast leaves alone
             casts = casts or t.dtype is not dtype
     if casts and not autocast:
         return None  # as above

@@ -206,3 +206,50 @@ def test_recompute_module(device):
     assert saved_bytes(lambda: gelu(layer(x), prefer="memory")).total == x.nbytes
     with torch.no_grad():
         assert recipe.find(layer(x)) is None
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,) * 3, (torch.float64, torch.float32, torch.float32)])
+def test_autocast_leaves_float64_alone(device, dtypes):
+    given = [
+        torch.randn(shape, device=device, dtype=d) for shape, d in zip(((5, 8), (4, 8), (4,)), dtypes, strict=True)
+    ]
+    given[1].requires_grad_()
+    results = []
+    for fn in (linear, torch.nn.functional.linear):
+        try:
+            y = under(device, lambda fn=fn: fn(*given))
+            results.append((y.dtype, y.tolist()))
+        except RuntimeError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,), (0, 3, 8)])
+@pytest.mark.parametrize("outputs", [4, 0])
+def test_no_rows_and_one(device, shape, outputs):
+    """An expert without tokens."""
+    x, weight, bias = parameters(device, shape, (outputs, 8), (outputs,))
+
+    def step(fn):
+        y = under(device, lambda: fn(x, weight, bias))
+        return y, *torch.autograd.grad(y.float().sum(), [x, weight, bias])
+
+    assert same(step(linear), step(torch.nn.functional.linear))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (2, 3, 3, 8)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_result_may_be_written_to(device, shape, has_bias):
+    (x,) = parameters(device, shape)
+    weight, bias = parameters(device, (8, 8), (8,))
+    leaves = [x, weight, bias] if has_bias else [x, weight]
+
+    def step(fn):
+        h = layer_norm(x, (8,), prefer="memory")
+        y = fn(h, *leaves[1:]) + under(device, lambda: fn(x, *leaves[1:])).relu_()
+        y = fn(y, weight).mul_(2)
+        return torch.autograd.grad(y.square().sum(), leaves)
+
+    with recipe.disabled():
+        off = step(linear)
+    assert same(step(linear), off) and same(off, step(torch.nn.functional.linear))

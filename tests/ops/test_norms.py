@@ -101,3 +101,18 @@ def test_not_a_number_stays_in_its_row(name, device):
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     mine, _ = both(name, x, (64,))
     assert mine[1].isnan().all() and mine[2].isnan().any() and mine[[0, 3]].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+def test_float64_with_narrower_parameters(name, narrow, device):
+    """As torch: an error, or its own dtype."""
+    x, weight = torch.randn(5, 8, device=device).double(), torch.ones(8, device=device, dtype=narrow)
+    results = []
+    for fn in (getattr(hfnn.functional, name), getattr(F, name)):
+        try:
+            results.append(fn(x, (8,), weight, **({"prefer": "memory"} if fn.__module__[:4] == "hfnn" else {})).dtype)
+        except RuntimeError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
