@@ -3,7 +3,9 @@
 #include "c10d_arrivals.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
 
 namespace hfreduce {
 
@@ -90,7 +92,7 @@ void collect(const std::vector<at::Tensor>& parameters, const std::vector<at::Te
       away.push_back(views[i]), grads.push_back(grad), places.push_back(i);
     }
   }
-  const at::NoGradGuard no_grad;
+  const c10::NoGradGuard no_grad;
   if (!away.empty()) at::_foreach_copy_(away, grads);
   if (!missing.empty()) at::_foreach_zero_(missing);
   for (const size_t i : places) {
