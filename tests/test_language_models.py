@@ -4,12 +4,11 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -389,16 +388,4 @@ def test_accelerate():
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_parallelised(way, tmp_path):
-    script, world_size = Path(__file__).parent / "workers" / "language_model.py", 2
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, way, str(rank), str(world_size), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    ranks.run(Path(__file__).parent / "workers" / "language_model.py", "main", 2, tmp_path, timeout=120, way=way)

@@ -4,12 +4,11 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -272,19 +271,7 @@ def test_frozen_weights_keep_nothing(block, x):
 @pytest.mark.parametrize("way", ["fsdp2", "ddp", "tensor_parallel"])
 def test_parallelised(way, tmp_path):
     """fsdp2: a norm in a group of its own; its weight is gone in the consumer's backward, the recipe holds a copy."""
-    script, world_size = Path(__file__).parent / "workers" / "parallel.py", 2
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, way, str(rank), str(world_size), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    ranks.run(Path(__file__).parent / "workers" / "parallel.py", "main", 2, tmp_path, timeout=120, way=way)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)

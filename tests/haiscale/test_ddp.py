@@ -9,8 +9,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -281,21 +279,8 @@ def test_lost_rank(told, name):
 
 
 def test_on_gloo(tmp_path):
-    """A backend without averages; tests/workers/ranks.py says how its ranks end."""
-    command = [sys.executable, "-P", WORKER.with_name("ddp_gloo.py")]
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parent), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), "2", tmp_path / "store"], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=60)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
+    """A backend without averages; tests/workers/gloo.py says how its ranks end."""
+    ranks.run(WORKER.with_name("ddp_gloo.py"), "main", 2, tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

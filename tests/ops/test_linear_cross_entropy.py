@@ -1,11 +1,10 @@
 """What the losses of a linear map promise besides the contract: plans, memory, accuracy, whose product runs when."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -293,14 +292,4 @@ def test_log_probs_second_derivative():
 
 
 def test_shared_vocabulary_and_sharded_weights(tmp_path):
-    script, world_size = Path(__file__).parents[1] / "workers" / "vocabulary.py", 2
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(world_size), tmp_path / "store"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    ranks.run(Path(__file__).parents[1] / "workers" / "vocabulary.py", "main", 2, tmp_path, timeout=120)

@@ -1,31 +1,16 @@
 """Optimizers of sharded models, in real processes: what each rank does is in tests/workers/optimizer.py."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ranks
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "optimizer.py"
 
 
 def run(way, world_size, folder):
     """All ranks of one way, to their end."""
-    store, env = folder / f"store of {way} {world_size}", {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, way, str(rank), str(world_size), store, folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
-        for rank in range(world_size)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    ranks.run(SCRIPT, "main", world_size, folder / "ranks", timeout=240, way=way, into=str(folder))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

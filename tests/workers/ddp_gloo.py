@@ -1,14 +1,10 @@
-"""One rank on gloo, which has no ReduceOp.AVG: haiscale.ddp trains there as torch's DistributedDataParallel does.
-
-python ddp_gloo.py RANK WORLD_SIZE STORE
-"""
+"""One rank on gloo, which has no ReduceOp.AVG: haiscale.ddp trains there as torch's DistributedDataParallel does."""
 
 import os
-import sys
 
 from ddp_common import against_torch
 from ddp_models import Branches, mlp, vectors
-from ranks import process_group
+from gloo import process_group
 
 
 def main(rank, world_size, store):
@@ -18,7 +14,3 @@ def main(rank, world_size, store):
             assert against_torch(lambda norm=norm: mlp(norm=norm), vectors, 4)["same"], norm
         options = {"find_unused_parameters": True}
         assert against_torch(lambda: Branches(lambda step: (step + rank) % 2), vectors, 4, options, options)["same"]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,14 +1,10 @@
-"""One gloo rank: a converted language model, parallelised, has the loss and the gradients of the plain one.
-
-python language_model.py fsdp2|ddp RANK WORLD_SIZE STORE
-"""
+"""One gloo rank: a converted language model, parallelised, has the loss and the gradients of the plain one."""
 
 import copy
-import sys
 
 import torch
 import transformers
-from ranks import process_group
+from gloo import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -93,7 +89,7 @@ def gradients(model, batch):
     return whole(model)
 
 
-def main(way, rank, world_size, store):
+def main(rank, world_size, store, way):
     with process_group(rank, world_size, store):
         torch.manual_seed(0)
         plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE)).eval()
@@ -101,7 +97,3 @@ def main(way, rank, world_size, store):
         ids = torch.randint(257, (4, 40))
         mesh = init_device_mesh("cpu", (world_size,))
         {"ddp": ddp, "fsdp2": fsdp2}[way](plain, model, {"input_ids": ids, "labels": ids}, mesh)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

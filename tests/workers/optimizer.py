@@ -1,18 +1,14 @@
-"""One gloo rank: hfnn's optimizers on sharded parameters do what they do on whole ones.
-
-python optimizer.py fsdp2|norm|lamb|adafactor|gradients|in_backward|ddp|save|load RANK WORLD_SIZE STORE FOLDER
-"""
+"""One gloo rank: hfnn's optimizers on sharded parameters do what they do on whole ones."""
 
 import contextlib
 import copy
 import functools
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import process_group
+from gloo import process_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -336,10 +332,6 @@ def load(world_size, folder):
 WAYS = {f.__name__: f for f in (fsdp2, norm, lamb, adafactor, gradients, in_backward, ddp, save, load)}
 
 
-def main(way, rank, world_size, store, folder):
+def main(rank, world_size, store, way, into):
     with process_group(rank, world_size, store):
-        WAYS[way](world_size, folder)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        WAYS[way](world_size, into)

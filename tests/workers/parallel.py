@@ -1,13 +1,9 @@
-"""One gloo rank: a converted model, parallelised, has the gradients of the plain model.
-
-python parallel.py fsdp2|ddp|tensor_parallel RANK WORLD_SIZE STORE
-"""
+"""One gloo rank: a converted model, parallelised, has the gradients of the plain model."""
 
 import copy
-import sys
 
 import torch
-from ranks import process_group
+from gloo import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,7 +57,7 @@ def gradients(model, x):
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
 
 
-def main(way, rank, world_size, store):
+def main(rank, world_size, store, way):
     with process_group(rank, world_size, store):
         torch.manual_seed(0)
         plain, x = Block(), torch.randn(4, 16, 32, requires_grad=True)
@@ -73,7 +69,3 @@ def main(way, rank, world_size, store):
             assert recipe.counter.taken >= least, recipe.counter.taken
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,13 +1,8 @@
-"""One gloo rank of linear losses over a vocabulary that the ranks share, and over weights sharded by fully_shard.
-
-python vocabulary.py RANK WORLD_SIZE STORE
-"""
-
-import sys
+"""One gloo rank of linear losses over a vocabulary that the ranks share, and over weights sharded by fully_shard."""
 
 import torch
 import torch.distributed as dist
-from ranks import process_group
+from gloo import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,12 +87,7 @@ def fully_sharded(rank, world_size):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
-def main():
-    rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def main(rank, world_size, store):
     with process_group(rank, world_size, store):
         shared_vocabulary(rank, world_size)
         fully_sharded(rank, world_size)
-
-
-if __name__ == "__main__":
-    main()
