@@ -15,6 +15,8 @@ import pytest
 import ranks
 import torch
 
+from haiscale.ddp import sizes
+
 WORKER = Path(__file__).parents[1] / "workers" / "ddp.py"
 FAULTS = WORKER.with_name("ddp_faults.py")
 TRAINING = {  # as torch's wrapper trains, to the bit: [function, arguments]
@@ -189,6 +191,19 @@ def test_gradients_stay_where_they_are(found):
 def test_several_backwards(found):
     for result in of(found, "backwards"):
         assert result["equal"]
+
+
+def test_the_default_size_stays_unless_another_is_clearly_faster(monkeypatch):
+    monkeypatch.setenv("HAISCALE_BUCKETS", "")
+    chosen = sizes.Sizes("a model", total=1 << 40, given=None, device=torch.device("cpu"))
+    small, default = sizes.CANDIDATES[0], sizes.DEFAULT
+    for times, best in (
+        ({small: 1.0, default: 1.02}, default),
+        ({small: 1.0, default: 1.1}, small),
+        ({small: 1.0}, small),
+    ):
+        chosen.times = times
+        assert chosen._best() == best
 
 
 def test_sizes_are_measured_and_kept(found):
