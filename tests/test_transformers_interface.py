@@ -189,6 +189,20 @@ def test_report():
     assert row.to == "hfnn scaled_dot_product_attention" and row.kernel == "cpp"
 
 
+def test_rotary_that_casts_back():
+    """OLMo's angles are float32 and its queries are not, whatever they are multiplied with."""
+    config = transformers.OlmoConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, eos_token_id=1
+    )
+    model = transformers.OlmoForCausalLM(config).bfloat16()
+    ids = torch.arange(16).view(2, 8)
+    wanted = model(ids).logits
+    hfnn.convert(model, prefer="memory")
+    found = rotary.calls(transformers.models.olmo.modeling_olmo.OlmoAttention)
+    assert any(place.name == rotary.NAME for place in found.places)
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=0.05, atol=0.05)
+
+
 def test_rotary(monkeypatch):
     """Turned by hfnn's kernel in the converted model's own code, and nowhere else; what turns otherwise is left."""
     kernel, turned = next(k for k in rope.OP.kernels if k.name == "cpp"), []

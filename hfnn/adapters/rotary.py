@@ -46,15 +46,22 @@ def calls(cls: type) -> inside.Calls | None:
 @functools.cache
 def _place(owner: types.ModuleType, name: str) -> Place | None:
     """The attribute of a file that holds a function with the arguments and the results of ours."""
-    function, ours = vars(owner).get(name), getattr(functional, NAME, None)
-    if type(function) is not types.FunctionType or ours is None:
+    function = vars(owner).get(name)
+    if type(function) is not types.FunctionType:
         return None
-    theirs, known = inspect.signature(function).parameters, inspect.signature(ours).parameters
+    theirs, known = (inspect.signature(f).parameters for f in (function, functional.apply_rotary_pos_emb))
     if list(theirs)[:4] != _ARGUMENTS or not all(
         n in known and known[n].default == p.default for n, p in theirs.items()
     ):
         return None
-    return Place(owner, name, function, _routed(NAME, function, ours)) if _same(function, ours) else None
+    ours = next((f for f in (functional.apply_rotary_pos_emb, _cast_back) if _same(function, f)), None)
+    return None if ours is None else Place(owner, name, function, _routed(NAME, function, ours))
+
+
+def _cast_back(q, k, *args, **kwargs):
+    """As OLMo has it: cos and sin are float32, and the results have the dtypes of q and k all the same."""
+    turned = functional.apply_rotary_pos_emb(q, k, *args, **kwargs)
+    return tuple(y.to(x.dtype) for x, y in zip((q, k), turned, strict=True))
 
 
 def _same(theirs, ours) -> bool:
@@ -63,31 +70,33 @@ def _same(theirs, ours) -> bool:
     try:
         with _seclusion():
             return all(
-                _agree(theirs, ours, shape, batch, dtype, generator)
-                for dtype, shape, batch in (
-                    (torch.float32, (2, 3, 5, 8), 1),
-                    (torch.float32, (2, 3, 5, 8), 2),
-                    (torch.bfloat16, (2, 3, 5, 16), 1),
+                _agree(theirs, ours, shape, batch, *dtypes, generator)
+                for dtypes, shape, batch in (
+                    ((torch.float32, torch.float32), (2, 3, 5, 8), 1),
+                    ((torch.float32, torch.float32), (2, 3, 5, 8), 2),
+                    ((torch.bfloat16, torch.bfloat16), (2, 3, 5, 16), 1),
+                    ((torch.bfloat16, torch.float32), (2, 3, 5, 16), 2),
+                    ((torch.float32, torch.bfloat16), (2, 3, 5, 16), 2),
                 )
             )
     except Exception:  # the author's code, run by us: it is not the function that ours is
         return False
 
 
-def _agree(theirs, ours, shape, batch, dtype, generator) -> bool:
-    def draw(*sizes):
+def _agree(theirs, ours, shape, batch, dtype, of_angles, generator) -> bool:
+    def draw(*sizes, dtype=dtype):
         return torch.randn(sizes, generator=generator).to(dtype)
 
     # As a model makes them; a function that turns half of a head, or pairs of neighbours, gives something else.
-    cos, sin = (draw(batch, shape[2], shape[3]) for _ in "cs")
+    cos, sin = (draw(batch, shape[2], shape[3], dtype=of_angles) for _ in "cs")
     q, k = draw(*shape).requires_grad_(), draw(shape[0], 1, *shape[2:]).requires_grad_()
     given = [draw(*shape), draw(shape[0], 1, *shape[2:])]
     results = []
     for function in (theirs, ours):
         turned = function(q, k, cos, sin)
-        grads = torch.autograd.grad(turned, (q, k), given)
+        grads = torch.autograd.grad(turned, (q, k), [g.to(y.dtype) for g, y in zip(given, turned, strict=True)])
         results.append((*turned, *grads))
-    near = 32 * torch.finfo(dtype).eps
+    near = 32 * max(torch.finfo(d).eps for d in (dtype, of_angles))
     return all(
         a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=near, atol=near)
         for a, b in zip(*results, strict=True)
