@@ -9,7 +9,7 @@
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
 
-from hfnn import bits, data, functional, kernel, memory, ops, optim, recipe
+from hfnn import bits, data, functional, kernel, memory, ops, optim, recipe, tools
 from hfnn.convert import convert, revert
 from hfnn.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 # hfnn.LayerNorm, hfnn.RMSNorm, hfnn.GELU, ...: read from the index, so that an op is listed once.
 MODULES = {cls.__name__: cls for op in ops.ALL for cls in op.modules.values()}
 globals().update(MODULES)
+tools.install()
 
 __all__ = [
     "GatedMLP",

@@ -143,14 +143,19 @@ def _revert(model: nn.Module) -> None:
     for module in filter(feedforward.is_own, model.modules()):
         vars(module).pop("prefer", None)
     for module in modules:
-        cls = type(module)
-        object.__setattr__(module, "__class__", original(cls))
-        for name in _settings(cls):
-            if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
-                vars(module).setdefault(name, getattr(cls, name))
-            else:
-                vars(module).pop(name, None)
+        revert_module(module)
     adapters.release(model)
+
+
+def revert_module(module: nn.Module) -> None:
+    """Give a converted module alone its class and attributes again."""
+    cls = type(module)
+    object.__setattr__(module, "__class__", original(cls))
+    for name in _settings(cls):
+        if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
+            vars(module).setdefault(name, getattr(cls, name))
+        else:
+            vars(module).pop(name, None)
 
 
 def sites(model: nn.Module) -> list[Site]:

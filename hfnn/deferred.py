@@ -39,14 +39,14 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
     and transforms, where `_version` cannot be read (inference tensors), and for what torch would refuse.
     """
     given = [t for t in (hidden, weight, bias) if t is not None]
-    if kernel.forced() == "torch" or kernel.context(*given) is not None:
+    if hidden.is_meta or kernel.forced() == "torch" or kernel.context(*given) is not None:
         return None
     if any(type(t) not in PLAIN or t.is_inference() or not t.is_floating_point() for t in given):
         return None
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel() or hidden.dim() < 2:
         return None
     dtypes = {t.dtype for t in given}
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    autocast = kernel.autocasting(hidden)
     if len({t.device for t in given}) > 1 or (len(dtypes) > 1 and (not autocast or torch.float64 in dtypes)):
         return None
     dtype = hidden.dtype if hidden.dtype is torch.float64 else product_dtype(hidden)

@@ -230,7 +230,9 @@ class Op:
         def passes(x, prefer="auto"):
             if compiling():
                 return True
-            if type(x) is not Tensor or _forced is not None:
+            if type(x) is not Tensor:  # a tracer's stand-in has no size to compare
+                return _forced is None and type(x) not in _PLAIN
+            if _forced is not None:
                 return False
             size = x.numel()
             return size < lowest[prefer] or size < floors[prefer][x.is_cuda]
@@ -354,6 +356,11 @@ def context(*tensors: torch.Tensor | None) -> str | None:
         if x is not None and _wrapped(x):
             return "takes no tensor that a functorch transform left behind"
     return None
+
+
+def autocasting(x: torch.Tensor) -> bool:
+    """Whether autocast is on for x's device. It knows nothing of "meta", and raises."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _proxies() -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.classes import ByClass
-from hfnn.kernel import is_plain
+from hfnn.kernel import autocasting, is_plain
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patch import unrouted
 
@@ -125,7 +125,7 @@ def _out_dtype(module, original, x) -> torch.dtype:
     """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ."""
     weight = next(iter(module._parameters.values()), None)
     device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.get_autocast_dtype(device) if autocasting(x) else None
     known, key = module._hfnn_dtypes, (x.dtype, None if weight is None else weight.dtype, device, autocast)
     if key not in known:
         with torch.no_grad():

@@ -154,11 +154,15 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     make = functools.partial(
         m.eager_mask if eager else m.sdpa_mask, *sizes, mask_function=function, attention_mask=attention_mask, **others
     )
-    if compiling() or torch.jit.is_tracing() or others.get("use_vmap") or q_length == 1:
+    if compiling() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return make()
+    if others.get("use_vmap") or q_length == 1:
         return make()
     if type(q_offset) is not int or type(kv_offset) is not int or not _readable(attention_mask, batch_size):
         return make()
     rule = read(function)
+    if rule is not None and not all(map(_has_numbers, (rule.sequences, rule.positions))):
+        return make()
     given = None if rule is None else _describe(rule, *sizes, attention_mask)
     if given is None:
         return make()
@@ -177,12 +181,17 @@ def _readable(attention_mask, batch: int) -> bool:
     if attention_mask is None:
         return True
     return (
-        type(attention_mask) is torch.Tensor
+        _has_numbers(attention_mask)
         and attention_mask.dtype is torch.bool
         and attention_mask.dim() == 2
         and attention_mask.shape[0] == batch
         and not (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def _has_numbers(x) -> bool:
+    """Whether x is absent, or a tensor that says more than its shape: neither on "meta" nor a tracer's."""
+    return x is None or (type(x) is torch.Tensor and not x.is_meta)
 
 
 def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> dict | None:

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import nn
 
-from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, compiling, context, forced
+from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, autocasting, compiling, context, forced, is_plain
 
 aten = torch.ops.aten
 _avg_pool1d, _avg_pool2d, _avg_pool3d = torch.avg_pool1d, torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
@@ -26,12 +26,7 @@ def takes(x, prefer: str) -> bool:
     """
     if compiling():
         return False
-    try:
-        if x.numel() < _FLOORS[prefer]:
-            return False
-    except AttributeError:  # no tensor, as torch's op will say
-        return False
-    if not isinstance(x, torch.Tensor) or forced() == "torch":
+    if not is_plain(x) or x.numel() < _FLOORS[prefer] or forced() == "torch":
         return False
     return x.requires_grad and torch.is_grad_enabled() and x.is_floating_point() and context(x) is None
 
@@ -160,7 +155,7 @@ def _adaptive(x, sizes, forward, backward):
     """None where torch's own op is to run: for an output of one element it takes a mean, which keeps nothing either."""
     if sizes is None or min(sizes) < 1 or max(sizes) == 1:
         return None
-    if len(sizes) == 3 and torch.is_autocast_enabled(x.device.type):
+    if len(sizes) == 3 and autocasting(x):
         return None  # the CPU's widens adaptive_avg_pool3d by that name alone
     return _AdaptiveAvgPool.apply(x, forward.default, backward.default, (sizes,))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
+from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced, is_plain
 
 _embedding_of_torch = nn.functional.embedding
 
@@ -109,7 +109,9 @@ def embedding(
     runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
     """
     # This is all that a small call pays for hfnn.
-    if compiling() or input.numel() < FLOORS[prefer] or sparse or max_norm is not None or not _takes(input, weight):
+    if compiling() or sparse or max_norm is not None or not is_plain(input) or input.numel() < FLOORS[prefer]:
+        return _embedding_of_torch(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if not _takes(input, weight):
         return _embedding_of_torch(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq)
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Kernel, Op, context
+from hfnn.kernel import FLOATS, Kernel, Op, autocasting, context
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
 
@@ -69,7 +69,7 @@ def composed(input, linear_weight, teacher_input, teacher_weight, linear_bias=No
     with torch.no_grad():
         teacher = nn.functional.linear(teacher_input, teacher_weight, teacher_bias)
     out = torch.promote_types(logits.dtype, teacher.dtype)
-    if torch.is_autocast_enabled(logits.device.type):  # where softmax returns float32
+    if autocasting(logits):  # where softmax returns float32
         out = torch.promote_types(out, torch.float32)
     return of_logits(logits, teacher, **options).to(out)
 

@@ -12,7 +12,7 @@ What does not count is 0 in y and in the gradient, whatever its x and dy are, an
 
 import torch
 
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.kernel import FLOATS, Kernel, Op, autocasting, is_plain
 
 INF = float("inf")
 
@@ -38,7 +38,7 @@ def _causal(input, offset):
 
 def _torchs_dtype(input):
     """What torch's softmax returns for input: another dtype under autocast."""
-    if not torch.is_autocast_enabled(input.device.type):
+    if not autocasting(input):
         return input.dtype
     return torch.softmax(input.new_empty(0, 1), -1).dtype
 

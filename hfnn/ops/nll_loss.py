@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.kernel import Op, compiling, context, double_backward, forced
+from hfnn.kernel import Op, autocasting, compiling, context, double_backward, forced
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -84,7 +84,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
         reduction = _reduction.legacy_get_string(size_average, reduce)
     plain = torch.is_grad_enabled() and not compiling() and forced() != "torch" and reduction in _REDUCTIONS
     if plain and input.dim() in (1, 2, 4) and input.requires_grad and context(input, target, weight) is None:
-        autocast = torch.is_autocast_enabled(input.device.type)
+        autocast = autocasting(input)
         x = input.float() if autocast and input.dtype.itemsize < 4 else input
         return _NLLLoss.apply(x, target, weight, _REDUCTIONS[reduction], ignore_index)
     return nn.functional.nll_loss(input, target, weight, None, ignore_index, None, reduction)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hfnn.kernel import compiling, context, forced
+from hfnn.kernel import autocasting, compiling, context, forced
 from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
 from hfnn.ops.linear import linear
 
@@ -113,7 +113,7 @@ def _masks_fit(module, query, key, key_padding_mask, attn_mask, is_causal) -> bo
 
 def _is_of(dtype, x) -> bool:
     """Whether torch computes with this dtype and x."""
-    return dtype is x.dtype or (dtype.is_floating_point and torch.is_autocast_enabled(x.device.type))
+    return dtype is x.dtype or (dtype.is_floating_point and autocasting(x))
 
 
 def _sizes(module, x) -> tuple[int, int]:

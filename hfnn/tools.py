@@ -1,0 +1,72 @@
+"""torch's tools that tell modules by their exact class, or by the file that it is in: what they do with hfnn's.
+
+    torch.fx            does not trace into torch.nn's modules, and as little into hfnn's
+    torch.jit.script    compiles a module's source: hfnn's become torch's again, in the model that it is given
+    quantisation        swaps modules by their class: hfnn's become torch's again, in the model that is quantised
+
+What is scripted or quantised is run for inference, where hfnn's modules are torch's ops.
+"""
+
+import functools
+import sys
+
+import torch
+from torch import nn
+
+from hfnn.convert import revert, revert_module
+from hfnn.dress import ROOMS, Dressed, is_converted, original
+from hfnn.kernel import log
+
+_QUANTIZE = "torch.ao.quantization.quantize"
+_said: set[str] = set()
+
+
+def _say(tool: str) -> None:
+    if tool not in _said:
+        _said.add(tool)
+        log.warning("%s takes torch's own modules: those that hfnn converted are reverted (said once)", tool)
+
+
+def _is_leaf(of_torch):
+    """For fx: hfnn's module is one where torch's, which it was made of, is."""
+
+    @functools.wraps(of_torch)
+    def is_leaf_module(self, m, module_qualified_name):
+        before = original(type(m)) if is_converted(m) else None
+        if before is not None and before.__module__.startswith("torch.nn"):
+            return not isinstance(m, nn.Sequential)
+        return of_torch(self, m, module_qualified_name)
+
+    return is_leaf_module
+
+
+def _quantisable(of_torch):
+    """For quantisation: what it does first with a model, then on torch's classes."""
+
+    @functools.wraps(of_torch)
+    def propagate_qconfig_(module, *args, **kwargs):
+        if any(map(is_converted, module.modules())):
+            _say("torch.ao.quantization")
+            revert(module)
+        return of_torch(module, *args, **kwargs)
+
+    return propagate_qconfig_
+
+
+def _prepare_scriptable(self):
+    """For torch.jit.script, which asks every module."""
+    _say("torch.jit.script")
+    revert_module(self)
+    return self
+
+
+def install() -> None:
+    """Once, when hfnn is imported."""
+    torch.fx.Tracer.is_leaf_module = _is_leaf(torch.fx.Tracer.is_leaf_module)
+    quantize = sys.modules.get(_QUANTIZE)
+    if quantize is not None:
+        own = quantize.propagate_qconfig_
+        for place in (quantize, torch.ao.quantization):
+            place.propagate_qconfig_ = _quantisable(own)
+    for cls in (Dressed, *ROOMS.values()):
+        cls.__prepare_scriptable__ = _prepare_scriptable
