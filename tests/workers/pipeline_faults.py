@@ -32,6 +32,7 @@ PLACES = {
     "optimizer": "GPipe",
     "save": "PipeDream",
 }
+SIGNS = ("SIGKILL", "SIGSTOP")
 ROWS = {"message": 1 << 17}  # for messages that do not leave at once: 2 MiB
 
 
@@ -39,14 +40,19 @@ def name_of(place, victim, sign):
     return f"{place}, rank {victim}, {sign}"
 
 
-def scenarios(rank, size, store):
+def chosen(size, half):
+    """[(place, victim, sign)] by place: half of the scenarios, with every pair of the three."""
+    for number, place in enumerate(PLACES):
+        yield [(place, victim, SIGNS[(number + victim + half) % 2]) for victim in range(size)]
+
+
+def scenarios(rank, size, store, half):
     """{scenario: what this rank says of it}: the survivors' errors, the victim's time, and what is found afterwards."""
     torch.set_num_threads(1)
     found, names = {}, []
-    for place in PLACES:
-        here = [(place, victim, sign) for victim in range(size) for sign in ("SIGKILL", "SIGSTOP")]
+    for here in chosen(size, half):
         children = [child(rank, size, store, *scenario) for scenario in here]
-        for (_, victim, sign), pid in zip(here, children, strict=True):
+        for (place, victim, sign), pid in zip(here, children, strict=True):
             name = name_of(place, victim, sign)
             if rank == victim:
                 wait_for(survivors(f"{store}.{name}", size, victim))
