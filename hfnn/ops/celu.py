@@ -10,7 +10,7 @@ from torch import nn
 
 from hfnn.kernel import Op
 from hfnn.ops.elu import ELU_LIKE, away_from_0
-from hfnn.ops.unary import SHAPES, keeping_output, kernels
+from hfnn.ops.unary import SHAPES, keeping_input, kernels
 
 
 def reference(x, alpha=1.0):
@@ -33,13 +33,12 @@ OP = Op(
     cases=tuple((*shape, alpha) for shape in SHAPES for alpha in (1.0, 0.7)),
     small=(3, 5, 0.7),
     bench=((16384, 8192, 1.0),),
-    recipe=False,
 )
 _passes = OP.passes
 
 
 def celu(input, alpha=1.0, inplace=False, *, prefer="auto"):
-    """`torch.nn.functional.celu`, keeping its output, which the next layer keeps too, instead of its input.
+    """`torch.nn.functional.celu`, keeping its input and letting its consumer rebuild the output.
 
     Shapes: any; the result has the shape and dtype of input. With alpha <= 0 or inplace=True torch's own op runs.
     prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
@@ -48,7 +47,7 @@ def celu(input, alpha=1.0, inplace=False, *, prefer="auto"):
         return torch.celu_(input, alpha)
     if _passes(input, prefer) or not alpha > 0:
         return torch.celu(input, alpha)
-    y = keeping_output(OP, ELU_LIKE, input, prefer, alpha, 1, 1 / alpha)
+    y = keeping_input(OP, ELU_LIKE, input, prefer, options=(float(alpha), 1.0, 1 / alpha))
     return torch.celu(input, alpha) if y is None else y
 
 

@@ -1,20 +1,16 @@
 """Exponential linear unit; selu.py and celu.py are the same function with other numbers.
 
 y = scale x for x > 0, else scale alpha (exp(input_scale x) - 1)
-dy/dx = scale for y > 0, else input_scale (y + scale alpha)
 
 Clevert, Unterthiner and Hochreiter, "Fast and Accurate Deep Network Learning by Exponential Linear Units (ELUs)", 2015.
 https://arxiv.org/abs/1511.07289
-
-torch keeps x, this room y. On the left, where y nears its limit, the derivative is then as exact as y is: to an ulp of
-the limit, while that of x is exact to an ulp of itself. Where y has reached the limit, the derivative is 0.
 """
 
 import torch
 from torch import nn
 
 from hfnn.kernel import Op
-from hfnn.ops.unary import SHAPES, Kept, keeping_output, kernels, wide
+from hfnn.ops.unary import SHAPES, Rebuilt, keeping_input, kernels
 
 _elu = torch._C._nn.elu
 
@@ -45,30 +41,27 @@ OP = Op(
     cases=tuple((*shape, alpha) for shape in SHAPES for alpha in (1.0, 1.3)),
     small=(3, 5, 1.3),
     bench=((16384, 8192, 1.0),),
-    recipe=False,
 )
 _passes = OP.passes
 
 
-def _gradient(dy, y, alpha, scale, input_scale):
-    limit = torch.tensor(-alpha * scale, dtype=y.dtype).item()  # as y has it
-    dy, y = wide(dy, y)
-    left = torch.where(y <= limit, 0, input_scale * (y + alpha * scale))
-    return dy * torch.where(y > 0, scale, left)
+def _gradient(dy, x, alpha, scale, input_scale):
+    return torch.ops.aten.elu_backward(dy, alpha, scale, input_scale, False, x)
 
 
-ELU_LIKE = Kept(4, _gradient)
+ELU_LIKE = Rebuilt(4, _elu, _gradient)
 
 
 def elu(input, alpha=1.0, inplace=False, *, prefer="auto"):
-    """`torch.nn.functional.elu`, keeping its output, which the next layer keeps too, instead of its input.
+    """`torch.nn.functional.elu`, keeping its input and letting its consumer rebuild the output.
 
-    Shapes: any; the result has the shape and dtype of input. With alpha < 0, of which y does not tell the side, or
-    inplace=True torch's own op runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+    Shapes: any; the result has the shape and dtype of input. With inplace=True torch's own op runs. prefer: "auto" |
+    "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
     """
     if inplace:
         return torch._C._nn.elu_(input, alpha)
-    y = None if _passes(input, prefer) or not alpha >= 0 else keeping_output(OP, ELU_LIKE, input, prefer, alpha, 1, 1)
+    options = float(alpha), 1.0, 1.0
+    y = None if _passes(input, prefer) else keeping_input(OP, ELU_LIKE, input, prefer, options=options)
     return _elu(input, alpha) if y is None else y
 
 

@@ -2,14 +2,14 @@
 
 y = -log(1 + exp(-x)) = min(x, 0) - log(1 + exp(-|x|)),    dy/dx = 1 - exp(y)
 
-torch keeps x, and on the CPU a buffer of its size; this room keeps y.
+torch keeps x, and on the CPU a buffer of its size.
 """
 
 import torch
 from torch import nn
 
 from hfnn.kernel import Op
-from hfnn.ops.unary import SHAPES, Kept, keeping_output, kernels, normal, wide
+from hfnn.ops.unary import SHAPES, Rebuilt, keeping_input, kernels, normal
 
 _logsigmoid = torch._C._nn.log_sigmoid
 
@@ -28,26 +28,20 @@ OP = Op(
     cases=SHAPES,
     small=(3, 5),
     bench=((16384, 8192),),
-    recipe=False,
 )
 _passes = OP.passes
 
 
-def _gradient(dy, y, a, b, c):
-    dy, y = wide(dy, y)
-    return dy * -torch.expm1(y)
-
-
-LOGSIGMOID = Kept(3, _gradient)
+LOGSIGMOID = Rebuilt(3, _logsigmoid, through_y=True)
 
 
 def logsigmoid(input, *, prefer="auto"):
-    """`torch.nn.functional.logsigmoid`, keeping its output, which the next layer keeps too, instead of its input.
+    """`torch.nn.functional.logsigmoid`, keeping its input and letting its consumer rebuild the output.
 
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises.
     """
-    y = None if _passes(input, prefer) else keeping_output(OP, LOGSIGMOID, input, prefer)
+    y = None if _passes(input, prefer) else keeping_input(OP, LOGSIGMOID, input, prefer)
     return _logsigmoid(input) if y is None else y
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hfnn.kernel import Op
 from hfnn.ops.elu import ELU_LIKE, away_from_0
-from hfnn.ops.unary import SHAPES, keeping_output, kernels
+from hfnn.ops.unary import SHAPES, keeping_input, kernels
 
 ALPHA, SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
@@ -34,20 +34,19 @@ OP = Op(
     cases=SHAPES,
     small=(3, 5),
     bench=((16384, 8192),),
-    recipe=False,
 )
 _passes = OP.passes
 
 
 def selu(input, inplace=False, *, prefer="auto"):
-    """`torch.nn.functional.selu`, keeping its output, which the next layer keeps too, instead of its input.
+    """`torch.nn.functional.selu`, keeping its input and letting its consumer rebuild the output.
 
     Shapes: any; the result has the shape and dtype of input. With inplace=True torch's own op runs. prefer: "auto" |
     "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
     """
     if inplace:
         return torch.selu_(input)
-    y = None if _passes(input, prefer) else keeping_output(OP, ELU_LIKE, input, prefer, ALPHA, SCALE, 1)
+    y = None if _passes(input, prefer) else keeping_input(OP, ELU_LIKE, input, prefer, options=(ALPHA, SCALE, 1.0))
     return torch.selu(input) if y is None else y
 
 

@@ -1,12 +1,13 @@
 """Smooth functions of one input (csrc/unary.h): what is kept for backward, and how.
 
-Where the derivative can be told from y (sigmoid, tanh, softplus, logsigmoid, elu, softsign, exp, sqrt), y is kept and x
-is not: the next matrix product keeps y anyway, so it costs nothing more, where torch keeps x besides for most of them.
-A second derivative is the first one's expression in y, differentiated: in a backward under create_graph=True the saved
-output comes with its own graph, which leads on to x. As with torch's sigmoid, y must not be written to before backward.
+Where torch keeps y (sigmoid, tanh, exp, sqrt), so does the room. A second derivative is the first one's expression in
+y, differentiated: in a backward under create_graph=True the saved output comes with its own graph, which leads on to x.
+As in torch, y must not be written to before backward.
 
-Where it cannot (mish, hardswish, quick_gelu), x is kept, y carries a recipe, and a consumer rebuilds it. Or, with
-keep="output", y and five bits are kept (recode.py).
+Where torch keeps x (elu, selu, celu, softplus, logsigmoid, softsign, mish, hardswish, quick_gelu), x is kept, y carries
+a recipe, and a consumer rebuilds it. Though some of them could tell their derivative from y, y is the user's: to write
+to, and to hang hooks on that a second derivative would run again. With keep="output", y and five bits are kept
+(recode.py).
 
 The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. Its CUDA kernels give elu, selu,
 celu and hardswish that of one of the branches.
@@ -40,9 +41,9 @@ def normal(case, dtype, device, generator=None):
 
 @dataclass(frozen=True)
 class Kept:
-    """A function whose derivative is told from its output. kind: its number in csrc/unary.h.
+    """A function that keeps its output. kind: its number in csrc/unary.h.
 
-    gradient(dy, y, a, b, c): dx by differentiable torch ops, in float32 or wider; fast: dtypes in which a function of
+    gradient(dy, y): dx by differentiable torch ops, in float32 or wider; fast: dtypes in which a function of
     which torch keeps no more than hfnn is not slower on the CPU than torch's.
     """
 
@@ -56,87 +57,96 @@ def wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
-def _forward(x, kind, options, kernel):
+def _forward(x, kind, kernel, a=0.0, b=0.0, c=0.0):
     x = _dense(x)
     y = torch.empty_like(x)
-    kernel.forward(_flat(x), _flat(y), kind, *options, kernel.queue(x))
+    kernel.forward(_flat(x), _flat(y), kind, a, b, c, kernel.queue(x))
     return y
 
 
-def _backward(dy, kept, kind, options, kernel):
+def _backward(dy, kept, kind, kernel):
     kept, dy = _alike(kept, dy)
     dx = torch.empty_like(kept)
-    kernel.backward(_flat(dy), _flat(kept), _flat(dx), kind, *options, kernel.queue(kept))
+    kernel.backward(_flat(dy), _flat(kept), _flat(dx), kind, 0.0, 0.0, 0.0, kernel.queue(kept))
     return dx
 
 
 class _KeepsOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, function, options, kernel):
-        y = _forward(x, function.kind, options, kernel)
+    def forward(ctx, x, function, kernel):
+        y = _forward(x, function.kind, kernel)
         ctx.save_for_backward(y)
-        ctx.function, ctx.options, ctx.kernel = function, options, kernel
+        ctx.function, ctx.kernel = function, kernel
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return ctx.function.gradient(dy, y, *ctx.options).to(y.dtype), None, None, None
-        return _backward(dy, y, ctx.function.kind, ctx.options, ctx.kernel), None, None, None
+            return ctx.function.gradient(dy, y).to(y.dtype), None, None
+        return _backward(dy, y, ctx.function.kind, ctx.kernel), None, None
 
 
-def keeping_output(op: Op, function: Kept, input, prefer: str, a=0.0, b=0.0, c=0.0):
+def keeping_output(op: Op, function: Kept, input, prefer: str):
     """The function of input by a kernel, or None where torch's own op is to run, or to raise."""
     kernel = op.select(input, prefer=prefer)
     if kernel is None:
         return None
     if not op.saves and input.is_cpu and input.dtype not in function.fast and forced() is None:
         return None
-    input = input.to(op.out_dtype(input))  # under autocast, CUDA's exp and softplus are float32
-    options = float(a), float(b), float(c)
+    input = input.to(op.out_dtype(input))  # under autocast, CUDA's exp is float32
     if torch.is_grad_enabled():
-        return _KeepsOutput.apply(input, function, options, kernel)
-    return _forward(input, function.kind, options, kernel)
+        return _KeepsOutput.apply(input, function, kernel)
+    return _forward(input, function.kind, kernel)
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A function that keeps its input. kind: its number in csrc/unary.h; formula: torch's, for second derivatives."""
+    """A function that keeps its input. kind: its number in csrc/unary.h.
+
+    formula(x, *options): torch's, for second derivatives; gradient(dy, x, *options): torch's own, in one pass, or None
+    for the kernel's, which has no options; through_y: whether that is of y, which is computed again for it.
+    """
 
     kind: int
     formula: Callable
+    gradient: Callable | None = None
+    through_y: bool = False
 
-
-NO_OPTIONS = (0.0, 0.0, 0.0)
+    def backward(self, dy, x, options, kernel):
+        if self.gradient is not None:
+            x, dy = _alike(x, dy)  # torch's bits depend on the layout
+            return self.gradient(dy, x, *options)
+        kept = _forward(x, self.kind, kernel) if self.through_y else x
+        return _backward(dy, kept, self.kind, kernel)
 
 
 class _KeepsInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, function, out, kernel):
+    def forward(ctx, x, function, options, out, kernel):
         recipe.save(ctx, x)
-        ctx.function, ctx.out, ctx.kernel = function, out, kernel
-        build = _build(function, out, kernel)
+        ctx.function, ctx.options, ctx.out, ctx.kernel = function, options, out, kernel
+        build = _build(function, options, out, kernel)
         return recipe.attach(ctx, build(x), build, x)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = recipe.saved(ctx)
         if torch.is_grad_enabled():
-            formula = lambda x: ctx.function.formula(x.to(ctx.out))  # noqa: E731
-            return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None
-        dx = _backward(dy, x.to(ctx.out), ctx.function.kind, NO_OPTIONS, ctx.kernel)
-        return dx.to(x.dtype), None, None, None
+            formula = lambda x: ctx.function.formula(x.to(ctx.out), *ctx.options)  # noqa: E731
+            return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None, None
+        dx = ctx.function.backward(dy, x.to(ctx.out), ctx.options, ctx.kernel)
+        return dx.to(x.dtype), None, None, None, None
 
 
-def _build(function, out, kernel):
+def _build(function, options, out, kernel):
     """y of x: in forward, and again in backward."""
 
     def build(x):
         x = x.to(out)  # the kernels compute in one dtype; x itself, often the narrower, is what is kept
         if torch.is_grad_enabled():
-            return function.formula(x)
-        return _forward(x, function.kind, NO_OPTIONS, kernel)
+            return function.formula(x, *options)
+        return _forward(x, function.kind, kernel, *options)
 
     return build
 
@@ -145,7 +155,7 @@ def _rebuilding(x, *how):
     return _KeepsInput.apply(x, *how) if torch.is_grad_enabled() else _build(*how)(x)
 
 
-def keeping_input(op: Op, function: Rebuilt, input, prefer: str, keep: str):
+def keeping_input(op: Op, function: Rebuilt, input, prefer: str, keep: str = "input", options=()):
     """The function of input by a kernel, or None where torch's own op is to run, or to raise."""
     kernel = op.select(input, prefer=prefer)
     if kernel is None:
@@ -154,13 +164,14 @@ def keeping_input(op: Op, function: Rebuilt, input, prefer: str, keep: str):
         y = recode.keeping_output(
             input,
             (op.name, kernel.name),
-            _build(function, input.dtype, kernel),
-            lambda dy, x: _backward(dy, x, function.kind, NO_OPTIONS, kernel),
-            function.formula,
+            _build(function, options, input.dtype, kernel),
+            lambda dy, x: function.backward(dy, x, options, kernel),
+            lambda x: function.formula(x, *options),
         )
         if y is not None:
             return y
-    return _rebuilding(input, function, input.dtype, kernel)
+    # Under autocast, CUDA's softplus is float32.
+    return _rebuilding(input, function, options, op.out_dtype(input), kernel)
 
 
 def fused(op: Op, function: Rebuilt, x, out, prefer: str):
@@ -169,4 +180,4 @@ def fused(op: Op, function: Rebuilt, x, out, prefer: str):
     For modules that compute the op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
     """
     kernel = op.select(x, prefer=prefer)
-    return None if kernel is None else _rebuilding(x, function, out, kernel)
+    return None if kernel is None else _rebuilding(x, function, (), out, kernel)

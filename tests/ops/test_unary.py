@@ -1,13 +1,15 @@
 """What is peculiar to smooth functions: what they keep, both ends of their range, kinks, options, and look-alikes."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import hfnn
-from hfnn import lookalike, memory, ops
+from hfnn import lookalike, memory, ops, testing
 from hfnn.kernel import _interpreting
 
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
@@ -16,9 +18,8 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 INF, NAN = math.inf, math.nan
 
 SAME = ("sigmoid", "tanh", "exp", "sqrt")  # torch keeps y too
-KEEP_OUTPUT = (*SAME, "softplus", "logsigmoid", "elu", "selu", "celu", "softsign")
-KEEP_INPUT = ("mish", "hardswish", "quick_gelu")
-ALL = (*KEEP_OUTPUT, *KEEP_INPUT)
+KEEP_INPUT = ("softplus", "logsigmoid", "elu", "selu", "celu", "softsign", "mish", "hardswish", "quick_gelu")
+ALL = (*SAME, *KEEP_INPUT)
 MODULES = {
     "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softplus": nn.Softplus, "logsigmoid": nn.LogSigmoid, "elu": nn.ELU,
     "selu": nn.SELU, "celu": nn.CELU, "softsign": nn.Softsign, "mish": nn.Mish, "hardswish": nn.Hardswish,
@@ -50,19 +51,10 @@ def positive(name, x):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", KEEP_OUTPUT)
+@pytest.mark.parametrize("name", SAME)
 def test_the_output_is_kept_and_nothing_else(name, dtype, device):
     x = positive(name, torch.randn(33, 1000, device=device)).to(dtype).requires_grad_()
-    kept = memory.saved_bytes(lambda: ours(name)(x, prefer="memory"))
-    if name in SAME:
-        assert kept.total == x.nbytes
-        return
-    assert kept.by_op == {"KeepsOutput": x.nbytes}
-    weight = nn.Parameter(torch.randn(8, 1000, device=device, dtype=dtype))
-    kept = memory.saved_bytes(lambda: nn.functional.linear(ours(name)(x, prefer="memory"), weight))
-    assert kept.total == x.nbytes, "a product that keeps y shares it"
-    torchs = memory.saved_bytes(lambda: nn.functional.linear(op(name).torch(x), weight))
-    assert torchs.total >= 2 * x.nbytes
+    assert memory.saved_bytes(lambda: ours(name)(x, prefer="memory")).total == x.nbytes
 
 
 @pytest.mark.parametrize("name", KEEP_INPUT)
@@ -73,14 +65,60 @@ def test_a_consumer_keeps_nothing_more(name, device):
     assert kept.total == x.nbytes
 
 
-@pytest.mark.parametrize("name", [name for name in KEEP_OUTPUT if name not in SAME])
-def test_an_output_that_was_written_to_is_refused(name, device):
-    """As by torch's sigmoid: no wrong gradient, but an error."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
-    y = ours(name)(x, prefer="memory")
-    y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+HOOKS = {
+    "none": torch.enable_grad,
+    "identity": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "offloaded": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@every
+def test_a_result_may_be_written_to_as_torchs(name, hooks, device):
+    x = positive(name, torch.randn(8, 8, device=device)).requires_grad_()
+
+    def step(fn):
+        with HOOKS[hooks]():
+            y = fn(x)
+        try:
+            return torch.autograd.grad(y.add_(1).sum(), x)[0]
+        except RuntimeError as error:
+            return str(error).split(":")[0]
+
+    got, want = step(lambda x: ours(name)(x, prefer="memory")), step(op(name).torch)
+    assert type(got) is type(want) and (name in SAME or type(want) is not str)
+    if type(want) is str or hooks == "none":
+        assert got == want if type(want) is str else testing.error(got, want).l2 < 1e-6
+    elif name not in SAME:  # what torch keeps under hooks is what was written to, whoever holds it
+        assert testing.error(got, want).l2 < 1e-6
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("name", KEEP_INPUT)
+def test_a_result_nobody_uses_is_freed(name, hooks, device):
+    with HOOKS[hooks]():
+        y = ours(name)(torch.randn(8, 8, device=device, requires_grad=True), prefer="memory")
+    memory = weakref.ref(y.untyped_storage())
+    del y
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize("name", KEEP_INPUT)
+def test_hooks_run_once_though_a_second_derivative_is_taken(name, device):
+    layer = nn.Linear(8, 8, device=device)
+
+    def step(fn):
+        x, seen = torch.ones(4, 8, device=device, requires_grad=True), []
+        y = fn(layer(x))
+        y.register_hook(lambda dy: seen.append(dy.shape) or dy * 0.5)
+        (dx,) = torch.autograd.grad(layer(y).square().sum(), x, create_graph=True)
+        return seen, torch.autograd.grad(dx.square().sum(), [x, *layer.parameters()])
+
+    (seen, ours_), (wanted, torchs) = step(lambda x: ours(name)(x, prefer="memory")), step(op(name).torch)
+    assert seen == wanted
+    for got, want in zip(ours_, torchs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_what_torch_does_as_well_is_left_to_torch():
@@ -125,7 +163,7 @@ EXCEPT = {
     "quick_gelu": lambda x: x.abs() > 1e3,  # torch rounds between its ops
 }
 # The slope at a NaN is a NaN, as in torch's vectors on the CPU; its CUDA kernels give that of one of the branches.
-BRANCHES = ("elu", "selu", "celu", "hardswish")
+BRANCHES = ("hardswish",)
 
 
 @kernels
@@ -139,8 +177,8 @@ def test_ends_and_kinks_are_torchs(name, dtype, kernel, device):
     for x in (ends, ends.repeat(512)):  # in a tail, and in whole vectors
         with hfnn.use(kernel):
             mine = gradient(ours(name), x)
-        # Of a lonely NaN torch's elu and hardswish have the slope of 1 in the tail of a vector.
-        y, dx = (whole[: len(x)] for whole in gradient(op(name).torch, x.repeat(64)))
+        # Of a lonely NaN torch's elu, which is ours, and hardswish have the slope of 1 in the tail of a vector.
+        y, dx = (whole[: len(x)] for whole in gradient(op(name).torch, x if name.endswith("elu") else x.repeat(64)))
         if x.is_cuda and name in BRANCHES:
             dx = torch.where(x.isnan(), NAN, dx)
         for got, want in zip(mine, (y, dx), strict=True):
@@ -162,7 +200,7 @@ def test_slopes_at_kinks(name, kinks, dtype, kernel, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_saturated_unit_has_no_gradient(dtype, kernel, device):
     """selu's limit is no number of 16 bits: what y is away from it by rounding is not taken for a slope."""
-    x = torch.full((40,), -30.0, dtype=dtype, device=device, requires_grad=True)
+    x = torch.full((40,), -200.0, dtype=dtype, device=device, requires_grad=True)
     with hfnn.use(kernel):
         for create_graph in (False, True):
             y = hfnn.functional.selu(x)
@@ -177,16 +215,20 @@ def name_of(y):
     return y.grad_fn.name()
 
 
-def test_options_that_y_does_not_tell_are_torchs(device):
+def test_odd_options_are_as_torchs(device):
     x = torch.randn(40, 50, device=device, requires_grad=True)
-    for y, fn in (
-        (hfnn.functional.elu(x, -0.5, prefer="memory"), lambda: nn.functional.elu(x, -0.5)),
-        (hfnn.functional.celu(x, -0.5, prefer="memory"), lambda: nn.functional.celu(x, -0.5)),
-        (hfnn.functional.softplus(x, 1, 2, prefer="memory"), lambda: nn.functional.softplus(x, 1, 2)),
-        (hfnn.functional.softplus(x, -1.0, prefer="memory"), lambda: nn.functional.softplus(x, -1.0)),
+    for name, options, taken in (
+        ("elu", (-0.5,), True),
+        ("elu", (0.0,), True),
+        ("softplus", (1, 2), True),
+        ("softplus", (-1.0,), False),
+        ("celu", (-0.5,), False),
     ):
-        assert not name_of(y).startswith("_") and torch.equal(y, fn())
-    assert name_of(hfnn.functional.elu(x, 0.0, prefer="memory")) == "_KeepsOutputBackward"
+        y, want = ours(name)(x, *options, prefer="memory"), getattr(nn.functional, name)(x, *options)
+        assert name_of(y).startswith("_") == taken
+        torch.testing.assert_close(y, want)
+        for got, torchs in zip(*(torch.autograd.grad(t.sum(), x) for t in (y, want)), strict=True):
+            torch.testing.assert_close(got, torchs)
     with pytest.raises(RuntimeError):
         hfnn.functional.celu(x, 0.0, prefer="memory")
 
@@ -202,7 +244,7 @@ def test_in_place_is_torchs(name, device):
 @every
 def test_channels_last_stays_so(name, device):
     x = positive(name, torch.randn(2, 5, 3, 4, device=device)).to(memory_format=torch.channels_last).bfloat16()
-    y, dx = gradient(lambda x: ours(name)(x, prefer="memory"), x, torch.ones(2, 5, 3, 4, device=device).bfloat16())
+    y, dx = gradient(lambda x: ours(name)(x, prefer="memory"), x, torch.ones_like(x))
     plain, dx_plain = gradient(lambda x: ours(name)(x, prefer="memory"), x.contiguous())
     assert y.is_contiguous(memory_format=torch.channels_last) and torch.equal(y, plain)
     assert dx.is_contiguous(memory_format=torch.channels_last) and torch.equal(dx, dx_plain)
