@@ -8,6 +8,7 @@ import warnings
 
 import convert_models as models
 import torch
+from convert_faults import FAULTS
 from convert_known import KNOWN
 from convert_modules import saved_tensor_hooks
 from convert_session import CRITERIA, LOSSES, Session
@@ -243,6 +244,5 @@ def keeping_copies(program) -> Log:
         return run(program, False)
 
 
-FUZZER = Fuzzer(
-    "convert", draw, features, run, tuple(name.strip() for name in EXPECTED.split(",")), KNOWN, lenient=keeping_copies
-)
+NAMES = tuple(name.strip() for name in EXPECTED.split(","))
+FUZZER = Fuzzer("convert", draw, features, run, NAMES, KNOWN, FAULTS, keeping_copies)

@@ -1,0 +1,250 @@
+"""Defects planted in hfnn, which the fuzzer of `hfnn.convert` must find: each a context manager, by name."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+import hfnn
+from hfnn import convert, dress, kernel, recipe
+from hfnn.ops import embedding, layer_norm, linear, unary
+
+FAULTS = {}
+
+
+def _fault(name):
+    def add(function):
+        FAULTS[name] = contextlib.contextmanager(function)
+        return function
+
+    return add
+
+
+@contextlib.contextmanager
+def _replaced(owner, name, make):
+    """`owner.name` is `make(what it was)` in the block."""
+    before = vars(owner)[name]
+    called = before.__func__ if isinstance(before, staticmethod) else before
+    setattr(owner, name, type(before)(make(called)) if isinstance(before, staticmethod) else make(called))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _plant(name, owner, attribute, make):
+    FAULTS[name] = lambda: _replaced(owner, attribute, make)
+
+
+# Recipes.
+_plant("no marks are compared", recipe, "_marks", lambda marks: lambda y, sources: [])
+_plant("marks of sources left out", recipe, "_marks", lambda marks: lambda y, sources: marks(y, ()))
+_plant(
+    "marks without versions",
+    recipe,
+    "_marks",
+    lambda marks: lambda y, sources: [t.data_ptr() for t in (y, *sources) if t is not None],
+)
+_plant("hooks of saved tensors not compared", recipe, "_hooks_now", lambda now: lambda: None)
+_plant("results keep their recipe after backward", recipe, "release", lambda release: lambda ctx: None)
+_plant(
+    "sources saved past autograd",
+    recipe,
+    "save",
+    lambda save: lambda ctx, *tensors: save(ctx, *(None if t is None else t.data for t in tensors)),
+)
+_plant(
+    "rebuilt a little wrong",
+    recipe.Recipe,
+    "_make",
+    lambda make: lambda self, sources, dtype=None: make(self, sources, dtype) * 1.03125,
+)
+_plant(
+    "a chain's first source for its tensor",
+    recipe.Recipe,
+    "_ingredient",
+    lambda ingredient: lambda self, sources: sources[0],
+)
+_plant(
+    "a rebuilt tensor not widened",
+    recipe,
+    "as_dtype",
+    lambda as_dtype: lambda y, dtype: as_dtype(y, dtype).bfloat16().to(dtype or y.dtype),
+)
+
+
+@_fault("rebuilt tensors shared with the next backward")
+def _shared():
+    def keep(self, where, y):
+        self._shared = where, y
+
+    with (
+        _replaced(recipe, "_where", lambda where: lambda sources: None),
+        _replaced(recipe.Recipe, "_keep", lambda _: keep),
+        _replaced(recipe.Recipe, "_free", lambda _: lambda self: setattr(self, "_served", 0)),
+    ):
+        yield
+
+
+@_fault("a cast kept a call too long")
+def _stale_cast():
+    casts = {}
+
+    def cast(x, dtype):
+        if x.dtype is dtype:
+            return x
+        key = x.data_ptr(), x.shape, dtype, x.requires_grad
+        return casts.setdefault(key, x.to(dtype))
+
+    with _replaced(recipe, "cast", lambda _: cast):
+        yield
+
+
+@_fault("every recipe kept for ever")
+def _kept():
+    forever = []
+
+    def make(attach):
+        def attached(ctx, y, build, *sources, **more):
+            forever.append(sources)
+            return attach(ctx, y, build, *sources, **more)
+
+        return attached
+
+    with _replaced(recipe, "attach", make):
+        yield
+
+
+@_fault("a converted module kept by its last call")
+def _module_kept():
+    last = []
+
+    def make(forward):
+        def run(self, input):
+            last.append(self)
+            return forward(self, input)
+
+        return run
+
+    with _replaced(hfnn.LayerNorm, "forward", make):
+        yield
+
+
+# Autograd.
+def _swapped(backward):
+    def run(ctx, dy):
+        dx, dweight, dbias, *rest = backward(ctx, dy)
+        return (
+            (dx, dweight, dweight, *rest) if dbias is not None and dweight is not None else (dx, dweight, dbias, *rest)
+        )
+
+    return run
+
+
+_plant("the gradient of the wrong input", layer_norm._LayerNorm, "backward", _swapped)
+
+
+def _writing(backward):
+    def run(ctx, dy):
+        found = backward(ctx, dy)
+        with torch.no_grad():
+            dy.zero_()
+        return found
+
+    return run
+
+
+_plant("the incoming gradient written to", unary._KeepsInput, "backward", _writing)
+
+
+def _once(backward):
+    def run(ctx, dy):
+        found = backward(ctx, dy)
+        ctx.recipe = None
+        return found
+
+    return run
+
+
+_plant("state of a retained graph cleared", linear._Linear, "backward", _once)
+_plant(
+    "second derivatives cut off",
+    layer_norm,
+    "double_backward",
+    lambda double: lambda *args: tuple(None if g is None else g.detach() for g in double(*args)),
+)
+
+
+def _forward_as(cls, change):
+    return lambda: _replaced(cls, "forward", lambda forward: lambda self, *args: change(forward, self, *args))
+
+
+FAULTS |= {
+    "strides lost": _forward_as(hfnn.GELU, lambda forward, self, x: forward(self, x).contiguous()),
+    "a reserved attribute read at convert": _forward_as(
+        hfnn.LayerNorm,
+        lambda forward, self, x: hfnn.functional.layer_norm(
+            x, self.normalized_shape, self.weight, self.bias, 1e-5, prefer=self.prefer
+        ),
+    ),
+    "autocast ignored": _forward_as(
+        hfnn.Linear, lambda forward, self, x: _without_autocast(forward, self, x.to(self.weight.dtype))
+    ),
+    "in place forgotten": _forward_as(hfnn.ReLU, lambda forward, self, x: nn.functional.relu(x)),
+    "an input written to": _forward_as(hfnn.GELU, lambda forward, self, x: (forward(self, x), x.detach().add_(1))[0]),
+    "padding_idx forgotten": _forward_as(hfnn.Embedding, lambda forward, self, x: embedding.embedding(x, self.weight)),
+    "eval forgotten": _forward_as(
+        hfnn.Dropout, lambda forward, self, x: nn.functional.dropout(x, self.p, True, self.inplace)
+    ),
+    "one mask for all": _forward_as(hfnn.MultiheadAttention, lambda forward, self, *args: forward(self, *args)),
+    "a bias forgotten where the weight is frozen": _forward_as(
+        hfnn.Linear,
+        lambda forward, self, x: (
+            forward(self, x) if self.weight.requires_grad else nn.functional.linear(x, self.weight)
+        ),
+    ),
+    "a loss's mean over rows alone": _forward_as(
+        hfnn.MSELoss, lambda forward, self, x, target: forward(self, x, target) * max(1, x.shape[-1])
+    ),
+}
+del FAULTS["one mask for all"]
+
+
+def _without_autocast(forward, self, x):
+    with torch.autocast("cpu", enabled=False):
+        return forward(self, x)
+
+
+_plant("functorch not asked for", kernel, "context", lambda context: lambda *tensors: None)
+_plant("the dtype of autocast's results ignored", kernel.Op, "out_dtype", lambda _: lambda self, x: x.dtype)
+
+
+# Convert.
+@_fault("convert draws")
+def _draws():
+    with _replaced(convert, "_convert", lambda run: lambda *args: (torch.rand(1), run(*args))[1]):
+        yield
+
+
+def _unhooked(revert):
+    def run(model):
+        revert(model)
+        for module in model.modules():
+            module._forward_hooks.clear()
+
+    return run
+
+
+_plant("revert drops hooks", convert, "_revert", _unhooked)
+
+
+def _shallow(reduce):
+    def run(self, protocol):
+        found = reduce(self, protocol)
+        state = found[2] if isinstance(found[2], dict) else {}
+        return (*found[:2], {**state, "training": True}, *found[3:])
+
+    return run
+
+
+_plant("copies are in training", dress.Dressed, "__reduce_ex__", _shallow)
