@@ -442,10 +442,12 @@ class Probe(nn.Module):
     def forward(self, x):
         if not torch._C._functorch.is_functorch_wrapped_tensor(x):
             seen.append(StorageWeakRef(x.untyped_storage()))
-        if self.how == "retain_grad" and x.requires_grad:
+        # To ask for grad_fn is not in vain: torch's hooks crash on a tensor that was written to through a view (seen).
+        learns = x.requires_grad and (x.is_leaf or x.grad_fn is not None)
+        if self.how == "retain_grad" and learns:
             x.retain_grad()
             kept.append(x)
-        if self.how == "hook" and x.requires_grad:
+        if self.how == "hook" and learns:
             x.register_hook(lambda grad: grad * 0.5)
         return x * 0.5 + x.detach() * 0.5 if self.how == "detach" else x
 

@@ -397,11 +397,11 @@ class Session:
                 self.recorded.append((what, t.detach().clone()))
 
     def hook_tensor(self, y):
-        if isinstance(y, torch.Tensor) and y.requires_grad:
+        if isinstance(y, torch.Tensor) and y.requires_grad and (y.is_leaf or y.grad_fn is not None):
             y.register_hook(lambda g: g * 0.5)
 
     def retain(self, y):
-        if isinstance(y, torch.Tensor) and y.requires_grad:
+        if isinstance(y, torch.Tensor) and y.requires_grad and (y.is_leaf or y.grad_fn is not None):
             y.retain_grad()
             own.kept.append(y)
 
