@@ -1,31 +1,30 @@
 """The CPU-assisted reduce of CUDA tensors, over a GPU that is played on threads (fake_gpu.h): assisted.cpp."""
 
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiler
 import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCES = [CORE / f"{name}.cpp" for name in ["reduce", "segment", "types", "cuda/assisted_cores"]]
 # Two files are called assisted.cpp.
 OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 
 
 def build(folder, *flags):
     def compiled(source, name):
-        command = [COMPILER, "-std=c++17", "-O1", "-g1", *flags, "-I", CORE, "-I", HERE, "-c", source, "-o", name]
-        subprocess.run(command, check=True, timeout=200, cwd=folder)
+        how = ("-std=c++17", "-O1", "-g1", *flags, "-I", CORE, "-I", HERE)
+        compiler.run(*how, "-c", source, "-o", name, timeout=200, cwd=folder)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(compiled, OBJECTS.keys(), OBJECTS.values()))
-    subprocess.run([COMPILER, *flags, *OBJECTS.values(), "-o", "run", "-pthread"], check=True, timeout=100, cwd=folder)
+    compiler.run(*flags, *OBJECTS.values(), "-o", "run", "-pthread", timeout=100, cwd=folder)
     return folder / "run"
 
 

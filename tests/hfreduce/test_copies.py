@@ -1,20 +1,18 @@
 """The all-gather of CUDA tensors by copy engines, over GPUs that are played on threads (fake_gpu.h): copies.cpp."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import compiler
 import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCES = (HERE / "copies.cpp", CORE / "cuda" / "copies.cpp", CORE / "segment.cpp")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("sanitizer", "cases"),
     [
@@ -27,8 +25,7 @@ def test_right_and_let_go(sanitizer, cases, tmp_path):
     flags = ["-std=c++17", "-O1", "-g1"]
     if sanitizer:
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    command = [COMPILER, *flags, "-I", CORE, "-I", HERE, *SOURCES, "-o", tmp_path / "run", "-pthread"]
-    subprocess.run(command, check=True, timeout=200)
+    compiler.run(*flags, "-I", CORE, "-I", HERE, *SOURCES, "-o", tmp_path / "run", "-pthread", timeout=200)
     rounds = "6" if sanitizer else "16"
     for case in cases:
         result = subprocess.run([tmp_path / "run", case, rounds, "1"], capture_output=True, text=True, timeout=100)

@@ -1,16 +1,15 @@
 """The kernels over peer memory on threads of the CPU, under ThreadSanitizer: kernels.cpp."""
 
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiler
 import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCES = (
     *sorted((CORE / "cuda").glob("*.cu")),
     *(CORE / name for name in ("cuda/peers.cpp", "reduce.cpp", "segment.cpp", "types.cpp")),
@@ -27,18 +26,17 @@ def emulated(tmp_path_factory) -> Path:
 
     def compiled(source):
         out = folder / source.name.replace(".", "_")
-        command = [COMPILER, "-x", "c++", *flags, *include, "-c", source, "-o", out]
-        subprocess.run(command, check=True, timeout=120)
+        compiler.run("-x", "c++", *flags, *include, "-c", source, "-o", out, timeout=120)
         return out
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, SOURCES))
-    subprocess.run([COMPILER, *flags, *objects, "-o", folder / "run", "-pthread"], check=True, timeout=60)
+    compiler.run(*flags, *objects, "-o", folder / "run", "-pthread", timeout=60)
     return folder / "run"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 def test_right_and_in_order(emulated):
     result = subprocess.run([emulated, "40", "1"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout == "ok\n", result.stderr[-6000:]

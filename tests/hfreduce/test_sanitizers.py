@@ -4,16 +4,15 @@ kernels on threads (emulated/).
 """
 
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiler
 import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
 def build(folder, kernels, *flags):
@@ -28,7 +27,7 @@ def build(folder, kernels, *flags):
     def compiled(source):
         built = folder / f"{source.parent.name}_{source.stem}_{source.suffix[1:]}.o"
         how = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wno-unknown-pragmas", *flags, *include)
-        subprocess.run([COMPILER, "-x", "c++", *how, "-c", source, "-o", built], check=True, timeout=200)
+        compiler.run("-x", "c++", *how, "-c", source, "-o", built, timeout=200)
         return built
 
     sources = core + kernels + programs
@@ -39,14 +38,13 @@ def build(folder, kernels, *flags):
     for program in programs:
         others = with_kernels if program.stem == "accelerator" else core
         runs.append(folder / program.stem)
-        command = [COMPILER, *flags, *(objects[f] for f in (*others, program)), "-o", runs[-1], "-pthread"]
-        subprocess.run(command, check=True, timeout=100)
+        compiler.run(*flags, *(objects[f] for f in (*others, program)), "-o", runs[-1], "-pthread", timeout=100)
     return runs
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_clean(sanitizer, tmp_path):
     for program in build(tmp_path, sanitizer == "thread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):
