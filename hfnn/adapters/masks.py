@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
 from hfnn.kernel import compiling
+from hfnn.ops.attention.mask import own
 from hfnn.recorded import METADATA, name_of
 
 
@@ -165,7 +166,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
         return make()
     given = None if rule is None else _describe(rule, *sizes, attention_mask)
     if given is None:
-        return make()
+        return _dense(make(), attention_mask)
     if not given and others.get("allow_is_bidirectional_skip", False):
         return None
     causal = given == {"window": (None, 0)} and q_length == kv_length and q_offset == kv_offset
@@ -174,6 +175,13 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     dtype = others.get("dtype", torch.float32) if eager else torch.bool
     whole = functools.partial(make, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return Mask.of((batch_size, 1, q_length, kv_length), dtype, others.get("device", "cpu"), given, whole)
+
+
+def _dense(made, given):
+    """A mask that transformers made for the layers of this forward, unless it is a view of what a user gave."""
+    if made is not None and (given is None or made.untyped_storage()._cdata != given.untyped_storage()._cdata):
+        own(made if made._base is None else made._base)
+    return made
 
 
 def _readable(attention_mask, batch: int) -> bool:
@@ -229,8 +237,8 @@ def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
     if full:
         return {}
     if dense:
-        return {"lengths": torch.stack((first, last), 1).int()}
-    return {"attn_mask": padding[:, None, None, :]}
+        return {"lengths": own(torch.stack((first, last), 1).int())}
+    return {"attn_mask": own(padding.clone())[:, None, None, :]}
 
 
 def _starts(rule: Rule) -> torch.Tensor | None:

@@ -4,16 +4,14 @@
 
 The look-up and its gradient are torch's own. What differs is what is kept: torch keeps the ids it is given, 8 bytes a
 token. Position ids, shifted targets and the like are made in the forward and would be freed after it: here a copy of 4
-bytes stays, the same one for every table that is asked for the same ids. Ids in fewer bytes of memory than that copy
-(int32, or a row expanded over a batch) are kept as they are. Of a batch that the caller holds on to, the copy is
-memory on top: prefer="auto" therefore makes it from megabytes of ids on only, and prefer="memory" always.
+bytes stays, one for each call, for a buffer of ids may be filled anew in between by what moves no version. Ids in fewer
+bytes of memory than that copy (int32, or a row expanded over a batch) are kept as they are. Of a batch that the caller
+holds on to, the copy is memory on top: prefer="auto" therefore makes it from megabytes of ids on only, and
+prefer="memory" always.
 """
-
-import weakref
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced, is_plain
 
@@ -61,27 +59,11 @@ class _Embedding(torch.autograd.Function):
         return None, torch.ops.aten.embedding_dense_backward(dy, ids, *ctx.how), None, None
 
 
-# By id() of the ids: (weak reference that proves it, _version, data_ptr, weak reference to the memory of the copy). The
-# memory and not the tensor, for hooks on saved tensors are given another tensor of the same memory.
-_copies: dict[int, tuple] = {}
-
-
 def narrow(ids: torch.Tensor) -> torch.Tensor:
-    """ids in 32 bits, or ids where these take no more memory. The copy is shared for as long as somebody keeps it."""
+    """ids in 32 bits, or ids where these take no more memory."""
     if ids.dtype is not torch.int64 or ids.untyped_storage().nbytes() <= 4 * ids.numel():
         return ids
-    if type(ids) is not torch.Tensor:  # a FakeTensor has no memory
-        return ids.to(torch.int32)
-    key, mark = id(ids), (ids._version, ids.data_ptr())
-    known = _copies.get(key)
-    if known is not None and known[0]() is ids and known[1] == mark:
-        storage = torch.UntypedStorage._new_with_weak_ptr(known[2].cdata)
-        if storage is not None:
-            return torch.empty(0, dtype=torch.int32, device=ids.device).set_(storage, 0, ids.shape)
-    copy = ids.to(torch.int32, memory_format=torch.contiguous_format)
-    memory = StorageWeakRef(copy.untyped_storage())
-    _copies[key] = weakref.ref(ids, lambda _: _copies.pop(key, None)), mark, memory
-    return copy
+    return ids.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def _takes(input, weight) -> bool:

@@ -2,15 +2,12 @@
 
     y = a where mask, else b;    da = dy where mask, else 0;    db = 0 where mask, else dy
 
-torch keeps the mask, a byte an element; here it is packed into an eighth of that (hfnn/bits.py), once for all calls
-that use one mask, which every layer of a model may do. Of a mask that is broadcast the small one is kept. Values and
-gradients are torch's own to the bit.
+torch keeps the mask, a byte an element; here it is packed into an eighth of that (hfnn/bits.py), at each call, for a
+mask may be filled anew in between by what moves no version. Of a mask that is broadcast the small one is kept. Values
+and gradients are torch's own to the bit.
 """
 
-import weakref
-
 import torch
-from torch._subclasses import FakeTensor
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op, is_plain
@@ -38,23 +35,9 @@ KERNELS = (
 )
 
 
-# The masks that were packed, by id(), each with a weak reference that proves it is the same one, and with what changes
-# where it is written to or given other memory.
-_packed: dict[int, tuple] = {}
-
-
 def pack(mask):
-    """The bits of a boolean mask without the dimensions along which it was expanded; made once for each mask."""
-    # What a CUDA graph packs is written at its replays, and each is to see the mask as it is then.
-    if type(mask) is FakeTensor or mask.is_inference() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return bits.pack(_small(mask))
-    stream = torch._C._cuda_getCurrentRawStream(mask.get_device()) if mask.is_cuda else None
-    key, mark = id(mask), (mask._version, mask.data_ptr(), stream)
-    found = _packed.get(key)
-    if found is None or found[0]() is not mask or found[1] != mark:
-        found = weakref.ref(mask, lambda _: _packed.pop(key, None)), mark, bits.pack(_small(mask))
-        _packed[key] = found
-    return found[2]
+    """The bits of a boolean mask without the dimensions along which it was expanded."""
+    return bits.pack(_small(mask))
 
 
 def _small(mask):

@@ -161,9 +161,9 @@ def test_expanded_masks_are_packed_once():
 
 
 def test_masks_are_made_once_for_all_layers():
-    """By tensor, or by view of a tensor, and again when it was written to; it is gone with the tensor."""
+    """By tensor of hfnn's own, or by view of it, and again when it was written to; it is gone with the tensor."""
     known = len(mask._made)
-    x = torch.rand(2, 1, 9, 24, device=DEVICE) < 0.5
+    x = mask.own(torch.rand(2, 1, 9, 24, device=DEVICE) < 0.5)
     shape = 2, 4, 9, 16
     first = mask.packed(x[..., :16], shape)
     assert mask.packed(x[..., :16], shape) is first
@@ -191,8 +191,20 @@ def test_no_wait_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("fill", [torch.Tensor.copy_, lambda x, new: x.data.copy_(new)])
+def test_a_callers_mask_may_be_filled_anew(fill):
+    """At each call a mask is what it is then, whatever filled it."""
+    seen, lengths = torch.zeros(1, 1, 9, 16, dtype=torch.bool, device=DEVICE), torch.zeros(4, dtype=torch.int64)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        new, numbers = torch.rand(1, 1, 9, 16, device=DEVICE) < 0.5, torch.randint(9, (4,))
+        fill(seen, new), fill(lengths, numbers)
+        assert torch.equal(bits.unpack(mask.packed(seen, (1, 1, 9, 16))[0].flatten(), new.shape), new)
+        assert mask.bounds(lengths, 4, 9)[:, 1].tolist() == numbers.tolist()
+
+
 def test_bounds():
-    lengths = torch.tensor([3, 0, 12, -1], device=DEVICE)
+    lengths = mask.own(torch.tensor([3, 0, 12, -1], device=DEVICE))
     found = mask.bounds(lengths, 4, 9)
     assert found.tolist() == [[0, 3], [0, 0], [0, 9], [0, 0]] and found.dtype is torch.int32 and found.is_contiguous()
     assert mask.bounds(lengths, 4, 9) is found

@@ -1,8 +1,9 @@
-"""Masks and lengths in the form that attention's kernels take (csrc/attention.h), made once for all layers.
+"""Masks and lengths in the form that attention's kernels take (csrc/attention.h).
 
 A boolean mask of T x S becomes T x ceil(S / 8) bytes of bits, and a summary of its tiles of 128 x 128 by which kernels
-skip what is hidden. The layers of a model get one mask, or views of one: what is made of it is kept for as long as the
-tensor lives, and made again where it was written to. Nothing here waits for the GPU.
+skip what is hidden. A caller's mask is packed at each call: it may be filled anew in between by what moves no version
+(numpy, a receive, `.data`). A mask that hfnn made itself for the layers of one forward (`own`) is packed once, and what
+is made of it lives as long as it does. Nothing here waits for the GPU.
 """
 
 import weakref
@@ -16,9 +17,16 @@ from hfnn import bits
 TILE = 128
 NONE, MIXED, FULL = 0, 1, 2  # of a tile's pairs
 
-# By id() of a tensor, with a weak reference that proves it is the same one: (reference, {what was made, and of which
-# part: (marks of the tensor then, the result)}).
+# By id() of a tensor of `own`, with a weak reference that proves it is the same one: (reference, {what was made, and of
+# which part: (marks of the tensor then, the result)}).
 _made: dict[int, tuple] = {}
+
+
+def own(x: torch.Tensor) -> torch.Tensor:
+    """x, of which or of whose views things are made once: a tensor that nobody but hfnn has had in hand."""
+    key = id(x)
+    _made[key] = weakref.ref(x, lambda _: _made.pop(key, None)), {}
+    return x
 
 
 def packed(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,20 +109,19 @@ def _by_tiles(x, dim, reduce):
 
 
 def _once(x: torch.Tensor, what: tuple, make: Callable):
-    """make(), or what it gave before for the same part of the same tensor, if nobody wrote to it since.
+    """make(), or what it gave before for the same part of a tensor of `own`, if nobody wrote to it since.
 
     A graph that is being captured makes its own each time: the mask of a replay has other contents.
     """
     owner = x if x._base is None else x._base
+    found = _made.get(id(owner))
+    if found is None or found[0]() is not owner:
+        return make()
     if type(x) is FakeTensor or x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
     what = (*what, stream, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
     marks = x._version, x.data_ptr()
-    key = id(owner)
-    found = _made.get(key)
-    if found is None or found[0]() is not owner:
-        found = _made[key] = weakref.ref(owner, lambda _: _made.pop(key, None)), {}
     before = found[1].get(what)
     if before is None or before[0] != marks:
         before = found[1][what] = marks, make()
