@@ -91,7 +91,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 @pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items):
     """What takes minutes comes first, or all but one worker would wait for it in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.path.parent.name != "fuzz")
     products = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and len(item.callspec.params) > 2:
