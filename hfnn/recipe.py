@@ -80,7 +80,8 @@ class Recipe:
 
     def _make(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
         build, tensors = self.build, _collect(self._parts, sources, Recipe._ingredient)
-        if dtype not in (None, self._dtype) and hasattr(build, "into"):
+        # Kernels take a result that is as wide as their input, or wider: not one half for another.
+        if dtype not in (None, self._dtype) and hasattr(build, "into") and tensors[0].dtype in (dtype, torch.float32):
             build = build.into(dtype)
         return build(*tensors)
 

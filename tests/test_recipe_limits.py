@@ -157,3 +157,18 @@ def test_a_cast_goes_when_the_next_tensor_is_cast():
         assert low() is not None, "siblings share it"
         layer(second(x))
     assert low() is None and recipe.find(h) is not None
+
+
+@pytest.mark.parametrize("module", [norm, nn.GELU, nn.SiLU])
+def test_one_half_is_consumed_as_the_other(module):
+    """A producer in float16, its consumer under an autocast of bfloat16."""
+    model = build(module, linear)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model[1](model[0](x.half() * 1)).float()
+
+    model[0].half()
+    on = gradients(run, model)
+    with recipe.disabled():
+        assert same(on, gradients(run, model))

@@ -48,8 +48,10 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias, tag, dtype, *sources):
         low = sources[0] if tag is None else tag.cast(x, dtype)
-        ctx.save_for_backward(weight_OI, *(sources if weight_OI.requires_grad else ()))
+        weight = weight_OI if x.requires_grad else None  # which may change where only its own gradient is wanted
+        ctx.save_for_backward(weight, *(sources if weight_OI.requires_grad else ()))
         ctx.recipe, ctx.dtype = None if tag is None else tag.recipe, dtype
+        ctx.by_rows = weight_OI.stride() == (weight_OI.shape[1], 1)
         y = _product(low, weight_OI, bias, dtype)
         # Of more than two dimensions torch's is a view of rows, and what a Function returns as a view may not be
         # written to in place.
@@ -64,7 +66,7 @@ class _Linear(Function):
         dy_RO = _rows(dy)
         if needs_weight and _wanted(nodes[1][0]):  # first, so that what is rebuilt for it is gone before dx is there
             x = sources[0] if ctx.recipe is None else ctx.recipe.rebuild(sources, ctx.dtype)
-            dweight = _outer(dy_RO, _rows(x), weight_OI)
+            dweight = _outer(dy_RO, _rows(x), ctx.by_rows)
             del x
         if needs_x and _wanted(nodes[0][0]):
             dx = torch.mm(dy_RO, as_dtype(weight_OI, ctx.dtype)).view(*dy.shape[:-1], weight_OI.shape[1])
@@ -83,11 +85,9 @@ def _rows(x):
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _outer(dy_RO, x_RI, weight_OI):
+def _outer(dy_RO, x_RI, by_rows):
     """dy^T x (out, in), computed in the weight's own layout, as torch does."""
-    if weight_OI.stride() == (weight_OI.shape[1], 1):
-        return torch.mm(dy_RO.t(), x_RI)
-    return torch.mm(x_RI.t(), dy_RO).t()
+    return torch.mm(dy_RO.t(), x_RI) if by_rows else torch.mm(x_RI.t(), dy_RO).t()
 
 
 def _wanted(node) -> bool:

@@ -253,3 +253,17 @@ def test_the_result_may_be_written_to(device, shape, has_bias):
     with recipe.disabled():
         off = step(linear)
     assert same(step(linear), off) and same(off, step(torch.nn.functional.linear))
+
+
+def test_a_weight_that_no_gradient_needs_may_change(device):
+    """Its own gradient is of the input alone."""
+    (weight,) = parameters(device, (WIDE, COLS))
+    x = torch.randn(ROWS, COLS, device=device)
+
+    def step(fn):
+        y = under(device, lambda: fn(x, weight))
+        with torch.no_grad():
+            weight.mul_(1)
+        return torch.autograd.grad(y.float().square().sum(), weight)
+
+    assert same(step(linear), step(torch.nn.functional.linear))
