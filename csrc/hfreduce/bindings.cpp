@@ -209,7 +209,7 @@ void bind_communicator(py::module_& m) {
           [](C& c, Address data, int64_t count, int dtype, int tag, double timeout) {
             return c.recv_any(memory(data), count, dtype_of(dtype), tag, ms(timeout));
           },
-          unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag") = 0, py::arg("timeout") = 0.0);
+          unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag") = 0, py::arg("timeout") = -1.0);
 }
 
 // What tests and the tuner ask of the parts.

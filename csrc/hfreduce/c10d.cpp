@@ -154,11 +154,25 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
   return bundled && message ? Work() : Work(std::move(operation));
 }
 
-Line& Backend::messages(int peer, Direction direction) {
+std::shared_ptr<Line> Backend::messages(int peer, Direction direction, int tag) {
+  constexpr size_t kMany = 64;
   std::lock_guard lock(mutex_);
-  std::shared_ptr<Line>& line = messages_[{peer, direction}];
-  if (!line) line = std::make_shared<Line>();
-  return *line;
+  std::shared_ptr<Line>& line = messages_[{peer, direction, tag}];
+  if (line) return line;
+  line = std::make_shared<Line>();
+  const std::shared_ptr<Line> made = line;
+  for (auto each = messages_.begin(); messages_.size() > kMany && each != messages_.end();) {
+    if (!each->second->idle()) {
+      ++each;
+      continue;
+    }
+    Line* const gone = each->second.get();
+    for (auto stream = streams_.begin(); stream != streams_.end();)
+      stream = stream->first.first == gone ? streams_.erase(stream) : std::next(stream);
+    gone->close();
+    each = messages_.erase(each);
+  }
+  return made;
 }
 
 milliseconds Backend::patience(std::chrono::milliseconds timeout) const {
@@ -222,7 +236,7 @@ void Backend::close(milliseconds patience) {
   std::vector<std::shared_ptr<Line>> lines{collectives_}, receiving;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [key, line] : messages_) (key.second == kSend ? lines : receiving).push_back(line);
+    for (const auto& [key, line] : messages_) (std::get<Direction>(key) == kSend ? lines : receiving).push_back(line);
   }
   const Deadline deadline = Clock::now() + patience;
   bool rest = true;

@@ -22,7 +22,8 @@
 namespace hfreduce {
 
 // Collectives are served by one line of operations, in the order in which they were begun; messages by one line for
-// each peer and direction, so that two peers may both send first. An operation with asyncOp=false runs on the calling
+// each peer, direction and tag, so that two peers may both send first, and a message that waits for its other side
+// holds up none of another tag. An operation with asyncOp=false runs on the calling
 // thread when nothing is ahead of it. Tensors are checked before anything is sent; one that is not contiguous is
 // copied.
 //
@@ -117,7 +118,8 @@ class Backend : public c10d::Backend {
   void meet(c10::Device device, milliseconds timeout);
   // Those of the accelerator, where the tensor is on its device and it has been made: on this rank alone, maybe.
   gpu::DeviceMessages* device_messages(const at::Tensor& tensor) const;
-  Line& messages(int peer, Direction direction);
+  // Held by whoever gives it an operation: lines that nobody holds and that have nothing to do go when there are many.
+  std::shared_ptr<Line> messages(int peer, Direction direction, int tag);
   milliseconds patience(std::chrono::milliseconds timeout) const;  // of an operation
   void check_root(const char* what, int64_t rank) const;
   void close(milliseconds patience);
@@ -148,7 +150,7 @@ class Backend : public c10d::Backend {
   Turns turns_;                                     // of the line of collectives
   std::deque<c10::intrusive_ptr<Operation>> kept_;  // for their device, which may still be at work on their tensors
   std::string no_accelerator_;                      // why there is none; "" before anybody asked
-  std::map<std::pair<int, Direction>, std::shared_ptr<Line>> messages_;
+  std::map<std::tuple<int, Direction, int>, std::shared_ptr<Line>> messages_;
   c10::intrusive_ptr<Operation> bundle_;  // between startCoalescing and endCoalescing
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
   std::string last_split_name_;

@@ -101,7 +101,7 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
   check_root("send", to);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::SEND, "hfreduce:send", true, tensor.device()};
-  return begin(messages(to, kSend), start, {}, [=, this](int&) {
+  return begin(*messages(to, kSend, tag), start, {}, [=, this](int&) {
     const Wire wire = wire_of(tensor.scalar_type());
     Way way = by_host(timeout);
     gpu::DeviceMessages* const device = device_messages(tensor);
@@ -140,14 +140,15 @@ Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
   check_root("recv", from);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECV, "hfreduce:recv", true, tensor.device()};
-  return begin(messages(from, kReceive), start, tensors, [=, this](int&) { recv_now(tensor, from, tag, timeout); });
+  return begin(*messages(from, kReceive, tag), start, tensors,
+               [=, this](int&) { recv_now(tensor, from, tag, timeout); });
 }
 
 Backend::Work Backend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor tensor = only("recv", tensors);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECVANYSOURCE, "hfreduce:recv", true, tensor.device()};
-  return begin(messages(-1, kReceive), start, tensors,
+  return begin(*messages(-1, kReceive, tag), start, tensors,
                [=, this](int& source) { source = recv_now(tensor, -1, tag, timeout); });
 }
 

@@ -220,6 +220,12 @@ class Line : public std::enable_shared_from_this<Line> {
     std::unique_lock lock(mutex_);
     if (holder_ == std::this_thread::get_id()) return queue_.empty();
     return rest_.wait_until(lock, deadline, [this] { return free() && queue_.empty(); });
+  // Whether nothing is queued or running, and nobody but its threads and one more holds it.
+  bool idle() const {
+    std::lock_guard lock(mutex_);
+    return free() && queue_.empty() && weak_from_this().use_count() <= static_cast<long>(threads_.size()) + 1;
+  }
+
   }
 
   // Serves what is queued, takes nothing more, and joins the threads; idempotent.
@@ -297,7 +303,7 @@ class Line : public std::enable_shared_from_this<Line> {
       rest_.notify_all();
   }
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable work_, rest_;
   std::deque<Entry> queue_;
   std::vector<std::thread> threads_;

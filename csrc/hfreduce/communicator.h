@@ -67,11 +67,11 @@ class Communicator {
   // Elements for, and from, each rank: counts[i] of them at offsets[i].
   void all_to_all(const void* in, const std::vector<int64_t>& in_offsets, const std::vector<int64_t>& in_counts,
                   void* out, const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& out_counts, DType,
-                  milliseconds timeout = {});
-  void barrier(milliseconds timeout = {});
-  void send(const void* data, int64_t count, DType, int to, int tag, milliseconds timeout = {});
-  void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = {});
-  int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = {});
+                  milliseconds timeout = kGroupTimeout);
+  void barrier(milliseconds timeout = kGroupTimeout);
+  void send(const void* data, int64_t count, DType, int to, int tag, milliseconds timeout = kGroupTimeout);
+  void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = kGroupTimeout);
+  int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = kGroupTimeout);
 
   // Messages whose bytes go another way: all that the sender sends here is a ticket, and `work` sees to the bytes, and
   // to the end of what it is given.
@@ -81,7 +81,7 @@ class Communicator {
   // bytes are to go, or `take` is given its ticket, and sees to the bytes and to its end; without `take` that is a
   // fault.
   Received receive(const std::function<void*()>& place, const std::function<void(const Received&, const Watch&)>& take,
-                   int64_t count, DType, int from, int tag, milliseconds timeout = {});
+                   int64_t count, DType, int from, int tag, milliseconds timeout = kGroupTimeout);
   // Of a message that was taken and has not ended: fails the communicator when its time is over, or its sender has
   // left.
   void look(const Enqueued&);

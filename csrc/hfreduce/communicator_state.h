@@ -34,11 +34,11 @@ struct Communicator::State {
   void shutdown();
 
   // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
-  template <class Body>
-  void run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  template <class Counter, class Body>
+  void run(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   // The same, but its end is left to the body, which is told what to end as well.
-  template <class Body>
-  void start(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  template <class Counter, class Body>
+  void start(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   template <class Body>
   void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   Fault overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout);
@@ -57,8 +57,9 @@ struct Communicator::State {
   std::optional<Hierarchy> hierarchy;  // of several hosts
   std::optional<Messages> messages;
   std::mutex collectives, ending;
-  std::vector<uint64_t> sent, received;
-  uint64_t sequence = 0, any = 0;
+  std::vector<std::atomic<uint64_t>> sent, received;  // messages, by the other's rank; of any thread
+  std::atomic<uint64_t> any{0};
+  uint64_t sequence = 0;
   int shared = 0;
   std::mutex hooking;
   std::function<void()> hook;  // see Communicator::on_failure
@@ -68,8 +69,8 @@ struct Communicator::State {
   const pid_t owner = getpid();  // a child of a fork has none of the threads, and must leave all as it is
 };
 
-template <class Body>
-void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
+template <class Counter, class Body>
+void Communicator::State::run(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
                               Body body) {
   start(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch, const Enqueued& started) {
     body(watch);
@@ -77,9 +78,10 @@ void Communicator::State::run(Call call, uint64_t& sequence, int64_t bytes_in, i
   });
 }
 
-template <class Body>
-void Communicator::State::start(Call call, uint64_t& sequence, int64_t bytes_in, int64_t bytes_out,
-                                milliseconds timeout, Body body) {
+template <class Counter, class Body>
+void Communicator::State::start(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
+                                Body body) {
+  check_owner();
   health.check();
   call.sequence = ++sequence;
   operations.fetch_add(1, std::memory_order_relaxed);

@@ -1,59 +1,34 @@
-// Point-to-point messages.
+// Point-to-point messages, matched by tag as MPI's are.
 //
-// A sender writes a header and the bytes into the pipe to the receiver: shared memory inside a host, one TCP connection
-// otherwise, made at the first message of the pair. A receiver reads the header; when the tag is the one it waits for,
-// the bytes go straight into its memory, otherwise into memory of their own, kept in order of arrival for whoever asks
-// for them. So N bytes cost N on the wire, or two copies of N inside a host, and one more when they are kept.
+// A sender writes frames into the pipe to the receiver: shared memory inside a host, one TCP connection otherwise, made
+// at the first message of the pair. A message is *eager* as long as the receiver may be left with it: its header and
+// its bytes go at once. What a receiver reads while it waits for another tag is *unexpected*, and kept in order of
+// arrival for whoever asks for it. A sender counts the bytes that have not been taken yet, as far as it was told, and
+// beyond kEager of them a message goes by *rendezvous*: a header that says it is ready; one back, from whoever receives
+// it, that the way is clear (which also tells how much was taken); then the bytes, in pieces, straight into their
+// place. So a rank never holds more than kEager of another's messages, and a message that nobody receives yet holds up
+// none of another tag.
 //
-// Several threads may read one inbox, recv and recv_any: whoever holds its lock moves what has come, for itself or to
-// be kept, and leaves a message alone that another thread has begun. Nobody sleeps with a lock.
+// Eager bytes cost themselves on the wire, or two copies inside a host, and one more when they are kept; a rendezvous
+// costs a round trip, and never keeps.
+//
+// Several threads may wait for one peer: receivers, of a tag each, and senders whose way is not clear. One of them
+// reads, for all, and wakes the others; when it has what it wants, another takes over. One thread at a time writes;
+// what readers have to say ("clear") goes first, between two frames. Nobody sleeps, or waits for room, with the lock.
 #include "messages.h"
 
-#include <atomic>
 #include <cstring>
-#include <list>
-#include <mutex>
-#include <vector>
 
+#include "messages_state.h"
 #include "mismatch.h"
 #include "pipe.h"
 #include "tcp.h"
 
 namespace hfreduce {
 
+using namespace message;
+
 namespace {
-
-struct Header {
-  int64_t bytes = 0;
-  int32_t tag = 0;
-  int32_t unused = 0;
-  uint64_t ticket = 0;
-  Call call;  // of the sender
-
-  int64_t following() const { return ticket ? 0 : bytes; }
-};
-static_assert(sizeof(Header) == sizeof(Call) + 24);
-
-constexpr int64_t kTogether = 8 << 10;          // up to this size, header and bytes are written at once
-constexpr milliseconds kAlone{20}, kShared{1};  // the longest sleep on an inbox: what another thread did wakes
-                                                // nobody
-
-struct Kept {
-  explicit Kept(const Header& header) : header(header), memory(new char[header.following()]) {}
-  Header header;
-  std::unique_ptr<char[]> memory;
-  bool complete = false;
-};
-
-// What a receiver waits for.
-struct Wish {
-  const Messages::Place& place;
-  int64_t bytes;
-  int tag;
-  const Watch& watch;
-  bool begun = false, done = false;
-  uint64_t ticket = 0;
-};
 
 [[noreturn]] void refuse(const Header& theirs, const Wish& wish, const Peer& sender, const Peer& me) {
   const auto size = [](const Call& call, int64_t bytes) {
@@ -65,167 +40,16 @@ struct Wish {
                   size(theirs.call, theirs.bytes) + ". Both sides must give the same dtype and number of elements.");
 }
 
-// Messages from one rank.
-class Inbox {
- public:
-  std::mutex mutex;
-  std::unique_ptr<Incoming> stream;  // none yet, or from this rank itself
-  std::atomic<int> readers{0};
-
-  // Moves what can be moved without waiting, and says whether that was anything. The mutex is held.
-  bool advance(Wish& wish, const Peer& sender, const Peer& me);
-  void keep(const Header& header, const void* data);  // a message to oneself
-
- private:
-  bool take_kept(Wish& wish, const Peer& sender, const Peer& me);
-  bool read_header();
-  void begin(Wish& wish, const Peer& sender, const Peer& me);
-  bool read_bytes();
-  void finish(Wish& wish);
-
-  Header header_;                // of the message that is coming in
-  size_t header_bytes_ = 0;      // of it, that have come
-  bool begun_ = false;           // whether it is known where its bytes go
-  const Wish* owner_ = nullptr;  // whose memory that is; none: the last of the kept
-  char* into_ = nullptr;
-  int64_t bytes_ = 0;  // that have come
-  std::list<Kept> kept_;
-};
-
-bool Inbox::advance(Wish& wish, const Peer& sender, const Peer& me) {
-  bool moved = false;
-  while (!wish.done) {
-    if (!wish.begun && take_kept(wish, sender, me)) return true;
-    if (!stream || (begun_ && owner_ && owner_ != &wish)) return moved;
-    if (!begun_) {
-      const size_t before = header_bytes_;
-      const bool complete = read_header();
-      moved |= header_bytes_ != before;
-      if (!complete) return moved;
-      begin(wish, sender, me);
-    }
-    if (bytes_ < header_.following()) {
-      if (!read_bytes()) return moved;
-      moved = true;
-    }
-    if (bytes_ == header_.following()) finish(wish);
-  }
-  return moved;
-}
-
-void Inbox::keep(const Header& header, const void* data) {
-  Kept& kept = kept_.emplace_back(header);
-  if (header.following()) std::memcpy(kept.memory.get(), data, header.bytes);
-  kept.complete = true;
-}
-
-bool Inbox::take_kept(Wish& wish, const Peer& sender, const Peer& me) {
-  for (auto kept = kept_.begin(); kept != kept_.end(); ++kept) {
-    if (!kept->complete || kept->header.tag != wish.tag) continue;
-    if (kept->header.bytes != wish.bytes || kept->header.call.dtype != wish.watch.call.dtype)
-      refuse(kept->header, wish, sender, me);
-    wish.ticket = kept->header.ticket;
-    if (kept->header.following()) std::memcpy(wish.place(), kept->memory.get(), wish.bytes);
-    kept_.erase(kept);
-    return wish.begun = wish.done = true;
-  }
-  return false;
-}
-
-bool Inbox::read_header() {
-  while (header_bytes_ < sizeof(Header)) {
-    const size_t now = stream->read(reinterpret_cast<char*>(&header_) + header_bytes_, sizeof(Header) - header_bytes_);
-    if (now == 0) return false;
-    header_bytes_ += now;
-  }
-  return true;
-}
-
-void Inbox::begin(Wish& wish, const Peer& sender, const Peer& me) {
-  if (!wish.begun && header_.tag == wish.tag) {
-    if (header_.bytes != wish.bytes || header_.call.dtype != wish.watch.call.dtype) refuse(header_, wish, sender, me);
-    wish.ticket = header_.ticket;
-    into_ = header_.following() ? static_cast<char*>(wish.place()) : nullptr;
-    wish.begun = true;
-    owner_ = &wish;
-  } else {
-    owner_ = nullptr;
-    into_ = kept_.emplace_back(header_).memory.get();
-  }
-  begun_ = true;
-}
-
-bool Inbox::read_bytes() {
-  const size_t now = stream->read(into_ + bytes_, header_.following() - bytes_);
-  bytes_ += static_cast<int64_t>(now);
-  return now > 0;
-}
-
-void Inbox::finish(Wish& wish) {
-  if (owner_)
-    wish.done = true;
-  else
-    kept_.back().complete = true;
-  begun_ = false;
-  owner_ = nullptr;
-  header_bytes_ = 0;
-  bytes_ = 0;
-}
-
-// Counts a thread that reads inboxes, as long as it does.
-class Reading {
- public:
-  explicit Reading(std::vector<Inbox*> inboxes) : inboxes_(std::move(inboxes)) {
-    for (Inbox* inbox : inboxes_) inbox->readers.fetch_add(1, std::memory_order_relaxed);
-  }
-  ~Reading() {
-    for (Inbox* inbox : inboxes_) inbox->readers.fetch_sub(1, std::memory_order_relaxed);
-  }
-
- private:
-  std::vector<Inbox*> inboxes_;
-};
-
 }  // namespace
-
-struct Messages::State {
-  State(const Roster& roster, Mesh& mesh, Team& team)
-      : roster(roster), mesh(mesh), team(team), inboxes(roster.size()), outgoing(roster.size()) {}
-
-  bool local(int rank) const { return roster.peers[rank].host == roster.me().host; }
-  Outgoing& to(int rank, const Watch& watch);
-  bool connected(int rank);  // whether messages from this rank could be read;
-                             // its inbox is locked
-  bool advance(int from, Wish& wish);
-
-  const Roster& roster;
-  Mesh& mesh;
-  Team& team;
-  std::vector<Inbox> inboxes;                       // by sender
-  std::vector<std::unique_ptr<Outgoing>> outgoing;  // by receiver
-};
 
 Messages::Messages(const Roster& roster, Mesh& mesh, Team& team, Health&)
     : state_(std::make_unique<State>(roster, mesh, team)) {}
 Messages::~Messages() = default;
 
-Outgoing& Messages::State::to(int rank, const Watch& watch) {
-  std::unique_ptr<Outgoing>& stream = outgoing[rank];
+bool Messages::State::connect_in(int rank) {
+  std::unique_ptr<Incoming>& stream = pairs[rank].in;
   const Peer& peer = roster.peers[rank];
-  if (!stream && local(rank))
-    stream = std::make_unique<PipeOutgoing>(team.pipe(team.rank(), peer.local_rank), Team::kPipe);
-  if (!stream) {
-    std::vector<Socket> sockets;
-    sockets.push_back(mesh.dial(rank, Purpose::message, 0, watch.deadline));
-    stream = std::make_unique<TcpOutgoing>(std::move(sockets), peer);
-  }
-  return *stream;
-}
-
-bool Messages::State::connected(int rank) {
-  std::unique_ptr<Incoming>& stream = inboxes[rank].stream;
-  const Peer& peer = roster.peers[rank];
-  if (stream || rank == roster.rank) return true;
+  if (stream || rank == roster.rank) return stream != nullptr;
   if (local(rank)) {
     stream = std::make_unique<PipeIncoming>(team.pipe(peer.local_rank, team.rank()), Team::kPipe);
   } else if (mesh.dialed(rank, Purpose::message, 0)) {
@@ -236,106 +60,235 @@ bool Messages::State::connected(int rank) {
   return stream != nullptr;
 }
 
-bool Messages::State::advance(int from, Wish& wish) {
-  std::lock_guard lock(inboxes[from].mutex);
-  return connected(from) && inboxes[from].advance(wish, roster.peers[from], roster.me());
+bool Messages::State::match(int from, Wish& wish) {
+  Pair& pair = pairs[from];
+  for (auto kept = pair.kept.begin(); !wish.begun && kept != pair.kept.end(); ++kept) {
+    const Header& header = kept->header;
+    if (header.tag != wish.tag) continue;
+    if (!kept->complete) return false;
+    if (header.bytes != wish.bytes || header.call.dtype != wish.watch.call.dtype)
+      refuse(header, wish, roster.peers[from], roster.me());
+    if (header.sort == Sort::ready) {
+      clear(from, wish, header);
+    } else {
+      wish.ticket = header.ticket;
+      if (header.following()) std::memcpy(wish.place(), kept->memory.get(), wish.bytes);
+      pair.taken += header.cost();
+      wish.begun = wish.done = true;
+    }
+    pair.kept.erase(kept);
+    return true;
+  }
+  return false;
+}
+
+void Messages::State::clear(int from, Wish& wish, const Header& ready) {
+  Pair& pair = pairs[from];
+  wish.memory = static_cast<char*>(wish.place());
+  wish.begun = true;
+  pair.landing[ready.ticket] = &wish;
+  Header header;
+  header.sort = Sort::clear;
+  header.ticket = ready.ticket;
+  header.bytes = pair.taken;
+  pair.first.append(reinterpret_cast<const char*>(&header), sizeof(header));
+}
+
+void Messages::State::begin(int from, Wish* wish) {
+  Pair& pair = pairs[from];
+  const Header& header = pair.header;
+  const bool wanted = wish && !wish->begun && header.tag == wish->tag;
+  pair.owner = nullptr;
+  switch (header.sort) {
+    case Sort::clear:
+      pair.known_taken = std::max(pair.known_taken, header.bytes);
+      pair.cleared.insert(header.ticket);
+      pair.changed.notify_all();
+      return;
+    case Sort::data:
+      pair.owner = pair.landing.at(header.ticket);
+      pair.into = pair.owner->memory + pair.owner->got;
+      return;
+    case Sort::ready:
+    case Sort::eager:
+      break;
+  }
+  if (wanted && (header.bytes != wish->bytes || header.call.dtype != wish->watch.call.dtype))
+    refuse(header, *wish, roster.peers[from], roster.me());
+  if (!wanted) {
+    pair.into = pair.kept.emplace_back(header).memory.get();
+  } else if (header.sort == Sort::ready) {
+    clear(from, *wish, header);
+  } else {
+    wish->ticket = header.ticket;
+    pair.into = header.following() ? static_cast<char*>(wish->place()) : nullptr;
+    wish->begun = true;
+    pair.owner = wish;
+  }
+}
+
+void Messages::State::finish(Pair& pair) {
+  const Header& header = pair.header;
+  const bool kept = !pair.kept.empty() && !pair.kept.back().complete;
+  if (header.sort == Sort::data) {
+    pair.owner->got += header.bytes;
+    pair.owner->done = pair.owner->got == pair.owner->bytes;
+    if (pair.owner->done) pair.landing.erase(header.ticket);
+  } else if (pair.owner) {
+    pair.owner->done = true;
+    pair.taken += header.cost();
+  } else if (kept) {
+    pair.kept.back().complete = true;
+  }
+  pair.changed.notify_all();
+  pair.begun = false;
+  pair.owner = nullptr;
+  pair.header_bytes = 0;
+  pair.bytes = 0;
+}
+
+// Reads on; false when there is nothing to read.
+bool Messages::State::step(int from, Wish* wish, const Done& done) {
+  Pair& pair = pairs[from];
+  bool moved = false;
+  while (!done()) {
+    if (!pair.begun) {
+      if (wish && match(from, *wish)) {  // what was just kept comes before what follows it
+        moved = true;
+        continue;
+      }
+      char* const header = reinterpret_cast<char*>(&pair.header);
+      const size_t now = pair.in->read(header + pair.header_bytes, sizeof(Header) - pair.header_bytes);
+      pair.header_bytes += now;
+      moved |= now > 0;
+      if (now == 0) return moved;
+      if (pair.header_bytes < sizeof(Header)) continue;
+      begin(from, wish);
+      pair.begun = true;
+    }
+    const int64_t left = pair.header.following() - pair.bytes;
+    const size_t now = left ? pair.in->read(pair.into + pair.bytes, left) : 0;
+    pair.bytes += static_cast<int64_t>(now);
+    moved |= now > 0;
+    if (static_cast<int64_t>(now) == left)
+      finish(pair);
+    else if (now == 0)
+      return moved;
+  }
+  return true;
+}
+
+bool Messages::State::advance(int from, Wish* wish, const Watch& watch, const Done& done) {
+  Pair& pair = pairs[from];
+  if (pair.given_up) return false;
+  bool moved = wish && match(from, *wish);
+  if (!pair.reading && !done() && connect_in(from)) moved |= step(from, wish, done);
+  return flush(from, watch.deadline) || moved;
+}
+
+// Until `done`, which is asked with the lock; `wish`: what this thread receives.
+void Messages::State::wait(int from, Wish* wish, const Watch& watch, const Done& done) {
+  Pair& pair = pairs[from];
+  Patience patience(watch);
+  std::unique_lock lock(pair.mutex);
+  while (!done()) {
+    if (advance(from, wish, watch, done)) {
+      patience.moved();
+    } else if (pair.reading) {
+      pair.changed.wait_for(lock, kLook);
+      lock.unlock();
+      watch.check({from});
+      lock.lock();
+    } else {
+      pair.reading = true;
+      lock.unlock();
+      try {
+        rest(from, patience);
+      } catch (...) {
+        lock.lock();
+        pair.reading = false;
+        pair.changed.notify_all();
+        throw;
+      }
+      lock.lock();
+      pair.reading = false;
+    }
+  }
+  pair.changed.notify_all();  // another reads now
+}
+
+void Messages::State::rest(int from, Patience& patience) {
+  Pair& pair = pairs[from];
+  milliseconds longest = kLook;
+  patience.rest(
+      [&](Patience::Wanted& wanted) {
+        std::lock_guard lock(pair.mutex);
+        if (!pair.first.empty()) longest = kShared;  // which the pipe had no room for
+        if (pair.in)
+          wanted.add(*pair.in, from);
+        else
+          wanted.add(from);
+      },
+      longest);
 }
 
 namespace {
 
-void push(Outgoing& stream, const void* data, size_t bytes, int to, const Watch& watch) {
-  Patience patience(watch);
-  for (size_t done = 0; done < bytes;) {
-    const size_t now = stream.write(static_cast<const char*>(data) + done, bytes - done);
-    done += now;
-    if (now)
-      patience.moved();
-    else
-      patience.rest([&](Patience::Wanted& wanted) { wanted.add(stream, to); });
+// A receiver's wish, which others may see until its message is there, or it gives up.
+class Wishing {
+ public:
+  Wishing(std::vector<Pair>& pairs, const Wish& wish) : pairs_(pairs), wish_(wish) {}
+  ~Wishing() {
+    if (wish_.done) return;
+    for (Pair& pair : pairs_) {
+      std::lock_guard lock(pair.mutex);
+      pair.given_up = pair.given_up || wish_.begun;
+    }
   }
-}
+
+ private:
+  std::vector<Pair>& pairs_;
+  const Wish& wish_;
+};
 
 }  // namespace
 
-void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
-  Header header;
-  header.bytes = size;
-  header.tag = tag;
-  header.ticket = ticket;
-  header.call = watch.call;
-  const int64_t bytes = header.following();
-  if (to == state_->roster.rank) {
-    Inbox& inbox = state_->inboxes[to];
-    std::lock_guard lock(inbox.mutex);
-    return inbox.keep(header, data);
-  }
-  Outgoing& stream = state_->to(to, watch);
-  if (bytes > kTogether) {
-    push(stream, &header, sizeof(header), to, watch);
-    push(stream, data, bytes, to, watch);
-    return;
-  }
-  char together[sizeof(header) + kTogether];
-  std::memcpy(together, &header, sizeof(header));
-  if (bytes) std::memcpy(together + sizeof(header), data, bytes);
-  push(stream, together, sizeof(header) + bytes, to, watch);
-}
-
 uint64_t Messages::recv(const Place& place, int64_t bytes, int from, int tag, const Watch& watch) {
   Wish wish{place, bytes, tag, watch};
-  Inbox& inbox = state_->inboxes[from];
-  const Reading reading({&inbox});
-  Patience patience(watch);
-  while (!wish.done) {
-    if (state_->advance(from, wish))
-      patience.moved();
-    else
-      patience.rest(
-          [&](Patience::Wanted& wanted) {
-            std::lock_guard lock(inbox.mutex);
-            if (inbox.stream)
-              wanted.add(*inbox.stream, from);
-            else
-              wanted.add(from);
-          },
-          inbox.readers.load(std::memory_order_relaxed) > 1 ? kShared : kAlone);
-  }
+  const Wishing wishing(state_->pairs, wish);
+  state_->wait(from, &wish, watch, [&] { return wish.done; });
   return wish.ticket;
 }
 
 uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int tag, const Watch& watch) {
   Wish wish{place, bytes, tag, watch};
-  std::vector<Inbox*> inboxes;
-  for (Inbox& inbox : state_->inboxes) inboxes.push_back(&inbox);
-  const Reading reading(inboxes);
+  const Wishing wishing(state_->pairs, wish);
+  const auto begun = [&] { return wish.begun; };
   Patience patience(watch);
   const int size = state_->roster.size();
-  int only = -1;  // whose message has begun
   while (true) {
     bool moved = false;
     for (int from = 0; from < size; ++from) {
-      if (only >= 0 && from != only) continue;
-      moved |= state_->advance(from, wish);
-      if (wish.done) return source = from, wish.ticket;
-      if (wish.begun) only = from;
+      {
+        std::lock_guard lock(state_->pairs[from].mutex);
+        moved |= state_->advance(from, &wish, watch, begun);
+      }
+      if (!wish.begun) continue;
+      state_->wait(from, &wish, watch, [&] { return wish.done; });
+      return source = from, wish.ticket;
     }
     if (moved) {
       patience.moved();
       continue;
     }
-    // Naps: another sender may dial while this thread sleeps on the streams that there are.
+    // Naps: another sender may dial, or another thread keep a message, while this one sleeps.
     patience.rest(
         [&](Patience::Wanted& wanted) {
           for (int from = 0; from < size; ++from)
-            if (from != state_->roster.rank && (only < 0 || from == only)) wanted.add(from);
+            if (from != state_->roster.rank) wanted.add(from);
         },
         kShared);
   }
-}
-
-void Messages::drain(Deadline deadline) {
-  for (const std::unique_ptr<Outgoing>& stream : state_->outgoing)
-    if (stream) stream->drain(deadline);
 }
 
 }  // namespace hfreduce

@@ -22,7 +22,7 @@ namespace hfreduce {
 namespace {
 
 // Of everything that ranks say to one another: ranks of different versions refuse to meet.
-constexpr int kProtocol = 1;
+constexpr int kProtocol = 2;
 
 // ASCII's own separators, which no name holds.
 constexpr char kUnit = '\x1f', kRecord = '\x1e';

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from threads import group, run
 from hfreduce import _C
 
 PIPE = 256 << 10  # bytes that fit between two ranks of a host
+EAGER = 1 << 20  # bytes of one sender's messages, with some for each, that are sent before anybody asks for them
 LAYOUTS = ["aa", "ab"]
 
 
@@ -56,22 +58,104 @@ def test_messages_of_every_size_come_in_order(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_messages_of_other_tags_are_kept_in_order(layout):
     """More of them than the pipe holds: the receiver takes them in while it waits for its own."""
-    sent = [(tag, filled(70_000, torch.int32, 10 * tag + i)) for i in range(3) for tag in (5, 6, 7)]
+    count = (EAGER - 9 * 100) // 4 // 9
+    sent = [(tag, filled(count, torch.int32, 10 * tag + i)) for i in range(3) for tag in (5, 6, 7)]
 
     def talk(rank):
         if rank.rank == 0:
             for tag, x in sent:
                 send(rank, x, 1, tag)
             return None
-        return {
-            tag: [recv(rank, torch.zeros(70_000, dtype=torch.int32), 0, tag) for _ in range(3)] for tag in (7, 5, 6)
-        }
+        return {tag: [recv(rank, torch.zeros(count, dtype=torch.int32), 0, tag) for _ in range(3)] for tag in (7, 5, 6)}
 
     with hosts(layout) as ranks:
         got = run(talk, ranks)[1]
     for tag in (5, 6, 7):
         wanted = [x for t, x in sent if t == tag]
         assert all(torch.equal(x, y) for x, y in zip(wanted, got[tag], strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_message_that_nobody_receives_holds_up_none_of_another_tag(layout):
+    """Three senders of more than is ever kept, in threads of their own; their messages are received last first."""
+    sent = {tag: filled(EAGER // 2, torch.int32, tag) for tag in (1, 2, 3)}
+    with hosts(layout) as ranks:
+        threads = [threading.Thread(target=send, args=(ranks[0], x, 1, tag)) for tag, x in sent.items()]
+        for thread in threads:
+            thread.start()
+        for tag in (3, 2, 1):
+            assert torch.equal(recv(ranks[1], torch.zeros_like(sent[tag]), 0, tag), sent[tag])
+        for thread in threads:
+            thread.join(20)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_receivers_of_several_tags_at_once(layout):
+    """A thread for each, which share what comes; sizes that wait to be asked for and sizes that do not, both ways."""
+    counts, rounds = [1, 3000, EAGER // 16, EAGER], 4
+
+    def talk(rank):
+        other, errors = 1 - rank.rank, []
+
+        def sends(tag):
+            for i in range(rounds):
+                send(rank, filled(counts[(tag + i) % 4], torch.uint8, 10 * tag + i), other, tag)
+
+        def receives(tag):
+            for i in range(rounds):
+                x = filled(counts[(tag + i) % 4], torch.uint8, 10 * tag + i)
+                if not torch.equal(recv(rank, torch.zeros_like(x), other, tag), x):
+                    errors.append((tag, i))
+
+        threads = [threading.Thread(target=f, args=(tag,)) for tag in range(8) for f in (receives, sends)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return errors, any(thread.is_alive() for thread in threads)
+
+    with hosts(layout) as ranks:
+        assert run(talk, ranks) == [([], False)] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_nobody_receives_is_not_sent(layout):
+    """Messages of another tag, small and large: the receiver keeps no more of them than it may."""
+
+    def memory():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    def talk(rank):
+        small, large = torch.ones(1000, dtype=torch.uint8), torch.ones(8 * EAGER, dtype=torch.uint8)
+        if rank.rank == 1:
+            recv(rank, torch.zeros(1), 0, tag=9)
+            for x, count, tag in ((small, 50_000, 1), (large, 8, 2)):
+                for _ in range(count):
+                    recv(rank, torch.zeros_like(x), 0, tag)
+            return None
+
+        def sends(x, count, tag):
+            for _ in range(count):
+                send(rank, x, 1, tag)
+
+        threads = [
+            threading.Thread(target=sends, args=(small, 50_000, 1)),
+            threading.Thread(target=sends, args=(large, 8, 2)),
+        ]
+        before = memory()
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        send(rank, torch.ones(1), 1, tag=9)
+        grown = memory() - before
+        for thread in threads:
+            thread.join(30)
+        return grown
+
+    with hosts(layout) as ranks:
+        grown = run(talk, ranks)[0]
+    assert grown < 4 * EAGER, grown
 
 
 @pytest.mark.parametrize("layout", ["aaa", "abc", "aab"])
