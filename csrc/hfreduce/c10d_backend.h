@@ -126,6 +126,7 @@ class Backend : public c10d::Backend {
   void forget();
 
   void all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout);
+  at::Tensor sum_of_sparse(const at::Tensor& input, milliseconds timeout);
   void all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout);
   void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction, milliseconds timeout);
   struct Exchange;

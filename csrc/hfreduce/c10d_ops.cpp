@@ -36,14 +36,12 @@ Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&
 }
 
 Backend::Work Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == c10::kSparse)
+    return allreduce_sparse(tensors, options);
   only("all_reduce", tensors);
   c10d::AllreduceCoalescedOptions all;
   static_cast<c10d::AllreduceOptions&>(all) = options;
   return allreduce_coalesced(tensors, all);
-}
-
-Backend::Work Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return allreduce(tensors, options);  // which says that it takes dense tensors
 }
 
 Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {

@@ -23,7 +23,16 @@ FAULTS = WORKER.with_name("process_faults.py")
 
 
 @pytest.mark.parametrize(
-    "function, size", [("operations", 3), ("futures", 2), ("stores", 2), ("splits", 4), ("messages", 3), ("direct", 3)]
+    "function, size",
+    [
+        ("operations", 3),
+        ("futures", 2),
+        ("stores", 2),
+        ("splits", 4),
+        ("messages", 3),
+        ("direct", 3),
+        ("sparse", 3),
+    ],
 )
 def test(function, size, tmp_path):
     ranks.run(WORKER, function, size, tmp_path)

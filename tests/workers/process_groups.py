@@ -159,7 +159,7 @@ def refusals(rank, size):
         (lambda: dist.all_reduce(of(rank), dist.ReduceOp.BAND), "BAND is not defined for Float"),
         (lambda: dist.all_reduce(of(rank, dtype=torch.bool), AVG), "AVG is not defined for Bool"),
         (lambda: dist.all_reduce(of(rank).to(torch.uint16)), "SUM is not defined for UInt16"),
-        (lambda: group.allreduce([torch.eye(3).to_sparse()]).wait(), "to_dense"),
+        (lambda: group.broadcast([torch.eye(3).to_sparse()]).wait(), "to_dense"),
         (lambda: group.allreduce([torch.ones(2), torch.ones(2)]).wait(), "one tensor, got 2"),
         (lambda: group._allgather_base(torch.ones(3), torch.ones(3)).wait(), f"an output of {3 * size}, got 3"),
         (lambda: group.send([torch.ones(2)], size, 0).wait(), f"0 to {size - 1}, got {size}"),
@@ -362,4 +362,63 @@ def direct(rank, size, store):
     assert caught.value.cause == "mismatch", caught.value
     hfreduce.close()
     with pytest.raises(RuntimeError, match="init"):
+
+
+def sparse(rank, size, store):
+    """all_reduce of sparse tensors: DDP of a sparse embedding; unequally many values, none, hybrid ones; refusals."""
+    init(rank, size, store)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model(torch.tensor([rank, 1])).sum().backward()
+    for r in range(size):
+        (twin(torch.tensor([r, 1])).sum() / size).backward()
+    for x, y in zip(model.parameters(), twin.parameters(), strict=True):
+        assert x.grad.layout is y.grad.layout
+        torch.testing.assert_close(x.grad.to_dense(), y.grad.to_dense())
+    for dtype in (torch.float32, torch.int64):
+        # rank values, the last of which everybody has twice
+        places = [torch.tensor([[*range(r), 5, 5][: r * 3], [0] * min(r + 2, r * 3)]) for r in range(size)]
+        all_of = [torch.sparse_coo_tensor(p, of(p.shape[1], p.shape[1], 3, dtype=dtype), (6, 2, 3)) for p in places]
+        x = all_of[rank].clone()
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        assert x.is_coalesced() and torch.equal(x.to_dense(), sum(y.to_dense() for y in all_of))
+    with pytest.raises(ValueError, match=r"of sparse tensors takes ReduceOp\.SUM"):
+        dist.all_reduce(x, op=MAX)
+    odd = torch.sparse_coo_tensor(torch.zeros(1, 1), torch.ones(1), (3 + rank,))
+    with pytest.raises(ValueError, match="of one shape"):
+        dist.all_reduce(odd)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def names(rank, size, store):
+    """Groups of one name: one after another they are told apart, at once they are refused."""
+    keys = dist.FileStore(store, size)
+    for _ in range(2):
+        group = hfreduce.Group(keys, rank, size, timeout=20)
+        assert group.all_reduce_(torch.ones(2)).tolist() == [size] * 2
+    told, prefixed = [None, None], dist.PrefixStore
+
+    def meanwhile(*arguments):
+        """The first group waits here until the second is being made."""
+        while all(making._alone for making in hfreduce.api._Making._all.values()):
+            time.sleep(0.01)
+        return prefixed(*arguments)
+
+    def make(i):
+        try:
+            told[i] = hfreduce.Group(keys, rank, size, timeout=5).all_reduce_(torch.full((2,), i + 1.0)).tolist()
+        except ValueError as error:
+            told[i] = str(error)
+
+    threads = [threading.Thread(target=make, args=(i,)) for i in range(2)]
+    with mock.patch.object(dist, "PrefixStore", meanwhile):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return told
         hfreduce.barrier()
