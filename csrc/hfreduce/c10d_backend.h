@@ -55,7 +55,9 @@ class Backend : public c10d::Backend {
   static uint64_t operations();  // begun by this process, on all its groups
 
   bool supportsSplitting() const override { return true; }
-  bool supportsCoalescing() const override { return true; }
+  // batch_isend_irecv then begins message by message, as on gloo: what it has begun when one of them is refused stands,
+  // and there is no bundle that nobody ends. Only who names a device to torch's coalescing manager gets a bundle.
+  bool supportsCoalescing() const override { return false; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
   void setSequenceNumberForGroup() override {}  // it is 0 on all ranks from the start
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
