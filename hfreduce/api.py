@@ -35,8 +35,8 @@ def native():
     return _C
 
 
-def plan_rows(size):
-    """The measured plan of this machine, as rows of numbers; none where it was not tuned."""
+def plan_rows(size, slot_bytes=None):
+    """The measured plan of this machine, as rows of numbers; none where it was not tuned, or for slots of this size."""
     from hfreduce import plan
 
     return plan.rows(size)

@@ -5,7 +5,9 @@ ranks of a group must have the same rows; the choice itself is made by csrc/hfre
 """
 
 import datetime
+import functools
 import json
+import logging
 import os
 import tempfile
 from dataclasses import asdict, dataclass
@@ -29,6 +31,8 @@ VERSION = 1
 SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
 ANY = 2**63 - 1
 MAX_STREAMS = 64
+
+_log = logging.getLogger("hfreduce")
 
 
 class PlanError(ValueError):
@@ -121,7 +125,7 @@ def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
     part: "shapes", or "devices", whose rows are DeviceRows.
     """
     file = file or path()
-    if file is None or not file.exists():
+    if file is None:
         return {}
     try:
         found = json.loads(file.read_text())
@@ -131,6 +135,8 @@ def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
             name: {"measured": str(entry["measured"]), "rows": [_PARTS[part](fields) for fields in entry["rows"]]}
             for name, entry in (found["shapes"] if part == "shapes" else found.get(part, {})).items()
         }
+    except FileNotFoundError:
+        return {}
     except PlanError as why:
         reason = str(why)
     except (OSError, ValueError) as why:
@@ -174,12 +180,28 @@ def _device_row(fields: dict) -> DeviceRow:
 _PARTS = {"shapes": _row, "devices": _device_row}
 
 
+def usable(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
+    """The same for who can do without: a file that cannot be used is none, and is told of once."""
+    try:
+        return load(file, part)
+    except PlanError as why:
+        _tell(str(why))
+        return {}
+
+
+_tell = functools.cache(_log.warning)  # once for each text
+
+
 def save(of: Shape, rows: list[Row] | list[DeviceRow], file: Path | None = None, part: str = "shapes") -> Path:
-    """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one."""
+    """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one.
+
+    Of a file that cannot be used nothing is kept. Raises PlanError where there is to be none, OSError where it cannot
+    be written.
+    """
     file = file or path()
     if file is None:
         raise PlanError("hfreduce: HFREDUCE_PLAN is empty, so there is no file to write the plan to: set or unset it")
-    parts = {name: load(file, name) for name in _PARTS}
+    parts = {name: usable(file, name) for name in _PARTS}
     parts[part][str(of)] = {"measured": datetime.date.today().isoformat(), "rows": rows}
     laid_out = {
         name: {key: entry | {"rows": [asdict(row) for row in entry["rows"]]} for key, entry in shapes.items()}
@@ -200,13 +222,13 @@ def save(of: Shape, rows: list[Row] | list[DeviceRow], file: Path | None = None,
 
 def rows(size: int | None = None) -> list[tuple]:
     """The measured rows of a group of this size, for hfreduce._C.Communicator(plan=...); empty for the defaults."""
-    entry = load().get(str(shape(size or job_size())))
+    entry = usable().get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
 
 
 def device_rows(size: int | None = None) -> list[tuple]:
     """The same of CUDA tensors, for hfreduce.Options().device_plan."""
-    entry = load(part="devices").get(str(shape(size or job_size())))
+    entry = usable(part="devices").get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
 
 

@@ -173,6 +173,16 @@ def parse(argv=None) -> argparse.Namespace:
     return options
 
 
+def write(of: plan.Shape, rows: list, part: str) -> int:
+    """Into the plan's file; where that cannot be written the rows are printed, and not lost. Exit status."""
+    try:
+        print(f"written to {plan.save(of, rows, part=part)}")
+        return 0
+    except (OSError, plan.PlanError) as why:
+        print(f"not written: {why}", *rows, sep="\n")
+        return 1
+
+
 def main(argv=None) -> int:
     options = parse(argv)
     if "RANK" not in os.environ:
@@ -183,7 +193,7 @@ def main(argv=None) -> int:
     on_gpus = options.device == "cuda"
     rows = (tune_device.tune if on_gpus else tune)(store, rank, size, options)
     if not options.dry and int(os.environ.get("LOCAL_RANK", rank)) == 0:
-        print(f"written to {plan.save(plan.shape(size), rows, part='devices' if on_gpus else 'shapes')}")
+        return write(plan.shape(size), rows, "devices" if on_gpus else "shapes")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hfreduce import _C, cost, plan, tune, tune_device
+from hfreduce import _C, api, cost, plan, tune, tune_device
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVES = plan.KINDS[:-2]
@@ -166,15 +166,39 @@ def laid_out(**fields):
         (json.dumps(laid_out(colour="red")), "not laid out as a plan: TypeError"),
     ],
 )
-def test_a_broken_file_is_refused_with_its_reason(file, content, reason):
+def test_a_broken_file_is_ignored_and_told_of_once(file, content, reason, caplog):
+    """Who asks what runs is refused with the reason; a group goes by the defaults; what is measured replaces it."""
     file.parent.mkdir()
     file.write_text(content)
-    for use in (lambda: plan.rows(2), lambda: plan.explain("all_reduce", 1), lambda: plan.save(plan.Shape(2), [])):
-        with pytest.raises(plan.PlanError, match="is not used") as caught:
-            use()
-        assert reason in str(caught.value) and str(file) in str(caught.value)
-        assert "python -m hfreduce.tune" in str(caught.value)
-    assert file.read_text() == content
+    with pytest.raises(plan.PlanError, match="is not used") as caught:
+        plan.explain("all_reduce", 1)
+    assert reason in str(caught.value) and str(file) in str(caught.value)
+    assert "python -m hfreduce.tune" in str(caught.value)
+    for _ in range(2):
+        assert plan.rows(2) == [] and plan.device_rows(2) == []
+    assert [record.getMessage() for record in caplog.records] == [str(caught.value)]
+    plan.save(plan.Shape(2), [row()])
+    assert plan.rows(2) == [row().tuple()]
+
+
+@pytest.mark.parametrize("beside", ["a folder", "a file instead of its folder"])
+def test_a_file_that_cannot_be_read_or_written(file, beside, capsys):
+    """A group goes by the defaults; what was measured is printed, as it cannot be kept."""
+    if beside == "a folder":
+        file.mkdir(parents=True)
+    else:
+        file.parent.touch()
+    assert plan.rows(2) == []
+    assert tune.write(plan.Shape(2), [row()], "shapes") == 1
+    told = capsys.readouterr().out
+    assert told.startswith("not written: ") and str(row()) in told
+    assert not list(file.parent.glob("plan.json?*"))
+
+
+def test_rows_of_the_file_are_for_slots_of_the_usual_size(file):
+    """They would not fit into smaller ones, and were not measured with larger ones."""
+    plan.save(plan.Shape(2), [row(chunk=plan.SLOT)])
+    assert api.plan_rows(2, plan.SLOT) == plan.rows(2) != [] and api.plan_rows(2, 4096) == []
 
 
 # What is told
