@@ -73,18 +73,17 @@ class Group:
 
     def __init__(self, store, rank, size, *, name="default", timeout=300.0, **config):
         self.rank, self.size = rank, size
-        store = dist.PrefixStore(f"hfreduce/{name}", store)
-        config.setdefault("plan", plan_rows(size))
-        self._core = native().Communicator(
-            store.set,
-            lambda key: store.get(key) if store.check([key]) else None,  # never waits
-            rank,
-            size,
-            name=name,
-            timeout=timeout,
-            where=where,
-            **config,
-        )
+        config.setdefault("plan", plan_rows(size, config.get("slot_bytes")))
+        with _Making(store, name) as making:
+            keys = dist.PrefixStore(f"hfreduce/{name}", store)
+
+            def find(key):  # never waits
+                making.check()
+                return keys.get(key) if keys.check([key]) else None
+
+            self._core = native().Communicator(
+                keys.set, find, rank, size, name=name, timeout=timeout, where=where, **config
+            )
         self.close = weakref.finalize(self, _end, self._core, os.getpid())  # at the latest when the interpreter ends
 
     def __repr__(self):
@@ -216,6 +215,42 @@ def _told(x):
 
 def _memory(x):
     """Address, elements and dtype of a tensor; ValueError where the core cannot work on it."""
+class _Making:
+    """A group that is being made. Two of one name at once would find each other's ranks: both are refused."""
+
+    _lock, _all = threading.Lock(), {}
+
+    def __init__(self, store, name):
+        self._name, self._key, self._alone = name, (*_place(store), name), True
+
+    def __enter__(self):
+        with self._lock:
+            other = self._all.setdefault(self._key, self)
+            if other is not self:
+                other._alone = self._alone = False
+        self.check()
+        return self
+
+    def __exit__(self, *_):
+        with self._lock:
+            if self._all.get(self._key) is self:
+                del self._all[self._key]
+
+    def check(self):
+        if not self._alone:
+            raise ValueError(
+                f"two threads make an hfreduce.Group named {self._name!r} on one store at once, and none can tell "
+                "which ranks belong together: give them different names"
+            )
+
+
+def _place(store):
+    """What two stores have in common that lead to the same keys, as far as it shows."""
+    if isinstance(store, dist.TCPStore):
+        return store.host, store.port
+    return (store.path,) if isinstance(store, dist.FileStore) else (id(store),)
+
+
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         raise ValueError(
