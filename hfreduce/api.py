@@ -102,24 +102,24 @@ class Group:
         """Makes all operations, running and to come, of all ranks fail with this reason."""
         self._core.abort(reason)
 
-    def all_reduce(self, x, op="sum", *, factor=1.0, out=None, timeout=0.0):
+    def all_reduce(self, x, op="sum", *, factor=1.0, out=None, timeout=GROUP_TIMEOUT):
         """out = op of the x of all ranks. x: [*shape]; out: [*shape], made if None."""
         p, n, dtype = _memory(x)
         out = _output(out, x, x.shape)
         self._core.all_reduce(p, _memory(out)[0], n, dtype, _op(op), factor, timeout)
         return out
 
-    def all_reduce_(self, x, op="sum", *, factor=1.0, timeout=0.0):
+    def all_reduce_(self, x, op="sum", *, factor=1.0, timeout=GROUP_TIMEOUT):
         """x = op of the x of all ranks, in place. Returns x."""
         return self.all_reduce(x, op, factor=factor, out=x, timeout=timeout)
 
-    def reduce_(self, x, root=0, op="sum", *, factor=1.0, timeout=0.0):
+    def reduce_(self, x, root=0, op="sum", *, factor=1.0, timeout=GROUP_TIMEOUT):
         """x of rank `root` = op of the x of all ranks, in place; the others keep theirs. Returns x."""
         p, n, dtype = _memory(x)
         self._core.reduce(p, p if self.rank == root else 0, n, dtype, root, _op(op), factor, timeout)
         return x
 
-    def reduce_scatter(self, x, op="sum", *, factor=1.0, out=None, timeout=0.0):
+    def reduce_scatter(self, x, op="sum", *, factor=1.0, out=None, timeout=GROUP_TIMEOUT):
         """out = op of x[rank] of all ranks. x: [size, *shape]; out: [*shape], made if None."""
         self._blocks(x)
         out = _output(out, x, x.shape[1:])
@@ -127,26 +127,26 @@ class Group:
         self._core.reduce_scatter(_memory(x)[0], p, n, dtype, _op(op), factor, timeout)
         return out
 
-    def all_gather(self, x, *, out=None, timeout=0.0):
+    def all_gather(self, x, *, out=None, timeout=GROUP_TIMEOUT):
         """out[r] = x of rank r. x: [*shape]; out: [size, *shape], made if None; x may be out[rank]."""
         p, n, dtype = _memory(x)
         out = _output(out, x, (self.size, *x.shape))
         self._core.all_gather(p, _memory(out)[0], n, dtype, timeout)
         return out
 
-    def broadcast_(self, x, root=0, *, timeout=0.0):
+    def broadcast_(self, x, root=0, *, timeout=GROUP_TIMEOUT):
         """x = x of rank `root`, in place. Returns x."""
         self._core.broadcast(*_memory(x), root, timeout)
         return x
 
-    def gather(self, x, root=0, *, out=None, timeout=0.0):
+    def gather(self, x, root=0, *, out=None, timeout=GROUP_TIMEOUT):
         """out[r] = x of rank r, on rank `root`; None on the others. x: [*shape]; out: [size, *shape], made if None."""
         p, n, dtype = _memory(x)
         out = _output(out, x, (self.size, *x.shape)) if self.rank == root else None
         self._core.gather(p, 0 if out is None else _memory(out)[0], n, dtype, root, timeout)
         return out
 
-    def scatter(self, x, out, root=0, *, timeout=0.0):
+    def scatter(self, x, out, root=0, *, timeout=GROUP_TIMEOUT):
         """out = x[rank] of rank `root`. x: [size, *shape] on rank `root`, None on the others; out: [*shape]."""
         p, n, dtype = _memory(out)
         if self.rank == root:
@@ -155,7 +155,7 @@ class Group:
         self._core.scatter(_memory(x)[0] if self.rank == root else 0, p, n, dtype, root, timeout)
         return out
 
-    def all_to_all(self, x, *, input_splits=None, output_splits=None, out=None, timeout=0.0):
+    def all_to_all(self, x, *, input_splits=None, output_splits=None, out=None, timeout=GROUP_TIMEOUT):
         """Rows of x for every rank, in order; rows of out from every rank. Returns out.
 
         x: [rows, *shape], input_splits[r] rows for rank r; out: [sum(output_splits), *shape], made if None. Without
@@ -173,20 +173,20 @@ class Group:
         self._core.all_to_all(p, *_ranges(into, row), q, *_ranges(back, row), dtype, timeout)
         return out
 
-    def barrier(self, *, timeout=0.0):
+    def barrier(self, *, timeout=GROUP_TIMEOUT):
         """Returns when all ranks have called it."""
         self._core.barrier(timeout)
 
-    def send(self, x, to, tag=0, *, timeout=0.0):
+    def send(self, x, to, tag=0, *, timeout=GROUP_TIMEOUT):
         """Sends x to a rank; returns when x may be written again."""
         self._core.send(*_memory(x), to, tag, timeout)
 
-    def recv_(self, x, source, tag=0, *, timeout=0.0):
+    def recv_(self, x, source, tag=0, *, timeout=GROUP_TIMEOUT):
         """x = the next message with this tag from a rank, of the same size and dtype, in place. Returns x."""
         self._core.recv(*_memory(x), source, tag, timeout)
         return x
 
-    def recv_any_(self, x, tag=0, *, timeout=0.0):
+    def recv_any_(self, x, tag=0, *, timeout=GROUP_TIMEOUT):
         """x = a message with this tag from whoever has sent one, in place. Returns the rank that sent it."""
         return self._core.recv_any(*_memory(x), tag, timeout)
 

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 from datetime import timedelta
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,8 @@ def _backend(group):
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group('hfreduce') first")
     backend = group._get_backend(torch.device("cpu"))
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank does not belong to the given process group: ask one that does")
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     if not isinstance(backend, native().Backend):
         raise ValueError(f"the process group's backend for CPU tensors is {backend.name()!r}, not 'hfreduce'")
@@ -108,7 +111,15 @@ def monitored_barrier(group=None, timeout=None):
     timeout: a timedelta, or seconds; the group's, if None. DistBackendError names the ranks that did not come, with
     where all of them are. Unlike gloo's, the group is of no use after it, as after any failure.
     """
-    if timeout is not None and not isinstance(timeout, timedelta):
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        warnings.warn(
+            f"monitored_barrier was called on global rank {dist.get_rank()}, which does not belong to the given group",
+            stacklevel=2,
+        )
+        return
+    if timeout is None:
+        timeout = timedelta(milliseconds=-1)  # c10d's own word for none
+    elif not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     _backend(group)
-    (group or dist.group.WORLD).monitored_barrier(timeout or timedelta(milliseconds=-1), wait_all_ranks=True)
+    (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks=True)

@@ -137,47 +137,47 @@ void bind_communicator(py::module_& m) {
             c.all_reduce(memory(in), memory(out), count, dtype_of(dtype), reduction_of(op, factor), ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op") = 0,
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+          py::arg("factor") = 1.0, py::arg("timeout") = -1.0)
       .def(
           "reduce",
           [](C& c, Address in, Address out, int64_t count, int dtype, int root, int op, double factor, double timeout) {
             c.reduce(memory(in), memory(out), count, dtype_of(dtype), reduction_of(op, factor), root, ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          py::arg("op") = 0, py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+          py::arg("op") = 0, py::arg("factor") = 1.0, py::arg("timeout") = -1.0)
       .def(
           "reduce_scatter",
           [](C& c, Address in, Address out, int64_t count, int dtype, int op, double factor, double timeout) {
             c.reduce_scatter(memory(in), memory(out), count, dtype_of(dtype), reduction_of(op, factor), ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op") = 0,
-          py::arg("factor") = 1.0, py::arg("timeout") = 0.0)
+          py::arg("factor") = 1.0, py::arg("timeout") = -1.0)
       .def(
           "all_gather",
           [](C& c, Address in, Address out, int64_t count, int dtype, double timeout) {
             c.all_gather(memory(in), memory(out), count, dtype_of(dtype), ms(timeout));
           },
-          unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("timeout") = 0.0)
+          unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("timeout") = -1.0)
       .def(
           "broadcast",
           [](C& c, Address data, int64_t count, int dtype, int root, double timeout) {
             c.broadcast(memory(data), count, dtype_of(dtype), root, ms(timeout));
           },
-          unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"), py::arg("timeout") = 0.0)
+          unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"), py::arg("timeout") = -1.0)
       .def(
           "gather",
           [](C& c, Address in, Address out, int64_t count, int dtype, int root, double timeout) {
             c.gather(memory(in), memory(out), count, dtype_of(dtype), root, ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          py::arg("timeout") = 0.0)
+          py::arg("timeout") = -1.0)
       .def(
           "scatter",
           [](C& c, Address in, Address out, int64_t count, int dtype, int root, double timeout) {
             c.scatter(memory(in), memory(out), count, dtype_of(dtype), root, ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"),
-          py::arg("timeout") = 0.0)
+          py::arg("timeout") = -1.0)
       .def(
           "all_to_all",
           [](C& c, Address in, const std::vector<int64_t>& in_offsets, const std::vector<int64_t>& in_counts,
@@ -187,23 +187,23 @@ void bind_communicator(py::module_& m) {
                          ms(timeout));
           },
           unlocked, py::arg("input"), py::arg("input_offsets"), py::arg("input_counts"), py::arg("output"),
-          py::arg("output_offsets"), py::arg("output_counts"), py::arg("dtype"), py::arg("timeout") = 0.0)
+          py::arg("output_offsets"), py::arg("output_counts"), py::arg("dtype"), py::arg("timeout") = -1.0)
       .def(
-          "barrier", [](C& c, double timeout) { c.barrier(ms(timeout)); }, unlocked, py::arg("timeout") = 0.0)
+          "barrier", [](C& c, double timeout) { c.barrier(ms(timeout)); }, unlocked, py::arg("timeout") = -1.0)
       .def(
           "send",
           [](C& c, Address data, int64_t count, int dtype, int to, int tag, double timeout) {
             c.send(memory(data), count, dtype_of(dtype), to, tag, ms(timeout));
           },
           unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("to"), py::arg("tag") = 0,
-          py::arg("timeout") = 0.0)
+          py::arg("timeout") = -1.0)
       .def(
           "recv",
           [](C& c, Address data, int64_t count, int dtype, int from, int tag, double timeout) {
             c.recv(memory(data), count, dtype_of(dtype), from, tag, ms(timeout));
           },
           unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("from_"), py::arg("tag") = 0,
-          py::arg("timeout") = 0.0)
+          py::arg("timeout") = -1.0)
       .def(
           "recv_any",
           [](C& c, Address data, int64_t count, int dtype, int tag, double timeout) {

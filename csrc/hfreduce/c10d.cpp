@@ -176,7 +176,7 @@ std::shared_ptr<Line> Backend::messages(int peer, Direction direction, int tag) 
 }
 
 milliseconds Backend::patience(std::chrono::milliseconds timeout) const {
-  return timeout.count() > 0 ? timeout : milliseconds(timeout_);
+  return timeout < milliseconds(0) ? milliseconds(timeout_) : timeout;  // kUnsetTimeout is negative
 }
 
 void Backend::check_root(const char* what, int64_t rank) const {

@@ -30,6 +30,8 @@ struct Config {
   std::function<std::string()> where;  // what Python is doing: see Monitor
 };
 
+constexpr milliseconds kGroupTimeout{-1};  // of an operation: the group's, as c10d says it
+
 // What this rank has enqueued on its device.
 struct Enqueued {
   Call call;
@@ -55,15 +57,16 @@ class Communicator {
   int rank() const;
   int size() const;
 
-  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = {});
-  void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root, milliseconds timeout = {});
+  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = kGroupTimeout);
+  void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root,
+              milliseconds timeout = kGroupTimeout);
   // in: size() blocks of `count` elements. out: one.
-  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = {});
+  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = kGroupTimeout);
   // in: `count` elements; out: size() blocks of them.
-  void all_gather(const void* in, void* out, int64_t count, DType, milliseconds timeout = {});
-  void broadcast(void* data, int64_t count, DType, int root, milliseconds timeout = {});
-  void gather(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = {});
-  void scatter(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = {});
+  void all_gather(const void* in, void* out, int64_t count, DType, milliseconds timeout = kGroupTimeout);
+  void broadcast(void* data, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
+  void gather(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
+  void scatter(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
   // Elements for, and from, each rank: counts[i] of them at offsets[i].
   void all_to_all(const void* in, const std::vector<int64_t>& in_offsets, const std::vector<int64_t>& in_counts,
                   void* out, const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& out_counts, DType,
@@ -76,7 +79,7 @@ class Communicator {
   // Messages whose bytes go another way: all that the sender sends here is a ticket, and `work` sees to the bytes, and
   // to the end of what it is given.
   void announce(uint64_t ticket, int64_t count, DType, int to, int tag,
-                const std::function<void(const Enqueued&, const Watch&)>& work, milliseconds timeout = {});
+                const std::function<void(const Enqueued&, const Watch&)>& work, milliseconds timeout = kGroupTimeout);
   // Takes messages that go either way; from: -1 for whoever has sent one. When it has come, `place` is asked where its
   // bytes are to go, or `take` is given its ticket, and sees to the bytes and to its end; without `take` that is a
   // fault.
@@ -102,7 +105,7 @@ class Communicator {
   // Says that nothing of this rank runs on a device any more; whether all ranks of the host have said so in time.
   bool quiet(milliseconds patience);
   // New shared memory of each rank of this host, by local rank. A collective of these ranks.
-  std::vector<Segment> share(size_t bytes, milliseconds timeout = {});
+  std::vector<Segment> share(size_t bytes, milliseconds timeout = kGroupTimeout);
   // Called by whichever thread notices a fault; at once where there is one. None: nullptr, and then it does not run any
   // more.
   void on_failure(std::function<void()> hook);

@@ -85,7 +85,7 @@ void Communicator::State::start(Call call, Counter& sequence, int64_t bytes_in, 
   health.check();
   call.sequence = ++sequence;
   operations.fetch_add(1, std::memory_order_relaxed);
-  if (timeout.count() <= 0) timeout = config.timeout;
+  if (timeout < milliseconds(0)) timeout = config.timeout;
   const Watch::Report report = this->report(timeout);
   const Watch watch(health, Clock::now() + timeout, call, report);
   const uint64_t id = recorder.scheduled(call, bytes_in, bytes_out);

@@ -48,7 +48,7 @@ Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, m
   s.health.check();
   call.sequence = ++s.sequence;
   s.operations.fetch_add(1, std::memory_order_relaxed);
-  if (timeout.count() <= 0) timeout = s.config.timeout;
+  if (timeout < milliseconds(0)) timeout = s.config.timeout;
   s.team->note(call);
   for (int i = 0; i < s.team->size(); ++i) {
     const auto theirs = s.team->noted(i, call.sequence);
@@ -122,7 +122,7 @@ std::vector<Segment> Communicator::share(size_t bytes, milliseconds timeout) {
   State& s = *state_;
   std::lock_guard lock(s.collectives);
   s.health.check();
-  if (timeout.count() <= 0) timeout = s.config.timeout;
+  if (timeout < milliseconds(0)) timeout = s.config.timeout;
   try {
     return s.share(bytes, s.shared++, Clock::now() + timeout);
   } catch (const Fault& fault) {

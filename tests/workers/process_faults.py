@@ -85,3 +85,108 @@ def death(rank, size, store):
     again = failing(dist.barrier)
     dist.destroy_process_group()
     return {"first": first, "again": again}
+
+
+def caught(rank, size, store):
+    """An exception inside a batch of messages that the program catches: what comes after is as if it had not been."""
+    init(rank, size, store)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    with pytest.raises(NotImplementedError):
+        sparse = torch.ones(4).to_sparse()
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, sparse, right), dist.P2POp(dist.irecv, torch.ones(4), left)])
+    sent, x = dist.isend(torch.full((4,), float(rank)), right), torch.full((4,), -1.0)
+    dist.recv(x, left)
+    sent.wait()
+    assert (x == left).all()
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    assert (x == size).all()
+    batch = [dist.P2POp(dist.isend, torch.full((4,), float(rank)), right), dist.P2POp(dist.irecv, x, left)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert (x == left).all()
+    dist.destroy_process_group()
+
+
+def raises(rank, size, store):
+    """One rank dies of an exception, another leaves while it handles one."""
+    init(rank, size, store)
+    gone = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("the loss is nan")
+    if rank == 2:
+        try:
+            raise KeyError("no such sample")
+        finally:
+            dist.destroy_process_group()
+    told = [failing(lambda group=group: dist.all_reduce(torch.ones(3), group=group))[0] for group in gone]
+    return told
+
+
+def forked(rank, size, store):
+    """A child of a fork cannot use its parent's group, and does it no harm."""
+    init(rank, size, store)
+    group, x = dist.group.WORLD, torch.ones(2)
+    dist.all_reduce(x)
+    running = dist.all_reduce(x, async_op=True)
+    backend = group._get_backend(torch.device("cpu"))
+    path = f"{store}.child.{rank}"
+    child = os.fork()
+    if child == 0:
+        told = []
+        for call in (lambda: dist.all_reduce(x), lambda: dist.send(x, 1 - rank), running.wait, backend.abort):
+            try:
+                call()
+            except RuntimeError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        dist.destroy_process_group()
+        with open(path, "w") as file:
+            file.write("\n".join(told))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    running.wait()
+    dist.all_reduce(x)
+    assert (x == size**3).all()
+    dist.destroy_process_group()
+    with open(path) as file:
+        return file.read().split("\n")
+
+
+def options(rank, size, store):
+    """Options that cannot be are refused on all ranks, and not changed; the caller's own stay as they were."""
+    told = []
+    for slot_bytes in (0, 64, 4100, 1 << 40):
+        given = hfreduce.Options()
+        given.slot_bytes = slot_bytes
+        with pytest.raises(ValueError, match="slot_bytes must be a multiple of 64") as caught:
+            init(rank, size, f"{store}.{slot_bytes}", pg_options=given)
+        told.append(str(caught.value))
+    given = hfreduce.Options()
+    given.plan = [(257, 1, 0, 0, 64, 1)]
+    with pytest.raises(ValueError, match="its kind must be known"):
+        init(rank, size, f"{store}.plan", pg_options=given)
+    given = hfreduce.Options()
+    given.slot_bytes = 4096
+    init(rank, size, store, pg_options=given)
+    x = torch.arange(5000.0) + rank
+    dist.all_reduce(x)
+    assert torch.equal(x, size * torch.arange(5000.0) + sum(range(size)))
+    assert (given.slot_bytes, given.plan, given.device_plan) == (4096, [], [])
+    dist.destroy_process_group()
+    return told
+
+
+def barriers(rank, size, store):
+    """monitored_barrier on a rank outside the group warns; a timeout of 0 is one, and not none."""
+    init(rank, size, store)
+    group = dist.new_group([0])
+    if rank:
+        with pytest.warns(UserWarning, match="does not belong to the given group"):
+            hfreduce.monitored_barrier(group, 1)
+        with pytest.raises(ValueError, match="does not belong"):
+            hfreduce.describe(group)
+        time.sleep(1)
+        os._exit(0)
+    hfreduce.monitored_barrier(group, 1)
+    return failing(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
