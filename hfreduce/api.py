@@ -39,7 +39,7 @@ def plan_rows(size, slot_bytes=None):
     """The measured plan of this machine, as rows of numbers; none where it was not tuned, or for slots of this size."""
     from hfreduce import plan
 
-    return plan.rows(size)
+    return plan.rows(size) if slot_bytes in (None, plan.SLOT) else []
 
 
 def device_plan_rows(size):

@@ -1,6 +1,7 @@
 """The c10d backend "hfreduce": its registration with torch.distributed, and what can be asked of a process group."""
 
 import atexit
+import copy
 import importlib
 import logging
 import os
@@ -66,10 +67,10 @@ def _create(options, pg_options=None):
         c10d.set_where(api.where)
         atexit.register(c10d.close_all, _AT_EXIT)
         _ready.append(True)
-    pg_options = pg_options or c10d.Options()
-    pg_options.plan = pg_options.plan or api.plan_rows(options.group_size)
-    pg_options.device_plan = pg_options.device_plan or api.device_plan_rows(options.group_size)
-    backend = c10d.create(options, pg_options)
+    own = copy.deepcopy(pg_options or c10d.Options())
+    own.plan = own.plan or api.plan_rows(options.group_size, own.slot_bytes)
+    own.device_plan = own.device_plan or api.device_plan_rows(options.group_size)
+    backend = c10d.create(options, own)
     _log.info("%s", backend.describe())
     return backend
 

@@ -16,21 +16,11 @@ using namespace hfreduce;
 namespace {
 
 using Address = uintptr_t;
-using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;  // kind, max_bytes, inside, between, chunk, streams
 
 void* memory(Address address) { return reinterpret_cast<void*>(address); }
 DType dtype_of(int number) { return static_cast<DType>(number); }
 Reduction reduction_of(int op, double factor) { return {static_cast<Op>(op), factor}; }
 milliseconds ms(double seconds) { return milliseconds(static_cast<int64_t>(seconds * 1000)); }
-
-std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
-  std::vector<Row> rows;
-  for (const auto& [kind, max_bytes, inside, between, chunk, streams] : tuples)
-    rows.push_back({static_cast<Kind>(kind),
-                    max_bytes,
-                    {static_cast<Inside>(inside), static_cast<Between>(between), chunk, streams}});
-  return rows;
-}
 
 RowTuple tuple_of(Kind kind, int64_t max_bytes, const Choice& choice) {
   return {static_cast<int>(kind),           max_bytes,    static_cast<int>(choice.inside),

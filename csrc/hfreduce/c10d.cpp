@@ -82,11 +82,8 @@ Config config_of(int rank, int size, const Backend::Options& options) {
   config.timeout = options.timeout;
   config.host_id = options.host_id, config.interface = options.interface;
   config.slot_bytes = options.slot_bytes;
-  for (const auto& [kind, max_bytes, inside, between, chunk, streams] : options.plan)
-    config.plan.push_back({static_cast<Kind>(kind),
-                           max_bytes,
-                           {static_cast<Inside>(inside), static_cast<Between>(between), chunk, streams}});
-  config.where = python_frame;
+  config.plan = rows_of(options.plan);
+  config.where = [] { return told_by(where); };
   return config;
 }
 

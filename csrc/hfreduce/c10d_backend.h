@@ -40,8 +40,8 @@ class Backend : public c10d::Backend {
     Options() : c10d::Backend::Options("hfreduce") {}
     std::string interface, host_id;  // see Config
     size_t slot_bytes = Config().slot_bytes;
-    std::vector<std::tuple<int, int64_t, int, int, int64_t, int>> plan;  // rows as hfreduce.plan has them
-    std::vector<gpu::RowTuple> device_plan;                              // the same, of gpu::Row
+    std::vector<RowTuple> plan;              // rows as hfreduce.plan has them
+    std::vector<gpu::RowTuple> device_plan;  // the same, of gpu::Row
   };
 
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const Options& options);

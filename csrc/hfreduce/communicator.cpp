@@ -36,9 +36,12 @@ Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = 
 Communicator::State::State(Store& store, const Config& given)
     : config(given), mesh(given.interface), sent(given.size), received(given.size) {
   const Deadline deadline = Clock::now() + config.timeout;
+  Team::check_slots(1, config.slot_bytes);
   for (int i = static_cast<int>(config.global_ranks.size()); i < config.size; ++i) config.global_ranks.push_back(i);
   roster = meet(store, deadline);
   mesh.start(roster, health);
+  for (const std::vector<int>& host : roster.hosts)  // of all, so that all ranks refuse
+    Team::check_slots(static_cast<int>(host.size()), config.slot_bytes);
   std::vector<std::string> names;
   for (int rank : roster.local()) names.push_back(roster.peers[rank].name());
   plan.emplace(Shape{static_cast<int>(names.size()), static_cast<int>(roster.hosts.size()), roster.cores},

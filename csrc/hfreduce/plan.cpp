@@ -98,6 +98,17 @@ Choice Plan::choose(Kind kind, int64_t bytes) const {
   return std::find_if(rows_.begin(), rows_.end(), fits)->choice;  // the defaults reach to any size
 }
 
+std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
+  // A number that no byte holds must not become another.
+  const auto byte = [](int number) { return static_cast<uint8_t>(number < 0 || number > 255 ? 255 : number); };
+  std::vector<Row> rows;
+  for (const auto& [kind, max_bytes, inside, between, chunk, streams] : tuples)
+    rows.push_back({static_cast<Kind>(byte(kind)),
+                    max_bytes,
+                    {static_cast<Inside>(byte(inside)), static_cast<Between>(byte(between)), chunk, streams}});
+  return rows;
+}
+
 const char* name(Inside inside) { return inside == Inside::one_shot ? "one_shot" : "two_shot"; }
 
 const char* name(Between between) {

@@ -51,6 +51,10 @@ class Plan {
 };
 
 const char* name(Inside);
+// As they cross from Python: kind, max_bytes, inside, between, chunk, streams. What is none, Plan refuses.
+using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;
+std::vector<Row> rows_of(const std::vector<RowTuple>& tuples);
+
 const char* name(Between);
 
 }  // namespace hfreduce

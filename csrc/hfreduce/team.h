@@ -37,6 +37,8 @@ class Team {
   static constexpr size_t kPipe = 256 << 10;  // of each ordered pair, see pipe.h
 
   static size_t segment_bytes(int local_size, size_t slot_bytes);
+  // Throws std::invalid_argument for slots that so many ranks cannot work with.
+  static void check_slots(int local_size, size_t slot_bytes);
 
   // segments: of every local rank, in order, this one's own included. ranks, names: their group ranks, and what
   // messages call them.
