@@ -23,6 +23,7 @@ import torch.distributed as dist
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")  # as csrc/hfreduce/types.h has them
 _ORDER = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"  # as well
 DTYPES = {getattr(torch, name): number for number, name in enumerate(_ORDER.split())}
+GROUP_TIMEOUT = -1.0  # of an operation that names none
 _OPS = {name: number for number, name in enumerate(OPS)}
 
 
@@ -66,6 +67,16 @@ def where():
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def why():
+    """The exception because of which groups are being ended: the one that ends the program, or is being handled."""
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # at the end of the program, unless somebody types it in
+        error = getattr(sys, "last_value", None)
+    if (isinstance(error, SystemExit) and error.code in (None, 0)) or isinstance(error, GeneratorExit):
+        return ""
+    return "" if error is None else f"{type(error).__name__}: {error}"[:2000]
 
 
 class Group:
@@ -204,17 +215,6 @@ class Group:
         return splits
 
 
-def _end(core, pid):
-    if os.getpid() == pid:  # else it is a child of a fork that ends, and the group is its parent's
-        core.shutdown()
-
-
-def _told(x):
-    return f"{x.dtype}{list(x.shape)}"
-
-
-def _memory(x):
-    """Address, elements and dtype of a tensor; ValueError where the core cannot work on it."""
 class _Making:
     """A group that is being made. Two of one name at once would find each other's ranks: both are refused."""
 
@@ -251,6 +251,17 @@ def _place(store):
     return (store.path,) if isinstance(store, dist.FileStore) else (id(store),)
 
 
+def _end(core, pid):
+    if os.getpid() == pid:  # else it is a child of a fork that ends, and the group is its parent's
+        core.shutdown(why())
+
+
+def _told(x):
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _memory(x):
+    """Address, elements and dtype of a tensor; ValueError where the core cannot work on it."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         raise ValueError(

@@ -5,8 +5,8 @@ import copy
 import importlib
 import logging
 import os
-from datetime import timedelta
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ def _create(options, pg_options=None):
     if pg_options is not None and not isinstance(pg_options, c10d.Options):
         raise TypeError(f"pg_options of the hfreduce backend are hfreduce.Options, got {type(pg_options).__name__}")
     if not _ready:
-        c10d.set_where(api.where)
+        c10d.set_told_by(api.where, api.why)
         atexit.register(c10d.close_all, _AT_EXIT)
         _ready.append(True)
     own = copy.deepcopy(pg_options or c10d.Options())
@@ -82,9 +82,9 @@ def _backend(group):
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group('hfreduce') first")
-    backend = group._get_backend(torch.device("cpu"))
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank does not belong to the given process group: ask one that does")
+    backend = group._get_backend(torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     if not isinstance(backend, native().Backend):
         raise ValueError(f"the process group's backend for CPU tensors is {backend.name()!r}, not 'hfreduce'")
@@ -110,7 +110,8 @@ def monitored_barrier(group=None, timeout=None):
     """torch.distributed.monitored_barrier, which torch itself allows for gloo alone.
 
     timeout: a timedelta, or seconds; the group's, if None. DistBackendError names the ranks that did not come, with
-    where all of them are. Unlike gloo's, the group is of no use after it, as after any failure.
+    where all of them are. Unlike gloo's, the group is of no use after it, as after any failure. On a rank outside the
+    group it warns and returns, as torch's collectives do.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         warnings.warn(

@@ -120,7 +120,7 @@ void bind_communicator(py::module_& m) {
       .def("describe", &C::describe)
       .def("record", &C::record)
       .def("abort", &C::abort, unlocked, py::arg("reason"))
-      .def("shutdown", &C::shutdown, unlocked)
+      .def("shutdown", &C::shutdown, unlocked, py::arg("why") = "")
       .def(
           "all_reduce",
           [](C& c, Address in, Address out, int64_t count, int dtype, int op, double factor, double timeout) {

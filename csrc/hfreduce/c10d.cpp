@@ -1,7 +1,6 @@
 // hfreduce._c10d: the backend's life, and its Python module. Only files named c10d* are compiled against torch.
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <optional>
@@ -40,7 +39,8 @@ class TorchStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-PyObject* where = nullptr;  // the Python function that says what the main thread does; kept for ever
+// Python functions, kept for ever: what the main thread does, and because of which exception a group is ended.
+PyObject *where = nullptr, *why = nullptr;
 
 bool interpreter_lives() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -50,11 +50,11 @@ bool interpreter_lives() {
 #endif
 }
 
-std::string python_frame() {
-  if (!where || !interpreter_lives()) return "";
+std::string told_by(PyObject* function) {
+  if (!function || !interpreter_lives()) return "";
   py::gil_scoped_acquire locked;
   try {
-    return py::handle(where)().cast<std::string>();
+    return py::handle(function)().cast<std::string>();
   } catch (const std::exception&) {  // it is a courtesy to whoever reads the message
     return "";
   }
@@ -117,7 +117,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
 
 Backend::~Backend() {
   const WithoutGil released;
-  close(milliseconds(timeout_));
+  close(milliseconds(timeout_), "");
   accelerator_.reset();
   communicator_.reset();
 }
@@ -125,6 +125,11 @@ Backend::~Backend() {
 uint64_t Backend::operations() { return begun.load(std::memory_order_relaxed); }
 
 Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body) {
+  try {
+    communicator_->check_owner();
+  } catch (const Fault& fault) {
+    TORCH_CHECK_WITH(DistBackendError, false, fault.what());
+  }
   begun.fetch_add(1, std::memory_order_relaxed);
   const OpType type = start.type;
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
@@ -226,10 +231,12 @@ Backend::Work Backend::endCoalescing() {
 
 void Backend::abort() { communicator_->abort("abort() was called"); }
 
-void Backend::close(milliseconds patience) {
+void Backend::shutdown() { close(milliseconds(timeout_), told_by(why)); }
+
+void Backend::close(milliseconds patience, const std::string& why) {
   if (!communicator_ || closed_.exchange(true)) return;
   const WithoutGil released;
-  if (getpid() != pid_) return forget();
+  if (forks() != forks_) return forget();
   std::vector<std::shared_ptr<Line>> lines{collectives_}, receiving;
   {
     std::lock_guard lock(mutex_);
@@ -241,11 +248,13 @@ void Backend::close(milliseconds patience) {
   // A receive that nobody sends to would keep us for the whole timeout.
   const Deadline soon = std::min(deadline, Clock::now() + milliseconds(10000));
   for (const auto& line : receiving) rest = line->idle_by(soon) && rest;
-  if (!rest) communicator_->abort("the group was shut down while operations were still running");
+  if (!rest)
+    communicator_->abort("the group was shut down while operations were still running" +
+                         (why.empty() ? "" : ", because of an exception: " + why));
   lines.insert(lines.end(), receiving.begin(), receiving.end());
   for (const auto& line : lines) line->close();
   if (accelerator_) accelerator_->shutdown(std::max(milliseconds(0), until(deadline)));
-  communicator_->shutdown();
+  communicator_->shutdown(why);
 }
 
 // Leaves memory as it is: to free it would be to join threads that do not exist, and to say goodbye for the parent.
@@ -263,8 +272,9 @@ void Backend::close_all(milliseconds patience) {
     std::lock_guard lock(living().mutex);
     backends.swap(living().backends);
   }
+  const std::string because = told_by(why);
   for (const auto& weak : backends)
-    if (const Pointer backend = weak.lock()) backend->close(patience);
+    if (const Pointer backend = weak.lock()) backend->close(patience, because);
 }
 
 }  // namespace hfreduce
@@ -303,9 +313,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       unlocked);
   hfreduce::bind_arrivals(m);
   m.def("operations", &Backend::operations);
-  m.def("set_where", [](py::function function) { hfreduce::where = function.release().ptr(); });
-  m.def("close_all", [](double seconds) {
-    const hfreduce::WithoutGil released;
-    Backend::close_all(hfreduce::milliseconds(static_cast<int64_t>(seconds * 1000)));
+  m.def("set_told_by", [](py::function where, py::function why) {
+    hfreduce::where = where.release().ptr(), hfreduce::why = why.release().ptr();
   });
+  m.def("close_all",
+        [](double seconds) { Backend::close_all(hfreduce::milliseconds(static_cast<int64_t>(seconds * 1000))); });
 }

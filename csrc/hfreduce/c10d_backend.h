@@ -1,8 +1,6 @@
 // The c10d backend "hfreduce": torch's collectives on a Communicator.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <deque>
 #include <map>
@@ -17,6 +15,7 @@
 #include "c10d_work.h"
 #include "communicator.h"
 #include "cuda/accelerator.h"
+#include "forks.h"
 #include "turns.h"
 
 namespace hfreduce {
@@ -67,7 +66,7 @@ class Backend : public c10d::Backend {
   void startCoalescing() override;
   Work endCoalescing() override;
   void abort() override;
-  void shutdown() override { close(milliseconds(timeout_)); }
+  void shutdown() override;
   // Ends all groups of this process that still live, before the interpreter does.
   static void close_all(milliseconds patience);
 
@@ -124,18 +123,18 @@ class Backend : public c10d::Backend {
   std::shared_ptr<Line> messages(int peer, Direction direction, int tag);
   milliseconds patience(std::chrono::milliseconds timeout) const;  // of an operation
   void check_root(const char* what, int64_t rank) const;
-  void close(milliseconds patience);
+  void close(milliseconds patience, const std::string& why);  // why: see Communicator::shutdown
   void forget();
 
-  void all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout);
   at::Tensor sum_of_sparse(const at::Tensor& input, milliseconds timeout);
+  void all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout);
   void all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout);
   void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction, milliseconds timeout);
   struct Exchange;
   int recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout);
   void all_to_all_now(const Exchange& exchange, milliseconds timeout);
 
-  const int pid_ = getpid();  // of the process that made it: a fork's child has none of its threads
+  const int forks_ = forks();  // of the process that made it: a fork's child has none of its threads
   std::shared_ptr<Communicator> communicator_;
   Options options_;
   std::vector<int> global_ranks_;

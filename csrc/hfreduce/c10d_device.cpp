@@ -12,6 +12,7 @@ namespace {
 std::vector<Turns::Range> ranges(const std::vector<at::Tensor>& tensors) {
   std::vector<Turns::Range> ranges;
   for (const at::Tensor& tensor : tensors) {
+    if (tensor.layout() != c10::kStrided) continue;  // what overlaps takes none
     int64_t last = 0;
     for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
     const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());

@@ -28,6 +28,7 @@
 
 #include "c10d_device.h"
 #include "fault.h"
+#include "forks.h"
 
 namespace hfreduce {
 
@@ -50,6 +51,9 @@ class Operation : public c10d::Work {
 
   // For a device: see above, but with a timeout this waits for the work itself.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    TORCH_CHECK_WITH(DistBackendError, forks() == forks_,
+                     "hfreduce: this process is a fork of the one that began this ",
+                     "operation, which alone can wait for it");
     const Deadline deadline = Clock::now() + timeout;
     Work::wait(timeout);
     while (timeout != kNoTimeout && !isCompleted()) {
@@ -188,6 +192,7 @@ class Operation : public c10d::Work {
   std::exception_ptr first_error_;
   std::atomic<int> parts_{1};
   const uint64_t sequence_;
+  const int forks_ = forks();
   int source_ = -1;
   bool settled_ = false, owes_ = false;
 };
@@ -215,17 +220,17 @@ class Line : public std::enable_shared_from_this<Line> {
     work_.notify_one();
   }
 
-  // Waits until nothing is queued or running; whether that came in time.
-  bool idle_by(Deadline deadline) {
-    std::unique_lock lock(mutex_);
-    if (holder_ == std::this_thread::get_id()) return queue_.empty();
-    return rest_.wait_until(lock, deadline, [this] { return free() && queue_.empty(); });
   // Whether nothing is queued or running, and nobody but its threads and one more holds it.
   bool idle() const {
     std::lock_guard lock(mutex_);
     return free() && queue_.empty() && weak_from_this().use_count() <= static_cast<long>(threads_.size()) + 1;
   }
 
+  // Waits until nothing is queued or running; whether that came in time.
+  bool idle_by(Deadline deadline) {
+    std::unique_lock lock(mutex_);
+    if (holder_ == std::this_thread::get_id()) return queue_.empty();
+    return rest_.wait_until(lock, deadline, [this] { return free() && queue_.empty(); });
   }
 
   // Serves what is queued, takes nothing more, and joins the threads; idempotent.

@@ -117,7 +117,7 @@ std::vector<Socket> Communicator::State::liveness(Deadline deadline) {
   return sockets;
 }
 
-void Communicator::State::shutdown() {
+void Communicator::State::shutdown(const std::string& why) {
   std::lock_guard lock(ending);
   if (ended) return;
   ended = true;
@@ -126,13 +126,22 @@ void Communicator::State::shutdown() {
     if (messages && !health.failed()) messages->drain(Clock::now() + std::min(config.timeout, milliseconds(10000)));
   } catch (const std::exception&) {  // whoever had to know has been told
   }
-  if (monitor) monitor->leave();
+  if (monitor) monitor->leave(why);
   health.fail(Fault(Fault::Cause::aborted, {config.rank},
                     "group " + config.name + " was shut down by this rank; make a new one to go on"),
               true);
   messages.reset();
   hierarchy.reset();
   mesh.close();
+}
+
+// Its connections are the parent's, too: what it said on them would be taken for the parent's word.
+void Communicator::State::check_owner() const {
+  if (forks() == owner) return;
+  throw Fault(Fault::Cause::aborted, {config.rank},
+              "process " + std::to_string(getpid()) + " is a fork of " + roster.me().name() + ", whose group " +
+                  config.name + " it cannot use: start workers by multiprocessing's \"spawn\" or \"forkserver\", or " +
+                  "make a group in the child.");
 }
 
 void Communicator::State::check_root(const char* what, int rank) const {
@@ -148,7 +157,7 @@ void Communicator::State::check_op(DType dtype, Reduction reduction) const {
 
 Communicator::Communicator(Store& store, const Config& config) : state_(std::make_unique<State>(store, config)) {}
 Communicator::~Communicator() {
-  if (getpid() != state_->owner) static_cast<void>(state_.release());
+  if (forks() != state_->owner) static_cast<void>(state_.release());
 }
 
 int Communicator::rank() const { return state_->config.rank; }
@@ -156,15 +165,18 @@ int Communicator::size() const { return state_->config.size; }
 bool Communicator::failed() const { return state_->health.failed(); }
 const Plan& Communicator::plan() const { return *state_->plan; }
 uint64_t Communicator::operations() const { return state_->operations.load(std::memory_order_relaxed); }
-void Communicator::shutdown() {
-  if (getpid() == state_->owner) state_->shutdown();
+void Communicator::shutdown(const std::string& why) {
+  if (forks() == state_->owner) state_->shutdown(why);
 }
 
 void Communicator::abort(const std::string& reason) {
+  check_owner();
   state_->health.fail(
       Fault(Fault::Cause::aborted, {rank()},
             "group " + state_->config.name + " was aborted by " + state_->roster.me().name() + ": " + reason));
 }
+
+void Communicator::check_owner() const { state_->check_owner(); }
 
 std::string Communicator::record() const {
   return state_->recorder.json(state_->config.name, rank(), state_->config.global_ranks);

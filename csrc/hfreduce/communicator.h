@@ -48,7 +48,7 @@ struct Received {
 };
 
 // Collectives are called by one thread at a time, in the same order by all ranks; send and recv by any thread. Each
-// throws Fault; after one, all do. Memory is contiguous and on the host. A timeout of zero is the group's.
+// throws Fault; after one, all do. Memory is contiguous and on the host. A negative timeout is the group's.
 class Communicator {
  public:
   Communicator(Store& store, const Config& config);  // returns when all ranks have met; the store is not used later
@@ -116,10 +116,12 @@ class Communicator {
   bool failed() const;
   bool was_shut_down() const;  // by this rank, before anything failed
   void check() const;          // throws the fault, if there is one
+  void check_owner() const;    // throws in a forked child, which cannot use its parent's group
   // Every operation, present and later, of every rank, throws Fault::aborted with this reason.
   void abort(const std::string& reason);
-  // Lets what was sent go out, says goodbye, joins all threads, closes everything; idempotent. Throws nothing.
-  void shutdown();
+  // Lets what was sent go out, says goodbye, joins all threads, closes everything; idempotent. Throws nothing. why: the
+  // exception that has brought it about, which who still needs this rank is then told; "" for none.
+  void shutdown(const std::string& why = "");
 
   std::string describe() const;  // hosts, ranks, interface, connections: one line
   std::string record() const;    // the flight recorder's JSON

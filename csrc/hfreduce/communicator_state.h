@@ -1,8 +1,6 @@
 // What a communicator is made of; for communicator.cpp and enqueue.cpp.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "communicator.h"
+#include "forks.h"
 #include "hierarchy.h"
 #include "mesh.h"
 #include "messages.h"
@@ -24,14 +23,14 @@ namespace hfreduce {
 
 struct Communicator::State {
   State(Store& store, const Config& given);
-  ~State() { shutdown(); }
+  ~State() { shutdown(""); }
 
   Roster meet(Store& store, Deadline deadline);
   std::vector<Row> agree(Store& store, Deadline deadline);
   // New memory of each rank of this host; `index` is another one each time.
   std::vector<Segment> share(size_t bytes, int index, Deadline deadline);
   std::vector<Socket> liveness(Deadline deadline);
-  void shutdown();
+  void shutdown(const std::string& why);
 
   // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
   template <class Counter, class Body>
@@ -43,6 +42,7 @@ struct Communicator::State {
   void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
   Fault overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout);
   Watch::Report report(milliseconds timeout);  // of what is overdue
+  void check_owner() const;
   void check_root(const char* what, int rank) const;
   void check_op(DType dtype, Reduction reduction) const;
 
@@ -66,7 +66,7 @@ struct Communicator::State {
   std::atomic<uint64_t> operations{0};
   bool ended = false;
   std::atomic<bool> shut_down{false};
-  const pid_t owner = getpid();  // a child of a fork has none of the threads, and must leave all as it is
+  const int owner = forks();  // a child of a fork has none of the threads, and must leave all as it is
 };
 
 template <class Counter, class Body>

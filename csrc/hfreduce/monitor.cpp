@@ -85,7 +85,7 @@ struct Monitor::State {
   Standing standing() const;
   std::vector<Standing> ask(milliseconds patience);
   void tell(const Fault& fault);
-  void leave();
+  void leave(const std::string& why);
 
   const Roster& roster;
   Health& health;
@@ -210,9 +210,11 @@ void Monitor::State::handle(int rank, Message kind, std::string_view body) {
     if (const auto fault = decode_fault(body)) health.fail(*fault, true);
     changed.notify_all();
   } else if (kind == Message::goodbye) {
-    health.left(rank, Fault(Fault::Cause::left, {rank},
-                            roster.peers[rank].name() + " has left the group: it called shutdown, or "
-                                                        "destroy_process_group."));
+    const auto why = decode_fault(body);
+    health.left(rank, why ? *why
+                          : Fault(Fault::Cause::left, {rank},
+                                  roster.peers[rank].name() + " has left the group: it called shutdown, or "
+                                                              "destroy_process_group."));
     std::lock_guard lock(mutex);
     links[rank].left = true;
     changed.notify_all();
@@ -351,11 +353,16 @@ void Monitor::State::tell(const Fault& fault) {
   wake();
 }
 
-void Monitor::State::leave() {
+void Monitor::State::leave(const std::string& why) {
   if (!thread.joinable()) return;
+  const std::string body =
+      why.empty()
+          ? ""
+          : encode(Fault(Fault::Cause::died, {roster.rank},
+                         roster.me().name() + " has ended, or left the group, because of an exception: " + why + "\n"));
   {
     std::lock_guard lock(mutex);
-    for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Message::goodbye, ""));
+    for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Message::goodbye, body));
     leaving = Clock::now() + kFlush;
   }
   wake();
@@ -378,6 +385,6 @@ Monitor::~Monitor() {
 
 std::vector<Standing> Monitor::ask(milliseconds patience) { return state_->ask(patience); }
 void Monitor::tell(const Fault& fault) { state_->tell(fault); }
-void Monitor::leave() { state_->leave(); }
+void Monitor::leave(const std::string& why) { state_->leave(why); }
 
 }  // namespace hfreduce

@@ -32,8 +32,9 @@ class Monitor {
   // Tells every peer of a fault of ours.
   void tell(const Fault& fault);
 
-  // Says goodbye, so that the end of this process is no death, and joins the threads; idempotent.
-  void leave();
+  // Says goodbye, so that the end of this process is no death, and joins the threads; idempotent. why: see
+  // Communicator::shutdown.
+  void leave(const std::string& why = "");
 
  private:
   struct State;

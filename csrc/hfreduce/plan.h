@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -50,11 +51,11 @@ class Plan {
   std::vector<Row> rows_;
 };
 
-const char* name(Inside);
 // As they cross from Python: kind, max_bytes, inside, between, chunk, streams. What is none, Plan refuses.
 using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;
 std::vector<Row> rows_of(const std::vector<RowTuple>& tuples);
 
+const char* name(Inside);
 const char* name(Between);
 
 }  // namespace hfreduce

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <ctime>
 #include <iterator>
+#include <stdexcept>
 
 #include "mismatch.h"
 
@@ -41,7 +42,6 @@ bool reached(uint32_t there, uint32_t wanted) { return static_cast<int32_t>(ther
 
 size_t Team::segment_bytes(int local_size, size_t slot_bytes) { return kHeader + 2 * slot_bytes + local_size * kPipe; }
 
-Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
 void Team::check_slots(int local_size, size_t slot_bytes) {
   // Of a line for each rank, or more: all collectives cut slots into whole lines, and into a part for each rank.
   constexpr size_t line = 64, least = 4096, most = size_t{1} << 30;
@@ -52,6 +52,7 @@ void Team::check_slots(int local_size, size_t slot_bytes) {
                                 std::to_string(local_size) + " of the ranks, got " + std::to_string(slot_bytes));
 }
 
+Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
            size_t slot_bytes, int cores)
     : segments_(std::move(segments)),
       ranks_(std::move(ranks)),
