@@ -58,6 +58,42 @@ def test_faults(tmp_path):
         assert "abort() was called" in found["aborted"][0] and found["error"].endswith("COMM_ERROR")
 
 
+def test_caught(tmp_path):
+    ranks.run(FAULTS, "caught", 2, tmp_path)
+
+
+def test_raises(tmp_path):
+    """A rank that an exception has ended is no rank that left in peace."""
+    with ranks.start(FAULTS, "raises", 3, tmp_path) as group:
+        assert group.wait(40) == [0, 1, 1], group.output()
+        for rank, (text, why) in enumerate(
+            zip(group.results()[0], ("ValueError: the loss is nan", "KeyError: 'no such sample'"), strict=True), 1
+        ):
+            assert text.startswith(f"rank {rank} (") and f"because of an exception: {why}" in text, text
+
+
+def test_forked(tmp_path):
+    for told in ranks.run(FAULTS, "forked", 2, tmp_path):
+        assert len(told) == 4 and all("fork of" in text for text in told), told
+
+
+def test_options(tmp_path):
+    first, second = ranks.run(FAULTS, "options", 2, tmp_path)
+    assert first == second and first[1].endswith("got 64")
+
+
+def test_barriers(tmp_path):
+    with ranks.start(FAULTS, "barriers", 2, tmp_path) as group:
+        assert group.wait(40) == [0, 0], group.output()
+        message, seconds = group.results()[0]
+        assert "Timed out after 0.0 s" in message and seconds < 0.9, (message, seconds)
+
+
+def test_names(tmp_path):
+    for told in ranks.run(WORKER, "names", 2, tmp_path):
+        assert all("give them different names" in text for text in told), told
+
+
 def test_death(tmp_path):
     before = set(os.listdir("/dev/shm"))
     with ranks.start(FAULTS, "death", 3, tmp_path) as group:

@@ -361,6 +361,7 @@ def direct(rank, size, store):
     assert caught.value.cause == "mismatch", caught.value
     hfreduce.close()
     with pytest.raises(RuntimeError, match="init"):
+        hfreduce.barrier()
 
 
 def sparse(rank, size, store):
@@ -420,4 +421,3 @@ def names(rank, size, store):
         for thread in threads:
             thread.join()
     return told
-        hfreduce.barrier()
