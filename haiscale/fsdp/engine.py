@@ -21,17 +21,19 @@ into a slot is begun when all kernels that read it have been launched, on the st
 import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
+from haiscale.fsdp.methods import Mixing
 from haiscale.fsdp.reduce import Reductions
 from haiscale.fsdp.unit import Slot, Unit
 from hfnn.deferred import Deferred
 
+Count = tuple[int, int]  # (thread, number): autograd counts the nodes that it makes in each thread
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
@@ -48,9 +50,12 @@ class Engine:
         self.slots: list[Slot] = []
         self.slot_bytes = max((u.nbytes for u in units if not u.private), default=0)
         self.cast_inputs: torch.dtype | None = None
-        self._running: list[tuple[Unit, int]] = []  # forwards under way, and autograd's count when they began
-        self._backward: list[Unit] = []  # units whose backward is under way, the outermost first
+        self._running: list[tuple[Unit, Count]] = []  # forwards under way, and autograd's count when they began
+        self._mixing: Mixing | None = None  # while a method runs
+        self._paused = False
+        self._backward: dict[Unit, Count] = {}  # units whose backward is under way, the outermost first, as above
         self._in_backward = False
+        self._outside = 0  # how many forwards this backward is inside of, as in a method
         self._last: list[Unit] = []  # in the order in which they began in the last forward
         self._began: list[Unit] = []  # as far as this one has come
         self._ended: list[Unit] = []  # in the order in which they ended
@@ -72,8 +77,10 @@ class Engine:
     def _enter(self, unit: Unit, args: tuple, kwargs: dict):
         for tensor in tensors((args, kwargs)):
             _ = tensor.grad_fn  # of a view that was written to it is made now, and so before what the unit makes
-        self._running.append((unit, torch.autograd._get_sequence_nr()))
+        self._running.append((unit, _count()))
         unit.running += 1
+        if self._mixing is not None and len(self._running) == 2:
+            self._paused = self._mixing.pause()
         if in_graph_task():  # a checkpoint's recomputation
             self._recompute(unit)
         elif unit is self.root:
@@ -95,31 +102,63 @@ class Engine:
 
     def _leave(self, unit: Unit, output) -> None:
         """The end of a forward; output is None where that is an exception."""
-        _, since = self._running.pop()
-        around = [*(self._backward if in_graph_task() else ()), *(other for other, _ in self._running)]
-        around = *dict.fromkeys(other for other in around if other is not unit), unit
+        if self._mixing is not None and len(self._running) == 2 and self._paused:
+            self._mixing.resume()
+        around = [*(self._backward.items() if in_graph_task() else ()), *self._running]
+        self._running.pop()
         unit.running -= 1
         if not in_graph_task():
             self._ended.append(unit)
         if not unit.running:
             unit.swap_out()
         self._restore()
+        found = not torch.is_grad_enabled() or self._follow(output, around)
+        if not found and not isinstance(output, _PLAIN) and any(p.requires_grad for p in unit.parameters):
+            raise ValueError(
+                f"{unit.name} returned a {type(output).__name__}, in which no tensor was found, so its backward could "
+                "not be followed; return tensors, in tuples, lists, dicts or dataclasses"
+            )
+
+    def _follow(self, output, around: list[tuple[Unit, Count]]) -> bool:
+        """Puts hooks on what the last of these units made. Returns whether there is a tensor in what it returned."""
+        unit, since = around[-1]
+        around = {other: count for other, count in around if other is not unit} | {unit: since}
+        found = False
+        for tensor in tensors(output):
+            found = True
+            # A view that is written to later is cut off from what it was a view of, which then tells as much.
+            for made in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+                if made.requires_grad and _made_since(made, since):
+                    made.register_hook(functools.partial(self._gradient_came, unit, around))
+        return found
+
+    def call(self, method: Callable, args: tuple, kwargs: dict):
+        """A method of the root's module, which is a forward of the root for all that backward knows."""
+        if self._mixing is not None:  # by another one
+            return method(*args, **kwargs)
+        whole = {id(p.sharded): p.whole for p in self.root.parameters}
+
+        def of_root(sharded: Tensor) -> Tensor:
+            self._need(self.root)
+            return whole[id(sharded)]
+
+        before, running = self._running, [(self.root, _count())]
+        self._running, self._mixing = list(running), Mixing(set(whole), of_root)
+        self._mixing.resume()
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._mixing.pause()
+            self._running, self._mixing = before, None
         if torch.is_grad_enabled():
-            found = False
-            for tensor in tensors(output):
-                found = True
-                if tensor.requires_grad and _made_since(tensor, since):
-                    tensor.register_hook(functools.partial(self._gradient_came, around))
-            if not found and not isinstance(output, _PLAIN) and any(p.requires_grad for p in unit.parameters):
-                raise ValueError(
-                    f"{unit.name} returned a {type(output).__name__}, in which no tensor was found, so its backward "
-                    "could not be followed; return tensors, in tuples, lists, dicts or dataclasses"
-                )
+            self._follow(output, running)
+        return output
 
     def _start(self) -> None:
         """A forward of the whole model."""
-        if self._in_backward or len(self._running) > 1:
-            running = self._running[-1:]
+        first = 0 if self._mixing is None else 1  # a method
+        if self._in_backward or len(self._running) > first + 1:
+            running = [*self._running[:first], self._running[-1]]
             self.reset()  # the last forward or backward ended in an exception
             self._running, self.root.running = running, 1
         self._check()
@@ -152,9 +191,11 @@ class Engine:
         unit.wait()
 
     def _restore(self) -> None:
-        """Units under way get back the slots that one inside them, or a recomputation, has taken."""
-        running = [unit for unit, _ in self._running[-1:]]
-        for unit in (*running, *(unit for unit in self._backward if unit.backward_reads)):
+        """A unit under way gets back the slot that one inside it, or a recomputation that has ended, has taken."""
+        around = [unit for unit, _ in self._running[-1:]]
+        if self._in_backward and len(self._running) <= self._outside:
+            around = [unit for unit in self._backward if unit.backward_reads]
+        for unit in around:
             if unit.slot is not None and unit.slot.unit is not unit:
                 self._need(unit)
 
@@ -186,35 +227,35 @@ class Engine:
 
     # Backward
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, outside: int) -> None:
         if not self._in_backward:
-            self._in_backward, self._at = True, len(self._ended)
+            self._in_backward, self._at, self._outside = True, len(self._ended), outside
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _recompute(self, unit: Unit) -> None:
-        """A unit runs forward within backward."""
-        self._begin_backward()
-        # A reentrant checkpoint's node runs when all is done that was made after it.
-        if isinstance(torch._C._current_autograd_node(), CheckpointFunction._backward_cls):
-            for other in reversed(self._backward):
-                if other is not unit and other not in unit.around:
+        """A unit runs forward within backward: units have ended whose forward began after the node that runs now."""
+        self._begin_backward(len(self._running) - 1)
+        thread, now = threading.get_ident(), torch._C._current_autograd_node()._sequence_nr()
+        for other, (counted_in, began) in reversed(self._backward.copy().items()):
+            if counted_in == thread and began > now and other is not unit:
+                self._after_backward(other)
+
+    def _gradient_came(self, unit: Unit, around: dict[Unit, Count], gradient: Tensor) -> None:
+        """The gradient of what a unit returned is there. around: the units that ran then, and when they began."""
+        if unit not in self._backward:  # not by another of its outputs
+            self._begin_backward(len(self._running))
+            for other in reversed(self._backward.copy()):
+                if other not in around:
                     self._after_backward(other)
+        for other, began in around.items():
+            if other not in self._backward:
+                self._before_backward(other, began)
+            elif began < self._backward[other]:  # an earlier forward of it
+                self._backward[other] = began
 
-    def _gradient_came(self, around: tuple[Unit, ...], gradient: Tensor) -> None:
-        """The gradient of what a unit returned is there. around: the units that ran then, that one last."""
-        if around[-1] in self._backward:
-            return  # by another of its outputs
-        self._begin_backward()
-        for unit in reversed(self._backward):
-            if unit not in around:
-                self._after_backward(unit)
-        for unit in around:
-            if unit not in self._backward:
-                self._before_backward(unit)
-
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, began: Count) -> None:
         before = self._preceding(unit)
-        self._backward.append(unit)
+        self._backward[unit] = began
         unit.running += 1
         if unit.backward_reads:
             self._need(unit)
@@ -242,7 +283,7 @@ class Engine:
                     self._reduce(unit)
 
     def _after_backward(self, unit: Unit) -> None:
-        self._backward.remove(unit)
+        del self._backward[unit]
         unit.running -= 1
         if not unit.running:
             unit.swap_out()
@@ -270,7 +311,7 @@ class Engine:
             if len(self._backward) == 1:  # the root, if it is in this backward, comes last
                 self._skip(self._ended[: self._at])
                 self._at = 0
-            self._after_backward(self._backward[-1])
+            self._after_backward(next(reversed(self._backward)))
         self._in_backward = False
         for unit in self.units:
             if unit.private and any(p.whole.grad is not None for p in unit.parameters):
@@ -296,7 +337,7 @@ class Engine:
 
     def reset(self) -> None:
         """After an exception: as if nothing had been begun."""
-        self._running, self._backward, self._in_backward = [], [], False
+        self._running, self._backward, self._in_backward = [], {}, False
         self.reductions.forget()
         for unit in self.units:
             unit.running, unit.stamp, unit.works = 0, None, []
@@ -310,12 +351,17 @@ def in_graph_task() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _made_since(tensor: Tensor, since: int) -> bool:
-    """Whether autograd has made it since its count was at `since`: not where it was handed on. In one thread."""
+def _count() -> Count:
+    """How far autograd's count of nodes is."""
+    return threading.get_ident(), torch.autograd._get_sequence_nr()
+
+
+def _made_since(tensor: Tensor, since: Count) -> bool:
+    """Whether autograd has made it since then, in this thread: not where it was handed on."""
     node = tensor.grad_fn
     if node is None:  # a leaf; but of logits of hfnn that are not computed yet
         return isinstance(tensor, Deferred)
-    return node._sequence_nr() >= since
+    return node._sequence_nr() >= since[1]
 
 
 def tensors(nest) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """FSDP: parameters, gradients and optimizer states sharded over ranks."""
 
 import contextlib
+import inspect
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from haiscale import checks
-from haiscale.fsdp import clip, deferred, full, memory, options, step, uneven
+from haiscale.fsdp import clip, deferred, full, memory, methods, options, step, uneven
 from haiscale.fsdp.engine import Engine, in_graph_task
 from haiscale.fsdp.flat import Flat
 from haiscale.fsdp.reduce import Reductions, bytes_needed
@@ -130,6 +131,18 @@ class FSDP(nn.Module):
             raise
         dtype = self.precision.output_dtype
         return output if dtype is None else full.cast(output, dtype)
+
+    def __getattr__(self, name: str):
+        """What the wrapper has not is the module's; a method of it is called as `haiscale.fsdp.methods` says."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or (name.startswith("__") and name.endswith("__")):
+                raise
+        value = getattr(self.module, name)
+        if inspect.ismethod(value) and value.__self__ is self.module:
+            return methods.through(self._engine, value)
+        return value
 
     def _apply(self, fn, recurse=True):
         """`.to()` and its like: buffers follow, shards stay where and what they are."""
@@ -270,12 +283,19 @@ def _ignored(module: nn.Module, modules, states) -> tuple[set, set]:
 def _owners(module: nn.Module, groups: list[list[nn.Module]], ignored: set) -> list[tuple[list, list]]:
     """For each unit its modules and its parameters, as (name, parameter, places).
 
-    A module is of the innermost unit around it, a parameter of its module's; of the root, where several units have it.
+    A module is of the innermost unit around it, a parameter of its module's; of the root, where there are several.
     """
-    owner = dict.fromkeys(module.modules(), 0)
-    inside = [{part for m in group for part in m.modules()} for group in groups]
-    for index in sorted(range(len(groups)), key=lambda index: -len(inside[index])):  # what is around others first
-        owner.update(dict.fromkeys(inside[index], index))
+    unit_of = {m: index for index, group in enumerate(groups) for m in group}
+    owners: dict[nn.Module, set[int]] = {m: set() for m in module.modules()}
+
+    def visit(m: nn.Module, around: int) -> None:
+        index = unit_of.get(m, around)
+        if index not in owners[m]:
+            owners[m].add(index)
+            for child in m.children():
+                visit(child, index)
+
+    visit(module, 0)
     found: dict[nn.Parameter, tuple[str, list]] = {}
     for prefix, m in module.named_modules():
         for name, p in m._parameters.items():
@@ -287,7 +307,7 @@ def _owners(module: nn.Module, groups: list[list[nn.Module]], ignored: set) -> l
                 found.setdefault(p, (f"{prefix}.{name}" if prefix else name, []))[1].append((m, name))
     owned: list[list] = [[] for _ in groups]
     for p, (name, places) in found.items():
-        indices = {owner[m] for m, _ in places}
+        indices = {index for m, _ in places for index in owners[m]}
         owned[indices.pop() if len(indices) == 1 else 0].append((name, p, places))
     return [pair for i, pair in enumerate(zip(groups, owned, strict=True)) if pair[1] or i == 0]
 

@@ -1,14 +1,15 @@
 """One rank of haiscale.fsdp: each case is a function of (rank, size), run in one process group after the other.
 
 fsdp_versus.py has what is compared with torch's fully_shard on the same backend: reductions are in a fixed order, so
-what the two compute is equal to the bit. fsdp_own.py, fsdp_outputs.py and fsdp_values.py have the rest, fsdp_models.py
-what they train.
+what the two compute is equal to the bit. fsdp_own.py, fsdp_outputs.py, fsdp_methods.py and fsdp_values.py have the
+rest, fsdp_models.py what they train.
 """
 
 import dataclasses
 import traceback
 from functools import partial
 
+import fsdp_methods
 import fsdp_outputs as outputs
 import fsdp_own as own
 import fsdp_values as values
@@ -43,6 +44,7 @@ TWO = {
         name: getattr(outputs, name)
         for name in ("outputs", "handed_on", "around", "shared_inside_and_outside", "read_too_late", "missed")
     },
+    **{name: getattr(fsdp_methods, name) for name in ("methods", "generates", "own_hands")},
     **{name: getattr(values, name) for name in ("states", "meta", "sent", "evaluated", "again", "assigned", "offload")},
 }  # fmt: skip
 FOUR = {
