@@ -154,19 +154,18 @@ def reductions(rank, size):
 
 def refusals(rank, size):
     """What cannot be computed is a ValueError before anything is sent: the group goes on."""
-    group = dist.group.WORLD
+    group, x = dist.group.WORLD, torch.ones(2)
     for call, words in (
         (lambda: dist.all_reduce(of(rank), dist.ReduceOp.BAND), "BAND is not defined for Float"),
         (lambda: dist.all_reduce(of(rank, dtype=torch.bool), AVG), "AVG is not defined for Bool"),
         (lambda: dist.all_reduce(of(rank).to(torch.uint16)), "SUM is not defined for UInt16"),
-        (lambda: group.broadcast([torch.eye(3).to_sparse()]).wait(), "to_dense"),
+        (lambda: group._get_backend(x.device).broadcast([torch.eye(3).to_sparse()]), "to_dense"),
         (lambda: group.allreduce([torch.ones(2), torch.ones(2)]).wait(), "one tensor, got 2"),
         (lambda: group._allgather_base(torch.ones(3), torch.ones(3)).wait(), f"an output of {3 * size}, got 3"),
         (lambda: group.send([torch.ones(2)], size, 0).wait(), f"0 to {size - 1}, got {size}"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=words):
             call()
-    x = torch.ones(2)
     dist.all_reduce(x)
     assert x[0] == size
 
