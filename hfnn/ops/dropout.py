@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops.pointwise_loss import _dense, in_order, laid
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -53,11 +54,11 @@ class _Dropout(torch.autograd.Function):
     """Linear in x, so its own backward: the same mask and scale applied to dy."""
 
     @staticmethod
-    def forward(ctx, x, p, seed, offset, pair, kernel):
+    def forward(ctx, x, p, seed, offset, pair, kernel, strides):
         ctx.save_for_backward(pair)
-        ctx.p, ctx.seed, ctx.offset, ctx.kernel = p, seed, offset, kernel
-        build = _build(p, seed, offset, kernel)
-        y = build(x, pair)
+        y = _build(p, seed, offset, kernel, strides)(x, pair)
+        ctx.how = p, seed, offset, kernel, y.stride()
+        build = _build(*ctx.how)
         # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
         return y if recipe.find(x) is None else recipe.attach(ctx, y, build, x, kept=(pair,))
 
@@ -65,19 +66,19 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx, dy):
         (pair,) = ctx.saved_tensors
         recipe.release(ctx)
-        return _build(ctx.p, ctx.seed, ctx.offset, ctx.kernel)(dy, pair), None, None, None, None, None
+        return _build(*ctx.how)(dy, pair), *[None] * 6
 
 
-def _build(p, seed, offset, kernel):
-    """y of x: in forward, and again in backward."""
+def _build(p, seed, offset, kernel, strides=None):
+    """y of x: in forward, and again in backward, there with the strides of forward's y: the mask goes by memory."""
     threshold, scale = round(p * 2**32), 1 / (1 - p)
 
     def build(x, pair):
         if torch.is_grad_enabled():
-            return _Dropout.apply(x, p, seed, offset, pair, kernel)
-        x = x.contiguous()
+            return _Dropout.apply(x, p, seed, offset, pair, kernel, strides)
+        x = _dense(x) if strides is None else laid(x, strides)
         y = torch.empty_like(x)
-        kernel.forward(x, y, threshold, scale, seed, offset, pair, kernel.queue(x))
+        kernel.forward(in_order(x), in_order(y), threshold, scale, seed, offset, pair, kernel.queue(x))
         return y
 
     return build
@@ -117,7 +118,7 @@ def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
         return torch.dropout(input, p, training)
     seed, offset, pair = draw(input)
     if torch.is_grad_enabled():
-        return _Dropout.apply(input, p, seed, offset, pair, kernel)
+        return _Dropout.apply(input, p, seed, offset, pair, kernel, None)
     return _build(p, seed, offset, kernel)(input, pair)
 
 

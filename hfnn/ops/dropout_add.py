@@ -84,7 +84,7 @@ def _dropped(dy, pair, dtype, p, seed, offset, kernel):
     if p == 0:
         return dy  # the engine casts it
     if torch.is_grad_enabled():
-        return dropout._build(p, seed, offset, kernel)(dy.to(dtype), pair)
+        return dropout._build(p, seed, offset, kernel)(dy.to(dtype).contiguous(), pair)
     dy = dy.contiguous()
     dx = torch.empty_like(dy, dtype=dtype)
     kernel.forward(dy, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))

@@ -14,6 +14,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 from hfnn.ops import recode
+from hfnn.ops.pointwise_loss import _alike, _dense, in_order
 
 _gelu = torch._C._nn.gelu
 
@@ -67,9 +68,9 @@ class _GELU(Function):
 
 
 def _gradient(dy, x, approximate, kernel):
-    x, dy = x.contiguous(), dy.contiguous()
+    x, dy = _alike(x, dy)
     dx = torch.empty_like(x)
-    kernel.backward(dy, x, dx, approximate == "tanh", kernel.queue(x))
+    kernel.backward(in_order(dy), in_order(x), in_order(dx), approximate == "tanh", kernel.queue(x))
     return dx
 
 
@@ -79,10 +80,10 @@ def _build(approximate, out, kernel, into=None):
     def build(x):
         if torch.is_grad_enabled():
             return _gelu(x.to(out), approximate=approximate).to(into or out)
-        x = x.contiguous()
+        x = _dense(x)
         y = torch.empty_like(x, dtype=into or out)
         compute = kernel.rebuild if into else kernel.forward
-        compute(x, y, approximate == "tanh", kernel.queue(x))
+        compute(in_order(x), in_order(y), approximate == "tanh", kernel.queue(x))
         return y
 
     build.into = lambda dtype: _build(approximate, out, kernel, dtype)

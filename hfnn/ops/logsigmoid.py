@@ -41,7 +41,10 @@ def logsigmoid(input, *, prefer="auto"):
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises.
     """
-    y = None if _passes(input, prefer) else keeping_input(OP, LOGSIGMOID, input, prefer)
+    if _passes(input, prefer):
+        return _logsigmoid(input)
+    # On the CPU torch's result is contiguous, whatever the input.
+    y = keeping_input(OP, LOGSIGMOID, input.contiguous() if input.is_cpu else input, prefer)
     return _logsigmoid(input) if y is None else y
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel
+from hfnn.ops.pointwise_loss import _dense, in_order, laid
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
 
@@ -34,25 +35,24 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
 class _Piecewise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, kind, a, b, inside, outside, kernel):
-        ctx.format = _format(x)
-        y, flags = _compute(x, ctx.format, kind, a, b, kernel, True)
+        y, flags, strides = _compute(x, kind, a, b, kernel, True)
         ctx.save_for_backward(flags)
-        ctx.how = inside, outside, kernel
+        ctx.how = strides, inside, outside, kernel
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (flags,) = ctx.saved_tensors
-        return _gradient(dy, flags, ctx.format, *ctx.how), *(None,) * 6
+        return _gradient(dy, flags, *ctx.how), *(None,) * 6
 
 
 class _Gradient(torch.autograd.Function):
     """dx of dy, for a backward that is to be differentiated: linear in dy, so its own backward."""
 
     @staticmethod
-    def forward(ctx, dy, flags, layout, inside, outside, kernel):
+    def forward(ctx, dy, flags, *how):
         ctx.save_for_backward(flags)
-        ctx.how = layout, inside, outside, kernel
+        ctx.how = how
         with torch.no_grad():
             return _gradient(dy, flags, *ctx.how)
 
@@ -62,43 +62,29 @@ class _Gradient(torch.autograd.Function):
         return _gradient(ddx, flags, *ctx.how), *(None,) * 5
 
 
-def _compute(x, layout, kind, a, b, kernel, keep):
-    """(y, the bits or None)"""
-    x = x.contiguous(memory_format=layout)
+def _compute(x, kind, a, b, kernel, keep):
+    """(y, the bits or None, the strides whose memory the bits go along)"""
+    x = _dense(x)
     y = torch.empty_like(x)
     flags = x.new_empty(bits.size(x.numel()), dtype=torch.uint8) if keep else None
-    kernel.forward(_in_order(x, layout), _in_order(y, layout), flags, kind, a, b, kernel.queue(x))
-    return y, flags
+    kernel.forward(in_order(x), in_order(y), flags, kind, a, b, kernel.queue(x))
+    return y, flags, x.stride()
 
 
-def _gradient(dy, flags, layout, inside, outside, kernel):
+def _gradient(dy, flags, strides, inside, outside, kernel):
     if torch.is_grad_enabled():
-        return _Gradient.apply(dy, flags, layout, inside, outside, kernel)
-    dy = dy.contiguous(memory_format=layout)
+        return _Gradient.apply(dy, flags, strides, inside, outside, kernel)
+    dy = laid(dy, strides)
     dx = torch.empty_like(dy)
-    kernel.backward(_in_order(dy, layout), flags, _in_order(dx, layout), inside, outside, kernel.queue(dy))
+    kernel.backward(in_order(dy), flags, in_order(dx), inside, outside, kernel.queue(dy))
     return dx
-
-
-def _format(x):
-    """How x is laid out, for y and the gradients to be so too; contiguous where torch has no name for it."""
-    if not x.is_contiguous():
-        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() == dims and x.is_contiguous(memory_format=layout):
-                return layout
-    return torch.contiguous_format
-
-
-def _in_order(x, layout):
-    """A contiguous view of x, with the elements in the order of its memory."""
-    return x if layout is torch.contiguous_format else x.movedim(1, -1)
 
 
 def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
     """The map of x by a kernel, keeping bits where a gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Piecewise.apply(x, kind, a, b, inside, outside, kernel)
-    return _compute(x, _format(x), kind, a, b, kernel, False)[0]
+    return _compute(x, kind, a, b, kernel, False)[0]
 
 
 @functools.lru_cache(1024)

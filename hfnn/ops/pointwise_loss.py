@@ -110,10 +110,20 @@ def _alike(x, target):
 
 
 def _dense(x):
-    """x, or a contiguous copy where its elements do not fill a stretch of memory; channels_last stays as it is."""
+    """x, or a copy where its elements do not fill a stretch of memory, in the order that torch's results have."""
     if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
         return x
-    return x.contiguous()
+    return torch.empty_like(x).copy_(x)
+
+
+def laid(x, strides):
+    """x, or a copy of it with these strides, which are dense."""
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def in_order(x):
+    """What kernels take of a dense tensor: x itself, or its elements in the order of its memory."""
+    return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def _flat(x):

@@ -12,6 +12,7 @@ from torch import nn
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise
 from hfnn.ops.dropout import draw
+from hfnn.ops.pointwise_loss import _dense, in_order
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -69,9 +70,9 @@ class _ReluDropout(torch.autograd.Function):
 
 def _compute(x, p, drawn, kernel):
     """Relu comes after the dropout: in place, and the same, for the factor between them is positive."""
-    x = x.contiguous()
+    x = _dense(x)
     y = torch.empty_like(x)
-    kernel.forward(x, y, round(p * 2**32), 1 / (1 - p), *drawn, kernel.queue(x))
+    kernel.forward(in_order(x), in_order(y), round(p * 2**32), 1 / (1 - p), *drawn, kernel.queue(x))
     return y.relu_()
 
 

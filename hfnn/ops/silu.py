@@ -13,6 +13,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
 from hfnn.ops import recode
+from hfnn.ops.pointwise_loss import _alike, _dense, in_order
 
 _silu = torch._C._nn.silu
 
@@ -61,9 +62,9 @@ class _SiLU(torch.autograd.Function):
 
 
 def _gradient(dy, x, kernel):
-    x, dy = x.contiguous(), dy.contiguous()
+    x, dy = _alike(x, dy)
     dx = torch.empty_like(x)
-    kernel.backward(dy, x, dx, kernel.queue(x))
+    kernel.backward(in_order(dy), in_order(x), in_order(dx), kernel.queue(x))
     return dx
 
 
@@ -74,9 +75,9 @@ def _build(out, kernel):
         x = x.to(out)  # the kernels compute in one dtype; x itself, often the narrower, is what is kept
         if torch.is_grad_enabled():
             return _silu(x)
-        x = x.contiguous()
+        x = _dense(x)
         y = torch.empty_like(x)
-        kernel.forward(x, y, kernel.queue(x))
+        kernel.forward(in_order(x), in_order(y), kernel.queue(x))
         return y
 
     return build
