@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.path.parent.name != "fuzz")
     products = collections.defaultdict(list)
     for item in items:
+        if torch.cuda.is_available() and item.get_closest_marker("interpreted"):
+            item.add_marker(pytest.mark.skip("Triton's interpreter is there without a GPU alone"))
         if hasattr(item, "callspec") and len(item.callspec.params) > 2:
             products[item.nodeid.partition("[")[0]].append(item)
     for product in products.values():

@@ -343,7 +343,7 @@ def test_fully_shard_after_convert(one_rank):
     for block in (*m, m):
         fully_shard(block, mesh=one_rank)
     hfnn.recipe.counter.reset()
-    x = torch.randn(4, 32)
+    x = torch.randn(4, 32, requires_grad=True)
     m(x).square().sum().backward()
     plain(x).square().sum().backward()
     assert hfnn.recipe.counter.taken == 4

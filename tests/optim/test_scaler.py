@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfnn
 
+INTERPRETED = pytest.param("triton", marks=pytest.mark.interpreted)
+
 OPTIMIZERS = (("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Lion", {}))
 
 
@@ -27,7 +29,7 @@ def pair(name, options, **extras):
     return made
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_as_without(name, options, unscaled, kernel):
@@ -72,7 +74,7 @@ def test_no_sync(options):
         mine.found_inf.item()
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 def test_clipping_is_of_what_was_scaled(kernel):
     (a, mine), (b, _) = pair("AdamW", {}, max_grad_norm=0.5)
     other = torch.optim.AdamW(b, lr=0.1)

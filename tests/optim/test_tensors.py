@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 import hfnn
 
+INTERPRETED = pytest.param("triton", marks=pytest.mark.interpreted)
+
 LAYOUTS = ("plain", "unaligned", "transposed", "channels_last", "gaps", "empty", "scalar")
 
 
@@ -79,6 +81,7 @@ def _gaps(x):
     return not x.is_contiguous() and torch.empty_like(x).stride() != x.stride()
 
 
+@pytest.mark.interpreted
 @settings(max_examples=10, deadline=None)
 @given(st.lists(CASE.filter(lambda case: case[0] != "gaps"), min_size=1, max_size=4))
 def test_any_list_triton(cases):
@@ -109,7 +112,7 @@ def test_how_many(n):
     assert mine._ran == (("cpp",) if n else ())
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
 def test_views_of_one_storage(kernel):
     """Parameters, and gradients, beside each other in one piece of memory, and what lies between them is left alone."""
     base, grads = torch.randn(1000), torch.randn(1000)

@@ -8,6 +8,8 @@ import torch
 
 import hfnn
 
+INTERPRETED = pytest.param("triton", marks=pytest.mark.interpreted)
+
 SHAPES = ((), (3,), (70, 70), (0,), (2, 3, 4, 5), (1,), (4097,))
 ADAM = (
     {}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.1}, {"betas": (0.5, 0.6)}, {"eps": 1e-3}, {"lr": 0.1},
@@ -105,7 +107,7 @@ def near(x, y, *sizes):
     assert ((x.double() - y.double()).abs() <= 4 * torch.finfo(torch.float32).eps * size).all()
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_float32_steps(name, options, kernel):
     """Each step from the same state: against float64, and against torch's own in float32."""
@@ -147,7 +149,7 @@ def test_float32_steps(name, options, kernel):
                     near(states[0][key], states[1][key], *terms)
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 @pytest.mark.parametrize("clipped", [0.5, 1e9])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_max_grad_norm(name, clipped, kernel):
@@ -173,7 +175,7 @@ def test_max_grad_norm(name, clipped, kernel):
     assert held != mine.grad_norm
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 def test_remainder_is_a_float32_master(kernel):
     """bfloat16 parameters with a remainder follow float32 ones, whose gradients are the same, bit for bit."""
     shapes, steps = (((5,), (70, 71), (4096,)), 200) if kernel != "triton" else (((5,), (70, 71)), 8)
@@ -196,7 +198,7 @@ def test_remainder_is_a_float32_master(kernel):
             assert torch.equal(mine.state[x][key], master.state[y][key])
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "triton", "torch"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding(kernel, dtype):
     """Its mean is the exact result, its values are the two neighbours, and torch's seed decides them."""

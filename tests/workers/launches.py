@@ -276,5 +276,5 @@ def test_every_kernel_of_ours_is_known(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(compiled.kernels("rows"), "device", lambda: (132, 228 * 1024))
     compiled.launch_all(everything=False)
-    compiled.launch_attentions(90)
+    compiled.launch_attentions(90, everything=True)
     assert count and not slow
