@@ -10,6 +10,7 @@ from torch import nn
 
 from hfnn.kernel import Op, is_plain
 from hfnn.ops.compare import CODES, ORDER, empty_codes, slope
+from hfnn.ops.flat import flat, handle, nought
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.pointwise_loss import CASES, Loss, _alike, _compute, _flat, kernels, reduced
 
@@ -57,18 +58,23 @@ class _L1Loss(torch.autograd.Function):
         x, target = _alike(x, target)
         order, codes = ORDER.find(x), empty_codes(x)
         order.forward(_flat(x), _flat(target), None, codes, CODES, order.queue(x))
-        ctx.save_for_backward(codes)
+        leads = handle(x)
+        ctx.save_for_backward(codes, leads)
+        ctx.set_materialize_grads(False)
         ctx.order, ctx.count = order, x.numel() if mean else 1
         ctx.shape, ctx.strides, ctx.dtype = x.shape, x.stride(), x.dtype
-        return _compute(x, target, _ABSOLUTE, 0.0, mean, out_dtype, kernel)[0]
+        return _compute(x, target, _ABSOLUTE, 0.0, mean, out_dtype, kernel)[0], leads
 
     @staticmethod
-    def backward(ctx, dy):
-        wide = statistics_dtype(torch.empty(0, dtype=ctx.dtype))
-        (codes,), factor = ctx.saved_tensors, dy.to(wide).view(1) / ctx.count
+    def backward(ctx, dy, dleads):
+        codes, leads = ctx.saved_tensors
+        wanted = tuple(zip(_SIGNS, ctx.needs_input_grad, strict=False))
+        if dy is None:
+            return *(nought(dleads, ctx.shape) if need else None for _, need in wanted), None, None, None
+        factor = dy.to(statistics_dtype(torch.empty(0, dtype=ctx.dtype))).view(1) / ctx.count
         make = _differentiable if torch.is_grad_enabled() else _signed
-        wanted = zip(_SIGNS, ctx.needs_input_grad, strict=False)
-        return *(make(ctx, codes, factor, signs) if need else None for signs, need in wanted), None, None, None
+        grads = (flat(make(ctx, codes, factor, signs), leads) if need else None for signs, need in wanted)
+        return *grads, None, None, None
 
 
 def _signed(ctx, codes, factor, signs):
@@ -96,7 +102,7 @@ def absolute_loss(op, input, target, reduction, prefer, *refused):
     how = (reduction == "mean", op.out_dtype(input), kernel)
     if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
         return _compute(input, target, _ABSOLUTE, 0.0, *how)[0]
-    return _L1Loss.apply(input, target, *how)
+    return _L1Loss.apply(input, target, *how)[0]
 
 
 def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None, *, prefer="auto"):

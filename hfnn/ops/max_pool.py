@@ -16,6 +16,7 @@ from torch import nn
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.ops.flat import flat, handle, nought
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
 PLANE = (1 << 31) - (1 << 16)  # elements of a plane, at most: offsets inside one have 32 bits on the GPU
@@ -105,14 +106,19 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, geometry, kernel):
         y, codes, layout = _values(x, geometry, kernel)
-        ctx.save_for_backward(bits.pack(codes, geometry.width))
+        leads = handle(x)
+        ctx.save_for_backward(bits.pack(codes, geometry.width), leads)
+        ctx.set_materialize_grads(False)
         ctx.how = geometry, layout, x.shape, kernel
-        return y
+        return y, leads
 
     @staticmethod
-    def backward(ctx, dy):
-        (packed,) = ctx.saved_tensors
-        return (_Gather.apply if torch.is_grad_enabled() else _gathered)(dy, packed, *ctx.how), None, None
+    def backward(ctx, dy, dleads):
+        packed, leads = ctx.saved_tensors
+        if dy is None:
+            return nought(dleads, ctx.how[2]), None, None
+        gathered = _Gather.apply if torch.is_grad_enabled() else _gathered
+        return flat(gathered(dy, packed, *ctx.how), leads), None, None
 
 
 def _gathered(dy, packed, geometry, layout, shape, kernel):
@@ -183,7 +189,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     if torch.is_autocast_enabled(device):
         input = input.to(_out_dtype(dims, input.dtype, device, torch.get_autocast_dtype(device)))
     if torch.is_grad_enabled() and input.requires_grad:
-        return _MaxPool.apply(input, geometry, kernel)
+        return _MaxPool.apply(input, geometry, kernel)[0]
     return _values(input, geometry, kernel)[0]
 
 

@@ -14,7 +14,8 @@ import functools
 import torch
 
 from hfnn import bits
-from hfnn.kernel import FLOATS, Kernel
+from hfnn.kernel import FLOATS, Function, Kernel
+from hfnn.ops.flat import flat, handle, nought
 from hfnn.ops.pointwise_loss import _dense, in_order, laid
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
@@ -32,18 +33,21 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
     )
 
 
-class _Piecewise(torch.autograd.Function):
+class _Piecewise(Function):
     @staticmethod
     def forward(ctx, x, kind, a, b, inside, outside, kernel):
         y, flags, strides = _compute(x, kind, a, b, kernel, True)
-        ctx.save_for_backward(flags)
-        ctx.how = strides, inside, outside, kernel
-        return y
+        leads = None if kind == CLAMP else handle(x)  # torch's clamp has a choice of dy alone
+        ctx.save_for_backward(flags, leads)
+        ctx.set_materialize_grads(False)
+        ctx.how, ctx.shape = (strides, inside, outside, kernel), x.shape
+        return y, leads
 
     @staticmethod
-    def backward(ctx, dy):
-        (flags,) = ctx.saved_tensors
-        return _gradient(dy, flags, *ctx.how), *(None,) * 6
+    def backward(ctx, dy, dleads):
+        flags, leads = ctx.saved_tensors
+        dx = nought(dleads, ctx.shape) if dy is None else flat(_gradient(dy, flags, *ctx.how), leads)
+        return dx, *(None,) * 6
 
 
 class _Gradient(torch.autograd.Function):
@@ -83,7 +87,7 @@ def _gradient(dy, flags, strides, inside, outside, kernel):
 def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
     """The map of x by a kernel, keeping bits where a gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Piecewise.apply(x, kind, a, b, inside, outside, kernel)
+        return _Piecewise.apply(x, kind, a, b, inside, outside, kernel)[0]
     return _compute(x, kind, a, b, kernel, False)[0]
 
 

@@ -1,0 +1,51 @@
+"""Maps without curvature: a gradient of a gradient is 0, where torch says so, and not None."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hfnn
+
+MODULES = (
+    nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6, nn.Hardshrink, nn.Softshrink, lambda: nn.Threshold(0.1, 0.2),
+    lambda: nn.MaxPool1d(2), lambda: nn.MaxPool2d(2), lambda: nn.MaxPool3d(2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_the_second_derivative_is_torchs(make):
+    def penalty(module):
+        x = torch.arange(4.0 * 4 * 16).view(4, 4, 4, 4).sub(100).requires_grad_()
+        y = module(x.flatten(2) if isinstance(module, nn.MaxPool1d) else x)
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return dx.requires_grad, dx, *torch.autograd.grad(dx.mul_(2).square().sum(), x)
+
+    ours, stock = penalty(hfnn.convert(make(), prefer="memory")), penalty(make())
+    assert ours[0] == stock[0] and all(map(torch.equal, ours[1:], stock[1:]))
+
+
+def test_l1_loss():
+    x, target = (torch.randn(5, 8, requires_grad=True) for _ in range(2))
+
+    def second(**options):
+        fn = hfnn.functional.l1_loss if options else nn.functional.l1_loss
+        first = torch.autograd.grad(fn(x, target, **options), [x, target], create_graph=True)
+        return *first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, target])
+
+    for got, want in zip(second(prefer="memory"), second(), strict=True):
+        assert got.requires_grad == want.requires_grad
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("hooks", [torch.enable_grad, torch.autograd.graph.save_on_cpu])
+def test_a_result_nobody_uses_is_freed(hooks):
+    with hooks():
+        x = torch.randn(4, 16, requires_grad=True) * 1
+        y = hfnn.functional.leaky_relu(x, prefer="memory")
+    memory = weakref.ref(x.untyped_storage())
+    del x, y
+    gc.collect()
+    assert memory() is None
