@@ -121,8 +121,13 @@ class LookAlike:
         return super().forward(*args, **kwargs)
 
 
-def _out_dtype(module, original, x) -> torch.dtype:
-    """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ."""
+def _out_dtype(module, original, x) -> torch.dtype | None:
+    """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ.
+
+    None for float64, in which nothing is proved: many authors round to float32 on the way.
+    """
+    if x.dtype is torch.float64:
+        return None
     weight = next(iter(module._parameters.values()), None)
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if autocasting(x) else None

@@ -163,6 +163,13 @@ def test_eps_is_read_when_called():
     assert m(x).norm() < before.norm() / 100
 
 
+def test_in_float64_the_authors_own_code_runs():
+    """Most round to float32 on the way, which shows there."""
+    m, x = LlamaNorm().double(), torch.randn(3, 32, dtype=torch.float64)
+    theirs = m(x)
+    assert torch.equal(hfnn.convert(m, prefer="memory")(x), theirs)
+
+
 def test_autocast():
     """The dtype under autocast is the author's too: asked of the author's code."""
     for make in (LlamaNorm, T5Norm, GemmaNorm, SlowGELU):
