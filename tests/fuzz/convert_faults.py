@@ -73,19 +73,6 @@ _plant(
 )
 
 
-@_fault("rebuilt tensors shared with the next backward")
-def _shared():
-    def keep(self, where, y):
-        self._shared = where, y
-
-    with (
-        _replaced(recipe, "_where", lambda where: lambda sources: None),
-        _replaced(recipe.Recipe, "_keep", lambda _: keep),
-        _replaced(recipe.Recipe, "_free", lambda _: lambda self: setattr(self, "_served", 0)),
-    ):
-        yield
-
-
 @_fault("a cast kept a call too long")
 def _stale_cast():
     casts = {}
@@ -196,7 +183,6 @@ FAULTS |= {
     "eval forgotten": _forward_as(
         hfnn.Dropout, lambda forward, self, x: nn.functional.dropout(x, self.p, True, self.inplace)
     ),
-    "one mask for all": _forward_as(hfnn.MultiheadAttention, lambda forward, self, *args: forward(self, *args)),
     "a bias forgotten where the weight is frozen": _forward_as(
         hfnn.Linear,
         lambda forward, self, x: (
@@ -207,7 +193,6 @@ FAULTS |= {
         hfnn.MSELoss, lambda forward, self, x, target: forward(self, x, target) * max(1, x.shape[-1])
     ),
 }
-del FAULTS["one mask for all"]
 
 
 def _without_autocast(forward, self, x):

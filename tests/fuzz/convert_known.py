@@ -71,11 +71,6 @@ def _proved_before(program, difference):
     return any(n < _at(difference) for n in changed) and difference.how in ("values", "raises", "raises not")
 
 
-def _kept_output(program, difference):
-    """An output that somebody keeps keeps the sources of its node."""
-    return difference.label.startswith("alive") and " after " in difference.label
-
-
 def _more_than_torch(program, difference):
     """hfnn computes what torch has no kernel or no derivative for."""
     return _refused(difference, "not implemented for 'Half'", "_backward is not implemented")
@@ -112,7 +107,6 @@ WAITING = (
     Known("batched gradients", "the redesign", _batched),
     Known("unseen writes", "nothing: a documented limit", _unseen_write),
     Known("proofs believed after a change", "an issue of its own", _proved_before),
-    Known("kept outputs", "the redesign", _kept_output),
 )
 
 
@@ -143,23 +137,6 @@ def _no_second_derivative(program, difference):
     return gone or (penalty and _says(difference, "does not require grad"))
 
 
-def _kept_output_written(program, difference):
-    return _says(difference, "which is output 0 of _KeepsOutput", "unary.py")
-
-
-def _nested_autocast(program, difference):
-    return _says(difference, "y must be ") and _autocast(program)
-
-
-def _float64_look_alike(program, difference):
-    wide = program["dtype"] == "float64" or any(layer[2] == "float64" for layer in _layers(program, "cast"))
-    return wide and bool(_layers(program, "rms_norm_like")) and difference.how == "values"
-
-
-def _weight_kept_needlessly(program, difference):
-    return _says(difference, "linear.py") and _says(difference, "modified by an inplace operation")
-
-
 def _input_refilled(program, difference):
     """Ours keeps an input, or a view of it, where stock keeps a copy; what is written to it then raises."""
     written = any(step[0] == "write" and step[1] == "x" for step in program["steps"])
@@ -167,20 +144,10 @@ def _input_refilled(program, difference):
     return _says(difference, "modified by an inplace operation") and written and not program["input_grad"]
 
 
-def _raised_and_kept(program, difference):
-    """A backward that raised leaves what recipes had rebuilt."""
-    return difference.label.startswith("alive end")
-
-
 OPEN = (
-    Known("kept after a backward that raised", "a fix", _raised_and_kept),
     Known("views kept of inputs", "a fix", _input_refilled),
     Known("strides of outputs", "a fix", _strides),
     Known("outputs kept under hooks", "a fix", _kept_under_hooks),
     Known("no second derivative", "a fix", _no_second_derivative),
-    Known("in place after an activation", "a fix", _kept_output_written),
-    Known("nested autocast of two dtypes", "a fix", _nested_autocast),
-    Known("look-alikes in float64", "a fix", _float64_look_alike),
-    Known("weights kept needlessly", "a fix", _weight_kept_needlessly),
 )
 KNOWN = WAITING + OPEN

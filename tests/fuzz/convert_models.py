@@ -170,6 +170,12 @@ LAYERS = {
         lambda D, bodies: own.Branches([sequential(D, body) for body in bodies]),
         lambda rng, tree, to: ([tree() for _ in range(rng.choice((2, 3)))],),
     ),
+    "between": Layer(
+        ALL,
+        2,
+        lambda D, first, second, seen: own.Between(sequential(D, first), sequential(D, second), seen),
+        lambda rng, tree, to: (tree(), tree(), rng.random() < 0.5),
+    ),
     "residual": Layer(ALL, 1.5, _of(own.Residual), _inner(("sum", "inplace"))),
     "twice": Layer(ALL, 1, _of(own.Twice), _inner()),
     "moved": Layer(("sequence", "channels", "image"), 5, _of(own.Moved), _draw_moved),
@@ -181,7 +187,7 @@ LAYERS = {
 }
 GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
 # Layers with trees inside.
-AROUND = frozenset(("ended", "changing", "branches", "residual", "twice", "moved"))
+AROUND = frozenset(("ended", "changing", "branches", "residual", "twice", "moved", "between"))
 AROUND |= {"checkpoint", "packed", "autocast", "no_grad", "cast"}
 
 

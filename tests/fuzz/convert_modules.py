@@ -274,6 +274,21 @@ class Twice(nn.Module):
         return self.body(self.body(x))
 
 
+class Between(nn.Module):
+    """What the first body was given is written to before the second one takes the result."""
+
+    def __init__(self, first, second, seen):
+        super().__init__()
+        self.first, self.second, self.seen = first, second, seen
+
+    def forward(self, x):
+        x = x * 1.5
+        y = self.first(x)
+        with contextlib.nullcontext() if self.seen else torch.no_grad():
+            x.add_(0.5)
+        return self.second(y)
+
+
 class Moved(nn.Module):
     """The body runs on a permuted or otherwise viewed input, whose permutation is undone after it."""
 
@@ -440,13 +455,15 @@ class Probe(nn.Module):
         self.how = how
 
     def forward(self, x):
-        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+        # Not in backward, where how far a checkpoint repeats forward depends on what is saved.
+        first = torch._C._current_graph_task_id() == -1
+        if first and not torch._C._functorch.is_functorch_wrapped_tensor(x):
             seen.append(StorageWeakRef(x.untyped_storage()))
         # To ask for grad_fn is not in vain: torch's hooks crash on a tensor that was written to through a view (seen).
         learns = x.requires_grad and (x.is_leaf or x.grad_fn is not None)
         if self.how == "retain_grad" and learns:
             x.retain_grad()
-            kept.append(x)
+            kept.extend([x] if first else [])
         if self.how == "hook" and learns:
             x.register_hook(lambda grad: grad * 0.5)
         return x * 0.5 + x.detach() * 0.5 if self.how == "detach" else x

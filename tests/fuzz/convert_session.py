@@ -58,7 +58,7 @@ class Session:
         self.coarse = coarsest(program)
         log.coarse = DTYPES[self.coarse]
         self.losses, self.handles, self.recorded, self.optimizer, self.y = [], [], [], None, None
-        self.at = "start"
+        self.at, self.raised = "start", False
         self.retained = False  # whether a graph is left that backward was through
         own.seen.clear(), own.kept.clear()
         self.build()
@@ -401,7 +401,12 @@ class Session:
             y.register_hook(lambda g: g * 0.5)
 
     def retain(self, y):
-        if isinstance(y, torch.Tensor) and y.requires_grad and (y.is_leaf or y.grad_fn is not None):
+        if (
+            torch._C._current_graph_task_id() == -1
+            and isinstance(y, torch.Tensor)
+            and y.requires_grad
+            and (y.is_leaf or y.grad_fn is not None)
+        ):
             y.retain_grad()
             own.kept.append(y)
 
@@ -425,6 +430,7 @@ class Session:
             getattr(self, name)(*arguments)
         except Exception:
             self.zero_grad(to_none=True)  # how far a backward came before it raised is nobody's business
+            self.raised = True  # torch then lets some nodes live for ever (seen, without hfnn)
             raise
 
     def log_versions(self):
@@ -450,7 +456,7 @@ class Session:
 
     def log_alive(self, when):
         """How many tensors that went through probes are alive, where no graph is left that backward may go through."""
-        if not self.losses and not self.retained and not own.kept:
+        if not (self.losses or self.retained or own.kept or self.raised):
             self.log.note(f"alive {self.at} {when}", sum(not ref.expired() for ref in own.seen))
 
     def close(self):
@@ -466,8 +472,9 @@ class Session:
         self.model = self.optimizer = self.y = self.x = self.losses = None
         gc.collect()
         gc.freeze()  # the caches of a program, and what it imported: the next collection need not look at them
-        self.log.note("alive end modules", sum(ref() is not None for ref in refs))
-        self.log.note("alive end tensors", sum(not ref.expired() for ref in memory))
+        if not self.raised:
+            self.log.note("alive end modules", sum(ref() is not None for ref in refs))
+            self.log.note("alive end tensors", sum(not ref.expired() for ref in memory))
         own.seen.clear()
 
 

@@ -20,7 +20,7 @@ records. `draw(rng)` makes one from a `random.Random`, `features(program)` names
 The first word of a label says what is looked at (value, grad, version, alive, error, ...), and with how it differs it
 names the *class* of a difference: "grad: values". Only the first difference of a program counts: what follows is mostly
 its consequence. Labels that only one side has are a difference ("missing"), but in a block that raised on both sides.
-Of "alive", a number, ours may have less.
+Of "alive", a number, ours may have less, or a side may not tell it.
 
 Where stock raises and ours does not (it keeps less, so less can be written to), `lenient(program)` may give another run
 of stock that shows what is right, such as one that keeps copies of all it saves: ours must then agree with that.
@@ -219,7 +219,9 @@ def first_difference(ours: Log, stock: Log, moved: Callable[[str, Tensor], float
     for label in dict.fromkeys(itertools.chain(stock.seen, ours.seen)):
         a, b = ours.seen.get(label, "not there"), stock.seen.get(label, "not there")
         how = None
-        if label not in ours.seen or label not in stock.seen:
+        if label.startswith("alive "):
+            how = "outlives" if label in ours.seen and label in stock.seen and a > b else None
+        elif label not in ours.seen or label not in stock.seen:
             block = (ours if label in ours.seen else stock).blocks[label]
             if not (isinstance(ours.seen.get(block), Raised) and isinstance(stock.seen.get(block), Raised)):
                 how = "extra" if label in ours.seen else "missing"
@@ -227,8 +229,6 @@ def first_difference(ours: Log, stock: Log, moved: Callable[[str, Tensor], float
             if a != b:
                 both = isinstance(a, Raised) and isinstance(b, Raised)
                 how = "raises another" if both else "raises" if isinstance(a, Raised) else "raises not"
-        elif label.startswith("alive "):
-            how = "outlives" if a > b else None
         elif not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             how = None if type(a) is type(b) and a == b else "differs"
         elif a.values.dtype is not b.values.dtype:
