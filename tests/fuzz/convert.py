@@ -58,6 +58,13 @@ def draw(rng) -> dict:
     }
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
         program["steps"] += draw_round(rng)
+    if rng.random() < 0.15:  # what gives a recipe at the end: an output that is kept
+        ends = [
+            ("layer_norm", 1e-5, True),
+            ("rms_norm", None),
+            ("activation", rng.choice(("GELU", "SiLU", "ELU")), False),
+        ]
+        program["model"] += [("probe", "pass"), rng.choice(ends[2 * (layout in models.FIRST) :])]
     first = program["model"][0]
     if first[0] == "written" or (first[0] in ("activation", "dropout") and first[-1]):
         program["input_grad"] = False  # torch refuses to write to leaves

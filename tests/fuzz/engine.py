@@ -52,7 +52,7 @@ NOISE, NOISES = 8, 3
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception: its type and the first word of its text are compared, the rest is for whoever reads."""
+    """An exception: its type and the first word of its text are compared; of dtypes torch speaks in several ways."""
 
     kind: str
     text: str = dataclasses.field(compare=False)
@@ -105,7 +105,8 @@ class Log:
         except Exception as error:
             frames = traceback.walk_tb(error.__traceback__)
             where = [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in frames]
-            kind = f"{type(error).__name__}: {next(iter(str(error).split()), '')}"
+            about = "dtype" if "dtype" in str(error) or "scalar type" in str(error) else str(error).split(" ")[0]
+            kind = f"{type(error).__name__}: {about}"
             self.seen[f"error {label}"] = Raised(kind, "\n".join([*where[-8:], str(error)]))
         finally:
             self.block = outer
