@@ -1,0 +1,157 @@
+"""What a rank does with a program of the backend fuzzer, and the processes that do it.
+
+`Pool` has four processes. Each is in a gloo group of all, by which groups of both backends are made as programs ask for
+them, and kept; after a program in which something went wrong its backend's are made anew. A pool that does not answer
+is ended, and that is a finding.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+import warnings
+from multiprocessing.connection import wait
+
+import backend_data as data
+import torch
+import torch.distributed as dist
+
+RANKS = 4
+TIMEOUT = 60  # seconds that an operation may take
+PLANTED = 5  # the same with a fault planted, which may well have ranks wait in vain
+HANG = 200  # seconds that a program may take: a process that does not even time out
+
+
+class Rank:
+    """One process: its groups, and the log of the program it is at."""
+
+    def __init__(self, rank, folder):
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        import hfreduce  # noqa: F401  its backend
+
+        self.rank, self.groups = rank, {}
+        patience = datetime.timedelta(seconds=TIMEOUT)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=patience
+        )
+
+    def group(self, backend, ranks, timeout=TIMEOUT):
+        """All ranks ask for it at the same time."""
+        if (backend, ranks) not in self.groups:
+            patience = datetime.timedelta(seconds=timeout)
+            self.groups[backend, ranks] = dist.new_group(list(ranks), backend=backend, timeout=patience)
+        return self.groups[backend, ranks]
+
+    def forget(self, backend):
+        for key in [key for key in self.groups if key[0] == backend]:
+            group = self.groups.pop(key)
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+    def run(self, program, backend, fault):
+        """What this rank saw of a program: [(label, value)], and whether the groups are of no more use."""
+        import backend_steps
+
+        for ranks in program["groups"]:
+            self.group(backend, ranks, PLANTED if fault else TIMEOUT)
+        if self.rank >= program["size"]:
+            return [], False
+        steps = backend_steps.Steps(self, program, backend, fault)
+        try:
+            steps.run()
+        finally:
+            steps.end()
+        return steps.seen, steps.broken
+
+
+def plain(value):
+    """As it travels to the process that asked: tensors as their bytes."""
+    if isinstance(value, torch.Tensor):
+        x = value.detach().clone(memory_format=torch.contiguous_format)
+        return (
+            "tensor",
+            str(x.dtype).removeprefix("torch."),
+            tuple(x.shape),
+            x.reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    return "note", value
+
+
+def tensor(dtype, shape, raw):
+    """What `plain` has taken apart; of a dtype that torch cannot compare, its bytes."""
+    if dtype not in data.DTYPES:
+        dtype, shape = "uint8", (len(raw),)
+    if not raw:
+        return torch.empty(shape, dtype=data.dtype_of(dtype))
+    return torch.frombuffer(bytearray(raw), dtype=data.dtype_of(dtype)).view(shape)
+
+
+def serve(rank, folder, pipe):
+    faulthandler.enable()
+    here = Rank(rank, folder)
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        program, backend, fault, renew = asked
+        if renew:
+            here.forget(backend)
+        seen, broken = here.run(program, backend, fault)
+        pipe.send(([(label, plain(value)) for label, value in seen], broken))
+    os._exit(0)
+
+
+class Pool:
+    """The processes of this one; see the head of the file."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "backend_steps"])
+        self._folder = tempfile.TemporaryDirectory(prefix="hfreduce-fuzz-")
+        self._stale, self._pipes, self._processes = set(), [], []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self._folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def run(self, program, backend, fault=None):
+        """[(label, rank, value)] of all ranks; None when the ranks hung, or died, and the pool is of no more use."""
+        for pipe in self._pipes:
+            pipe.send((program, backend, fault, bool(fault) or backend in self._stale))
+        self._stale.discard(backend)
+        answers, deadline = {}, time.monotonic() + HANG
+        while len(answers) < RANKS:
+            waiting = [pipe for pipe in self._pipes if pipe not in answers]
+            ready = wait(waiting, timeout=max(0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            for pipe in ready:
+                try:
+                    answers[pipe] = pipe.recv()
+                except EOFError:
+                    return None
+        if any(broken for _, broken in answers.values()) or fault:
+            self._stale.add(backend)
+        return [(label, rank, value) for rank, pipe in enumerate(self._pipes) for label, value in answers[pipe][0]]
+
+    def end(self):
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+
+def shuffled(items, seed):
+    items = list(items)
+    random.Random(seed).shuffle(items)
+    return items
