@@ -36,11 +36,10 @@ def clip_grad_norm_(model, max_norm: float, norm_type: float) -> Tensor:
 
 def _power(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The largest magnitude, or the sum of magnitudes to the power of norm_type."""
-    if not tensors:
-        return torch.zeros((), device=device)
     wide = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
-    norms = torch._foreach_norm([t for t in tensors if t.numel()], norm_type, dtype=wide)
-    if not norms:
+    tensors = [t for t in tensors if t.numel()]  # a rank may have rows of none
+    if not tensors:
         return torch.zeros((), dtype=wide, device=device)
+    norms = torch._foreach_norm(tensors, norm_type, dtype=wide)
     norms = torch.stack([norm.to(device) for norm in norms])
     return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()

@@ -52,6 +52,7 @@ FOUR = {
     "hybrid": versus.hybrid,
     "hybrid_mixed": partial(versus.hybrid, precision=MIXED, zero=2),
     "hybrid_uneven": own.hybrid_uneven,
+    "clipped_without_rows": own.clipped_without_rows,
     "reduce_unused": own.reduce_unused,
     "measured": own.measured,
 }

@@ -218,6 +218,15 @@ def policies(rank, size):
     loss_of(ignored, ids(rank, 0)).backward()
 
 
+def clipped_without_rows(rank, size):
+    """Of parameters of two rows the last ranks have none."""
+    model = FSDP(nn.Sequential(nn.Linear(3, 2)))
+    model(torch.ones(1, 3)).sum().backward()
+    for kind in (2.0, float("inf")):
+        want = nn.utils.get_total_norm([whole(p.grad) for p in model.parameters()], kind)
+        torch.testing.assert_close(model.clip_grad_norm_(1.0, kind), want)
+
+
 def hybrid_uneven(rank, size):
     """Ranks 0 to 3 have 1 to 4 batches."""
     model = FSDP(net(), device_mesh=init_device_mesh("cpu", (2, size // 2)))
