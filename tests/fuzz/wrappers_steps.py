@@ -1,0 +1,182 @@
+"""What a user does with a wrapped model, step by step, and what is logged of it."""
+
+import contextlib
+
+import torch
+import wrappers_models as models
+from engine import Raised
+from torch.utils.checkpoint import checkpoint
+
+
+class Stop(Exception):
+    """The rest of a program makes no sense: a step has raised."""
+
+
+def run(session, noise: int) -> None:
+    """All steps of the session's program; the first that raises is the last."""
+    program, log = session.program, session.log
+    for i, (name, *arguments) in enumerate(program["steps"]):
+        for module in session.model.modules():
+            if isinstance(module, models.Sometimes):
+                module.on = not module.on
+        with attempt(log, f"{name} {i}"):
+            Steps(session, i, noise).__getattribute__(name)(*arguments)
+            continue
+        return
+
+
+@contextlib.contextmanager
+def attempt(log, label: str):
+    """As Log.attempt, but for kinds of exceptions, of which wrappers have their own, and what was seen before."""
+    log.note(f"error {label}", None)
+    before = len(log.seen)
+    try:
+        yield
+    except Exception as error:
+        log.seen = dict(list(log.seen.items())[:before])
+        log.seen[f"error {label}"] = Raised("an exception", f"{type(error).__name__}: {error}"[-1500:])
+
+
+class Steps:
+    def __init__(self, session, i, noise):
+        self.session, self.log, self.program, self.i, self.noise = session, session.log, session.program, i, noise
+        self.rank, self.calls = session.group.rank(), 0
+
+    # What steps are made of
+
+    def batch(self, rows=3):
+        """Another one on each rank, in each step and call."""
+        self.calls += 1
+        generator = torch.Generator().manual_seed(self.program["seed"] + 1000 * self.i + 10 * self.calls + self.rank)
+        if self.program["tokens"]:
+            return torch.randint(7, (rows,), generator=generator)
+        x = torch.randn(rows, self.program["D"], generator=generator)
+        if self.noise:
+            x *= 1 + torch.randn(x.shape, generator=generator.manual_seed(self.noise)) * torch.finfo(x.dtype).eps
+        return x.requires_grad_(self.program["input_grad"])
+
+    def forward(self, x=None):
+        x, session = self.batch() if x is None else x, self.session
+        how = self.program["checkpoint"]
+        if how:
+            return checkpoint(session.wrapped, x, use_reentrant=how == "reentrant")
+        return session.wrapped(x)
+
+    def loss(self, output, which=0):
+        """A sum over what the model returned, or over a part of it."""
+        terms = [models.main_of(output).float().square().mean()] if self.program["main"] or which else []
+        for at, aside in enumerate(models.asides_of(output)):
+            if self.program["asides"][at % len(self.program["asides"])]:
+                terms.append(aside.float().sin().mean() * (at + 2))
+        return sum(terms) if terms else torch.zeros(())
+
+    def look(self, what="grad", visible=True):
+        """Gradients, or values, of all parameters: this rank's part."""
+        for name, p in self.session.parameters().items():
+            seen = p if what == "value" else self.session.visible(p)
+            rows = None if seen is None else self.session.rows(seen.detach())
+            self.log.tensor(f"{what} {self.i}.{self.calls} {name}", rows)
+
+    def backward(self, loss, sync, **options):
+        if not loss.requires_grad:
+            self.log.note(f"loss {self.i}.{self.calls} needs no gradient", True)
+            return
+        loss.backward(**options)
+        self.session.finish_backward(sync)
+
+    def update(self, clip=None):
+        if clip is not None:
+            self.log.tensor(f"norm {self.i}", self.session.clip(clip).detach())
+            self.look("clipped")
+        self.session.optimizer.step()
+        self.session.optimizer.zero_grad(set_to_none=self.program["set_to_none"])
+        self.look("value")
+
+    # Steps
+
+    def train(self, micro, no_sync, clip):
+        for k in range(micro):
+            sync = not no_sync or k == micro - 1
+            with self.session.syncing(sync):
+                loss = self.loss(self.forward())
+                self.log.tensor(f"loss {self.i}.{self.calls}", loss.detach())
+                self.backward(loss, sync)
+            self.look()
+        self.update(clip)
+
+    def two_forwards(self):
+        """And one backward of both."""
+        with self.session.syncing(True):
+            loss = self.loss(self.forward()) + self.loss(self.forward()) * 2
+            self.log.tensor(f"loss {self.i}", loss.detach())
+            self.backward(loss, True)
+        self.look()
+        self.update()
+
+    def two_losses(self):
+        """Two backwards of one forward."""
+        with self.session.syncing(True):
+            output = self.forward()
+            first, second = self.loss(output), self.loss(output, 1) * 3
+            self.backward(first, True, retain_graph=True)
+            self.look()
+            self.calls += 1
+            self.backward(second, True)
+        self.look()
+        self.update()
+
+    def evaluate(self, how):
+        context = torch.inference_mode if how == "inference" else torch.no_grad
+        if how == "eval":
+            self.session.wrapped.eval()
+        with context(), self.session.syncing(True):
+            output = self.session.wrapped(self.batch())
+        self.session.wrapped.train()
+        self.log.tensor(f"output {self.i}", models.main_of(output).detach().clone())
+
+    def forward_only(self):
+        with self.session.syncing(True):
+            output = self.forward()
+        self.log.tensor(f"output {self.i}", models.main_of(output).detach())
+
+    def gradient_of_input(self):
+        if self.program["tokens"]:
+            return
+        x = self.batch().detach().requires_grad_()
+        with self.session.syncing(True):
+            loss = self.loss(self.session.wrapped(x * 1))
+            if loss.requires_grad:
+                (found,) = torch.autograd.grad(loss, x, allow_unused=True)
+                self.log.tensor(f"input {self.i}", found)
+        self.look()
+
+    def caught(self):
+        """An exception in the middle of forward, after which training goes on."""
+        handles = [module.register_forward_pre_hook(_raise) for module in list(self.session.model.modules())[-1:]]
+        try:
+            with self.session.syncing(True):
+                self.session.wrapped(self.batch())
+        except ZeroDivisionError:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def save_and_load(self, scale):
+        """Whole values of the state, changed and loaded."""
+        state = {name: value.detach().clone() for name, value in self.session.state().items()}
+        for name, value in state.items():
+            self.log.tensor(f"state {self.i} {name.removeprefix('module.')}", value)
+        if scale is not None:
+            changed = {name: value * scale if value.is_floating_point() else value for name, value in state.items()}
+            self.session.load(changed)
+            self.look("value")
+
+    def freeze(self, which):
+        """From now on a parameter is not trained."""
+        parameters = list(self.session.parameters().values())
+        parameters[which % len(parameters)].requires_grad_(False)
+
+
+def _raise(*_):
+    raise ZeroDivisionError
