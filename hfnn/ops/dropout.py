@@ -57,7 +57,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, p, seed, offset, pair, kernel, strides):
         ctx.save_for_backward(pair)
         y = _build(p, seed, offset, kernel, strides)(x, pair)
-        ctx.how = p, seed, offset, kernel, y.stride()
+        ctx.kernel, ctx.how = kernel, (p, seed, offset, kernel, y.stride())
         build = _build(*ctx.how)
         # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
         return y if recipe.find(x) is None else recipe.attach(ctx, y, build, x, kept=(pair,))
