@@ -140,8 +140,9 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
     y = linear(y.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)  # (B, T, E)
     if query.dim() == 2:
         return y.squeeze(0)
-    # Put in order after the product: what that keeps is then attention's own result, not a copy.
-    return y if module.batch_first else y.transpose(0, 1).contiguous()
+    # Put in torch's order, (T, B, E), after the product: what that keeps is then attention's own result, not a copy.
+    y = y.transpose(0, 1).contiguous()
+    return y.transpose(0, 1) if module.batch_first else y
 
 
 def _projected(module, query, key, value):
