@@ -15,9 +15,19 @@ _steps = [0]  # of all optimizers of this process
 _ABSENT = 2**31  # the version of whole parameters where the slot is another unit's
 
 
-def stepped(*_) -> None:
-    """Parameters may have changed; called after every step of an optimizer."""
+def stepped(optimizer: torch.optim.Optimizer | None = None, *_) -> None:
+    """Parameters may have changed; called after every step of an optimizer.
+
+    ValueError for one that was made of a model's parameters before FSDP took their place: they get no gradients.
+    """
     _steps[0] += 1
+    for group in optimizer.param_groups if optimizer is not None else ():
+        first = next(iter(group["params"]), None)
+        if getattr(first, "given_to_fsdp", False) and first.grad is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} was made of parameters that FSDP has sharded since, so its step changes "
+                "nothing: make the optimizer of model.parameters() after wrapping the model"
+            )
 
 
 register_optimizer_step_post_hook(stepped)

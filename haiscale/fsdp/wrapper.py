@@ -92,6 +92,8 @@ class FSDP(nn.Module):
         name = next(name for name, m in self.module.named_modules() if m is modules[0])
         name = f"{name} ({type(modules[0]).__name__})" if name else type(modules[0]).__name__
         flats, root = [], modules[0] is self.module
+        for _, p, _ in owned:
+            p.given_to_fsdp = True
         with torch.no_grad():
             whole = initialise.parameters(owned)
             for dtype in dict.fromkeys(p.dtype for _, p, _ in whole):

@@ -142,6 +142,23 @@ def uneven(rank, size):
         list(model.join([] if rank == 0 else [1, 2]))
 
 
+def optimizer_made_before(rank, size):
+    """Its steps would change nothing, and say so; one that has gradients of them may go on."""
+    made = net()
+    for make in (torch.optim.SGD, hfnn.optim.AdamW):
+        early = make(made.parameters(), lr=0.1)
+        head, norm = made.head.weight, made.norm.weight
+        model = FSDP(made)
+        loss_of(model, ids(rank, 0)).backward()
+        with pytest.raises(ValueError, match=f"{make.__name__} was made of parameters that FSDP has sharded since"):
+            early.step()
+        trained = make([head, norm], lr=0.1)
+        head.grad, norm.grad = torch.ones_like(head), torch.ones_like(norm)
+        trained.step()
+        make(model.parameters(), lr=0.1).step()
+        made = net()
+
+
 class Hidden(nn.Module):
     """Hands a tensor on beside what it returns."""
 
