@@ -238,8 +238,10 @@ class Fused(Fallback):
         squares = self._total(tables) if self.max_grad_norm is not None else None
         for table in tables:
             self._launch(table, table.squares if squares is None else squares.to(table.rows.device))
-        # Autograd is told what kernels have written to, as torch tells it of its own.
-        torch.autograd.graph.increment_version(plan.written)
+        # Autograd is told what kernels have written to, as torch tells it of its own; where it takes no waiting for the
+        # device to know, not of a step that a GradScaler leaves out.
+        if found is None or not (found.is_cpu and found.item()):
+            torch.autograd.graph.increment_version(plan.written)
         self._ran = tuple(sorted({table.kernel.name for table in tables}))
         self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
         # Asks the device once at most, at the first step of rows that it fills and that may have been left out.
