@@ -205,7 +205,7 @@ class Fused(Fallback):
         kinds: dict[torch.device, set] = {}
         for p, g in pairs:
             x = local(p)
-            if why := _strange(x, g):
+            if why := _strange(x, [g, *self.state.get(p, {}).values()]):
                 return f"a parameter of shape {tuple(p.shape)}: {why}"
             kinds.setdefault(x.device, set()).add(x.dtype)
         if clashing([local(p).data_ptr() for p, _ in pairs]):
@@ -309,12 +309,13 @@ def check_numbers(lr, betas, eps: float, weight_decay: float) -> None:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
-def _strange(x: Tensor, g: Tensor) -> str | None:
-    """What about a parameter or its gradient no kernel takes, or None."""
+def _strange(x: Tensor, others: list) -> str | None:
+    """What about a parameter or what goes with it, its gradient and its states, no kernel takes, or None."""
     if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and type(x) is not Tensor:
         return f"kernels take torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
-    if x.layout is not torch.strided or g.layout is not torch.strided:
-        return f"kernels take dense gradients, got {g.layout}"
+    for other in (x, *others):
+        if isinstance(other, Tensor) and other.layout is not torch.strided:
+            return f"kernels take dense gradients, got {other.layout}"
     if not x.is_floating_point():
         return f"kernels take real numbers, got {x.dtype}"
     return None if dense(x) else f"kernels take memory without gaps, got strides {x.stride()}"

@@ -174,7 +174,8 @@ class Session:
 
         result = self.optimizer.step() if closure == "none" else self.optimizer.step(evaluate)
         if isinstance(result, torch.Tensor):
-            self.log.tensor(f"result {self.number}", result.float())
+            if all(p.element_size() > 2 for p in self.params):  # the sum of roundings that lean to one side
+                self.log.tensor(f"result {self.number}", result.float())
         else:
             self.log.note(f"result {self.number}", result)
         self.moved(before)

@@ -171,3 +171,18 @@ def test_another_gradient_at_the_same_place():
         p.grad = grad
         optimizer.step()
         assert torch.equal(p, before - grad)
+
+
+def test_dense_after_sparse():
+    """torch's momentum of a sparse gradient is sparse, and adds up with none that is dense: torch's error."""
+    errors = []
+    for package in (torch.optim, hfnn.optim):
+        p = torch.ones(3, 2, requires_grad=True)
+        optimizer = package.SGD([p], lr=0.1, momentum=0.9)
+        p.grad = torch.ones(3, 2).to_sparse()
+        optimizer.step()
+        p.grad = torch.ones(3, 2)
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
