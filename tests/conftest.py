@@ -90,8 +90,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are looked at
 def pytest_collection_modifyitems(items):
-    """What takes minutes comes first, or all but one worker would wait for it in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None and item.path.parent.name != "fuzz")
+    """What takes minutes comes first, or all but one worker would wait for it in the end. Fuzzers are given them."""
+    fuzzers = {item for item in items if item.path.parent.name == "fuzz"}
+    for item in fuzzers:
+        item.add_marker(pytest.mark.timeout(900))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None and item not in fuzzers)
     products = collections.defaultdict(list)
     for item in items:
         if torch.cuda.is_available() and item.get_closest_marker("interpreted"):
