@@ -4,6 +4,7 @@
 """
 
 import convert_models as models
+from convert_session import coarsest
 from engine import Known, Raised
 
 UNSEEN = ("data", "numpy", "set")  # writes that move no version
@@ -45,7 +46,7 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 def _batched(program, difference):
     """`is_grads_batched` hands kernels tensors that only vmap knows."""
     step = program["steps"][_at(difference)] if _at(difference) < len(program["steps"]) else ("",)
-    return step[0] == "batched" and _says(difference, "kernels take dense, real tensors", "Batching rule")
+    return step[0] == "batched" and _says(difference, "kernels take dense, real tensors", "Batching rule", "vmap:")
 
 
 def _between(program, steps, until) -> bool:
@@ -62,7 +63,8 @@ def _unseen_write(program, difference):
     writes = [n for n, step in enumerate(program["steps"]) if step[0] == "write" and (hooked or step[2] in UNSEEN)]
     if hooked:
         writes += [n for n, step in enumerate(program["steps"]) if step[0] in ("step", "load")]
-    return _values(difference) and _between(program, writes, _at(difference))
+    inside = bool(hooked) and bool(_layers(program, "between", "written"))
+    return _values(difference) and (inside or _between(program, writes, _at(difference)))
 
 
 def _proved_before(program, difference):
@@ -74,6 +76,12 @@ def _proved_before(program, difference):
 def _more_than_torch(program, difference):
     """hfnn computes what torch has no kernel or no derivative for."""
     return _refused(difference, "not implemented for 'Half'", "_backward is not implemented")
+
+
+def _torchs_sixth(program, difference):
+    """torch's hardsigmoid multiplies by a sixth that is rounded to float32, in float64 too."""
+    names = {layer[1] for layer in _layers(program, "activation", "mlp")}
+    return _values(difference) and coarsest(program) == "float64" and bool(names & {"Hardsigmoid", "Hardswish"})
 
 
 def _class_changed(program, difference):
@@ -104,6 +112,7 @@ WAITING = (
     Known("writes to what ours does not keep", "nothing", _writes_refused),
     Known("what torch has no kernel for", "nothing", _more_than_torch),
     Known("converted between a checkpoint and its backward", "nothing", _class_changed),
+    Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("batched gradients", "the redesign", _batched),
     Known("unseen writes", "nothing: a documented limit", _unseen_write),
     Known("proofs believed after a change", "an issue of its own", _proved_before),
@@ -124,7 +133,7 @@ KEEP_OUTPUT = ("ELU", "CELU", "SELU", "Softplus", "LogSigmoid", "Softsign", "Sig
 def _kept_under_hooks(program, difference):
     """Ops that keep their output: a cycle under saved-tensor hooks, and what is written to the output is not seen."""
     names = {name for layer in _layers(program, "activation", "mlp", "functional") for name in layer[1:2]}
-    hooks = any(call["hooks"] for call in _calls(program)) or bool(_layers(program, "packed"))
+    hooks = any(call["hooks"] for call in _calls(program)) or bool(_layers(program, "packed", "checkpoint"))
     return hooks and (
         difference.label.startswith("alive end") or (_values(difference) and bool(names & set(KEEP_OUTPUT)))
     )

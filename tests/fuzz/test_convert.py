@@ -3,7 +3,7 @@
 import pytest
 import torch
 from convert import FUZZER
-from engine import Summary, check
+from engine import Summary, check, first_found
 
 PROGRAMS = 300
 
@@ -29,3 +29,19 @@ def test_every_feature_stands_in_two_percent_of_programs():
     for seed in range(2000):
         programs.add(seed, FUZZER.features(FUZZER.program(seed)), None, None)
     assert not programs.rare(FUZZER)
+
+
+QUICK = (
+    "rebuilt a little wrong",
+    "a chain's first source for its tensor",
+    "every recipe kept for ever",
+    "a converted module kept by its last call",
+    "state of a retained graph cleared",
+    "the gradient of the wrong input",
+)
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_planted_faults_are_found(fault):
+    """`run.py convert --faults` looks for all of them, for five seeds."""
+    assert first_found(FUZZER, fault, range(60)) is not None
