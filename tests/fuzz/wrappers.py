@@ -43,8 +43,8 @@ def draw(rng) -> dict:
         "ddp": {},
         "steps": [],
     }
-    if wrapper != "ddp" and {"tied", "again"}.isdisjoint(kinds) and not _reentrant(program):
-        program["mixed"] = rng.random() < 0.2  # where torch's own does it, and right
+    if wrapper != "ddp" and {"tied", "again", "relu_"}.isdisjoint(kinds) and not _reentrant(program):
+        program["mixed"] = rng.random() < 0.4  # where torch's own does it, and right
     if "relu_" in kinds and rng.random() < 0.9:
         program["input_grad"] = False  # or it writes to a leaf
     if wrapper == "ddp":
