@@ -1,9 +1,9 @@
 """How large buckets are: measured in the first steps of a model on a machine, and kept for the next time.
 
 Small buckets begin to travel sooner, large ones travel better. Each candidate is timed for ROUNDS steps, in turns so
-that a machine that warms up favours none. Rank 0 takes the one with the shortest step, by its median, unless the
-default is as good, and all ranks follow. The file, `path()`, keeps what was found by model, number of ranks, backend
-and device.
+that a machine that warms up favours none. Rank 0 takes the one with the shortest step, by its median, where that is
+shorter than each of the steps with the default, and all ranks follow. The file, `path()`, keeps what was found by
+model, number of ranks, backend and device.
 """
 
 import datetime
@@ -24,7 +24,6 @@ import torch.distributed as dist
 CANDIDATES = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))  # bytes
 DEFAULT = 16 << 20  # where nothing may be tried
 WARM_UP, ROUNDS = 3, 4  # steps
-MARGIN = 0.03  # by which medians of ROUNDS steps differ on a host that others use, too
 VERSION = 1
 
 _log = logging.getLogger("haiscale.ddp")
@@ -92,21 +91,22 @@ class Sizes:
     def _decide(self, group, device):
         if self.device.type == "cuda":
             self.marks[-1].synchronize()
-        for size in self.candidates:
-            steps = [i for i in range(WARM_UP, len(self.marks)) if self.taken[i] == size]
-            self.times[size] = statistics.median(self._seconds(i) for i in steps)
-        best = torch.tensor([self._best()], device=device)
+        seconds = {size: [] for size in self.candidates}
+        for i in range(WARM_UP, len(self.marks)):
+            seconds[self.taken[i]].append(self._seconds(i))
+        self.times = {size: statistics.median(times) for size, times in seconds.items()}
+        best = torch.tensor([_best(seconds)], device=device)
         dist.broadcast(best, dist.get_global_rank(group, 0), group=group)
         self.now, self.why = int(best), f"measured in {len(self.marks)} steps"
         self.candidates, self.marks, self.taken = [], [], []
         if group.rank() == 0 and path() is not None:
             save(self.key, self.now, self.times)
 
-    def _best(self) -> int:
-        """The size of the shortest step; DEFAULT where no other is faster by more than steps differ anyway."""
-        best = min(self.times, key=self.times.get)
-        known = self.times.get(DEFAULT, math.inf)
-        return DEFAULT if known <= self.times[best] * (1 + MARGIN) else best
+
+def _best(seconds: dict[int, list[float]]) -> int:
+    """The size of the shortest step by its median; DEFAULT unless that is shorter than each step with DEFAULT."""
+    best = min(seconds, key=lambda size: statistics.median(seconds[size]))
+    return DEFAULT if min(seconds.get(DEFAULT, [math.inf])) <= statistics.median(seconds[best]) else best
 
 
 def machine(device: torch.device) -> str:

@@ -193,17 +193,11 @@ def test_several_backwards(found):
         assert result["equal"]
 
 
-def test_the_default_size_stays_unless_another_is_clearly_faster(monkeypatch):
-    monkeypatch.setenv("HAISCALE_BUCKETS", "")
-    chosen = sizes.Sizes("a model", total=1 << 40, given=None, device=torch.device("cpu"))
+def test_the_default_size_stays_unless_another_is_clearly_faster():
     small, default = sizes.CANDIDATES[0], sizes.DEFAULT
-    for times, best in (
-        ({small: 1.0, default: 1.02}, default),
-        ({small: 1.0, default: 1.1}, small),
-        ({small: 1.0}, small),
-    ):
-        chosen.times = times
-        assert chosen._best() == best
+    assert sizes._best({small: [1.0, 1.0, 1.1], default: [1.0, 1.2, 1.3]}) == default
+    assert sizes._best({small: [1.0, 1.0, 1.1], default: [1.1, 1.2, 1.3]}) == small
+    assert sizes._best({small: [1.0], 2 * small: [0.9]}) == 2 * small  # of a model that is smaller than the default
 
 
 def test_sizes_are_measured_and_kept(found):
