@@ -404,3 +404,14 @@ def test_the_proof_is_of_attributes_too():
     hfnn.convert(nn.ModuleList([one, two]))
     assert title(type(one)) == "hfnn rms_norm" and title(type(two)) == "hfnn layer_norm"
     assert len({type(hfnn.convert(SwitchNorm())) for _ in range(3)}) == 1
+
+
+def test_wide_clipping_is_seen():
+    """A clipped GELU is no GELU, however wide its bounds are."""
+
+    class ClippedGELU(nn.Module):
+        def forward(self, x):
+            return nn.functional.gelu(x).clip(-1000, 1000)
+
+    module = hfnn.convert(ClippedGELU())
+    assert module(torch.full((512, 128), 5000.0)).max() == 1000
