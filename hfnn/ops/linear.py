@@ -59,7 +59,10 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        weight_OI, *sources = ctx.saved_tensors
+        try:
+            weight_OI, *sources = ctx.saved_tensors
+        except RuntimeError as error:
+            raise _explained(error, ctx.dtype) from None
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         nodes = ctx.next_functions
         dx = dweight = dbias = None
@@ -73,6 +76,17 @@ class _Linear(Function):
         if needs_bias:
             dbias = dy_RO.sum(0)
         return dx, dweight, dbias, *[None] * len(others)
+
+
+def _explained(error, dtype):
+    """torch's error on a tensor that was written to, and why torch's own Linear may not have raised it."""
+    if dtype is torch.float32 or "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\nUnder autocast hfnn.Linear keeps its weight, where torch keeps a 16-bit copy: call backward before "
+        "the weight is written to (an optimizer's step, load_state_dict), or leave this module to torch with "
+        "hfnn.convert(model, skip=...)."
+    )
 
 
 def _product(x, weight_OI, bias, dtype):

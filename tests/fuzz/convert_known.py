@@ -107,7 +107,15 @@ def _written_source(program, difference):
     return partial and written and _says(difference, "modified by an inplace operation")
 
 
+def _weight_written(program, difference):
+    """A weight that is written to before backward: under autocast torch has kept a 16-bit copy of it."""
+    steps = [n for n, step in enumerate(program["steps"]) if step[0] in ("write", "step", "load")]
+    says = _says(difference, "Under autocast hfnn.Linear keeps its weight")
+    return says and _autocast(program) and _between(program, steps, _at(difference))
+
+
 WAITING = (
+    Known("weights written before backward, under autocast", "the redesign", _weight_written),
     Known("written sources, partial backward", "the redesign", _written_source),
     Known("writes to what ours does not keep", "nothing", _writes_refused),
     Known("what torch has no kernel for", "nothing", _more_than_torch),

@@ -255,6 +255,16 @@ def test_the_result_may_be_written_to(device, shape, has_bias):
     assert same(step(linear), off) and same(off, step(torch.nn.functional.linear))
 
 
+def test_a_weight_that_changed_before_backward_is_an_error_that_says_what_to_do(device):
+    layer = hfnn.Linear(8, 8, device=device)
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    y = under(device, lambda: layer(x))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace.*backward before the weight .* skip="):
+        y.sum().backward()
+
+
 def test_a_weight_that_no_gradient_needs_may_change(device):
     """Its own gradient is of the input alone."""
     (weight,) = parameters(device, (WIDE, COLS))
