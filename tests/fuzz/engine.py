@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}
+ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}  # of others: equal to the bit
 NOISE, NOISES = 8, 3
 
 
@@ -211,7 +211,9 @@ def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
         return False
     if not a.values.is_floating_point():
         return True
-    bound = max(ULPS[dtype] * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None)
+    bound = max(
+        ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None
+    )
     error = _error(a, b)
     return error > bound and not error <= NOISE * moved()
 
