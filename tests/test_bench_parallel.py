@@ -50,7 +50,9 @@ def script(monkeypatch):
     """bench/parallel.py as a module, with the worker's stand-in for what ranks do."""
     for folder in (SCRIPT.parent, SCRIPT.parents[1] / "tests" / "workers"):
         monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    # tests/fuzz has a wrappers.py as well.
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if Path(folder).name != "fuzz"])
+    monkeypatch.delitem(sys.modules, "wrappers", raising=False)
     import spawned
 
     spec = importlib.util.spec_from_file_location("bench_parallel", SCRIPT)  # the workers have a parallel.py as well
