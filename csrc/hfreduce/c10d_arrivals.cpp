@@ -1,5 +1,5 @@
 // Counts the gradients of a backward for haiscale.ddp (haiscale/ddp/arrivals.py says what is counted, and why), and
-// brings them into the buffers in which they are averaged. A hook here costs a third of one in Python.
+// brings them into the buffers in which they are averaged.
 #include "c10d_arrivals.h"
 
 #include <ATen/ATen.h>
