@@ -288,6 +288,14 @@ def check(fuzzer: Fuzzer, seeds: Iterable[int]) -> Summary:
     return summary
 
 
+def rarely_drawn(fuzzer: Fuzzer, programs: int = 2000) -> list[str]:
+    """The expected features that stand in too few programs, which are drawn and not run."""
+    summary = Summary()
+    for seed in range(programs):
+        summary.add(seed, fuzzer.features(fuzzer.program(seed)), None, None)
+    return summary.rare(fuzzer)
+
+
 def first_found(fuzzer: Fuzzer, fault: str, seeds: Iterable[int]) -> int | None:
     """How many programs it took until one differed with the fault planted, and does not without; None: none did."""
     for number, seed in enumerate(seeds, 1):

@@ -189,7 +189,6 @@ EXPECTED = (
     )),
     "closure closure", "closure raises", "option fused", "option foreach", "option maximize", "option amsgrad",
     "option momentum", "option nesterov", "option dampening", "option decoupled_weight_decay", "tensor lr",
-    "a kernel ran",
 )  # fmt: skip
 
 

@@ -1,19 +1,10 @@
 """A part of the fuzzer of `hfnn.convert`, with fixed seeds. `run.py convert` runs more of it."""
 
 import pytest
-import torch
 from convert import FUZZER
-from engine import Summary, check, first_found
+from engine import first_found, rarely_drawn
 
 PROGRAMS = 300
-
-
-@pytest.fixture(scope="module")
-def summary() -> Summary:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield check(FUZZER, range(PROGRAMS))
-    torch.set_num_threads(threads)
 
 
 def test_converted_models_do_what_stock_does(summary):
@@ -25,10 +16,7 @@ def test_recipes_are_taken_in_half_of_the_programs(summary):
 
 
 def test_every_feature_stands_in_two_percent_of_programs():
-    programs = Summary()
-    for seed in range(2000):
-        programs.add(seed, FUZZER.features(FUZZER.program(seed)), None, None)
-    assert not programs.rare(FUZZER)
+    assert not rarely_drawn(FUZZER)
 
 
 QUICK = (
