@@ -1,7 +1,8 @@
 """Pools of rank processes, one for each number of ranks, which run many programs.
 
 Ranks are forked. Their group on each backend is made when it is first needed, and again after a program that raised. A
-pool ends with a rank that does not answer in time, or dies, or is alone in raising; the next program has another one.
+pool ends with a rank that does not answer in time, or dies, or is alone in raising, and after `RUNS`; the next program
+has another one.
 """
 
 import multiprocessing
@@ -19,6 +20,7 @@ from engine import Log, Raised
 
 TIMEOUT = timedelta(seconds=10)  # of an operation
 PATIENCE = 60.0  # seconds for a run
+RUNS = 200  # of a pool: of groups that are made anew gloo keeps the threads, which wait for messages without rest
 
 _pools: dict[int, "Pool"] = {}
 
@@ -44,6 +46,7 @@ class Pool:
         self.pipes, self.processes = [], []
         self.whole = True  # whether its ranks are still together
         self.turn = 0  # how often its groups were of no use any more
+        self.runs = 0
         for rank in range(ranks):
             here, there = context.Pipe()
             process = context.Process(target=_main, args=(rank, ranks, there, f"{self.folder.name}/store"), daemon=True)
@@ -65,7 +68,9 @@ class Pool:
                 return f"rank {rank} has died"
         errors = [[seen for seen in log.values() if isinstance(seen, Raised)] for log, _ in found]
         self.turn += any(errors)
-        self.whole = all(errors) == any(errors) and not any("imed out" in e.text for of in errors for e in of)
+        self.runs += 1
+        alike = all(errors) == any(errors) and not any("imed out" in e.text for of in errors for e in of)
+        self.whole = alike and self.runs < RUNS
         return found
 
     def end(self) -> None:

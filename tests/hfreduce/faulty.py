@@ -270,16 +270,16 @@ def records(rank, size, store, case):
 def soaks(rank, size, store, seed, patience, **config):
     """Checked collectives, the same random ones on all ranks, until something goes wrong."""
     before = belongings()
-    comm = connect(rank, size, store, timeout=patience, **config)
+    comm = connect(rank, size, store, **config)
     ranks.reached(store, "works")
-    result = fault(checked, comm, random.Random(seed), rank, size)
+    result = fault(checked, comm, random.Random(seed), rank, size, patience)
     later = fault(comm.barrier)
     comm.shutdown()
     del comm
     return {"first": result, "later": later, "before": before, "after": belongings()}
 
 
-def checked(comm, dice, rank, size):
+def checked(comm, dice, rank, size, patience):
     """Random collectives with known results; AssertionError at a wrong one."""
     while True:
         kind = dice.choice(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "pause"])
@@ -287,24 +287,24 @@ def checked(comm, dice, rank, size):
         mine = values(count, float(factor * (rank + 1)))
         address, total = mine.buffer_info()[0], float(factor * size * (size + 1) // 2)
         if kind == "all_reduce":
-            comm.all_reduce(address, address, count, FLOAT32)
+            comm.all_reduce(address, address, count, FLOAT32, timeout=patience)
             expected = values(count, total)
         elif kind == "broadcast":
-            comm.broadcast(address, count, FLOAT32, root)
+            comm.broadcast(address, count, FLOAT32, root, timeout=patience)
             expected = values(count, float(factor * (root + 1)))
         elif kind == "all_gather":
             out = values(count * size)
-            comm.all_gather(address, out.buffer_info()[0], count, FLOAT32)
+            comm.all_gather(address, out.buffer_info()[0], count, FLOAT32, timeout=patience)
             mine = out
             expected = array.array("f")
             for peer in range(size):
                 expected += values(count, float(factor * (peer + 1)))
         elif kind == "reduce_scatter":
             blocks = values(count * size, float(factor * (rank + 1)))
-            comm.reduce_scatter(blocks.buffer_info()[0], address, count, FLOAT32)
+            comm.reduce_scatter(blocks.buffer_info()[0], address, count, FLOAT32, timeout=patience)
             expected = values(count, total)
         elif kind == "barrier":
-            comm.barrier()
+            comm.barrier(timeout=patience)
             continue
         else:
             time.sleep(dice.random() * 0.01)

@@ -37,6 +37,11 @@ def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, **
         return ranks.results()
 
 
+def soon(seconds):
+    """How long what takes less than `seconds` may take here: longer where processes wait for a core."""
+    return seconds * max(1, os.getloadavg()[0] / os.cpu_count())
+
+
 @contextlib.contextmanager
 def start(worker, function, size, folder, *, env=None, prefix=None, **arguments):
     """The running processes, as `Ranks`; all that are left are killed at the end of the block."""

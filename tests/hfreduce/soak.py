@@ -64,7 +64,7 @@ class Trial:
     def run(self, folder):
         shared = set(os.listdir("/dev/shm"))
         with contextlib.ExitStack() as stack:
-            options = {"seed": self.seed, "patience": self.kind.timeout}
+            options = {"seed": self.seed, "patience": min(ranks.soon(self.kind.timeout), HANG)}
             network = None
             if self.name == "cut":
                 network = stack.enter_context(hosts.hosts(2))
@@ -100,7 +100,7 @@ class Trial:
             return
         results = group.results()
         for rank in judged:
-            self.judge(rank, results[rank], at + self.kind.limit)
+            self.judge(rank, results[rank], at + ranks.soon(self.kind.limit))
 
     def judge(self, rank, result, deadline):
         first, later = result["first"], result["later"]
@@ -113,7 +113,7 @@ class Trial:
             print(f"  rank {rank} named {first['ranks']} ({first['cause']}): {first['text']}", flush=True)
         if first["at"] > deadline and (self.name != "stop" or rank not in guilty):
             self.complaints.append(f"rank {rank} raised {first['at'] - deadline:.2f} s late: {first['text']}")
-        if later["text"] != first["text"] or later["took"] > 0.1:
+        if later["text"] != first["text"] or later["took"] > ranks.soon(0.1):
             self.complaints.append(f"the next operation of rank {rank}: {later}")
         if result["after"] != result["before"]:
             self.complaints.append(f"rank {rank}: files, threads, mappings {result['before']}, now {result['after']}")

@@ -37,10 +37,10 @@ def test_killed_in_an_operation(tmp_path, culprit, count):
         for result in survivors(group, culprit):
             first = result["first"]
             assert first["cause"] == "died" and first["ranks"] == [culprit], first
-            assert first["at"] - at < 1, first
+            assert first["at"] - at < ranks.soon(1), first
             assert re.match(rf"rank 1{culprit} \(.*pid {group.processes[culprit].pid}\) has died", first["text"]), first
             assert "all_reduce number" in first["text"].split("Its last collective was")[1].split(".")[0]
-            assert result["later"]["text"] == first["text"] and result["later"]["took"] < 0.05
+            assert result["later"]["text"] == first["text"] and result["later"]["took"] < ranks.soon(0.05)
             assert result["after"][1:] == result["before"][1:] and result["after"][0] <= result["before"][0], result
 
 
@@ -52,7 +52,7 @@ def test_killed_on_another_host(tmp_path, culprit):
         at = kill(group, culprit)
         for result in survivors(group, culprit):
             first = result["first"]
-            assert first["cause"] == "died" and first["ranks"] == [culprit] and first["at"] - at < 1, first
+            assert first["cause"] == "died" and first["ranks"] == [culprit] and first["at"] - at < ranks.soon(1), first
             known = "Its last collective was all_reduce number" in first["text"]
             assert known if culprit == 0 else "What it did last is not known here" in first["text"], first
             assert "in all_reduce number" in first["text"]
@@ -65,7 +65,7 @@ def test_no_message_from_the_killed(tmp_path, hosts):
         group.until("works", ranks=[0, 2])
         at = kill(group, 1)
         for result in survivors(group, 1):
-            assert result["cause"] == "died" and result["ranks"] == [1] and result["at"] - at < 1, result
+            assert result["cause"] == "died" and result["ranks"] == [1] and result["at"] - at < ranks.soon(1), result
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
@@ -73,7 +73,7 @@ def test_no_message_from_who_left(tmp_path, hosts):
     """Also where the connection breaks: the reason is that the peer has left. What it sent before arrives."""
     results = ranks.run(WORKER, "receives", 3, tmp_path, culprit=1, leave=True, host_id=list(hosts))
     for result in (results[0], results[2]):
-        assert result["cause"] == "left" and result["ranks"] == [1] and result["took"] < 2, result
+        assert result["cause"] == "left" and result["ranks"] == [1] and result["took"] < ranks.soon(2), result
         assert "rank 1 (" in result["text"] and "has left the group" in result["text"]
 
 
@@ -82,9 +82,9 @@ def test_killed_between_operations(tmp_path):
         group.until("idle")
         at = kill(group, 2)
         for result in survivors(group, 2):
-            assert result["noticed"] - at < 1
+            assert result["noticed"] - at < ranks.soon(1)
             assert result["next"]["cause"] == "died" and result["next"]["ranks"] == [2]
-            assert result["next"]["took"] < 0.05
+            assert result["next"]["took"] < ranks.soon(0.05)
 
 
 def test_a_child_of_the_killed_does_not_hide_its_death(tmp_path):
@@ -96,7 +96,7 @@ def test_a_child_of_the_killed_does_not_hide_its_death(tmp_path):
             time.sleep(0.005)
         at = kill(group, 1)
         (result,) = survivors(group, 1)
-        assert result["cause"] == "died" and result["ranks"] == [1] and result["at"] - at < 1, result
+        assert result["cause"] == "died" and result["ranks"] == [1] and result["at"] - at < ranks.soon(1), result
 
 
 def test_stopped(tmp_path):
@@ -111,7 +111,7 @@ def test_stopped(tmp_path):
             assert "waiting for rank 1 (" in result["text"]
             (row,) = [line for line in result["text"].splitlines() if "does not answer" in line]
             assert row.split()[0] == "1" and "missing" in row
-        assert max(results[rank]["took"] for rank in (0, 2)) < 1 + 1.5
+        assert max(results[rank]["took"] for rank in (0, 2)) < 1 + ranks.soon(1.5)
 
 
 def test_late(tmp_path):
@@ -125,7 +125,7 @@ def test_late(tmp_path):
         assert re.search(r"ended it \d\.\d s ago +faulty\.py:\d+ in reads_data", table[1]), table[1]
         for row in table[2:]:
             assert re.search(r"barrier number 2 +in it for \d\.\d s +faulty\.py:\d+ in fault", row), row
-    assert max(result["took"] for result in results[:2]) < 1 + 1.5
+    assert max(result["took"] for result in results[:2]) < 1 + ranks.soon(1.5)
 
 
 def test_calls_that_differ(tmp_path):
@@ -153,15 +153,15 @@ def test_abort_wakes_all(tmp_path):
     for result in results:
         first = result["first"]
         assert first["cause"] == "aborted" and "the loss is not a number" in first["text"], first
-        assert "rank 1 (" in first["text"] and first["ranks"] == [1] and first["at"] - at < 0.5
-    assert all(results[rank]["later"]["took"] < 0.05 for rank in (0, 2))
+        assert "rank 1 (" in first["text"] and first["ranks"] == [1] and first["at"] - at < ranks.soon(0.5)
+    assert all(results[rank]["later"]["took"] < ranks.soon(0.05) for rank in (0, 2))
 
 
 def test_left(tmp_path):
     """A rank that shuts down is not dead, but whoever waits for it does so in vain: that is said soon."""
     results = ranks.run(WORKER, "leaves", 3, tmp_path, culprit=2)
     for result in results[:2]:
-        assert result["cause"] == "left" and result["ranks"] == [2] and result["took"] < 2, result
+        assert result["cause"] == "left" and result["ranks"] == [2] and result["took"] < ranks.soon(2), result
         assert "rank 2 (" in result["text"] and "has left the group" in result["text"]
 
 
