@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -104,8 +105,7 @@ def main() -> int:
         nonlocal last
         if time.monotonic() > last + 60:
             last = time.monotonic()
-            found = {kind: len(seeds) for kind, seeds in summary.found.items()}
-            print(f"  {summary.programs} programs in {last - began:.0f} s: {found}", flush=True)
+            print(f"  {summary.programs} programs in {last - began:.0f} s: {summary.found}", flush=True)
 
     first = given.seed * SEEDS
     summary = run(given.fuzzer, range(first, first + given.programs), given.jobs, given.plant, tell)
@@ -147,10 +147,10 @@ def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
     """For each fault and five seeds, after how many programs it was found; at most `--programs` are tried."""
     seeds, missed = [given.seed + k for k in range(5)], 0
     faults = [given.plant] if given.plant else list(fuzzer.faults)
-    work_list = [(fuzzer.name, fault, seed, given.programs) for fault in faults for seed in seeds]
+    work_list = [(fuzzer.name, fault, range(s * SEEDS, s * SEEDS + given.programs)) for fault in faults for s in seeds]
     print(f"{'fault':40} found after ... programs, of {given.programs}, for seeds {seeds}")
-    with multiprocessing.get_context("spawn").Pool(given.jobs, maxtasksperchild=1) as pool:
-        results = pool.imap(search, work_list)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = pool.map(search, *zip(*work_list, strict=True))
         for fault in faults:
             numbers = [next(results) for _ in seeds]
             missed += None in numbers
@@ -158,9 +158,23 @@ def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
     return 1 if missed else 0
 
 
-def search(arguments) -> int | None:
-    name, fault, seed, programs = arguments
-    return engine.first_found(fuzzer_of(name), fault, range(seed * SEEDS, seed * SEEDS + programs))
+def search(name: str, fault: str, seeds: range) -> int | None:
+    """`first_found`, in a process of its own: not one of a multiprocessing.Pool, which may have no children."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=find, args=(name, fault, seeds, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        return None  # it has died
+    finally:
+        process.join()
+
+
+def find(name: str, fault: str, seeds: range, pipe) -> None:
+    pipe.send(engine.first_found(fuzzer_of(name), fault, seeds))
 
 
 if __name__ == "__main__":
