@@ -5,6 +5,7 @@ Backward of a small batch waits for the host: docs/notes/parallel.md tells what 
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 import hfreduce.backend
+
+_log = logging.getLogger("haiscale.ddp")
 
 
 class Arrivals:
@@ -107,5 +110,6 @@ def native():
     """The module that has `Arrivals` and `collect`: hfreduce._c10d, or this one where there is none for this torch."""
     try:
         return hfreduce.backend.native()
-    except ImportError:
+    except ImportError as error:
+        _log.warning("DDP counts gradients in Python, which takes the host longer than C++: %s", error)
         return sys.modules[__name__]

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+import hfreduce.backend
 from haiscale.ddp import arrivals
 
 
@@ -84,6 +85,20 @@ def test_an_error_comes_out_of_backward(module):
     counted.watch([-1], [1])
     with pytest.raises(ValueError, match="no average"):
         p.sum().backward()
+
+
+def test_without_the_native_module_python_counts_and_says_so_once(monkeypatch, caplog):
+    def missing():
+        raise ImportError("it was not built")
+
+    monkeypatch.setattr(hfreduce.backend, "native", missing)
+    arrivals.native.cache_clear()
+    try:
+        assert arrivals.native() is arrivals and arrivals.native() is arrivals
+    finally:
+        arrivals.native.cache_clear()
+    (told,) = caplog.records
+    assert told.levelname == "WARNING" and "in Python" in told.getMessage() and "it was not built" in told.getMessage()
 
 
 def test_hooks_do_not_keep_it_alive():
