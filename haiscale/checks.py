@@ -94,6 +94,17 @@ def same_model(module: nn.Module, group: dist.ProcessGroup | None = None, ignore
     return digest
 
 
+def no_sparse_gradients(module: nn.Module, parameters: Collection[torch.Tensor]) -> None:
+    """Raises ValueError where an embedding among `parameters`, which are to be averaged, asks for sparse gradients."""
+    trained = {id(p) for p in parameters if p.requires_grad}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and id(part.weight) in trained:
+            raise ValueError(
+                f"{path(module, part.weight)} has sparse gradients, which are not averaged: set sparse=False, or "
+                "freeze it"
+            )
+
+
 def _rows(module, ignored):
     """One line for each parameter and buffer, tied ones once under each name."""
     rows = []

@@ -123,12 +123,7 @@ class DDP(nn.Module, Joinable):
                     "lazy modules first, give meta parameters memory with to_empty() and values, and for DTensors use "
                     "haiscale.fsdp"
                 )
-        for part in self.module.modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
-                raise ValueError(
-                    f"{checks.path(self.module, part.weight)} has sparse gradients, which are not averaged: set "
-                    "sparse=False"
-                )
+        checks.no_sparse_gradients(self.module, named.values())
         parameters = [p for p in named.values() if p.requires_grad]
         if not parameters:
             raise ValueError(

@@ -295,6 +295,8 @@ class Engine:
             gradients = []
             for p in flat.parameters:
                 if p.whole.grad is not None:
+                    if p.whole.grad.layout is not torch.strided:
+                        raise ValueError(f"{p.name} has a sparse gradient, which is not averaged: make it dense")
                     gradients.append((p, p.whole.grad))
                     p.whole.grad = None
                 elif self.reduce_unused and p.requires_grad:

@@ -73,6 +73,7 @@ class FSDP(nn.Module):
         for dim in range(self.mesh.ndim):
             checks.same_model(module, self.mesh.get_group(dim))
         ignored = _ignored(module, ignored_modules, ignored_states)
+        checks.no_sparse_gradients(module, [p for p in module.parameters() if p not in ignored[1]])
         wanted = auto_wrap_policy if units is None else units
         groups = [[module], *find_units(module, wanted, ignored[0])]
         self.module = module

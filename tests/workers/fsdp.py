@@ -39,7 +39,7 @@ TWO = {
         for name in ("buffers", "frozen", "unused", "aside", "clipped", "output", "checkpoints", "compiled")
     },
     **{name: getattr(own, name) for name in ("dtypes", "twice", "in_backward", "hooks_of_parameters", "uneven")},
-    **{name: getattr(own, name) for name in ("errors", "policies", "optimizer_made_before")},
+    **{name: getattr(own, name) for name in ("errors", "policies", "optimizer_made_before", "sparse", "another_order")},
     **{
         name: getattr(outputs, name)
         for name in ("outputs", "handed_on", "around", "shared_inside_and_outside", "read_too_late", "missed")

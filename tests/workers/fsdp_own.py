@@ -1,13 +1,16 @@
 """Cases of what fully_shard has not, beside the model alone: see fsdp.py."""
 
+import contextlib
 import copy
 import dataclasses
+import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import (
     BF16,
+    DEVICE,
     FP32,
     WIDTH,
     Block,
@@ -22,7 +25,7 @@ from fsdp_models import (
 )
 from fsdp_versus import Aside
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hfnn
@@ -199,6 +202,8 @@ def errors(rank, size):
         FSDP(torchs(net()))
     with pytest.raises(ValueError, match=r"ranks wrap different models.*blocks\.2"):
         FSDP(net(depth=2 + rank))
+    with pytest.raises(ValueError, match=r"0.weight \(of an EmbeddingBag\) has sparse gradients.* set sparse=False"):
+        FSDP(nn.Sequential(nn.EmbeddingBag(5, WIDTH, sparse=True), Block()))
     made = Hidden()
     model, x = FSDP(made, units=Block), torch.randn(2, WIDTH)
     with pytest.raises(RuntimeError, match=r"of first \(Block\) got a gradient, but not through what"):
@@ -233,6 +238,41 @@ def policies(rank, size):
     plain_ones = {name for name, p in ignored.module.named_parameters() if not isinstance(p, DTensor)}
     assert plain_ones == {"norm.bias", *(f"blocks.0.{name}" for name, _ in made.blocks[0].named_parameters())}
     loss_of(ignored, ids(rank, 0)).backward()
+
+
+def sparse(rank, size):
+    """A sparse embedding that is frozen, or left to the user; a sparse gradient by another way is told."""
+
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, WIDTH))
+
+        def forward(self, x):
+            return nn.functional.embedding(x, self.table, sparse=True)
+
+    for how in ("frozen", "ignored"):
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), Block())
+        made[0].requires_grad_(how == "ignored")
+        alone = copy.deepcopy(made)
+        model = FSDP(made, ignored_modules=[made[0]] if how == "ignored" else None)
+        for m, embedding in ((model, made[0]), (alone, alone[0])):
+            m(torch.tensor([1, 3])).square().mean().backward()
+            if how == "ignored":
+                embedding.weight.grad = embedding.weight.grad.to_dense()
+        check_gradients(model, alone)
+    model = FSDP(nn.Sequential(Looked(), Block()))
+    for context in (contextlib.nullcontext(), model.no_sync()):
+        with context, pytest.raises(ValueError, match=r"0\.table has a sparse gradient"):
+            model(torch.tensor([1, 3])).square().mean().backward()
+
+
+def another_order(rank, size):
+    """A group whose ranks are not in the order of their numbers, as torch 2.13 makes them."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        group = dist.new_group([*reversed(range(size))], sort_ranks=False)
+        follow(FSDP(net(), group), torchs(net(), mesh=DeviceMesh.from_group(group, DEVICE)), rank, steps=2)
 
 
 def clipped_without_rows(rank, size):
