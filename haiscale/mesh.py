@@ -1,12 +1,16 @@
 """Process groups: the one of all ranks, and meshes of them for pipelines, replicas and shards."""
 
 import datetime
+import hashlib
 import importlib
 import os
 import socket
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,14 +88,29 @@ def sibling(
     With the backend and the timeout of `group`, which torch's new_group does not take over. backend: another one.
     options: of the backend, as `pg_options`. ranks: some of `group` instead of all, by their numbers in the world.
     """
-    # Not with the whole world, of which other ranks may make other groups at this time.
-    return dist.new_group(
-        dist.get_process_group_ranks(group) if ranks is None else ranks,
-        timeout=timeout_of(group),
-        backend=backend or dist.get_backend(group),
-        use_local_synchronization=True,
-        pg_options=options,
-    )
+    ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
+    order = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.13's way to another one
+    # Not with the whole world, of which other ranks may make other groups at this time. torch would name the group by
+    # how many groups this process has: where these are unequally many, its ranks would wait for each other in vain.
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: _sibling_name(ranks)):
+        return dist.new_group(
+            ranks,
+            timeout=timeout_of(group),
+            backend=backend or dist.get_backend(group),
+            use_local_synchronization=True,
+            pg_options=options,
+            **order,
+        )
+
+
+_siblings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by default group: how many of the same ranks
+
+
+def _sibling_name(ranks: list[int]) -> str:
+    """The same on all of these ranks, which alone make siblings of them, all in the same order."""
+    made = _siblings.setdefault(dist.group.WORLD, Counter())
+    made[tuple(ranks)] += 1
+    return hashlib.sha1(f"haiscale {ranks} {made[tuple(ranks)]}".encode(), usedforsecurity=False).hexdigest()
 
 
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from haiscale.mesh import sibling
+
 HEADER = 128
 ALIGNMENT = 64  # of the tensors inside a message, in bytes
 DTYPES = (
@@ -197,6 +199,5 @@ def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[
     wires = _WIRES.setdefault(group, {})
     for pair in sorted(pairs - wires.keys()):
         ranks = sorted(pair)
-        host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        wires[pair] = host, dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        wires[pair] = sibling(group, "gloo", ranks=ranks), sibling(group, "nccl", ranks=ranks)
     return wires

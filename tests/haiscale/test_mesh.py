@@ -40,6 +40,10 @@ def test_init(four):
     assert four[0]["sibling"] == "0:00:30", "a channel beside another has its timeout"
 
 
+def test_siblings_of_ranks_with_unequally_many_groups(four):
+    assert [found["sums"] for found in four] == [[6, 6, 1, 2], [6, 6, 1, 4], [6, 6, 5, 2], [6, 6, 5, 4]]
+
+
 @pytest.mark.parametrize("device, hosts, kernels, backend", [
     ("cpu", 2, True, "hfreduce"), ("cuda", 1, True, "hfreduce"), ("cuda", 2, True, "nccl"), ("cuda", 1, False, "nccl"),
 ])  # fmt: skip

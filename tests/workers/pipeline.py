@@ -62,7 +62,7 @@ def of_two():
 
 def of_three():
     found = {"several inputs": of.several_inputs, "other shapes": of.other_shapes, "frozen": of.frozen}
-    found |= {"pictures": of.pictures, "clipping": of.clipping}
+    found |= {"pictures": of.pictures, "clipping": of.clipping, "directions": of.directions}
     for schedule in ("PipeDream", "ZeroBubble-V"):
         found[f"skip tensors, {schedule}"] = of.skips(schedule)
     return found

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import itertools
 import math
+import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,9 +28,10 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import haiscale
+from haiscale import mesh
 from haiscale.ddp import DDP
 from haiscale.fsdp import FSDP
-from haiscale.pipeline import PipeDream, Pop, SequentialModel, Stash, engine, partition, predict
+from haiscale.pipeline import PipeDream, Pop, SequentialModel, Stash, engine, messages, partition, predict
 
 
 def layered(schedule, chunks, **options):
@@ -356,18 +359,22 @@ def tied_copies(schedule):
 
 def directions(place):
     """A backend that cannot send both ways at once has a group for each direction: here as NCCL would."""
-    made, usual = [], engine.directed_groups
+    made = []
 
-    def each_way(group, sources, targets, device):
-        me = dist.get_rank()
-        for pair in sorted({(peer, me) for peer in sources} | {(me, peer) for peer in targets}):
-            made.append(pair)
-            both = [dist.new_group(sorted(pair), use_local_synchronization=True) for _ in range(2)]
-            yield pair, tuple(both)
+    class Nccl:
+        def __init__(self, group):
+            self.group = group
 
-    engine.directed_groups = lambda *given: dict(each_way(*given))
-    try:
+        def _get_backend(self, device):
+            return types.SimpleNamespace(name=lambda: "nccl")
+
+    def sibling(nccl, backend, ranks):
+        made.append(backend)
+        return mesh.sibling(nccl.group, ranks=ranks)
+
+    def each_way(group, *rest):
+        return messages.directed_groups(Nccl(group), *rest)
+
+    with mock.patch.object(messages, "sibling", sibling), mock.patch.object(engine, "directed_groups", each_way):
         wrong = layered("ZeroBubble-V", 5)(place)
-    finally:
-        engine.directed_groups = usual
-    return wrong or (None if made else "no group was made")
+    return wrong or (None if {"gloo", "nccl"} == set(made) else f"made: {made}")

@@ -81,6 +81,13 @@ def groups(local, folder):
     from haiscale.mesh import sibling
 
     found["sibling"] = str(sibling(pp_group)._get_backend(device).options._timeout)
+    dist.new_group([0])
+    dist.new_group([2, 3], use_local_synchronization=True) if local > 1 else None
+    found["sums"] = []  # on siblings, where ranks have unequally many groups
+    for group in (sibling(dist.group.WORLD), sibling(dist.group.WORLD, "gloo"), sibling(dp_group), sibling(pp_group)):
+        x = torch.tensor([float(local)])
+        dist.all_reduce(x, group=group)
+        found["sums"].append(x.item())
     note(folder, f"groups{local}", repr(found))
     dist.barrier()  # rank 0 has the store
     dist.destroy_process_group()
