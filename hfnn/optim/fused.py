@@ -245,9 +245,21 @@ class Fused(Fallback):
         self._ran = tuple(sorted({table.kernel.name for table in tables}))
         self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
         # Asks the device once at most, at the first step of rows that it fills and that may have been left out.
-        if any(table.first for table in tables) and not (found is not None and found.item()):
-            for table in tables:
-                table.written()
+        if any(table.first for table in tables):
+            if found is not None and found.item():
+                self._forget_unwritten(plan)
+            else:
+                for table in tables:
+                    table.written()
+
+    def _forget_unwritten(self, plan: Plan) -> None:
+        """Drop the states that the first step was to fill, so that whatever comes next finds none, as under torch."""
+        for table, places in zip(plan.tables, plan.places, strict=True):
+            for entry, i in zip(table.entries, places.tolist(), strict=True):
+                if entry.first:
+                    state = self.state[plan.params[i]]
+                    for name in self._names(self.param_groups[entry.group]):
+                        state.pop(name, None), state.pop(name + "_scale", None)
 
     def _launch(self, table: Table, squares: Tensor | None) -> None:
         """One step of all rows of a table; `squares` add up to that of the gradients' norm, where they are clipped."""

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 
 ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}  # of others: equal to the bit
+ULPS[torch.complex64] = ULPS[torch.float32]
 NOISE, NOISES = 8, 3
 
 
@@ -193,13 +194,17 @@ def _error(a, b) -> float:
     if not isinstance(a, Tensor) or a.values.shape != b.values.shape:
         return float("inf")
     half = torch.float16 in (a.coarse, a.values.dtype)
-    a, b = a.values.double(), b.values.double()
+    a, b = _numbers(a.values), _numbers(b.values)
     if half:  # what overflows in torch's intermediates need not in ours
         a = torch.where(b.isfinite(), a, b)
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     difference = (a - b).abs().nan_to_num(0.0, 0.0)  # inf - inf, nan - nan
     return 0.0 if not difference.numel() else (difference.max() / _scale(b)).item()
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(x) if x.is_complex() else x).double()
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +214,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
 def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
     if torch.equal(a.values, b.values):
         return False
-    if not a.values.is_floating_point():
+    if not (a.values.is_floating_point() or a.values.is_complex()):
         return True
     bound = max(
         ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None

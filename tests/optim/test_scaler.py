@@ -94,3 +94,35 @@ def test_clipping_is_of_what_was_scaled(kernel):
     torch.testing.assert_close(mine.grad_norm, norm, rtol=1e-6, atol=0)
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("then", ["a step", "more gradients", "revert", "state_dict"])
+@pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
+def test_the_first_step_is_the_first_that_was_taken(kernel, then):
+    """A momentum that overflowed before there was one begins with the gradient, whatever comes in between."""
+    results = []
+    for mine in (True, False):
+        torch.manual_seed(1)
+        params = [torch.randn(5, 3, requires_grad=True), torch.randn(70, 70, requires_grad=True)]
+        make = hfnn.optim.SGD if mine else torch.optim.SGD
+        optimizer = make(params, lr=0.1, momentum=0.9, dampening=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))  # which makes the scale
+        with hfnn.use(kernel):
+            for p in params[: 1 if then == "more gradients" else 2]:
+                p.grad = torch.full_like(p, torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not any(optimizer.state.values())
+            if then == "revert" and mine:
+                hfnn.revert(optimizer)
+            elif then == "state_dict":
+                saved, optimizer = optimizer.state_dict(), make(params, lr=0.1, momentum=0.9, dampening=0.5)
+                optimizer.load_state_dict(saved)
+            for _ in range(2):
+                for p in params:
+                    p.grad = torch.randn_like(p)
+                optimizer.step()
+        results.append([*params, *(optimizer.state[p]["momentum_buffer"] for p in params)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
