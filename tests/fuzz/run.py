@@ -49,8 +49,17 @@ def work(name: str, seeds: range, plant: str | None, pipe) -> None:
     pipe.send(None)
 
 
+def work_on_stock(name: str, seed: int) -> None:
+    """A process for one program, on stock torch alone."""
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
+    fuzzer = fuzzer_of(name)
+    fuzzer.run(fuzzer.program(seed), False)
+    faulthandler.cancel_dump_traceback_later()
+
+
 def run(name: str, seeds: range, jobs: int, plant: str | None = None, tell=lambda summary: None) -> engine.Summary:
-    """All programs of `seeds`, on `jobs` processes; one that dies is replaced, and its program is a finding."""
+    """All programs of `seeds`, on `jobs` processes; one that dies is replaced, and its program is a finding, unless
+    stock torch dies of it too."""
     context, summary, running = multiprocessing.get_context("spawn"), engine.Summary(), {}
 
     def start(seeds):
@@ -69,7 +78,11 @@ def run(name: str, seeds: range, jobs: int, plant: str | None = None, tell=lambd
             except EOFError:
                 del running[pipe]
                 at = share[0] if at is None else at
-                summary.add(at, (), "crash or hang: died", None)
+                alone = context.Process(target=work_on_stock, args=(name, at))
+                alone.start()
+                alone.join()
+                torchs = "torch itself crashes (waits: nothing)" if alone.exitcode != 0 else None
+                summary.add(at, (), "crash or hang: died", torchs)
                 if share[share.index(at) + 1 :]:
                     start(share[share.index(at) + 1 :])
                 continue
