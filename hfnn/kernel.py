@@ -56,9 +56,16 @@ def use(name: str) -> Iterator[None]:
     A call that this kind cannot run raises `NoKernel` instead of falling back; "torch" turns hfnn's kernels off.
     Raises ValueError for an unknown name. The choice is process-wide, and a backward runs what its forward chose.
     """
-    global _forced
     if name not in NAMES:
         raise ValueError(f"hfnn.use({name!r}): choose one of {', '.join(NAMES)}")
+    with forcing(name):
+        yield
+
+
+@contextlib.contextmanager
+def forcing(name: str | None) -> Iterator[None]:
+    """What `use` does; with None, the kernels inside the block are hfnn's choice, whatever is asked for around it."""
+    global _forced
     before, _forced = _forced, name
     try:
         yield

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.classes import ByClass
-from hfnn.kernel import autocasting, is_plain
+from hfnn.kernel import autocasting, forcing, is_plain
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patch import unrouted
 
@@ -257,6 +257,7 @@ def _seclusion():
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(unrouted())
+        stack.enter_context(forcing(None))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

@@ -1,5 +1,6 @@
 """How transformers comes to hfnn's attention: configs, masks and names; what is refused; and the way back."""
 
+import contextlib
 import copy
 import io
 import re
@@ -200,14 +201,19 @@ def test_rotary_that_casts_back():
     torch.testing.assert_close(model(ids).logits, wanted, rtol=0.05, atol=0.05)
 
 
-def test_rotary(monkeypatch):
+@pytest.mark.parametrize("converted_under", [None, "cpp", "torch"])
+def test_rotary(converted_under, monkeypatch):
     """Turned by hfnn's kernel in the converted model's own code, and nowhere else; what turns otherwise is left."""
     kernel, turned = next(k for k in rope.OP.kernels if k.name == "cpp"), []
     function = kernel.forward
     monkeypatch.setitem(vars(kernel), "forward", lambda *args: turned.append(args) or function(*args))
     file = transformers.models.llama.modeling_llama
     own = file.apply_rotary_pos_emb
-    mine, other, batch = hfnn.convert(build("llama"), prefer="memory"), build("llama"), inputs("llama")
+    for known in (rotary._place, rotary.calls):
+        monkeypatch.setattr(rotary, known.__name__, known.__wrapped__)
+    mine, other, batch = build("llama"), build("llama"), inputs("llama")
+    with hfnn.use(converted_under) if converted_under else contextlib.nullcontext():
+        hfnn.convert(mine, prefer="memory")
     with hfnn.use("cpp"):
         found = mine(**batch).logits
         assert len(turned) == 2 and file.apply_rotary_pos_emb is own
