@@ -139,6 +139,25 @@ def test_verify_finds_a_wrong_room(monkeypatch):
     assert not found.ok and "NO" in str(found)
 
 
+@pytest.mark.parametrize("size", [4096, 32])
+def test_verify_is_moved_by_no_luck(size, monkeypatch):
+    """Four tensors of like errors, of which torch has one element of the last one right by luck, or all of few."""
+    exact = {name: torch.ones(n, dtype=torch.float64) for name, n in zip("abcd", (4096, 4096, 4096, size), strict=True)}
+
+    def off_by(largest):
+        found = {name: x.float() + 1e-6 for name, x in exact.items()}
+        for x in found.values():
+            x[0] += largest
+        return found
+
+    for largest, ok in ((3e-6, True), (1e-3, False)):
+        torchs = off_by(3e-6)
+        torchs["d"] = torch.ones(size) if size == 32 else torch.ones(size) + 1e-6
+        runs = iter((off_by(largest), torchs, exact))
+        monkeypatch.setattr(importlib.import_module("hfnn.verify"), "_run", lambda *_, runs=runs: next(runs))
+        assert hfnn.verify(nn.Linear(8, 8)).ok is ok
+
+
 def test_verify_refuses_active_dropout():
     m = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     with pytest.raises(ValueError, match=r"dropout '1' is active \(p=0.5\); call model.eval\(\)"):

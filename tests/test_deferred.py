@@ -373,6 +373,9 @@ def test_left_to_torch(given):
         with pytest.raises((RuntimeError, NotImplementedError)) if refused[0].dim() > 1 else torch.no_grad():
             assert defer(*refused) is None
             F.linear(*refused)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):  # which leaves float64 alone
+        assert defer(hidden, weight.double(), None) is None
+        F.linear(hidden, weight.double())
     with hfnn.use("torch"):
         assert defer(*given) is None
     assert torch.func.vmap(lambda h: h if defer(h, weight, None) is None else None)(hidden) is not None

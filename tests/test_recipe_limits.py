@@ -1,5 +1,6 @@
 """Where recipes end: at a checkpoint, at hooks of saved tensors, at a buffer, and with the producer's backward."""
 
+import contextlib
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import recipe
+from hfnn.ops import rope
 
 ROWS, WIDTH = 64, 32
 
@@ -108,12 +110,44 @@ def test_what_was_rebuilt_for_a_checkpoint_is_gone_with_it():
 @pytest.mark.parametrize("modules", [(linear, nn.GELU), (linear, norm), (norm, nn.Dropout), (nn.GELU, nn.GLU)])
 def test_a_result_that_is_kept_keeps_no_source_after_backward(modules):
     model, sources = build(*modules), []
-    model[0].register_forward_hook(lambda module, args, y: sources.append(weakref.ref(y.untyped_storage())))
-    y = model(torch.randn(ROWS, WIDTH, requires_grad=True))
+    for module in model:
+        module.register_forward_hook(lambda module, args, y: sources.append(weakref.ref(args[0].untyped_storage())))
+    y = model(torch.randn(ROWS, WIDTH, requires_grad=True) * 1)
     y.sum().backward(retain_graph=True)
+    assert recipe.find(y) is not None or modules == (nn.GELU, nn.GLU)  # a later consumer may still take it
     y.sum().backward()
     gc.collect()
-    assert sources[0]() is None and y.requires_grad
+    assert not any(ref() for ref in sources) and y.requires_grad
+
+
+def test_a_turned_head_that_is_kept_keeps_no_source_after_backward():
+    (query, key, cos, sin), _ = rope.sample((2, 3, 2, 2, 16, 16, False), torch.float32, "cpu")
+    x = query.requires_grad_() * 1
+    source = weakref.ref(x.untyped_storage())
+    with hfnn.use("cpp"):
+        q, _ = hfnn.functional.rope(hfnn.functional.silu(x), key, cos, sin)
+    assert recipe.find(q) is not None
+    q.sum().backward()
+    del x
+    gc.collect()
+    assert source() is None
+
+
+def test_what_a_backward_rebuilt_that_failed_is_not_anothers(monkeypatch):
+    """The next one rebuilds it: nobody knows what has happened since."""
+    model, (first, second), rebuilt = build(linear, nn.GELU), (build(linear), build(linear)), []
+    rebuild = recipe.Recipe.rebuild
+    monkeypatch.setattr(recipe.Recipe, "rebuild", lambda *args: rebuilt[-1].append(rebuild(*args)) or rebuilt[-1][-1])
+    y = model(torch.randn(ROWS, WIDTH))
+    z = first(y)
+    fails = z.register_hook(lambda dz: 1 / 0)
+    loss = second(y).sum() + z.sum()
+    for _ in range(2):
+        rebuilt.append([])
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+        fails.remove()
+    assert [len(found) for found in rebuilt] == [1, 2] and all(x is not rebuilt[0][0] for x in rebuilt[1])
 
 
 @pytest.mark.parametrize("refill", [torch.Tensor.copy_, lambda x, new: x.numpy().__setitem__(..., new.numpy())])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn.dress import is_converted
@@ -47,9 +48,10 @@ class Pool(nn.AvgPool2d):
     """A user's class is traced into, as it is without hfnn."""
 
 
-@pytest.mark.parametrize("make", [lambda: Pool(2), lambda: nn.Embedding(9, 4)])
-def test_fx_of_a_proxy(make):
-    model = hfnn.convert(nn.Sequential(make()))
+@pytest.mark.parametrize("prefer", ["auto", "memory"])
+@pytest.mark.parametrize("make", [lambda: Pool(2), lambda: nn.Embedding(9, 4), lambda: nn.Softmax(-1), nn.GLU, nn.Tanh])
+def test_fx_of_a_proxy(make, prefer):
+    model = hfnn.convert(nn.Sequential(make()), prefer=prefer)
     tracer = torch.fx.Tracer()
     tracer.is_leaf_module = lambda module, name: False
     wanted = tracer.trace(nn.Sequential(make()))
@@ -116,4 +118,30 @@ def test_meta(name, autocast):
             y = model.to("meta")(x)
         (dx,) = torch.autograd.grad(y.sum(), x)
         found.append((y.shape, y.dtype, y.stride(), dx.shape, dx.device.type))
+    assert found[0] == found[1]
+
+
+PLACES = {"meta": lambda: torch.device("meta"), "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True)}
+GIVEN = {
+    "mask": lambda ids: {"attention_mask": torch.ones_like(ids)},
+    "padding": lambda ids: {"attention_mask": torch.ones_like(ids).bool()},
+    "positions": lambda ids: {"position_ids": torch.arange(8).remainder(4).expand(2, 8), "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_without_numbers(attention, place, given):
+    """What has a shape alone is not looked into: transformers' mask, or its error."""
+    found = []
+    for model in (llama(), hfnn.convert(llama(), prefer="memory")):
+        model.set_attn_implementation(attention)
+        model = model.to("meta") if place == "meta" else model
+        with PLACES[place]():
+            ids = torch.zeros(2, 8, dtype=torch.int64)
+            try:
+                found.append(model(ids, **GIVEN[given](ids)).logits.shape)
+            except RuntimeError as error:
+                found.append(str(error))
     assert found[0] == found[1]

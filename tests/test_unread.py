@@ -264,3 +264,23 @@ def test_released(given, read):
 
 def test_type(given):
     assert type(defer(*given)) is Deferred
+
+
+def test_a_weight_that_is_a_view(given):
+    """Of a parameter with more rows, which the optimizer writes to."""
+    results = []
+    for make in (F.linear, defer):
+        padded = nn.Parameter(torch.cat([given[1].detach()] * 2))
+        padded.grad = torch.ones_like(padded)
+        x = make(given[0], padded[:VOCABULARY], None)
+        torch.optim.SGD([padded], lr=0.5).step()
+        results.append(x + 0)
+    torch.testing.assert_close(*results)
+
+
+def test_a_gradient_that_is_held_holds_no_graph_of_the_loss(given):
+    x, seen = defer(*given), []
+    x.register_hook(seen.append)
+    loss_of(x).backward()
+    (gradient,) = seen
+    assert type(gradient) is Gradient and all(part.loss is part.given is None for part, _ in gradient.parts)

@@ -1,14 +1,16 @@
 """Defects planted in hfnn, which the fuzzer of `hfnn.convert` must find: each a context manager, by name."""
 
 import contextlib
+import importlib
 
 import torch
 from torch import nn
 
 import hfnn
-from hfnn import convert, dress, kernel, recipe
+from hfnn import dress, kernel, recipe
 from hfnn.ops import embedding, layer_norm, linear, unary
 
+convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
 FAULTS = {}
 
 

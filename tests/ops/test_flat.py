@@ -40,10 +40,29 @@ def test_l1_loss():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("hooks", [torch.enable_grad, torch.autograd.graph.save_on_cpu])
+def test_clamp():
+    """torch's is a choice of dy alone, which does not depend on x."""
+    x, scale = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+
+    def second(clamp):
+        (plain,) = torch.autograd.grad(clamp(x, -1.0, 1.0).sum(), x, create_graph=True)
+        (dx,) = torch.autograd.grad((clamp(x, -1.0, 1.0) * scale).sum(), x, create_graph=True)
+        return plain.requires_grad, torch.autograd.grad(dx.square().sum(), [x, scale], allow_unused=True)
+
+    (requires, (ddx, dscale)), stock = (
+        second(f) for f in (lambda *args: hfnn.functional.clamp(*args, prefer="memory"), torch.clamp)
+    )
+    assert requires is stock[0] and ddx is stock[1][0] and torch.equal(dscale, stock[1][1])
+
+
+HOOKS = (torch.enable_grad, torch.autograd.graph.save_on_cpu)
+
+
+@pytest.mark.parametrize("hooks", [*HOOKS, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)])
 def test_a_result_nobody_uses_is_freed(hooks):
+    """Also where hooks are given the handle: what they return then would hold the node, and all that came before it."""
+    x = torch.randn(4, 16, requires_grad=True).exp()  # which its node keeps
     with hooks():
-        x = torch.randn(4, 16, requires_grad=True) * 1
         y = hfnn.functional.leaky_relu(x, prefer="memory")
     memory = weakref.ref(x.untyped_storage())
     del x, y

@@ -311,6 +311,15 @@ def test_mixed_gradients_keep_the_mask(device):
     assert dx.requires_grad is False and dx.dtype is BF16  # linear in x: nothing to differentiate again
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_the_mask_goes_by_the_result_not_by_its_gradient(create_graph, device):
+    x, residual = (torch.randn(64, 96, device=device, requires_grad=True) for _ in range(2))
+    y = F.dropout_add(x, residual, 0.5, prefer="memory")
+    dy = torch.randn(96, 64, device=device).t()
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=create_graph)
+    assert torch.equal(dx, torch.where(y != residual, 2 * dy, 0))
+
+
 def test_torchs_own_ops(device):
     """No dropout, all of it, other shapes, other dtypes: torch's results and torch's errors."""
     x, residual = torch.randn(2, 4, 8, device=device).unbind()

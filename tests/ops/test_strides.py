@@ -38,12 +38,13 @@ def test_strides_are_torchs(name, layout, device):
         x = x.detach().requires_grad_()
         y = fn(x, *options)
         dy = torch.arange(y.numel(), device=device).view(y.shape).to(y)  # contiguous, whatever y
-        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+        (along,) = torch.autograd.grad(y, x, torch.empty_like(y).copy_(dy), retain_graph=True)
+        return y.detach(), torch.autograd.grad(y, x, dy)[0], along.stride()
 
     with hfnn.use(kernel):
-        y, dx = run(x, getattr(hfnn.functional, name))
-    want, dwant = run(x, torchs(name))
-    assert y.stride() == want.stride()
+        y, dx, strides = run(x, getattr(hfnn.functional, name))
+    want, dwant, wanted = run(x, torchs(name))
+    assert y.stride() == want.stride() and strides == wanted
     if "dropout" not in name:
         torch.testing.assert_close(y, want)
         torch.testing.assert_close(dx, dwant, rtol=1e-4, atol=1e-3)

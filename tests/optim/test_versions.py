@@ -66,3 +66,14 @@ def test_in_backward():
     before = model.weight._version
     model(torch.ones(2, 4)).sum().backward()
     assert model.weight._version > before
+
+
+def test_a_step_that_is_left_out():
+    """Of gradients that overflow, on the CPU, where the host knows."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer, scaler = hfnn.optim.AdamW([p]), torch.amp.GradScaler("cpu")
+    for value in (1.0, torch.inf, 1.0):
+        p.grad, before = scaler.scale(torch.full_like(p, value)), versions(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (versions(optimizer) == before) == (value == torch.inf)
