@@ -27,7 +27,7 @@ from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
 from hfnn.product import Product
 from hfnn.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
-from hfnn.unread import Adopted, Logits, Loss, Step, computed
+from hfnn.unread import ComputedLogits, Logits, Loss, Step, computed
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -241,7 +241,7 @@ class Deferred(torch.Tensor):
                 value = plan.steps[-1](self._parent._value)
         if below or self._adopted():
             with torch.enable_grad():
-                value = Adopted.apply(self, value, inner)
+                value = ComputedLogits.apply(self, value, inner)
             self._node = value.grad_fn
         elif value.requires_grad:
             # A view stays a view, so its gradient does not pass this tensor's node.

@@ -205,7 +205,7 @@ def _on_values(func, args, kwargs):
     return seen.get(id(result), result)
 
 
-class Adopted(Function):
+class ComputedLogits(Function):
     """The computed logits of a Deferred, with the graph that the Deferred has in C++. inner: see `Product.value`."""
 
     @staticmethod
