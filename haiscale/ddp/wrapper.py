@@ -143,7 +143,11 @@ class DDP(nn.Module, Joinable):
         return self._after_forward(output)
 
     def _before_forward(self, inputs, kwargs):
-        if torch.is_grad_enabled():
+        if torch._C._current_graph_task_id() == -1:
+            self.reducer.arrivals.begun = False  # the last backward may have ended in an exception
+        if self.reducer.arrivals.begun:
+            pass  # a checkpoint runs the model again, within the backward whose gradients are being counted
+        elif torch.is_grad_enabled():
             if self._overlap is not None:
                 self._overlap.check_stepped()
             self.reducer.prepare(self.require_backward_grad_sync)

@@ -52,8 +52,8 @@ OTHERS = {
     **{
         name: [name, {}]
         for name in (
-            "hooks", "buffers", "compiled", "copies", "again", "pointers", "backwards", "tuned", "messages", "shards",
-            "moved", "groups",
+            "hooks", "buffers", "compiled", "copies", "again", "pointers", "backwards", "recomputed", "tuned",
+            "messages", "shards", "moved", "groups",
         )
     },
 }  # fmt: skip
@@ -188,8 +188,9 @@ def test_gradients_stay_where_they_are(found):
         assert len(result["counts"]) == 2, "sizes were to change between steps"
 
 
-def test_several_backwards(found):
-    for result in of(found, "backwards"):
+@pytest.mark.parametrize("name", ["backwards", "recomputed"])
+def test_several_backwards_or_forwards(found, name):
+    for result in of(found, name):
         assert result["equal"]
 
 

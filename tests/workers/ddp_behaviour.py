@@ -21,6 +21,7 @@ from ddp_models import (
 )  # fmt: skip
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import hfreduce
 from haiscale import checks
@@ -136,6 +137,23 @@ def backwards(rank, size, store):
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             dist.all_reduce(q.grad, dist.ReduceOp.AVG)
             equal.append(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7))
+    return {"equal": all(equal)}
+
+
+@case
+def recomputed(rank, size, store):
+    """Checkpoints around the wrapped model, of two forwards that one backward is of: averages of the sums."""
+    equal = []
+    for make, reentrant in ((mlp, False), (mlp, True), (lambda: Checkpointed(True, False), False)):
+        model, alone = (DDP(made(make), bucket_cap_mb=0.002), made(make))
+        for step in range(3):
+            for m in (model, alone):
+                m.zero_grad()
+                batches = [x.requires_grad_() for k in range(2) for x in vectors(2 * step + k, rank)]
+                sum(checkpoint(m, x, use_reentrant=reentrant).square().mean() for x in batches).backward()
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                dist.all_reduce(q.grad, dist.ReduceOp.AVG)
+                equal.append(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7))
     return {"equal": all(equal)}
 
 
