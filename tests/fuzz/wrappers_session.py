@@ -159,17 +159,24 @@ class Alone(Session):
         self.kept, self.buffers_due = {}, True
         if self.program["mixed"]:
             raise ValueError("parameters are not cast by hand")
+        if self.program["ddp"].get("broadcast_buffers"):
+            self.model.register_forward_pre_hook(self.send_buffers)
+            self.model.register_forward_hook(self.after_forward)
         return self.model
+
+    def send_buffers(self, *_):
+        for buffer in self.model.buffers() if self.buffers_due else ():
+            dist.broadcast(buffer, 0, group=self.group)
+
+    def after_forward(self, *_):
+        self.buffers_due = self.sync and torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def syncing(self, sync):
         if not sync and self.fsdp:
             for p in self.model.parameters():
                 self.kept.setdefault(p, None if p.grad is None else p.grad.clone())
-        if not self.fsdp and self.buffers_due:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0, group=self.group)
-        self.buffers_due = sync and torch.is_grad_enabled()
+        self.sync = sync
         yield
 
     def finish_backward(self, sync):

@@ -91,6 +91,8 @@ class Steps:
         self.session.optimizer.step()
         self.session.optimizer.zero_grad(set_to_none=self.program["set_to_none"])
         self.look("value")
+        for name, buffer in self.session.model.named_buffers():
+            self.log.tensor(f"buffer {self.i} {name}", buffer)
 
     # Steps
 
