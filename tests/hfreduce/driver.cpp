@@ -61,6 +61,65 @@ void messages(Communicator& c, int64_t count) {
   for (float v : y) EXPECT(v == static_cast<float>(last));
 }
 
+constexpr int kTags = 4, kEach = 3;
+constexpr int64_t kKept = 20000, kAsked = 300000;  // elements: of all tags a receiver keeps them; it never keeps one
+
+float value(int from, int tag, int k) { return static_cast<float>(1 + from + 10 * tag + 100 * k); }
+
+void send_tag(Communicator& c, int to, int tag, int64_t count) {
+  for (int k = 0; k < kEach; ++k) {
+    const Floats x(count * k / (kEach - 1), value(c.rank(), tag, k));  // an empty one, too
+    c.send(x.data(), static_cast<int64_t>(x.size()), DType::f32, to, tag);
+  }
+}
+
+void recv_tag(Communicator& c, int from, int tag, int64_t count) {
+  for (int k = 0; k < kEach; ++k) {
+    Floats y(count * k / (kEach - 1), -1.f);
+    c.recv(y.data(), static_cast<int64_t>(y.size()), DType::f32, from, tag);
+    for (float v : y) EXPECT(v == value(from, tag, k));
+  }
+}
+
+// Messages of several tags: those that fit are kept until they are asked for, the last sent first; those that do not
+// wait for it, in threads of a tag each, and the two kinds side by side.
+void tags(Communicator& c) {
+  const int n = c.size(), next = (c.rank() + 1) % n, last = (c.rank() + n - 1) % n;
+  messages(c, kAsked);  // whose answer tells the sender that all before is taken
+  std::thread sender([&] {
+    for (int tag = 0; tag < kTags; ++tag) send_tag(c, next, tag, kKept);
+  });
+  for (int tag = kTags; tag-- > 0;) recv_tag(c, last, tag, kKept);
+  sender.join();
+  const auto count = [](int tag) { return tag % 2 ? kKept : kAsked; };
+  std::vector<std::thread> threads;
+  for (int tag = 0; tag < kTags; ++tag) {
+    threads.emplace_back([&, tag] { send_tag(c, next, tag, count(tag)); });
+    threads.emplace_back([&, tag] { recv_tag(c, last, tag, count(tag)); });
+  }
+  for (std::thread& t : threads) t.join();
+  send_tag(c, c.rank(), kTags, kAsked);
+  recv_tag(c, c.rank(), kTags, kAsked);
+}
+
+// Everybody's messages to the last rank, which takes them as they come.
+void any(Communicator& c, int64_t count, int tag) {
+  const int to = c.size() - 1;
+  if (c.rank() != to) {
+    const Floats x(count, static_cast<float>(c.rank()));
+    for (int k = 0; k < kEach; ++k) c.send(x.data(), count, DType::f32, to, tag);
+    return;
+  }
+  std::vector<int> from(c.size());
+  Floats y(count);
+  for (int k = 0; k < kEach * to; ++k) {
+    const int source = c.recv_any(y.data(), count, DType::f32, tag);
+    for (float v : y) EXPECT(v == static_cast<float>(source));
+    ++from[source];
+  }
+  for (int r = 0; r < to; ++r) EXPECT(from[r] == kEach);
+}
+
 void rank(Store& store, Config config, int rounds, unsigned seed) {
   Communicator c(store, config);
   std::mt19937 random(seed);
@@ -69,6 +128,9 @@ void rank(Store& store, Config config, int rounds, unsigned seed) {
     reductions(c, count);
     moves(c, count);
     messages(c, count);
+    tags(c);
+    any(c, count, 5);
+    any(c, kAsked, 6);
   }
   bool threw = false;
   try {
