@@ -158,6 +158,15 @@ def test_verify_is_moved_by_no_luck(size, monkeypatch):
         assert hfnn.verify(nn.Linear(8, 8)).ok is ok
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verify_takes_a_tenth_for_noise_in_float32_alone(dtype, monkeypatch):
+    """Where torch itself is off by a fifth, ours may be off by far more, in float32."""
+    results = ({"a": torch.full((4096,), by, dtype=dtype)} for by in (1.8, 1.2))
+    runs = iter((*results, {"a": torch.ones(4096, dtype=torch.float64)}))
+    monkeypatch.setattr(importlib.import_module("hfnn.verify"), "_run", lambda *_: next(runs))
+    assert hfnn.verify(nn.Linear(8, 8)).ok is (dtype is torch.float32)
+
+
 def test_verify_refuses_active_dropout():
     m = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     with pytest.raises(ValueError, match=r"dropout '1' is active \(p=0.5\); call model.eval\(\)"):

@@ -99,11 +99,13 @@ def test_export(strict, mask):
     torch.testing.assert_close(exported(ids, **how).logits, llama()(ids, **how).logits)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("labels", [False, True])
-def test_language_model_on_meta(labels):
+def test_language_model_on_meta(labels, autocast):
     ids, shapes = torch.zeros(2, 8, dtype=torch.int64, device="meta"), []
     for model in (llama(), hfnn.convert(llama(), prefer="memory")):
-        out = model.to("meta")(ids, labels=ids if labels else None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model.to("meta")(ids, labels=ids if labels else None)
         out.logits.sum().backward()
         shapes.append((out.logits.shape, out.logits.device, None if out.loss is None else out.loss.device))
     assert shapes[0] == shapes[1]
