@@ -9,7 +9,8 @@ from hfnn.ops import attention as room
 
 transformers = pytest.importorskip("transformers")
 
-from hfnn.adapters import attention  # noqa: E402
+from hfnn.adapters import attention, masks  # noqa: E402
+from hfnn.ops.attention import mask as room_mask  # noqa: E402
 
 WIDTHS = {
     "hidden_size": 32,
@@ -239,6 +240,29 @@ def test_four_dimensional_masks(ran):
         found = hfnn.verify(Seen(model), input_ids=ids, attention_mask=mask)
         assert found.ok, str(found)
     assert ran["forward"] == 4
+
+
+@pytest.mark.parametrize("kinds", [("holes", "left"), ("right", "holes"), ("left", "right")])
+def test_a_users_mask_may_be_filled_anew(kinds, ran):
+    """By what moves no version: each forward goes by what it holds then."""
+    mine, other = hfnn.convert(build("llama"), only=lambda _, m: hasattr(m, "config")), build("llama")
+    batch = inputs("llama") | {"attention_mask": torch.ones(2, TOKENS, dtype=torch.bool)}
+    for kind in kinds:
+        counts = padding(kind).bool()
+        batch["attention_mask"].data.copy_(counts)
+        torch.testing.assert_close(Seen(mine, counts)(**batch), Seen(other, counts)(**batch), rtol=1e-4, atol=1e-5)
+    assert ran["forward"] == 4
+
+
+@pytest.mark.parametrize(("kind", "what"), [("holes", "_pack"), ("right", "_bound"), ("own", "_pack")])
+def test_all_layers_share_what_is_made_of_a_mask(kind, what, ran, monkeypatch):
+    made, make = [], getattr(room_mask, what)
+    monkeypatch.setattr(room_mask, what, lambda *args: made.append(args) or make(*args))
+    model = hfnn.convert(build("llama"))
+    if kind == "own":  # a rule that hfnn cannot read
+        monkeypatch.setattr(masks, "read", lambda function: None)
+    model(**inputs("llama", "right" if kind == "own" else kind))
+    assert len(made) == 1 and ran["forward"] == 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -12,6 +12,7 @@ from torch import nn
 import hfnn
 from hfnn.adapters import attention, masks, rotary, views
 from hfnn.ops import rope
+from hfnn.ops.attention import mask as room_mask
 
 from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, build, inputs, padding
 
@@ -129,6 +130,16 @@ def test_unknown_masks_are_dense():
         assert mask is None or torch.equal(mask, wanted)
         mask = masks.mask(**how, mask_function=function, allow_is_causal_skip=False)
         assert type(mask) is torch.Tensor and torch.equal(mask, wanted)
+
+
+def test_a_view_of_the_users_mask_is_the_users():
+    """It may be filled anew by what moves no version, and is packed at each call."""
+    given = torch.ones(2, 8, dtype=torch.bool)
+    view, packed = masks._dense(given[:, None, None], given), []
+    for value in (True, False):
+        given.data.fill_(value)
+        packed.append(room_mask.packed(view, (2, 1, 8, 8))[0])
+    assert packed[0].any() and not packed[1].any()
 
 
 def test_copies_and_files():
