@@ -68,6 +68,7 @@ def draw(rng) -> dict:
     first = program["model"][0]
     if first[0] == "written" or (first[0] in ("activation", "dropout") and first[-1]):
         program["input_grad"] = False  # torch refuses to write to leaves
+    program["loss_in_autocast"] = rng.random() < 0.5
     return program
 
 
@@ -149,7 +150,8 @@ def draw_change(rng) -> tuple:
 
 # What must stand in at least 2% of programs.
 EXPECTED = """
-    tokens, mixed, memory_format, input_grad, zero rows, loss criterion, loss formula, prefer memory, prefer auto,
+    tokens, mixed, memory_format, input_grad, zero rows, loss criterion, loss formula, loss in autocast,
+    prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
     layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
     layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
@@ -173,6 +175,7 @@ def features(program) -> set[str]:
     found.add(f"loss {'criterion' if program['loss'] in CRITERIA else 'formula'}")
     found |= {"zero rows"} if program["N"] == 0 else set()
     calls = [step[2] for step in program["steps"] if step[0] == "forward"]
+    found |= {"loss in autocast"} if program["loss_in_autocast"] and any(call["autocast"] for call in calls) else set()
     for layer, around in models.walk(program["model"]):
         found |= features_of_layer(layer, around, calls)
     for step in program["steps"]:

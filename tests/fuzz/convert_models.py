@@ -173,8 +173,8 @@ LAYERS = {
     "between": Layer(
         ALL,
         2,
-        lambda D, first, second, seen: own.Between(sequential(D, first), sequential(D, second), seen),
-        lambda rng, tree, to: (tree(), tree(), rng.random() < 0.5),
+        lambda D, first, second, how: own.Between(sequential(D, first), sequential(D, second), how),
+        lambda rng, tree, to: (tree(), tree(), rng.choice(("seen", "unseen", "data"))),
     ),
     "residual": Layer(ALL, 1.5, _of(own.Residual), _inner(("sum", "inplace"))),
     "twice": Layer(ALL, 1, _of(own.Twice), _inner()),

@@ -277,15 +277,18 @@ class Twice(nn.Module):
 class Between(nn.Module):
     """What the first body was given is written to before the second one takes the result."""
 
-    def __init__(self, first, second, seen):
+    def __init__(self, first, second, how):
         super().__init__()
-        self.first, self.second, self.seen = first, second, seen
+        self.first, self.second, self.how = first, second, how
 
     def forward(self, x):
         x = x * 1.5
         y = self.first(x)
-        with contextlib.nullcontext() if self.seen else torch.no_grad():
-            x.add_(0.5)
+        with contextlib.nullcontext() if self.how == "seen" else torch.no_grad():
+            if self.how == "data":
+                x.data = x + 0.5
+            else:
+                x.add_(0.5)
         return self.second(y)
 
 

@@ -128,7 +128,9 @@ class Session:
         y = output if how["view"] == "none" else self.view(output, how["view"])
         self.log.tensor(f"value {self.at} y", y)
         if y.requires_grad:
-            self.losses.append(self.loss(y))
+            low = how["autocast"] if self.program["loss_in_autocast"] else None
+            with torch.autocast("cpu", DTYPES[low or "bfloat16"], enabled=low is not None):
+                self.losses.append(self.loss(y))
             self.log.tensor(f"value {self.at} loss", self.losses[-1])
         self.y, self.y_version = output, version
 
@@ -328,9 +330,11 @@ class Session:
 
     def deepcopy(self):
         self.model, self.optimizer = copy.deepcopy(self.model), None
+        self.log_modes()
 
     def pickle(self):
         self.model, self.optimizer = pickle.loads(pickle.dumps(self.model)), None
+        self.log_modes()
 
     def convert(self):
         if self.ours:
@@ -449,6 +453,9 @@ class Session:
             self.log.tensor(f"grad {self.at} x{n}", x.grad)
         for n, t in enumerate(own.kept):
             self.log.tensor(f"grad {self.at} kept {n}", t.grad)
+
+    def log_modes(self):
+        self.log.note(f"modes {self.at}", tuple(module.training for module in self.model.modules()))
 
     def log_weights(self):
         for name, p in self.model.named_parameters():
