@@ -46,6 +46,8 @@ def draw(rng: random.Random):
         kind = rng.choices(list(KINDS), KINDS.values())[0]
         group = rng.randrange(len(groups)) if rng.random() < 0.6 else 0
         program["steps"].append({"group": group, **STEP[kind](rng, len(groups[group]), program)})
+        if kind == "invalid" and rng.random() < 0.6:  # which shows what the refusal has left
+            program["steps"].append({"group": group, **STEP["collective"](rng, len(groups[group]), program)})
     if rng.random() < 0.05:
         program["steps"].append({"do": "ddp", "group": 0, **_ddp(rng)})
     if rng.random() < 0.04:

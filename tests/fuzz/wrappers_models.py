@@ -28,7 +28,7 @@ OUTPUTS = {
     "dict": 1,
     "dataclass": 0.6,
     "view": 1,
-    "input": 1,
+    "input": 2.5,
     "aux": 1.2,
     "same": 0.6,
 }
