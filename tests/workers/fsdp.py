@@ -42,7 +42,10 @@ TWO = {
     **{name: getattr(own, name) for name in ("errors", "policies", "optimizer_made_before", "sparse", "another_order")},
     **{
         name: getattr(outputs, name)
-        for name in ("outputs", "handed_on", "around", "shared_inside_and_outside", "read_too_late", "missed")
+        for name in (
+            *("outputs", "handed_on", "written_to", "around"),
+            *("shared_inside_and_outside", "read_too_late", "missed"),
+        )
     },
     **{name: getattr(fsdp_methods, name) for name in ("methods", "generates", "own_hands")},
     **{name: getattr(values, name) for name in ("states", "meta", "sent", "evaluated", "again", "assigned", "offload")},

@@ -76,6 +76,29 @@ class Carry(nn.Module):
         return {"y": y, "handed": handed}
 
 
+class Viewing(nn.Module):
+    """Returns a view of what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x).unsqueeze(1)[:, 0]
+
+
+class Written(nn.Module):
+    """Writes to a view that a unit returned, before another one hands it on; that has a node then only when asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = Viewing(), Handing("same"), Viewing()
+
+    def forward(self, x):
+        y, handed = self.second(self.first(x).mul_(2))
+        return self.last(y).mul_(3) + handed
+
+
 def total(output):
     if isinstance(output, torch.Tensor):
         return output.square().mean()
@@ -120,6 +143,14 @@ def handed_on(rank, size):
         beside(Carry(how), Handing)
     nested = nn.Sequential(nn.Sequential(nn.Sequential(Block()), Block()), nn.Sequential(Block()))
     beside(nested, [nn.Sequential, Block])
+
+
+def written_to(rank, size):
+    """Views that units return are written to afterwards."""
+    torch.manual_seed(0)
+    for zero in (2, 3):
+        beside(nn.Sequential(Viewing(), nn.ReLU(inplace=True), Viewing(), nn.ReLU(inplace=True)), Viewing, zero=zero)
+        beside(Written(), [Viewing, Handing], zero=zero)
 
 
 def around(rank, size):
