@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fsdp_models import VOCABULARY, Net, check_gradients, ids
+from fsdp_models import VOCABULARY, WIDTH, Net, check_gradients, ids
 from fsdp_versus import transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +26,10 @@ class Model(Net):
     def score(self, ids):
         """By way of another method, and of forward."""
         return (self.encode(ids) @ self.head.weight.t()).logsumexp(-1).mean() + self(ids).square().mean()
+
+    def project(self, x):
+        """With the root's own parameters alone."""
+        return self.norm(x) @ self.head.weight.t()
 
     def optimizer(self, lr):
         return torch.optim.SGD(self.parameters(), lr)
@@ -64,6 +68,9 @@ def methods(rank, size):
             o.zero_grad()
             m.encode(batch).sin().mean().backward()
             m.score(batch).backward()
+        check_gradients(wrapped, alone)
+        for m in (wrapped, alone):
+            m.project(torch.ones(2, WIDTH)).sin().mean().backward()
         check_gradients(wrapped, alone)
         assert torch.equal(wrapped.encode(batch), alone.encode(batch))
         for m, o in ((wrapped, ours), (alone, theirs)):

@@ -219,6 +219,17 @@ def errors(rank, size):
         model(ids(rank, 0))
     del made.forward
     assert all(isinstance(p, DTensor) for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def fail(gradient):
+        raise KeyError("in the middle of backward, where averages are under way")
+
+    handle = model.module.blocks[0].register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    with pytest.raises(KeyError, match="in the middle of backward"):
+        loss_of(model, ids(rank, 0)).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    assert not loss_of(model, ids(rank, 0)).isnan()  # which gives parameters their shards back
     follow(model, torchs(net()), rank, steps=2)
 
 
