@@ -21,6 +21,7 @@ from hfnn import lookalike
 from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
+from hfnn.ops.layout import in_rows
 
 WIDTH = 16
 CASES = tuple(
@@ -75,6 +76,9 @@ class Residual:
         if len(args) != 2 or kwargs or not (is_plain(args[0]) and is_plain(args[1])) or not _open(drop, norm):
             return super().forward(*args, **kwargs)
         x, residual = dense(args[0]), args[1]
+        if not in_rows(x):  # the sum then has the strides of x
+            total = drop(x) + residual
+            return total if norm is None else norm(total)
         if norm is None:
             return dropout_add.dropout_add(x, residual, drop.p, drop.training, prefer=self.prefer)
         how = norm.normalized_shape, norm.weight, norm.bias, norm.eps

@@ -66,7 +66,7 @@ class _AdaptiveMaxPool(torch.autograd.Function):
 def _adaptive(dims, x, output_size, prefer):
     """The result, or None where torch's own op is to run, or to raise."""
     sizes = sizes_of(x, output_size, dims)
-    if sizes is None or min(sizes) < 1 or 0 in x.shape[-dims - 1 :]:
+    if sizes is None or min(sizes) < 1 or 0 in x.shape or max_pool._keeps_channels_last(x, dims):
         return None
     inputs = tuple(x.shape[-dims:])
     if all(i % o == 0 for i, o in zip(inputs, sizes, strict=True)):

@@ -12,6 +12,8 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.layout import in_rows, like_dy
 
 ABS, MAXIMUM, MINIMUM, CODES = range(4)  # as in csrc/compare.h
 NONE = math.nan  # as a factor: no gradient, whatever dy is
@@ -34,20 +36,26 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
 
 class _Compare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, kind, kernel):
+    def forward(ctx, a, b, lead, kind, kernel):
         y, codes = _values(a, b, kind, kernel, with_codes=True)
-        ctx.save_for_backward(codes)
-        ctx.factors, ctx.kernel = FACTORS[kind], kernel
-        return y
+        own = handle(a) if kind == ABS and lead is None else None  # torch's maximum has a choice of dy alone
+        ctx.save_for_backward(codes, own if lead is None else lead)
+        ctx.set_materialize_grads(False)
+        ctx.factors, ctx.kernel, ctx.shape = FACTORS[kind], kernel, a.shape
+        return y, own
 
     @staticmethod
-    def backward(ctx, dy):
-        (codes,) = ctx.saved_tensors
+    def backward(ctx, dy, dleads):
+        codes, leads = ctx.saved_tensors
+        if dy is None:
+            return nought(dleads, ctx.shape), *(None,) * 4
         da, *db = (
-            slope(dy, codes, factors, ctx.kernel) if need else None
+            flat(slope(dy, codes, factors, ctx.kernel), leads) if need else None
             for factors, need in zip(ctx.factors, ctx.needs_input_grad, strict=False)
         )
-        return da, *(db or (None,)), None, None
+        if not db:  # of two inputs torch's gradients have their layout, and not that of dy
+            da = like_dy(da, dy)
+        return da, *(db or (None,)), None, None, None
 
 
 class _Slope(torch.autograd.Function):
@@ -96,14 +104,16 @@ def empty_codes(x):
 def compare(a, b, kind, kernel):
     """y of a and b (None for ABS), keeping what backward needs where there will be one."""
     if torch.is_grad_enabled() and (a.requires_grad or (b is not None and b.requires_grad)):
-        return _Compare.apply(a, b, kind, kernel)
+        return _Compare.apply(a, b, lead(a) if kind == ABS else None, kind, kernel)[0]
     return _values(a, b, kind, kernel, with_codes=False)[0]
 
 
 def select(op, a, b, prefer):
     """The kernel of `op` for two tensors of one shape and dtype, or None for torch's own op."""
     kernel = op.select(a, b, prefer=prefer)
-    return kernel if kernel is not None and is_plain(b) and a.shape == b.shape and a.dtype is b.dtype else None
+    if kernel is None or not is_plain(b) or a.shape != b.shape or a.dtype is not b.dtype:
+        return None
+    return kernel if in_rows(a) and in_rows(b) else None  # torch's result has other strides
 
 
 def pair(case, dtype, device, generator=None):

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op
-from hfnn.ops.pointwise_loss import _dense, in_order, laid
+from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -66,7 +66,8 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx, dy):
         (pair,) = ctx.saved_tensors
         recipe.release(ctx)
-        return _build(*ctx.how)(dy, pair), *[None] * 6
+        dx = _build(*ctx.how)(dy, pair)
+        return dx if dx.stride() == dy.stride() else laid(dx, result_strides(dy, dx)), *[None] * 6
 
 
 def _build(p, seed, offset, kernel, strides=None):

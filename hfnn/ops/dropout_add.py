@@ -12,6 +12,7 @@ from torch import nn
 
 from hfnn.kernel import FLOATS, Function, Kernel, Op
 from hfnn.ops import dropout
+from hfnn.ops.layout import in_rows, like_dy
 
 
 def reference(x, residual, p=0.5, training=True, *, mask=None):
@@ -85,10 +86,10 @@ def _dropped(dy, pair, dtype, p, seed, offset, kernel):
         return dy  # the engine casts it
     if torch.is_grad_enabled():
         return dropout._build(p, seed, offset, kernel)(dy.to(dtype).contiguous(), pair)
-    dy = dy.contiguous()
-    dx = torch.empty_like(dy, dtype=dtype)
-    kernel.forward(dy, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))
-    return dx
+    in_step = dy.contiguous()
+    dx = torch.empty_like(in_step, dtype=dtype)
+    kernel.forward(in_step, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))
+    return like_dy(dx, dy)
 
 
 def numbers(p):
@@ -106,8 +107,14 @@ def run(*args):
 
 
 def fits(x, residual) -> bool:
-    """Whether the kernels take such a pair; where they do not, torch's own ops run, or raise."""
-    return x.shape == residual.shape and torch.promote_types(x.dtype, residual.dtype) is residual.dtype
+    """Whether the kernels take such a pair; where they do not, torch's own ops run, or raise.
+
+    The sum has the usual strides, as torch's has where it is asked for `residual + x` and residual is `in_rows`; who
+    adds the other way round asks that of x.
+    """
+    if x.shape != residual.shape or torch.promote_types(x.dtype, residual.dtype) is not residual.dtype:
+        return False
+    return in_rows(residual)
 
 
 def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):

@@ -18,6 +18,7 @@ import torch
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
 from hfnn.ops import gelu, silu
+from hfnn.ops.layout import in_rows, like_dy
 
 SHAPES = (1,), (3, 769), (64, 1024), (0, 4)
 
@@ -109,6 +110,8 @@ class _Gated(torch.autograd.Function):
             dgate, dup = (_empty(gate.shape, gate) if need else None for need in needs)
             wanted = (None if t is None else _rows(t) for t in (dgate, dup))
         kernel.backward(_rows(dy), *_operands(gate, up, gate_first), *wanted, GATES[activation].kind, kernel.queue(dy))
+        if up is not None:  # that of a packed tensor is put together of both, which has the usual strides
+            dgate, dup = (None if t is None else like_dy(t, dy) for t in (dgate, dup))
         return dgate, dup, None, None, None
 
 
@@ -146,6 +149,8 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
     """f(gate) * up by a kernel of `op`, or None where torch's own ops are to run."""
     kernel = op.select(gate, up, out=gate.dtype, prefer=prefer)  # autocast leaves these ops alone
     if kernel is None or (up is not None and (up.shape != gate.shape or up.dtype is not gate.dtype)):
+        return None
+    if not (in_rows(gate) and (up is None or in_rows(up))):  # torch's results then have other strides
         return None
     if torch.is_grad_enabled():
         return _Gated.apply(gate, up, activation, gate_first, kernel)

@@ -14,7 +14,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 from hfnn.ops import recode
-from hfnn.ops.pointwise_loss import _alike, _dense, in_order
+from hfnn.ops.layout import _dense, in_order, ordered
 
 _gelu = torch._C._nn.gelu
 
@@ -68,7 +68,7 @@ class _GELU(Function):
 
 
 def _gradient(dy, x, approximate, kernel):
-    x, dy = _alike(x, dy)
+    dy, x = ordered(dy, x)
     dx = torch.empty_like(x)
     kernel.backward(in_order(dy), in_order(x), in_order(dx), approximate == "tanh", kernel.queue(x))
     return dx

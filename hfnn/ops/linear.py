@@ -52,6 +52,7 @@ class _Linear(Function):
         ctx.save_for_backward(weight, *(sources if weight_OI.requires_grad else ()))
         ctx.recipe, ctx.dtype = None if tag is None else tag.recipe, dtype
         ctx.by_rows = weight_OI.stride() == (weight_OI.shape[1], 1)
+        ctx.by_columns = not low.is_contiguous() and _rows(low).stride(0) == 1 < low.shape[-1]
         y = _product(low, weight_OI, bias, dtype)
         # Of more than two dimensions torch's is a view of rows, and what a Function returns as a view may not be
         # written to in place.
@@ -72,7 +73,10 @@ class _Linear(Function):
             dweight = _outer(dy_RO, _rows(x), ctx.by_rows)
             del x
         if needs_x and _wanted(nodes[0][0]):
-            dx = torch.mm(dy_RO, as_dtype(weight_OI, ctx.dtype)).view(*dy.shape[:-1], weight_OI.shape[1])
+            weight = as_dtype(weight_OI, ctx.dtype)
+            # As torch, in the layout of x.
+            dx = torch.mm(weight.t(), dy_RO.t()).t() if ctx.by_columns else torch.mm(dy_RO, weight)
+            dx = dx.view(*dy.shape[:-1], weight_OI.shape[1])
         if needs_bias:
             dbias = dy_RO.sum(0)
         return dx, dweight, dbias, *[None] * len(others)

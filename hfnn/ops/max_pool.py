@@ -16,7 +16,7 @@ from torch import nn
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
-from hfnn.ops.flat import flat, handle, nought
+from hfnn.ops.flat import flat, handle, lead, nought
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
 PLANE = (1 << 31) - (1 << 16)  # elements of a plane, at most: offsets inside one have 32 bits on the GPU
@@ -104,21 +104,21 @@ def _values(x, geometry, kernel):
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, geometry, kernel):
+    def forward(ctx, x, lead, geometry, kernel):
         y, codes, layout = _values(x, geometry, kernel)
-        leads = handle(x)
-        ctx.save_for_backward(bits.pack(codes, geometry.width), leads)
+        own = handle(x) if lead is None else None
+        ctx.save_for_backward(bits.pack(codes, geometry.width), own if lead is None else lead)
         ctx.set_materialize_grads(False)
         ctx.how = geometry, layout, x.shape, kernel
-        return y, leads
+        return y, own
 
     @staticmethod
     def backward(ctx, dy, dleads):
         packed, leads = ctx.saved_tensors
         if dy is None:
-            return nought(dleads, ctx.how[2]), None, None
+            return nought(dleads, ctx.how[2]), None, None, None
         gathered = _Gather.apply if torch.is_grad_enabled() else _gathered
-        return flat(gathered(dy, packed, *ctx.how), leads), None, None
+        return flat(gathered(dy, packed, *ctx.how), leads), None, None, None
 
 
 def _gathered(dy, packed, geometry, layout, shape, kernel):
@@ -172,6 +172,11 @@ def _out_dtype(dims, dtype, device, autocast_dtype) -> torch.dtype:
         return OPS[dims - 1].torch(torch.zeros((1,) * (dims + 1), dtype=dtype, device=device), 1).dtype
 
 
+def _keeps_channels_last(x, dims) -> bool:
+    """Whether torch's result has its channels last, and ours would not: torch uses its 2-d op in one dimension."""
+    return dims == 1 and x.dim() == 3 and not x.is_contiguous() and x.stride(1) == 1 and x.shape[1] > 1
+
+
 def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode, prefer):
     """The result by a kernel, or None where torch's own op is to run, or to raise."""
     kernel = op.select(input, out=input.dtype, prefer=prefer)
@@ -179,7 +184,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
         return None
     window, padding, dilation = (tuple_of(given, dims) for given in (kernel_size, padding, dilation))
     stride = tuple_of(stride, dims, window)
-    if None in (window, stride, padding, dilation):
+    if None in (window, stride, padding, dilation) or _keeps_channels_last(input, dims):
         return None
     geometry = _geometry(tuple(input.shape[-dims:]), window, stride, padding, dilation, bool(ceil_mode))
     channels = 1 if input.is_contiguous() else input.shape[-dims - 1]  # in the plane where they are last
@@ -189,7 +194,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     if torch.is_autocast_enabled(device):
         input = input.to(_out_dtype(dims, input.dtype, device, torch.get_autocast_dtype(device)))
     if torch.is_grad_enabled() and input.requires_grad:
-        return _MaxPool.apply(input, geometry, kernel)[0]
+        return _MaxPool.apply(input, lead(input), geometry, kernel)[0]
     return _values(input, geometry, kernel)[0]
 
 

@@ -15,10 +15,13 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Function, Kernel
-from hfnn.ops.flat import flat, handle, nought
-from hfnn.ops.pointwise_loss import _dense, in_order, laid
+from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
+
+# Of these, whose gradient has the layout of x whatever that of dy is; of the others torch asks dy first.
+_LIKE_X = (RELU, LEAKY_RELU, CLAMP, THRESHOLD)
 
 # Sizes for the contract tests, for maps without options and with one kind of them.
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))
@@ -35,19 +38,19 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
 
 class _Piecewise(Function):
     @staticmethod
-    def forward(ctx, x, kind, a, b, inside, outside, kernel):
+    def forward(ctx, x, lead, kind, a, b, inside, outside, kernel):
         y, flags, strides = _compute(x, kind, a, b, kernel, True)
-        leads = None if kind == CLAMP else handle(x)  # torch's clamp has a choice of dy alone
-        ctx.save_for_backward(flags, leads)
+        own = None if kind == CLAMP or lead is not None else handle(x)  # torch's clamp has a choice of dy alone
+        ctx.save_for_backward(flags, own if lead is None else lead)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.shape = (strides, inside, outside, kernel), x.shape
-        return y, leads
+        ctx.how, ctx.shape = (strides, kind in _LIKE_X, inside, outside, kernel), x.shape
+        return y, own
 
     @staticmethod
     def backward(ctx, dy, dleads):
         flags, leads = ctx.saved_tensors
         dx = nought(dleads, ctx.shape) if dy is None else flat(_gradient(dy, flags, *ctx.how), leads)
-        return dx, *(None,) * 6
+        return dx, *(None,) * 7
 
 
 class _Gradient(torch.autograd.Function):
@@ -63,7 +66,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ddx):
         (flags,) = ctx.saved_tensors
-        return _gradient(ddx, flags, *ctx.how), *(None,) * 5
+        return _gradient(ddx, flags, *ctx.how), *(None,) * 6
 
 
 def _compute(x, kind, a, b, kernel, keep):
@@ -75,19 +78,19 @@ def _compute(x, kind, a, b, kernel, keep):
     return y, flags, x.stride()
 
 
-def _gradient(dy, flags, strides, inside, outside, kernel):
+def _gradient(dy, flags, strides, like_x, inside, outside, kernel):
     if torch.is_grad_enabled():
-        return _Gradient.apply(dy, flags, strides, inside, outside, kernel)
-    dy = laid(dy, strides)
-    dx = torch.empty_like(dy)
-    kernel.backward(in_order(dy), flags, in_order(dx), inside, outside, kernel.queue(dy))
-    return dx
+        return _Gradient.apply(dy, flags, strides, like_x, inside, outside, kernel)
+    in_step = laid(dy, strides)
+    dx = torch.empty_like(in_step)
+    kernel.backward(in_order(in_step), flags, in_order(dx), inside, outside, kernel.queue(dy))
+    return dx if in_step is dy or like_x else laid(dx, result_strides(dy, dx))
 
 
 def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
     """The map of x by a kernel, keeping bits where a gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Piecewise.apply(x, kind, a, b, inside, outside, kernel)[0]
+        return _Piecewise.apply(x, None if kind == CLAMP else lead(x), kind, a, b, inside, outside, kernel)[0]
     return _compute(x, kind, a, b, kernel, False)[0]
 
 

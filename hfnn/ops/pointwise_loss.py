@@ -18,6 +18,7 @@ import torch
 from hfnn.kernel import FLOATS, Kernel, is_plain
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
+from hfnn.ops.layout import _alike, _dense, _flat
 
 # Sizes and reductions for the contract tests, of every loss here.
 CASES = tuple((*shape, how) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for how in ("mean", "sum"))
@@ -99,38 +100,6 @@ def _scaled(g, factor, kernel):
     y = torch.empty_like(g)
     kernel.forward(_flat(g), factor, _flat(y), kernel.queue(g))
     return y
-
-
-def _alike(x, target):
-    """Both in the layout of x, so that one index finds an element in either; no copies where they are so already."""
-    if x.is_contiguous() and target.is_contiguous():
-        return x, target
-    x = _dense(x)
-    return x, target if target.stride() == x.stride() else torch.empty_like(x).copy_(target)
-
-
-def _dense(x):
-    """x, or a copy where its elements do not fill a stretch of memory, in the order that torch's results have."""
-    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
-        return x
-    return torch.empty_like(x).copy_(x)
-
-
-def laid(x, strides):
-    """x, or a copy of it with these strides, which are dense."""
-    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
-
-
-def in_order(x):
-    """What kernels take of a dense tensor: x itself, or its elements in the order of its memory."""
-    return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
-
-
-def _flat(x):
-    """The elements of a dense tensor in the order of its memory."""
-    if x is None or x.is_contiguous():
-        return None if x is None else x.view(-1)
-    return x.as_strided((x.numel(),), (1,))
 
 
 def pointwise_loss(op, loss, input, target, parameter, reduction, prefer, *weights):

@@ -12,6 +12,8 @@ from torch import nn
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise
+from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.layout import laid
 
 _prelu = torch.prelu
 
@@ -53,17 +55,22 @@ _passes = OP.passes
 
 class _PReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(bits.pack(x > 0), weight)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _prelu(x, weight)
+    def forward(ctx, x, lead, weight):
+        own = handle(x) if lead is None else None
+        ctx.save_for_backward(bits.pack(x > 0), weight, own if lead is None else lead)
+        ctx.set_materialize_grads(False)
+        y = _prelu(x, weight)
+        ctx.shape, ctx.strides, ctx.dtype = x.shape, y.stride(), x.dtype
+        return y, own
 
     @staticmethod
-    def backward(ctx, dy):
-        packed, weight = ctx.saved_tensors
+    def backward(ctx, dy, dleads):
+        packed, weight, leads = ctx.saved_tensors
+        if dy is None:
+            return nought(dleads, ctx.shape), None, None
         # In torch's ops, and so linear in dy for a second backward too.
         dx = torch.where(bits.unpack(packed, ctx.shape), dy, dy * _along(weight, dy).to(dy.dtype))
-        return dx.to(ctx.dtype), None
+        return flat(laid(dx.to(ctx.dtype), ctx.strides), leads), None, None
 
 
 def _along(weight, x):
@@ -82,7 +89,7 @@ def prelu(input, weight, *, prefer="auto"):
     wanted = torch.is_grad_enabled() and input.requires_grad and not weight.requires_grad
     if OP.select(input, weight, prefer=prefer) is None or not wanted:
         return _prelu(input, weight)
-    return _PReLU.apply(input, weight)
+    return _PReLU.apply(input, lead(input), weight)[0]
 
 
 class PReLU(nn.PReLU):

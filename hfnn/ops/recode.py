@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from hfnn.kernel import Kernel, Op, double_backward
-from hfnn.ops.pointwise_loss import _alike, _dense, _flat
+from hfnn.ops.layout import _alike, _dense, _flat
 
 KEEPS = ("input", "output")
 WIDTH, PATTERNS = 5, 1 << 16

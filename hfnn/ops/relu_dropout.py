@@ -12,7 +12,7 @@ from torch import nn
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise
 from hfnn.ops.dropout import draw
-from hfnn.ops.pointwise_loss import _dense, in_order
+from hfnn.ops.layout import _dense, in_order
 
 
 def reference(x, p=0.5, training=True, *, mask=None):

@@ -14,6 +14,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
+from hfnn.ops.layout import in_rows, like_dy
 
 
 def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):
@@ -86,7 +87,7 @@ class _RMSNorm(Function):
         ctx.kernel.backward(
             dy_RC, x_RC, flat(weight), rstd_R, dx_RC, flat(dweight), partials, ctx.offset, ctx.kernel.queue(x)
         )
-        return None if dx_RC is None else dx_RC.view(x.shape), dweight, *nothing
+        return None if dx_RC is None else like_dy(dx_RC.view(x.shape), dy), dweight, *nothing
 
 
 def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
@@ -132,7 +133,8 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
     Raises what torch raises. The statistic is float32.
     """
     kernel = None if _passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
-    if kernel is None or not fits(input, normalized_shape, weight):
+    # Of images torch's result may have the channels last.
+    if kernel is None or not fits(input, normalized_shape, weight) or (input.dim() > 3 and not in_rows(input)):
         return torch.rms_norm(input, normalized_shape, weight, eps)
     eps = _eps(eps, input.dtype)
     return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
@@ -144,6 +146,8 @@ def fused(x, weight, eps, offset, out, prefer):
     For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
     """
     shape = x.shape[-1:]
+    if not in_rows(x):  # the strides of the module's own result are others
+        return None
     kernel = OP.select(x, weight, row=shape, out=out, prefer=prefer)
     if kernel is None or not fits(x, shape, weight):
         return None

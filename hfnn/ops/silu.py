@@ -13,7 +13,7 @@ from torch import nn
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward
 from hfnn.ops import recode
-from hfnn.ops.pointwise_loss import _alike, _dense, in_order
+from hfnn.ops.layout import _dense, in_order, ordered
 
 _silu = torch._C._nn.silu
 
@@ -62,7 +62,7 @@ class _SiLU(torch.autograd.Function):
 
 
 def _gradient(dy, x, kernel):
-    x, dy = _alike(x, dy)
+    dy, x = ordered(dy, x)
     dx = torch.empty_like(x)
     kernel.backward(in_order(dy), in_order(x), in_order(dx), kernel.queue(x))
     return dx

@@ -21,7 +21,7 @@ import torch
 from hfnn import recipe
 from hfnn.kernel import FLOATS, Kernel, Op, double_backward, forced
 from hfnn.ops import recode
-from hfnn.ops.pointwise_loss import _alike, _dense, _flat
+from hfnn.ops.layout import _dense, _flat, ordered
 
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))  # for the contract tests, of every function here
 
@@ -65,7 +65,7 @@ def _forward(x, kind, kernel, a=0.0, b=0.0, c=0.0):
 
 
 def _backward(dy, kept, kind, kernel):
-    kept, dy = _alike(kept, dy)
+    dy, kept = ordered(dy, kept)
     dx = torch.empty_like(kept)
     kernel.backward(_flat(dy), _flat(kept), _flat(dx), kind, 0.0, 0.0, 0.0, kernel.queue(kept))
     return dx
@@ -115,7 +115,7 @@ class Rebuilt:
 
     def backward(self, dy, x, options, kernel):
         if self.gradient is not None:
-            x, dy = _alike(x, dy)  # torch's bits depend on the layout
+            dy, x = ordered(dy, x)  # torch's bits depend on the layout
             return self.gradient(dy, x, *options)
         kept = _forward(x, self.kind, kernel) if self.through_y else x
         return _backward(dy, kept, self.kind, kernel)

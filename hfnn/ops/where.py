@@ -11,6 +11,7 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.ops.layout import in_rows
 
 _where = torch.where
 
@@ -109,7 +110,7 @@ def where(condition, input=None, other=None, *, prefer="auto"):
         return _where(condition, input, other)
     if OP.select(x, prefer=prefer) is None or not all(_alike(value, x) for value in (input, other)):
         return _where(condition, input, other)
-    if not broadcasts(condition, x):
+    if not broadcasts(condition, x) or not (condition.is_contiguous() or in_rows(_small(condition))):
         return _where(condition, input, other)
     return _Where.apply(condition, pack(condition), input, other)
 

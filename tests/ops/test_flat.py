@@ -1,5 +1,7 @@
 """Maps without curvature: a gradient of a gradient is 0, where torch says so, and not None."""
 
+import contextlib
+import functools
 import gc
 import weakref
 
@@ -12,18 +14,44 @@ import hfnn
 MODULES = (
     nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6, nn.Hardshrink, nn.Softshrink, lambda: nn.Threshold(0.1, 0.2),
     lambda: nn.MaxPool1d(2), lambda: nn.MaxPool2d(2), lambda: nn.MaxPool3d(2),
+    lambda: nn.PReLU().requires_grad_(False), lambda: Abs(), lambda: NLL(),
 )  # fmt: skip
 
 
+class Abs(nn.Module):
+    def forward(self, x):
+        return torch.abs(x)
+
+
+class NLL(nn.NLLLoss):
+    def forward(self, x):
+        return super().forward(x, torch.ones(4, 4, 4, dtype=torch.int64))
+
+
+def hooks(kind):
+    same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    return {"none": contextlib.nullcontext(), "identity": same, "save_on_cpu": torch.autograd.graph.save_on_cpu()}[kind]
+
+
+@pytest.mark.parametrize("kind", ["none", "identity", "save_on_cpu"])
 @pytest.mark.parametrize("make", MODULES)
-def test_the_second_derivative_is_torchs(make):
+def test_the_second_derivative_is_torchs(make, kind):
     def penalty(module):
         x = torch.arange(4.0 * 4 * 16).view(4, 4, 4, 4).sub(100).requires_grad_()
-        y = module(x.flatten(2) if isinstance(module, nn.MaxPool1d) else x)
+        with hooks(kind):
+            y = module(x.flatten(2) if isinstance(module, nn.MaxPool1d) else x)
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return dx.requires_grad, dx, *torch.autograd.grad(dx.mul_(2).square().sum(), x)
 
-    ours, stock = penalty(hfnn.convert(make(), prefer="memory")), penalty(make())
+    own = make()
+    own.__class__ = {NLL: hfnn.NLLLoss}.get(type(own), type(own))
+    if type(own) is hfnn.NLLLoss:
+        own = functools.partial(own, target=torch.ones(4, 4, 4, dtype=torch.int64))
+    elif type(own) is Abs:
+        own = functools.partial(hfnn.functional.abs, prefer="memory")
+    else:
+        own = hfnn.convert(own, prefer="memory")
+    ours, stock = penalty(own), penalty(make())
     assert ours[0] == stock[0] and all(map(torch.equal, ours[1:], stock[1:]))
 
 
@@ -55,14 +83,11 @@ def test_clamp():
     assert requires is stock[0] and ddx is stock[1][0] and torch.equal(dscale, stock[1][1])
 
 
-HOOKS = (torch.enable_grad, torch.autograd.graph.save_on_cpu)
-
-
-@pytest.mark.parametrize("hooks", [*HOOKS, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)])
-def test_a_result_nobody_uses_is_freed(hooks):
+@pytest.mark.parametrize("kind", ["none", "identity", "save_on_cpu"])
+def test_a_result_nobody_uses_is_freed(kind):
     """Also where hooks are given the handle: what they return then would hold the node, and all that came before it."""
     x = torch.randn(4, 16, requires_grad=True).exp()  # which its node keeps
-    with hooks():
+    with hooks(kind):
         y = hfnn.functional.leaky_relu(x, prefer="memory")
     memory = weakref.ref(x.untyped_storage())
     del x, y

@@ -26,9 +26,10 @@ def torchs(name):
     return getattr(hfnn.ops, name).OP.torch
 
 
+@pytest.mark.parametrize("gradient", ["contiguous", "permuted"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_strides_are_torchs(name, layout, device):
+def test_strides_are_torchs(name, layout, gradient, device):
     options = (0.5, True) if "dropout" in name else (0.5,) if name == "softshrink" else ()
     x = LAYOUTS[layout](torch.randn(SIZES, device=device))
     kernel = "triton" if x.is_cuda else "cpp"
@@ -37,7 +38,7 @@ def test_strides_are_torchs(name, layout, device):
         torch.manual_seed(1)
         x = x.detach().requires_grad_()
         y = fn(x, *options)
-        dy = torch.arange(y.numel(), device=device).view(y.shape).to(y)  # contiguous, whatever y
+        dy = LAYOUTS[gradient](torch.arange(y.numel(), device=device).view(y.shape).to(y))  # whatever y
         (along,) = torch.autograd.grad(y, x, torch.empty_like(y).copy_(dy), retain_graph=True)
         return y.detach(), torch.autograd.grad(y, x, dy)[0], along.stride()
 
@@ -45,6 +46,8 @@ def test_strides_are_torchs(name, layout, device):
         y, dx, strides = run(x, getattr(hfnn.functional, name))
     want, dwant, wanted = run(x, torchs(name))
     assert y.stride() == want.stride() and strides == wanted
+    if name != "relu_dropout" and (name, layout) != ("leaky_relu", "expanded"):  # for which torch asks dy
+        assert dx.stride() == dwant.stride()
     if "dropout" not in name:
         torch.testing.assert_close(y, want)
         torch.testing.assert_close(dx, dwant, rtol=1e-4, atol=1e-3)
@@ -52,3 +55,74 @@ def test_strides_are_torchs(name, layout, device):
     dy = torch.arange(y.numel(), device=device).view(y.shape).to(y)
     torch.testing.assert_close(dx, torch.where(y != 0, 2 * dy, 0))
     assert 0.1 < (y != 0).float().mean() < 0.9
+
+
+def _silu_times(a, b):
+    return torch.nn.functional.silu(a) * b
+
+
+class RMSNormLike(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 1.5, SIZES[-1])), 1e-6
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(dtype)
+
+
+F, O, WIDTH = torch.nn.functional, hfnn.functional, SIZES[-1:]
+OTHERS = {
+    "rms_norm": (lambda x: F.rms_norm(x, WIDTH), lambda x: O.rms_norm(x, WIDTH, prefer="memory")),
+    "layer_norm": (lambda x: F.layer_norm(x, WIDTH), lambda x: O.layer_norm(x, WIDTH, prefer="memory")),
+    "glu": (F.glu, lambda x: O.glu(x, prefer="memory")),
+    "swiglu": (_silu_times, lambda a, b: O.swiglu(a, b, prefer="memory")),
+    "abs": (torch.abs, lambda x: O.abs(x, prefer="memory")),
+    "maximum": (torch.maximum, lambda a, b: O.maximum(a, b, prefer="memory")),
+    "where": (lambda x: torch.where(x > 0, x, 2 * x), lambda x: O.where(x > 0, x, 2 * x, prefer="memory")),
+    "prelu": (lambda x: F.prelu(x, torch.ones(1) / 4), lambda x: O.prelu(x, torch.ones(1) / 4, prefer="memory")),
+    "max_pool1d": (lambda x: F.max_pool1d(x[0], 2), lambda x: O.max_pool1d(x[0], 2, prefer="memory")),
+    "module": (RMSNormLike(), hfnn.convert(RMSNormLike(), prefer="memory")),
+}
+
+
+@pytest.mark.parametrize("first", LAYOUTS.keys() - {"expanded"})
+@pytest.mark.parametrize("second", ["contiguous", "permuted"])  # of the second argument, or of the gradient
+@pytest.mark.parametrize("name", OTHERS)
+def test_strides_of_more_are_torchs(name, first, second):
+    arguments = [LAYOUTS[first](torch.randn(SIZES))]
+    if name in ("swiglu", "maximum"):
+        arguments.append(LAYOUTS[second](torch.randn(SIZES)))
+    results = []
+    for fn in OTHERS[name]:
+        given = [x.detach().requires_grad_() for x in arguments]
+        y = fn(*given)
+        dy = LAYOUTS[second](torch.ones_like(y)) if y.dim() == 4 and y.shape == SIZES else torch.ones_like(y)
+        results.append([y, *torch.autograd.grad(y, given, dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.stride() == want.stride()
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "columns"])
+def test_linears_gradient_has_the_layout_of_its_input(layout):
+    """Under autocast, where hfnn's own product runs."""
+    x = torch.randn(5, 3)
+    x = x.t().contiguous().t() if layout == "columns" else x
+    results = []
+    for linear in (F.linear, O.linear):
+        given, weight = x.detach().requires_grad_(), torch.ones(4, 3, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(given, weight)
+        results.append(torch.autograd.grad(y.float().sum(), given)[0])
+    assert results[0].stride() == results[1].stride()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_strides_of_a_transformer_layer_are_torchs(norm_first):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=norm_first)
+    x = torch.randn(4, 3, 8).transpose(0, 1)
+    want = layer(x).stride()
+    assert hfnn.convert(layer, prefer="memory")(x).stride() == want

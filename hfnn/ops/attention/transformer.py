@@ -25,6 +25,7 @@ from hfnn.ops.dropout import Dropout
 from hfnn.ops.dropout_add import dropout_add
 from hfnn.ops.gelu import GELU, gelu
 from hfnn.ops.layer_norm import LayerNorm
+from hfnn.ops.layout import in_rows
 from hfnn.ops.linear import Linear
 from hfnn.ops.relu import ReLU, relu
 from hfnn.ops.relu_dropout import relu_dropout
@@ -156,7 +157,7 @@ def _feed_forward(layer, x):
 
 def _end(layer, x, residual, drop, norm):
     """(norm(sum), sum) for sum = residual + drop(x)."""
-    if _is_bare(drop, Dropout) and _is_bare(norm, LayerNorm):
+    if _is_bare(drop, Dropout) and _is_bare(norm, LayerNorm) and in_rows(residual):
         how = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return add_layer_norm(x, residual, *how, p=drop.p, training=drop.training, prefer=layer.prefer)
     total = _sum(layer, x, residual, drop)
@@ -164,7 +165,7 @@ def _end(layer, x, residual, drop, norm):
 
 
 def _sum(layer, x, residual, drop):
-    if _is_bare(drop, Dropout):
+    if _is_bare(drop, Dropout) and in_rows(residual):
         return dropout_add(x, residual, drop.p, drop.training, prefer=layer.prefer)
     return residual + drop(x)
 

@@ -1,0 +1,65 @@
+"""Layouts: dense tensors as kernels take them, and the strides that torch gives its results."""
+
+import torch
+
+
+def _alike(x, target):
+    """Both in the layout of x, so that one index finds an element in either; no copies where they are so already."""
+    if x.is_contiguous() and target.is_contiguous():
+        return x, target
+    x = _dense(x)
+    return x, target if target.stride() == x.stride() else torch.empty_like(x).copy_(target)
+
+
+def ordered(a, b):
+    """Both dense, in the layout of torch's result for (a, b), of which a decides; no copies where they are so already.
+
+    torch's backward is mostly of (dy, x), and its gradient has the layout that comes of it.
+    """
+    if (a.is_contiguous() and b.is_contiguous()) or (a.stride() == b.stride() and _dense(a) is a):
+        return a, b
+    strides = result_strides(a, b)
+    return laid(a, strides), laid(b, strides)
+
+
+def in_rows(x) -> bool:
+    """Whether torch's elementwise results for x have the usual strides, though x itself may be a part of something."""
+    if x.is_contiguous():
+        return True
+    strides = [step for size, step in zip(x.shape, x.stride(), strict=True) if size != 1 and step]
+    return strides == sorted(strides, reverse=True)
+
+
+def like_dy(dx, dy):
+    """dx, which is contiguous, in the layout of dy."""
+    return dx if dy.is_contiguous() else laid(dx, result_strides(dy, dx))
+
+
+def result_strides(*tensors) -> tuple[int, ...]:
+    """Those of torch's elementwise ops."""
+    a, *rest = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors)
+    return sum(rest, a).stride()
+
+
+def _dense(x):
+    """x, or a copy where its elements do not fill a stretch of memory, in the order that torch's results have."""
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
+        return x
+    return torch.empty_like(x).copy_(x)
+
+
+def laid(x, strides):
+    """x, or a copy of it with these strides, which are dense."""
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def in_order(x):
+    """What kernels take of a dense tensor: x itself, or its elements in the order of its memory."""
+    return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def _flat(x):
+    """The elements of a dense tensor in the order of its memory."""
+    if x is None or x.is_contiguous():
+        return None if x is None else x.view(-1)
+    return x.as_strided((x.numel(),), (1,))
