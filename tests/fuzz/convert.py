@@ -7,10 +7,10 @@ model and inputs are made.
 import warnings
 
 import convert_models as models
+import convert_modules as own
 import torch
 from convert_faults import FAULTS
 from convert_known import KNOWN
-from convert_modules import saved_tensor_hooks
 from convert_session import CRITERIA, LOSSES, Session
 from engine import Fuzzer, Log
 
@@ -250,8 +250,12 @@ def run(program, ours, noise=0) -> Log:
 
 def keeping_copies(program) -> Log:
     """Stock, which keeps a copy of all that it saves, so that no write is refused."""
-    with saved_tensor_hooks("clone"):
-        return run(program, False)
+    own.copying = True
+    try:
+        with own.saved_tensor_hooks(None):
+            return run(program, False)
+    finally:
+        own.copying = False
 
 
 NAMES = tuple(name.strip() for name in EXPECTED.split(","))

@@ -128,7 +128,7 @@ LAYERS = {
     "softmax": Layer(LAST, 0.6, lambda D, name: getattr(nn, name)(-1), _choose(("Softmax", "LogSoftmax"))),
     "glu": Layer(LAST, 1.5, lambda D: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU(-1))),
     "dropout": Layer(ALL, 2, lambda D, *how: nn.Dropout(*how), _choose((0.0, 0.0, 0.5), (False, False, True))),
-    "group_norm": Layer(FIRST, 1, lambda D: nn.GroupNorm(2, D)),
+    "group_norm": Layer(FIRST, 1, lambda D: own.GroupNorm(2, D)),
     "batch_norm": Layer(("image",), 1, nn.BatchNorm2d),
     "conv": Layer(FIRST, 4, _conv, lambda rng, tree, to: (DIMENSIONS[to], rng.choice((1, 3)), rng.random() < 0.7)),
     "pool": Layer(

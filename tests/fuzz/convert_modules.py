@@ -99,6 +99,13 @@ class RMSNormLike(nn.Module):
         return self.weight * x.to(dtype)
 
 
+class GroupNorm(nn.GroupNorm):
+    """torch's backward crashes on channels-last inputs whose gradient it is not asked for (seen, without hfnn)."""
+
+    def forward(self, x):
+        return super().forward(x.contiguous())
+
+
 class QuickGELU(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -381,12 +388,30 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
+copying = False  # whether all that is saved is to be copied, whatever hooks the program asks for
+
+
 def saved_tensor_hooks(kind):
+    if copying and (kind is not None or torch._C._autograd._top_saved_tensors_default_hooks(True) is None):
+        kind = "clone"
     if kind == "save_on_cpu":
         return torch.autograd.graph.save_on_cpu()
     if kind == "identity":
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return contextlib.nullcontext() if kind is None else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+@contextlib.contextmanager
+def no_copying():
+    """torch.func.grad refuses hooks: those that copy all are not the program's."""
+    if not copying:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
 
 
 def _pack(x):

@@ -155,10 +155,11 @@ class Session:
         return torch.func.vmap(self.model, randomness="different")(x)
 
     def call_func_grad(self, x):
-        return torch.func.grad(lambda x: self.model(x).float().square().sum())(x.detach())
+        with own.no_copying():
+            return torch.func.grad(lambda x: self.model(x).float().square().sum())(x.detach())
 
     def call_thread(self, x):
-        return self.in_thread(lambda: self.model(x))
+        return self.in_threads(1, lambda: self.model(x))[0]
 
     def call_threads(self, x):
         """Two threads run the model at once, with a backward each."""
@@ -168,17 +169,19 @@ class Session:
             y = self.model(x.detach().clone())
             return torch.autograd.grad(y.float().square().sum(), weights, allow_unused=True)
 
-        with concurrent.futures.ThreadPoolExecutor(2) as threads:
-            results = [each.result() for each in [threads.submit(run) for _ in range(2)]]
-        for i, grads in enumerate(results):
+        for i, grads in enumerate(self.in_threads(2, run)):
             for n, g in enumerate(grads or ()):
                 self.log.tensor(f"grad {self.at} thread {i} weight {n}", g)
         return self.model(x)
 
     @staticmethod
-    def in_thread(function):
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            return thread.submit(function).result()
+    def in_threads(count, function):
+        def run():
+            with saved_tensor_hooks(None):
+                return function()
+
+        with concurrent.futures.ThreadPoolExecutor(count) as threads:
+            return [each.result() for each in [threads.submit(run) for _ in range(count)]]
 
     def view(self, y, how):
         """What users do to an output before the loss."""
@@ -219,7 +222,7 @@ class Session:
         losses = self.losses if how["which"] != "last" else self.losses[-1:]
         inputs = self.wanted(how["inputs"])
         run = lambda: self.run_backward(losses, how, inputs)  # noqa: E731
-        self.in_thread(run) if how["thread"] else run()
+        self.in_threads(1, run) if how["thread"] else run()
         partial = how["inputs"] is not None or len(losses) < len(self.losses)
         self.retained = self.retained or how["retain"] or partial
         if not how["retain"]:
@@ -307,7 +310,8 @@ class Session:
         if self.optimizer is None:
             weights = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer = getattr(torch.optim, name)(weights, 0.01)
-            if self.ours and self.program["optimizer"]:
+            # torch's AdamW divides by zero where squares vanish in float16, hfnn's computes in float32.
+            if self.ours and self.program["optimizer"] and not any(w.dtype is torch.float16 for w in weights):
                 hfnn.convert(self.optimizer)
         self.optimizer.step()
         self.log_weights()
