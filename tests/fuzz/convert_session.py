@@ -496,4 +496,7 @@ def coarsest(program) -> str:
         if layer[0] in ("autocast", "cast"):
             found.add(layer[2])
     found |= {step[1] for step in program["steps"] if step[0] == "cast"}
+    calls = [step[2] for step in program["steps"] if step[0] == "forward"]
+    if program["loss"] == "part" or any(call["view"] == "float" or call["call"] == "threads" for call in calls):
+        found.add("float32")
     return max(found - {None}, key=EPS.__getitem__)
