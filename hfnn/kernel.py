@@ -408,8 +408,10 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
     Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
     """
     with torch.enable_grad():
-        # Aliases, for one tensor may stand in several places, each with a gradient of its own.
-        inputs = tuple(x.view_as(x) if need else x for x, need in zip(inputs, needs, strict=True))
+        # Aliases, for one tensor may stand in several places, each with a gradient of its own; of their own, too, where
+        # a weight was frozen after forward.
+        alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
+        inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(formula(*inputs), wanted, dy, create_graph=True))
     return tuple(next(grads) if need else None for need in needs)

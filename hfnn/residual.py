@@ -76,7 +76,7 @@ class Residual:
         if len(args) != 2 or kwargs or not (is_plain(args[0]) and is_plain(args[1])) or not _open(drop, norm):
             return super().forward(*args, **kwargs)
         x, residual = dense(args[0]), args[1]
-        if not in_rows(x):  # the sum then has the strides of x
+        if not (in_rows(x) and in_rows(residual)):  # the sum then has the strides of x
             total = drop(x) + residual
             return total if norm is None else norm(total)
         if norm is None:

@@ -20,7 +20,7 @@ def reference(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5, *
 
 
 def _torch(input, residual, normalized_shape, weight=None, bias=None, eps=1e-5, *, p=0.0, training=True):
-    total = nn.functional.dropout(input, p, training) + residual
+    total = residual + nn.functional.dropout(input, p, training)
     return torch.layer_norm(total, normalized_shape, weight, bias, eps), total
 
 

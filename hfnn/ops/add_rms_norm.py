@@ -20,7 +20,7 @@ def reference(x, residual, normalized_shape, weight=None, eps=None, *, p=0.0, tr
 
 
 def _torch(input, residual, normalized_shape, weight=None, eps=None, *, p=0.0, training=True, offset=0.0):
-    total = nn.functional.dropout(input, p, training) + residual
+    total = residual + nn.functional.dropout(input, p, training)
     if offset == 0:
         return torch.rms_norm(total, normalized_shape, weight, eps), total
     return rms_norm._formula(normalized_shape, eps, offset, rms_norm.OP.out_dtype(total))(total, weight), total

@@ -21,7 +21,7 @@ def reference(x, residual, p=0.5, training=True, *, mask=None):
 
 
 def _torch(input, residual, p=0.5, training=True):
-    return torch.dropout(input, p, training) + residual
+    return residual + torch.dropout(input, p, training)
 
 
 def sample(case, dtype, device, generator=None):
@@ -126,9 +126,9 @@ def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):
     """
     if not (training and 0 < p < 1):
         if 0 <= p < 1:
-            return torch.add(input, residual)
-        return nn.functional.dropout(input, p, training) + residual
+            return torch.add(residual, input)
+        return residual + nn.functional.dropout(input, p, training)
     kernel = None if _passes(input, prefer) else OP.select(input, residual, out=residual.dtype, prefer=prefer)
     if kernel is None or not fits(input, residual):
-        return torch.dropout(input, p, training) + residual
+        return residual + torch.dropout(input, p, training)
     return run(input, residual, p, dropout.draw(input), kernel, None)

@@ -5,7 +5,7 @@
 
 import convert_models as models
 from convert_session import coarsest
-from engine import Known, Raised, first_difference
+from engine import Known, Raised, Tensor, first_difference
 
 import hfnn
 
@@ -214,10 +214,14 @@ def _weight_written(program, difference):
 
 
 def _none_of_nothing(program, difference):
-    """A second derivative of no rows at all: zeros, where torch gives None."""
+    """A second derivative of no rows at all: zeros, where torch gives None, or zeros without a graph."""
     penalty = any(step[0] == "penalty" for step in program["steps"][: _at(difference) + 1])
-    none = program["N"] == 0 and difference.stock is None and difference.how == "differs"
-    return penalty and none and difference.label.startswith("grad") and not difference.ours.values.any()
+    if program["N"] != 0 or not penalty:
+        return False
+    if _refused(difference, "NoneType"):  # a hook that is given None
+        return True
+    seen = difference.label.startswith("grad") and difference.how in ("differs", "requires_grad")
+    return seen and isinstance(difference.ours, Tensor) and not difference.ours.values.any()
 
 
 def _sign_of_rounding(program, difference):

@@ -116,3 +116,18 @@ def test_float64_with_narrower_parameters(name, narrow, device):
         except RuntimeError as error:
             results.append(str(error))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_weights_frozen_after_forward(name, device):
+    """A second derivative is torch's, also where the weight that was used wants no gradient any more."""
+    x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((5, 64), (64,)))
+    found = []
+    for y in both(name, x, (64,), weight):
+        weight.requires_grad_(False)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+        found.append((dx, ddx))
+        weight.requires_grad_()
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

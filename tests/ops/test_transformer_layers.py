@@ -170,6 +170,18 @@ def test_sums_and_norms_are_fused():
 
 @each
 @norms
+@pytest.mark.parametrize("prefer", ["auto", "memory"])
+def test_strides_are_torchs(kind, norm_first, prefer):
+    """Attention's results lie in another order than its inputs: which comes first in a sum decides."""
+    theirs = KINDS[kind](D, H, FF, 0.0, batch_first=True, norm_first=norm_first)
+    ours = hfnn.convert(copied(theirs), prefer=prefer)
+    for x in (torch.randn(B, T, D), torch.randn(T, B, D).transpose(0, 1)):
+        inputs = (x,) if kind == "encoder" else (x, x.flip(-2))
+        assert ours(*inputs).stride() == theirs(*inputs).stride()
+
+
+@each
+@norms
 def test_hooks_are_called(kind, norm_first):
     _, ours = pair(kind, dropout=0.2, norm_first=norm_first)
     called = []
