@@ -95,9 +95,23 @@ def _recipe_suffers(program, difference):
 
 
 def _kept_suffers(program, difference):
-    """Such a write to what RMSNorm keeps, or Linear under autocast, where torch keeps what it made of that."""
+    """Such a write to what RMSNorm, cross_entropy, or Linear under autocast keeps, where torch keeps what it made of
+    that."""
     keeps = _layers(program, "rms_norm", "rms_norm_like", *ATTENTION) or _autocast(program)
+    keeps = keeps or program["loss"] == "CrossEntropyLoss"
     return bool(keeps) and _unseen_write(program, difference)
+
+
+def _hook_on_rebuilt(program, difference):
+    """A hook on a tensor that is rebuilt: a second derivative through what was rebuilt does not come by it."""
+    hooks = ("probe", "hook") in _layers(program, "probe")
+    hooks = hooks or any(step[0] == "hook" and step[2] in ("tensor", "backward_pre") for step in program["steps"])
+    if not (hooks and any(step[0] == "penalty" for step in program["steps"]) and _values(difference)):
+        return False
+    import convert
+
+    with hfnn.recipe.disabled():
+        return convert.FUZZER.difference(program)[0] is None
 
 
 def _proved_before(program, difference):
@@ -255,6 +269,7 @@ WAITING = (
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
     Known("unseen writes to sources of recipes", "the redesign", _recipe_suffers),
     Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),
+    Known("hooks on what is rebuilt, second derivatives", "the redesign", _hook_on_rebuilt),
     Known("proofs believed after a change", "an issue of its own", _proved_before),
 )
 
