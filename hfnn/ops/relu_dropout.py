@@ -64,7 +64,7 @@ class _ReluDropout(torch.autograd.Function):
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
         # relu's gradient tells y above 0 from y at 0, and lets a NaN through.
-        dx = torch.ops.aten.threshold_backward(dy, y.detach(), 0)
+        dx = torch.ops.aten.threshold_backward(dy, y, 0)
         return dx * ctx.scale if torch.is_grad_enabled() else dx.mul_(ctx.scale), None, None, None
 
 

@@ -216,3 +216,12 @@ def test_relu_dropout_at_its_limits():
     for p in (-0.1, 1.1):
         with pytest.raises(ValueError, match="dropout probability"):
             run(p)
+
+
+def test_the_second_derivative_of_relu_dropout_is_zero():
+    """Not None: as torch's of the two ops."""
+    x = torch.randn(5, 64, requires_grad=True)
+    for fn in (hfnn.functional.relu_dropout, lambda x, **_: nn.functional.dropout(torch.relu(x))):
+        (dx,) = torch.autograd.grad(fn(x, prefer="memory").sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+        assert dx.requires_grad and not ddx.any()
