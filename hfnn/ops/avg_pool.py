@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, autocasting, compiling, context, forced, is_plain
+from hfnn.ops.flat import flat, handle, lead, nought
 
 aten = torch.ops.aten
 _avg_pool1d, _avg_pool2d, _avg_pool3d = torch.avg_pool1d, torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
@@ -45,24 +46,27 @@ class Keeps:
 
 class _AvgPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, forward, backward, arguments):
-        ctx.how = Keeps(x), backward, arguments
-        return forward(x, *arguments)
+    def forward(ctx, x, lead, forward, backward, arguments):
+        own = handle(x) if lead is None else None
+        ctx.save_for_backward(own if lead is None else lead)
+        ctx.set_materialize_grads(False)
+        ctx.how = Keeps(x), backward
+        return forward(x, *arguments), own
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dleads):
+        (leads,) = ctx.saved_tensors
+        like, backward = ctx.how
+        if dy is None:
+            return nought(dleads, like.shape), *(None,) * 4
         # torch's op, which can be differentiated by dy where that is asked. Autocast may have changed the dtype.
-        like, backward, arguments = ctx.how
-        # A single number only in a list: forward's binding is the one of Python, and backward's is not.
-        lists = (list(n) if isinstance(n, (tuple, list)) else [n] for n in arguments[:3])
-        return backward(dy, like.empty(dy.dtype), *lists, *arguments[3:]).to(like.dtype), None, None, None
+        return flat(backward(dy, like.empty(dy.dtype)).to(like.dtype), leads), *(None,) * 4
 
 
-class _AdaptiveAvgPool(_AvgPool):
-    @staticmethod
-    def backward(ctx, dy):
-        like, backward, _ = ctx.how
-        return backward(dy, like.empty(dy.dtype)).to(like.dtype), None, None, None
+def _windowed(x, forward, backward, arguments):
+    # A single number only in a list: forward's binding is the one of Python, and backward's is not.
+    lists = [list(n) if isinstance(n, (tuple, list)) else [n] for n in arguments[:3]]
+    return _AvgPool.apply(x, lead(x), forward, lambda dy, x: backward(dy, x, *lists, *arguments[3:]), arguments)[0]
 
 
 def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, prefer="auto"):
@@ -76,7 +80,7 @@ def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, coun
     # As torch does it, by a height of 1.
     window, step, pad = how
     how = ((1, window), step and (1, step), (0, pad), ceil_mode, count_include_pad, None)
-    return _AvgPool.apply(input.unsqueeze(-2), _avg_pool2d, aten.avg_pool2d_backward.default, how).squeeze(-2)
+    return _windowed(input.unsqueeze(-2), _avg_pool2d, aten.avg_pool2d_backward.default, how).squeeze(-2)
 
 
 def _number(given):
@@ -95,7 +99,7 @@ def avg_pool2d(
     if not takes(input, prefer):
         return _avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     how = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-    return _AvgPool.apply(input, _avg_pool2d, aten.avg_pool2d_backward.default, how)
+    return _windowed(input, _avg_pool2d, aten.avg_pool2d_backward.default, how)
 
 
 def avg_pool3d(
@@ -107,7 +111,7 @@ def avg_pool3d(
     if not takes(input, prefer):
         return _avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     how = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-    return _AvgPool.apply(input, _avg_pool3d, aten.avg_pool3d_backward.default, how)
+    return _windowed(input, _avg_pool3d, aten.avg_pool3d_backward.default, how)
 
 
 def adaptive_avg_pool1d(input, output_size, *, prefer="auto"):
@@ -157,7 +161,7 @@ def _adaptive(x, sizes, forward, backward):
         return None
     if len(sizes) == 3 and autocasting(x):
         return None  # the CPU's widens adaptive_avg_pool3d by that name alone
-    return _AdaptiveAvgPool.apply(x, forward.default, backward.default, (sizes,))
+    return _AvgPool.apply(x, lead(x), forward.default, backward.default, (sizes,))[0]
 
 
 class AvgPool1d(nn.AvgPool1d):

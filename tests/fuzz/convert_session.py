@@ -437,7 +437,8 @@ class Session:
         try:
             getattr(self, name)(*arguments)
         except Exception:
-            self.zero_grad(to_none=True)  # how far a backward came before it raised is nobody's business
+            self.zero_grad(to_none=True)  # how far a backward came before it raised is not compared
+            self.recorded.clear()
             self.raised = True  # torch then lets some nodes live for ever (seen, without hfnn)
             raise
 

@@ -14,6 +14,7 @@ import hfnn
 MODULES = (
     nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ReLU6, nn.Hardshrink, nn.Softshrink, lambda: nn.Threshold(0.1, 0.2),
     lambda: nn.MaxPool1d(2), lambda: nn.MaxPool2d(2), lambda: nn.MaxPool3d(2),
+    lambda: nn.AvgPool1d(2), lambda: nn.AvgPool2d(2), lambda: nn.AvgPool3d(2), lambda: nn.AdaptiveAvgPool2d(2),
     lambda: nn.PReLU().requires_grad_(False), lambda: Abs(), lambda: NLL(),
 )  # fmt: skip
 
@@ -39,7 +40,7 @@ def test_the_second_derivative_is_torchs(make, kind):
     def penalty(module):
         x = torch.arange(4.0 * 4 * 16).view(4, 4, 4, 4).sub(100).requires_grad_()
         with hooks(kind):
-            y = module(x.flatten(2) if isinstance(module, nn.MaxPool1d) else x)
+            y = module(x.flatten(2) if isinstance(module, (nn.MaxPool1d, nn.AvgPool1d)) else x)
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return dx.requires_grad, dx, *torch.autograd.grad(dx.mul_(2).square().sum(), x)
 

@@ -391,7 +391,7 @@ def test_fake_tensors():
         for name, y in (
             ("_MaxPoolBackward", F.max_pool2d(x, 2, prefer="memory")),
             ("_AvgPoolBackward", F.avg_pool2d(x, 2, prefer="memory")),
-            ("_AdaptiveAvgPoolBackward", F.adaptive_avg_pool2d(x, 3, prefer="memory")),
+            ("_AvgPoolBackward", F.adaptive_avg_pool2d(x, 3, prefer="memory")),
             ("_AdaptiveMaxPoolBackward", F.adaptive_max_pool2d(x, 3, prefer="memory")),
         ):
             assert y.grad_fn.name() == name
