@@ -4,7 +4,7 @@
 """
 
 import convert_models as models
-from convert_session import coarsest
+from convert_session import EPS, coarsest
 from engine import Known, Raised, Tensor, first_difference
 
 import hfnn
@@ -238,6 +238,20 @@ def _none_of_nothing(program, difference):
     return seen and isinstance(difference.ours, Tensor) and not difference.ours.values.any()
 
 
+def _rounding_of_zero(program, difference):
+    """A gradient that cancels: to 0 in torch, to what is left of rounding in ours."""
+    if not (_values(difference) and difference.label.startswith("grad")):
+        return False
+    return not difference.stock.values.any() and difference.ours.values.abs().max() < EPS[coarsest(program)]
+
+
+def _hook_given_none(program, difference):
+    """A hook on a flat map's result, by which no gradient comes in a second backward: it is given None."""
+    hooks = ("probe", "hook") in _layers(program, "probe")
+    hooks = hooks or any(step[0] == "hook" and step[2] in ("tensor", "backward_pre") for step in program["steps"])
+    return hooks and program["steps"][_at(difference)][0] == "penalty" and _says(difference, "'NoneType' and 'float'")
+
+
 def _sign_of_rounding(program, difference):
     """AdamW's first steps are the learning rate in the direction of a gradient that may be rounding alone."""
     steps = [n for n, step in enumerate(program["steps"]) if step == ("step", "AdamW") and n <= _at(difference)]
@@ -264,6 +278,8 @@ WAITING = (
     Known("kept inputs of which torch keeps a copy", "nothing: a documented limit", _own_input),
     Known("gradients of attention's inputs are contiguous", "the redesign", _attention_strides),
     Known("zeros for None, of no rows", "nothing", _none_of_nothing),
+    Known("rounding where torch has 0", "nothing", _rounding_of_zero),
+    Known("hooks on flat maps, second derivatives", "the redesign", _hook_given_none),
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("batched gradients", "the redesign", _batched),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
