@@ -212,6 +212,12 @@ def _attention_strides(program, difference):
     )
 
 
+def _strides_by_definition(program, difference):
+    """RReLU's gradient has the layout of torch's own op, and stock here is the definition, whose gradient has another."""
+    drawn = any("RReLU" in layer for layer in _layers(program, "activation", "mlp", "functional"))
+    return drawn and difference.how == "strides" and difference.label.startswith(("grad", "hook"))
+
+
 def _written_source(program, difference):
     """A write to a source of what is rebuilt, whose own gradient a partial backward does not ask for."""
     steps = program["steps"][: _at(difference) + 1]
@@ -280,6 +286,7 @@ WAITING = (
     Known("zeros for None, of no rows", "nothing", _none_of_nothing),
     Known("rounding where torch has 0", "nothing", _rounding_of_zero),
     Known("hooks on flat maps, second derivatives", "the redesign", _hook_given_none),
+    Known("strides of RReLU's gradient, which stock here has by its definition", "nothing", _strides_by_definition),
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("batched gradients", "the redesign", _batched),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
