@@ -59,7 +59,7 @@ class _RReLU(torch.autograd.Function):
 
 
 def _compute(x, *how):
-    return torch.where(x <= 0, x * _slopes(x, *how), x)
+    return torch.where(x <= 0, x * _slopes(x, *how), x).contiguous()  # as torch's
 
 
 def _slopes(x, lower, upper, seed, offset):

@@ -213,7 +213,7 @@ def _attention_strides(program, difference):
 
 
 def _strides_by_definition(program, difference):
-    """RReLU's gradient has the layout of torch's own op, and stock here is the definition, whose gradient has another."""
+    """RReLU's gradient has the layout of torch's own op; stock here is the definition, whose gradient has another."""
     drawn = any("RReLU" in layer for layer in _layers(program, "activation", "mlp", "functional"))
     return drawn and difference.how == "strides" and difference.label.startswith(("grad", "hook"))
 

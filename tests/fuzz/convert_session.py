@@ -41,7 +41,7 @@ class RReLUByDefinition(nn.RReLU):
             return super().forward(x)
         with torch.no_grad():
             slopes = hfnn.functional.rrelu(-torch.ones_like(x), self.lower, self.upper, True, prefer="memory").neg()
-        return torch.where(x > 0, x, x * slopes)
+        return torch.where(x > 0, x, x * slopes).contiguous()  # as torch's
 
 
 BY_DEFINITION = {nn.Dropout: DropoutByDefinition, nn.RReLU: RReLUByDefinition}

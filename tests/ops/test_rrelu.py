@@ -225,3 +225,12 @@ def test_the_second_derivative_of_relu_dropout_is_zero():
         (dx,) = torch.autograd.grad(fn(x, prefer="memory").sum(), x, create_graph=True)
         (ddx,) = torch.autograd.grad(dx.square().sum(), x)
         assert dx.requires_grad and not ddx.any()
+
+
+def test_strides_of_rrelu_are_torchs():
+    x = torch.randn(4, 8, 3).permute(2, 1, 0).requires_grad_()
+    for dy in (torch.randn(3, 8, 4), torch.randn(4, 8, 3).permute(2, 1, 0)):
+        ours = hfnn.functional.rrelu(x, training=True, prefer="memory")
+        stock = nn.functional.rrelu(x, training=True)
+        assert ours.stride() == stock.stride()
+        assert torch.autograd.grad(ours, x, dy)[0].stride() == torch.autograd.grad(stock, x, dy)[0].stride()
