@@ -138,6 +138,8 @@ def _rows(x):
     """x as (rows, cols), elements of a row next to each other: x's own memory where its rows are evenly apart."""
     cols = x.shape[-1] if x.dim() else 1
     x_RC = x.reshape(x.numel() // cols if cols else 0, cols)
+    if x_RC.numel() == 0:
+        return _empty(x_RC.shape, x)  # what is expanded keeps its strides, being empty
     return x_RC if x_RC.stride(1) == 1 or cols == 1 else x_RC.contiguous()
 
 

@@ -28,6 +28,11 @@ def _at(difference) -> int:
     return int(number) if number.isdigit() else 1 << 30
 
 
+def _step(program, difference) -> str:
+    """The name of the step that differs; "end" at the end."""
+    return program["steps"][_at(difference)][0] if _at(difference) < len(program["steps"]) else "end"
+
+
 def _says(difference, *texts) -> bool:
     """Whether ours raised, where stock did not or raised another error, with one of these texts."""
     return isinstance(difference.ours, Raised) and any(text in difference.ours.text for text in texts)
@@ -49,9 +54,8 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 
 def _batched(program, difference):
     """`is_grads_batched` hands kernels tensors that only vmap knows."""
-    step = program["steps"][_at(difference)] if _at(difference) < len(program["steps"]) else ("",)
     texts = "kernels take dense, real tensors", "Batching rule", "vmap:", "inside of vmap"
-    return step[0] == "batched" and _says(difference, *texts)
+    return _step(program, difference) == "batched" and _says(difference, *texts)
 
 
 def _between(program, steps, until) -> bool:
@@ -97,7 +101,7 @@ def _recipe_suffers(program, difference):
 def _kept_suffers(program, difference):
     """Such a write to what RMSNorm, cross_entropy, or Linear under autocast keeps, where torch keeps what it made of
     that."""
-    keeps = _layers(program, "rms_norm", "rms_norm_like", *ATTENTION) or _autocast(program)
+    keeps = _layers(program, "rms_norm", "rms_norm_like", "quick_gelu", *ATTENTION) or _autocast(program)
     keeps = keeps or program["loss"] == "CrossEntropyLoss"
     return bool(keeps) and _unseen_write(program, difference)
 
@@ -255,7 +259,7 @@ def _hook_given_none(program, difference):
     """A hook on a flat map's result, by which no gradient comes in a second backward: it is given None."""
     hooks = ("probe", "hook") in _layers(program, "probe")
     hooks = hooks or any(step[0] == "hook" and step[2] in ("tensor", "backward_pre") for step in program["steps"])
-    return hooks and program["steps"][_at(difference)][0] == "penalty" and _says(difference, "'NoneType' and 'float'")
+    return hooks and _step(program, difference) == "penalty" and _says(difference, "'NoneType' and 'float'")
 
 
 def _sign_of_rounding(program, difference):

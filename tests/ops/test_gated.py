@@ -226,3 +226,12 @@ def test_packed_double_backward_and_frozen_halves(needs):
     packed = leaf(3, 10).detach().double().requires_grad_()
     with hfnn.use("cpp"):
         assert torch.autograd.gradgradcheck(lambda p: hfnn.functional.geglu(p, gate_first=False), packed)
+
+
+def test_no_rows():
+    """As an expert that got no tokens: what is expanded to no elements has strides of 0."""
+    for shape in ((0, 8), (3, 0, 8)):
+        x = torch.randn(shape, requires_grad=True)
+        for fn in (hfnn.functional.glu, hfnn.functional.swiglu, lambda x, **how: hfnn.functional.swiglu(x, x, **how)):
+            (dx,) = torch.autograd.grad(fn(x, prefer="memory").sum(), x)
+            assert dx.shape == x.shape
