@@ -13,7 +13,7 @@ FAULTS = WORKER.with_name("pipeline_faults.py")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return ranks.run(WORKER, "run", 4, tmp_path_factory.mktemp("pipeline"), timeout=120)
+    return ranks.run(WORKER, "run", 4, tmp_path_factory.mktemp("pipeline"), timeout=270)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
