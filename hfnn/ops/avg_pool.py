@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, autocasting, compiling, context, forced, is_plain
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 aten = torch.ops.aten
 _avg_pool1d, _avg_pool2d, _avg_pool3d = torch.avg_pool1d, torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
@@ -46,27 +46,31 @@ class Keeps:
 
 class _AvgPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, lead, forward, backward, arguments):
-        own = handle(x) if lead is None else None
-        ctx.save_for_backward(own if lead is None else lead)
+    def forward(ctx, x, before, forward, backward, arguments):
+        own, link = links(x, before)
+        ctx.save_for_backward(link)
         ctx.set_materialize_grads(False)
         ctx.how = Keeps(x), backward
         return forward(x, *arguments), own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        (leads,) = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        (link,) = ctx.saved_tensors
         like, backward = ctx.how
         if dy is None:
-            return nought(dleads, like.shape), *(None,) * 4
+            return zeros_or_none(dlink, like.shape), *(None,) * 4
         # torch's op, which can be differentiated by dy where that is asked. Autocast may have changed the dtype.
-        return flat(backward(dy, like.empty(dy.dtype)).to(like.dtype), leads), *(None,) * 4
+        return flat(backward(dy, like.empty(dy.dtype)).to(like.dtype), link), *(None,) * 4
 
 
 def _windowed(x, forward, backward, arguments):
     # A single number only in a list: forward's binding is the one of Python, and backward's is not.
     lists = [list(n) if isinstance(n, (tuple, list)) else [n] for n in arguments[:3]]
-    return _AvgPool.apply(x, lead(x), forward, lambda dy, x: backward(dy, x, *lists, *arguments[3:]), arguments)[0]
+
+    def gradient(dy, x):
+        return backward(dy, x, *lists, *arguments[3:])
+
+    return _AvgPool.apply(x, link_before(x), forward, gradient, arguments)[0]
 
 
 def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, prefer="auto"):
@@ -161,7 +165,7 @@ def _adaptive(x, sizes, forward, backward):
         return None
     if len(sizes) == 3 and autocasting(x):
         return None  # the CPU's widens adaptive_avg_pool3d by that name alone
-    return _AvgPool.apply(x, lead(x), forward.default, backward.default, (sizes,))[0]
+    return _AvgPool.apply(x, link_before(x), forward.default, backward.default, (sizes,))[0]
 
 
 class AvgPool1d(nn.AvgPool1d):

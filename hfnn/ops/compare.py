@@ -12,7 +12,7 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op, is_plain
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import in_rows, like_dy
 
 ABS, MAXIMUM, MINIMUM, CODES = range(4)  # as in csrc/compare.h
@@ -36,21 +36,22 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
 
 class _Compare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, lead, kind, kernel):
+    def forward(ctx, a, b, before, kind, kernel):
         y, codes = _values(a, b, kind, kernel, with_codes=True)
-        own = handle(a) if kind == ABS and lead is None else None  # torch's maximum has a choice of dy alone
-        ctx.save_for_backward(codes, own if lead is None else lead)
+        # torch's maximum has a choice of dy alone.
+        own, link = links(a, before) if kind == ABS else (None, None)
+        ctx.save_for_backward(codes, link)
         ctx.set_materialize_grads(False)
         ctx.factors, ctx.kernel, ctx.shape = FACTORS[kind], kernel, a.shape
         return y, own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        codes, leads = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        codes, link = ctx.saved_tensors
         if dy is None:
-            return nought(dleads, ctx.shape), *(None,) * 4
+            return zeros_or_none(dlink, ctx.shape), *(None,) * 4
         da, *db = (
-            flat(slope(dy, codes, factors, ctx.kernel), leads) if need else None
+            flat(slope(dy, codes, factors, ctx.kernel), link) if need else None
             for factors, need in zip(ctx.factors, ctx.needs_input_grad, strict=False)
         )
         if not db:  # of two inputs torch's gradients have their layout, and not that of dy
@@ -104,7 +105,7 @@ def empty_codes(x):
 def compare(a, b, kind, kernel):
     """y of a and b (None for ABS), keeping what backward needs where there will be one."""
     if torch.is_grad_enabled() and (a.requires_grad or (b is not None and b.requires_grad)):
-        return _Compare.apply(a, b, lead(a) if kind == ABS else None, kind, kernel)[0]
+        return _Compare.apply(a, b, link_before(a) if kind == ABS else None, kind, kernel)[0]
     return _values(a, b, kind, kernel, with_codes=False)[0]
 
 

@@ -1,9 +1,9 @@
-"""Maps without curvature that keep no input: their second derivative is 0, as torch says, and not None.
+"""Piecewise linear operators that keep no input: their second derivative is 0, as in torch, and not None.
 
-What such a room keeps (bits, codes) leads back to x along no graph. Its Function therefore has a second output, without
-elements, whose node is the Function's own: a gradient that is to be differentiated depends on that handle, too. Under
-hooks of saved tensors, which would hold such an output of the Function, and so the Function, for ever, the handle comes
-from a node before it (`lead`).
+What such an operator keeps (bits, codes) has no graph that leads to x. Its Function saves a *link* besides: a tensor
+without elements whose grad_fn leads to x. `flat` makes a gradient depend on it. The link is a second output of the
+Function itself; under hooks of saved tensors, which would keep such an output and so the Function alive for ever, it
+comes from a node of its own before the Function (`link_before`).
 """
 
 import torch
@@ -13,31 +13,32 @@ from hfnn.kernel import Function
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def handle(x):
-    """What leads on to x, to be returned and saved."""
-    return x.new_empty(0)
-
-
-class _Lead(Function):
+class _Link(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.shape = x.shape
         ctx.set_materialize_grads(False)
-        return handle(x)
+        return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx, dlead):
-        return nought(dlead, ctx.shape)
+    def backward(ctx, dlink):
+        return zeros_or_none(dlink, ctx.shape)
 
 
-def lead(x):
-    """Under hooks of saved tensors a handle, to be given to the Function and saved there; else None."""
-    return None if _hooks(True) is None else _Lead.apply(x)
+def link_before(x):
+    """Under hooks of saved tensors a link to x, an input of the Function; else None."""
+    return None if _hooks(True) is None else _Link.apply(x)
+
+
+def links(x, before):
+    """(the link that the Function returns or None, the link that it saves); before: what `link_before` returned."""
+    own = x.new_empty(0) if before is None else None
+    return own, own if before is None else before
 
 
 class _Flat(Function):
     @staticmethod
-    def forward(ctx, dx, handle):
+    def forward(ctx, dx, link):
         return dx.data
 
     @staticmethod
@@ -45,11 +46,11 @@ class _Flat(Function):
         return ddx, ddx.new_zeros(0)
 
 
-def nought(dleads, shape):
-    """dx where no gradient came but, from a second backward, that of the handle; None without it."""
-    return None if dleads is None else dleads.new_zeros(shape)
+def zeros_or_none(dlink, shape):
+    """dx where the output has no gradient: zeros where the link has one, from a second backward; else None."""
+    return None if dlink is None else dlink.new_zeros(shape)
 
 
-def flat(dx, handle):
-    """dx, as a function of the x that the handle leads to, which it does not bend with."""
-    return dx if handle is None or not torch.is_grad_enabled() else _Flat.apply(dx, handle)
+def flat(dx, link):
+    """dx, which depends on x by the link alone, with a derivative of 0."""
+    return dx if link is None or not torch.is_grad_enabled() else _Flat.apply(dx, link)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hfnn.kernel import Op, is_plain
 from hfnn.ops.compare import CODES, ORDER, empty_codes, slope
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import _alike, _flat
 from hfnn.ops.pointwise_loss import CASES, Loss, _compute, kernels, reduced
@@ -55,26 +55,26 @@ _SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # by which x and the 
 
 class _L1Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, target, lead, mean, out_dtype, kernel):
+    def forward(ctx, x, target, before, mean, out_dtype, kernel):
         x, target = _alike(x, target)
         order, codes = ORDER.find(x), empty_codes(x)
         order.forward(_flat(x), _flat(target), None, codes, CODES, order.queue(x))
-        own = handle(x) if lead is None else None
-        ctx.save_for_backward(codes, own if lead is None else lead)
+        own, link = links(x, before)
+        ctx.save_for_backward(codes, link)
         ctx.set_materialize_grads(False)
         ctx.order, ctx.count = order, x.numel() if mean else 1
         ctx.shape, ctx.strides, ctx.dtype = x.shape, x.stride(), x.dtype
         return _compute(x, target, _ABSOLUTE, 0.0, mean, out_dtype, kernel)[0], own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        codes, leads = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        codes, link = ctx.saved_tensors
         wanted = tuple(zip(_SIGNS, ctx.needs_input_grad[:2], strict=True))
         if dy is None:
-            return *(nought(dleads, ctx.shape) if need else None for _, need in wanted), *(None,) * 4
+            return *(zeros_or_none(dlink, ctx.shape) if need else None for _, need in wanted), *(None,) * 4
         factor = dy.to(statistics_dtype(torch.empty(0, dtype=ctx.dtype))).view(1) / ctx.count
         make = _differentiable if torch.is_grad_enabled() else _signed
-        grads = (flat(make(ctx, codes, factor, signs), leads) if need else None for signs, need in wanted)
+        grads = (flat(make(ctx, codes, factor, signs), link) if need else None for signs, need in wanted)
         return *grads, *(None,) * 4
 
 
@@ -103,7 +103,7 @@ def absolute_loss(op, input, target, reduction, prefer, *refused):
     how = (reduction == "mean", op.out_dtype(input), kernel)
     if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
         return _compute(input, target, _ABSOLUTE, 0.0, *how)[0]
-    return _L1Loss.apply(input, target, lead(input), *how)[0]
+    return _L1Loss.apply(input, target, link_before(input), *how)[0]
 
 
 def l1_loss(input, target, size_average=None, reduce=None, reduction="mean", weight=None, *, prefer="auto"):

@@ -16,7 +16,7 @@ from torch import nn
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
 PLANE = (1 << 31) - (1 << 16)  # elements of a plane, at most: offsets inside one have 32 bits on the GPU
@@ -104,21 +104,21 @@ def _values(x, geometry, kernel):
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, lead, geometry, kernel):
+    def forward(ctx, x, before, geometry, kernel):
         y, codes, layout = _values(x, geometry, kernel)
-        own = handle(x) if lead is None else None
-        ctx.save_for_backward(bits.pack(codes, geometry.width), own if lead is None else lead)
+        own, link = links(x, before)
+        ctx.save_for_backward(bits.pack(codes, geometry.width), link)
         ctx.set_materialize_grads(False)
         ctx.how = geometry, layout, x.shape, kernel
         return y, own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        packed, leads = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        packed, link = ctx.saved_tensors
         if dy is None:
-            return nought(dleads, ctx.how[2]), None, None, None
+            return zeros_or_none(dlink, ctx.how[2]), None, None, None
         gathered = _Gather.apply if torch.is_grad_enabled() else _gathered
-        return flat(gathered(dy, packed, *ctx.how), leads), None, None, None
+        return flat(gathered(dy, packed, *ctx.how), link), None, None, None
 
 
 def _gathered(dy, packed, geometry, layout, shape, kernel):
@@ -194,7 +194,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     if torch.is_autocast_enabled(device):
         input = input.to(_out_dtype(dims, input.dtype, device, torch.get_autocast_dtype(device)))
     if torch.is_grad_enabled() and input.requires_grad:
-        return _MaxPool.apply(input, lead(input), geometry, kernel)[0]
+        return _MaxPool.apply(input, link_before(input), geometry, kernel)[0]
     return _values(input, geometry, kernel)[0]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import _reduction
 
 from hfnn.kernel import Op, autocasting, compiling, context, double_backward, forced
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -50,21 +50,21 @@ OP = Op(
 
 class _NLLLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, lead, target, weight, reduction, ignore_index):
+    def forward(ctx, x, before, target, weight, reduction, ignore_index):
         many = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
         loss, total = many(x, target, weight, reduction, ignore_index)
-        own = handle(x) if lead is None else None
-        ctx.save_for_backward(target, weight, total, own if lead is None else lead)
+        own, link = links(x, before)
+        ctx.save_for_backward(target, weight, total, link)
         ctx.set_materialize_grads(False)
         ctx.rest, ctx.shape, ctx.dtype = (reduction, ignore_index), x.shape, x.dtype
         return loss, own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        target, weight, total, leads = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        target, weight, total, link = ctx.saved_tensors
         nothing = (None,) * 5
         if dy is None:
-            return nought(dleads, ctx.shape), *nothing
+            return zeros_or_none(dlink, ctx.shape), *nothing
         # Of the input, the shape and the dtype are asked for, and never an element.
         x = dy.new_empty(()).to(ctx.dtype).expand(ctx.shape)
         if torch.is_grad_enabled():  # the loss is linear in the input: its gradient depends on dy alone
@@ -74,7 +74,7 @@ class _NLLLoss(torch.autograd.Function):
             def formula(x):
                 return nn.functional.nll_loss(x, target, weight, ignore_index=ctx.rest[1], reduction=names[ctx.rest[0]])
 
-            return flat(*double_backward(formula, (like,), (True,), dy), leads), *nothing
+            return flat(*double_backward(formula, (like,), (True,), dy), link), *nothing
         many = torch.ops.aten.nll_loss2d_backward if len(ctx.shape) == 4 else torch.ops.aten.nll_loss_backward
         return many(dy, x, target, weight, *ctx.rest, total), *nothing
 
@@ -91,7 +91,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     if plain and input.dim() in (1, 2, 4) and input.requires_grad and context(input, target, weight) is None:
         autocast = autocasting(input)
         x = input.float() if autocast and input.dtype.itemsize < 4 else input
-        return _NLLLoss.apply(x, lead(x), target, weight, _REDUCTIONS[reduction], ignore_index)[0]
+        return _NLLLoss.apply(x, link_before(x), target, weight, _REDUCTIONS[reduction], ignore_index)[0]
     return nn.functional.nll_loss(input, target, weight, None, ignore_index, None, reduction)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Function, Kernel
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
@@ -38,18 +38,19 @@ def kernels(min_elements: int) -> tuple[Kernel, ...]:
 
 class _Piecewise(Function):
     @staticmethod
-    def forward(ctx, x, lead, kind, a, b, inside, outside, kernel):
+    def forward(ctx, x, before, kind, a, b, inside, outside, kernel):
         y, flags, strides = _compute(x, kind, a, b, kernel, True)
-        own = None if kind == CLAMP or lead is not None else handle(x)  # torch's clamp has a choice of dy alone
-        ctx.save_for_backward(flags, own if lead is None else lead)
+        # torch's clamp has a choice of dy alone.
+        own, link = (None, None) if kind == CLAMP else links(x, before)
+        ctx.save_for_backward(flags, link)
         ctx.set_materialize_grads(False)
         ctx.how, ctx.shape = (strides, kind in _LIKE_X, inside, outside, kernel), x.shape
         return y, own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        flags, leads = ctx.saved_tensors
-        dx = nought(dleads, ctx.shape) if dy is None else flat(_gradient(dy, flags, *ctx.how), leads)
+    def backward(ctx, dy, dlink):
+        flags, link = ctx.saved_tensors
+        dx = zeros_or_none(dlink, ctx.shape) if dy is None else flat(_gradient(dy, flags, *ctx.how), link)
         return dx, *(None,) * 7
 
 
@@ -90,7 +91,7 @@ def _gradient(dy, flags, strides, like_x, inside, outside, kernel):
 def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
     """The map of x by a kernel, keeping bits where a gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Piecewise.apply(x, None if kind == CLAMP else lead(x), kind, a, b, inside, outside, kernel)[0]
+        return _Piecewise.apply(x, None if kind == CLAMP else link_before(x), kind, a, b, inside, outside, kernel)[0]
     return _compute(x, kind, a, b, kernel, False)[0]
 
 

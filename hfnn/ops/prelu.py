@@ -12,7 +12,7 @@ from torch import nn
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise
-from hfnn.ops.flat import flat, handle, lead, nought
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import laid
 
 _prelu = torch.prelu
@@ -55,22 +55,22 @@ _passes = OP.passes
 
 class _PReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, lead, weight):
-        own = handle(x) if lead is None else None
-        ctx.save_for_backward(bits.pack(x > 0), weight, own if lead is None else lead)
+    def forward(ctx, x, before, weight):
+        own, link = links(x, before)
+        ctx.save_for_backward(bits.pack(x > 0), weight, link)
         ctx.set_materialize_grads(False)
         y = _prelu(x, weight)
         ctx.shape, ctx.strides, ctx.dtype = x.shape, y.stride(), x.dtype
         return y, own
 
     @staticmethod
-    def backward(ctx, dy, dleads):
-        packed, weight, leads = ctx.saved_tensors
+    def backward(ctx, dy, dlink):
+        packed, weight, link = ctx.saved_tensors
         if dy is None:
-            return nought(dleads, ctx.shape), None, None
+            return zeros_or_none(dlink, ctx.shape), None, None
         # In torch's ops, and so linear in dy for a second backward too.
         dx = torch.where(bits.unpack(packed, ctx.shape), dy, dy * _along(weight, dy).to(dy.dtype))
-        return flat(laid(dx.to(ctx.dtype), ctx.strides), leads), None, None
+        return flat(laid(dx.to(ctx.dtype), ctx.strides), link), None, None
 
 
 def _along(weight, x):
@@ -89,7 +89,7 @@ def prelu(input, weight, *, prefer="auto"):
     wanted = torch.is_grad_enabled() and input.requires_grad and not weight.requires_grad
     if OP.select(input, weight, prefer=prefer) is None or not wanted:
         return _prelu(input, weight)
-    return _PReLU.apply(input, lead(input), weight)[0]
+    return _PReLU.apply(input, link_before(input), weight)[0]
 
 
 class PReLU(nn.PReLU):
