@@ -93,6 +93,7 @@ def tensor(dtype, shape, raw):
 
 def serve(rank, folder, pipe):
     faulthandler.enable()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for more than CPUs have where it sees a GPU
     here = Rank(rank, folder)
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:

@@ -110,7 +110,7 @@ def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_rank_that_is_gone_while_saving(worker, tmp_path, number, layout):
     """The other is told which one; a new run goes on from the last checkpoint as if nothing had happened."""
-    target, timeout = tmp_path / "saved", 2.0
+    target, timeout = tmp_path / "saved", ranks.soon(2.0)
     options = {"target": str(target), "timeout": timeout, "layout": layout}
     with ranks.start(WORKER, "saves_for_ever", 2, tmp_path, **options) as group:
         group.until("saves")

@@ -299,7 +299,7 @@ def test_on_gpus(backend, tmp_path):
     cases = TRAINING | {"sync_batch_norm": ["vision", {"norm": "torch"}]}
     cases |= {name: OTHERS[name] for name in ("mixed_float32", "mixed_bfloat16", "pointers", "backwards", "tuned")}
     found = run(
-        WORKER, cases, 2, tmp_path, backend=backend,
+        WORKER, cases, 2, tmp_path, backend=backend, gpus=True,
         env=lambda rank: {"DDP_DEVICE": f"cuda:{rank}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )  # fmt: skip
     for name in cases:

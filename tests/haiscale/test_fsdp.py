@@ -44,8 +44,8 @@ def test_on_four_ranks_and_predicted(tmp_path):
 @pytest.mark.parametrize("backend", ["nccl", "hfreduce"])
 def test_on_two_gpus(backend, names, tmp_path):
     """On NCCL, too, for the sum of two is in either order the same."""
-    options = {"names": names.split(), "backend": backend}
-    found = ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=280, env={"FSDP_DEVICE": "cuda"}, **options)
+    options = {"names": names.split(), "backend": backend, "gpus": True, "env": {"FSDP_DEVICE": "cuda"}}
+    found = ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=280, **options)
     check(found, len(names.split()))
 
 
@@ -53,7 +53,7 @@ def test_on_two_gpus(backend, names, tmp_path):
 def test_the_memory_of_a_step_on_gpus_is_predicted(tmp_path):
     """As the allocator counts it, with the work space of cuBLAS."""
     for measured, predicted in ranks.run(
-        WORKERS / "fsdp.py", "peak_on_gpus", torch.cuda.device_count(), tmp_path, timeout=120
+        WORKERS / "fsdp.py", "peak_on_gpus", torch.cuda.device_count(), tmp_path, timeout=120, gpus=True
     ):
         assert predicted == pytest.approx(measured, rel=0.05)
 

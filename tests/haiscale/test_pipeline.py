@@ -50,7 +50,7 @@ def test_on_gpus(backend, tmp_path):
     def environment(rank):
         return {"PIPELINE_DEVICE": f"cuda:{rank}", "HFREDUCE_DEVICE_MESSAGES": "1" if direct else "0"}
 
-    found = ranks.run(WORKER, "on_devices", GPUS, tmp_path, timeout=120, env=environment, backend=backend)
+    found = ranks.run(WORKER, "on_devices", GPUS, tmp_path, timeout=120, gpus=True, env=environment, backend=backend)
     for size in {2, GPUS}:
         check(found, size, 40)
 

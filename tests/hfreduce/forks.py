@@ -22,8 +22,7 @@ IMPORTED = (  # torch's and others' alone, that start no thread
     "torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
-# A driver of a GPU does not live on in a fork.
-WANTED = not (os.environ.get("FRESH_RANKS") or any(Path("/dev").glob("nvidia[0-9]*"))) and hasattr(os, "fork")
+WANTED = not os.environ.get("FRESH_RANKS") and hasattr(os, "fork")
 
 
 class Forked:
@@ -58,7 +57,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # no driver lives on in a fork
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

@@ -21,17 +21,19 @@ import sys
 import time
 from pathlib import Path
 
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 OUTPUT = 12000  # characters of a failing rank's output that are shown, the last ones
 
 
-def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, **arguments):
+def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, gpus=False, **arguments):
     """What each rank returned; AssertionError with the output of all ranks when one fails or the time is over.
 
     worker: the path of a Python file. folder: an own one for each call is made in it. env: added to this process's
     environment; a function of the rank, or a dict. prefix: what stands before each rank's command (nsenter, taskset);
-    a function of the rank, or a list.
+    a function of the rank, or a list. gpus: whether the ranks see the machine's; torch asks for more than there is to
+    compare on CPUs where it sees one.
     """
-    with start(worker, function, size, folder, env=env, prefix=prefix, **arguments) as ranks:
+    with start(worker, function, size, folder, env=env, prefix=prefix, gpus=gpus, **arguments) as ranks:
         codes = ranks.wait(timeout, after_failure=10)
         assert not any(codes), f"exit codes {codes}\n{ranks.output()}"
         return ranks.results()
@@ -43,9 +45,9 @@ def soon(seconds):
 
 
 @contextlib.contextmanager
-def start(worker, function, size, folder, *, env=None, prefix=None, **arguments):
+def start(worker, function, size, folder, *, env=None, prefix=None, gpus=False, **arguments):
     """The running processes, as `Ranks`; all that are left are killed at the end of the block."""
-    ranks = Ranks(worker, function, size, Path(folder), env, prefix, arguments)
+    ranks = Ranks(worker, function, size, Path(folder), env, prefix, gpus, arguments)
     try:
         yield ranks
     finally:
@@ -53,7 +55,7 @@ def start(worker, function, size, folder, *, env=None, prefix=None, **arguments)
 
 
 class Ranks:
-    def __init__(self, worker, function, size, folder, env, prefix, arguments):
+    def __init__(self, worker, function, size, folder, env, prefix, gpus, arguments):
         folder.mkdir(parents=True, exist_ok=True)
         number = sum(1 for path in folder.iterdir() if path.name.startswith("ranks"))
         self.folder = folder / f"ranks{number}"
@@ -62,7 +64,7 @@ class Ranks:
         self.processes, self.size = [], size
         own = (str(worker), function, str(size), self.store)
         server = None
-        if env is None and prefix is None:
+        if env is None and prefix is None and not gpus:
             import forks  # a rank has no path to it
 
             server = forks.server()
@@ -72,7 +74,8 @@ class Ranks:
                 process = server.fork(each, self._path("output", rank))
             else:
                 before = prefix(rank) if callable(prefix) else prefix or []
-                process = self._interpreter(before, each, env(rank) if callable(env) else env or {}, rank)
+                own_env = env(rank) if callable(env) else env or {}
+                process = self._interpreter(before, each, own_env if gpus else {**WITHOUT_GPUS, **own_env}, rank)
             self.processes.append(process)
 
     def _interpreter(self, before, arguments, env, rank):

@@ -67,7 +67,7 @@ def told(described, path):
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_operations(path, environment, bound, tmp_path):
-    results = ranks.run(WORKER, "operations", SIZE, tmp_path, env=environment, timeout=120, device_id=bound)
+    results = ranks.run(WORKER, "operations", SIZE, tmp_path, gpus=True, env=environment, timeout=120, device_id=bound)
     for described in results:
         told(described, path)
 
@@ -75,17 +75,17 @@ def test_operations(path, environment, bound, tmp_path):
 @pytest.mark.parametrize("function", ["operations", "streams"])
 def test_hosts(function, tmp_path):
     """Two hosts, by name: they share no memory, and talk over TCP."""
-    for described in ranks.run(WORKER, function, SIZE, tmp_path, env=HOSTS, timeout=180):
+    for described in ranks.run(WORKER, function, SIZE, tmp_path, gpus=True, env=HOSTS, timeout=180):
         if function == "operations":
             assert "on 2 hosts" in described and described.endswith("CPU-assisted reduce"), described
 
 
 def test_streams(environment, tmp_path):
-    ranks.run(WORKER, "streams", SIZE, tmp_path, env=environment, timeout=90)
+    ranks.run(WORKER, "streams", SIZE, tmp_path, gpus=True, env=environment, timeout=90)
 
 
 def test_graphs(path, environment, tmp_path):
-    for found in ranks.run(WORKER, "graphs", SIZE, tmp_path, env=environment, assisted=path == "assisted"):
+    for found in ranks.run(WORKER, "graphs", SIZE, tmp_path, gpus=True, env=environment, assisted=path == "assisted"):
         assert found == {"peers": path == "peers" and GPUS >= SIZE, "mapped": path == "no-peers" and GPUS >= SIZE}
 
 
@@ -93,18 +93,18 @@ def test_graphs(path, environment, tmp_path):
 def test_users(path, environment, bound, tmp_path):
     """All of them over peers, some without."""
     options = {"users": None if path == "peers" else SOME, "bound": bound}
-    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=environment, timeout=240, **options))
+    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, gpus=True, env=environment, timeout=240, **options))
 
 
 def test_copies(copies, tmp_path):
-    for described in ranks.run(WORKER, "copies", SIZE, tmp_path, env=copies, timeout=120):
+    for described in ranks.run(WORKER, "copies", SIZE, tmp_path, gpus=True, env=copies, timeout=120):
         assert "all_gather by copy engines" in described, described
-    ranks.run(WORKER, "streams", SIZE, tmp_path, env=copies, timeout=90)
-    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, env=copies, timeout=240, users=SOME))
+    ranks.run(WORKER, "streams", SIZE, tmp_path, gpus=True, env=copies, timeout=90)
+    check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, gpus=True, env=copies, timeout=240, users=SOME))
 
 
 def late(tmp_path, env, count, **options):
-    for rank, found in enumerate(ranks.run(WORKER, "late", SIZE, tmp_path, env=env, count=count, **options)):
+    for rank, found in enumerate(ranks.run(WORKER, "late", SIZE, tmp_path, gpus=True, env=env, count=count, **options)):
         message, seconds = found["differs"]
         assert "different collectives" in message and str(count) in message, message
         if rank != 1:
@@ -124,7 +124,7 @@ def test_late_in_copies(copies, count, tmp_path):
 
 def death(tmp_path, env, **options):
     others = [rank for rank in range(SIZE) if rank != 1]
-    with ranks.start(WORKER, "death", SIZE, tmp_path, env=env, **options) as group:
+    with ranks.start(WORKER, "death", SIZE, tmp_path, gpus=True, env=env, **options) as group:
         group.until("works")
         assert group.wait(40, others) == [0] * len(others), group.output()
         for rank in others:

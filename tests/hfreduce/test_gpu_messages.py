@@ -22,14 +22,14 @@ pytestmark = pytest.mark.parametrize("path", ["peers", "no-peers"])
 
 
 def test_messages(path, tmp_path):
-    for found in ranks.run(WORKER, "messages", SIZE, tmp_path, env=environment(path), timeout=120):
+    for found in ranks.run(WORKER, "messages", SIZE, tmp_path, gpus=True, env=environment(path), timeout=120):
         assert "messages by way of the host" not in found["described"], found
         if path == "peers" and GPUS >= SIZE:
             assert found["waited"] < 0.4, found  # its GPU, or its sender's, sleeps for a second
 
 
 def test_late(path, tmp_path):
-    for found in ranks.run(WORKER, "late", SIZE, tmp_path, env=environment(path), timeout=60)[:2]:
+    for found in ranks.run(WORKER, "late", SIZE, tmp_path, gpus=True, env=environment(path), timeout=60)[:2]:
         message, seconds = found["differs"]
         assert "Both sides must give the same dtype" in message and "100 float32" in message, message
         message, seconds = found["late"]
@@ -40,7 +40,8 @@ def test_late(path, tmp_path):
 @pytest.mark.parametrize("count", [100, 1 << 20, 40 << 20])
 def test_death(path, number, count, tmp_path):
     others = [rank for rank in range(SIZE) if rank != 1]
-    with ranks.start(WORKER, "death", SIZE, tmp_path, env=environment(path), count=count, number=int(number)) as group:
+    options = {"gpus": True, "env": environment(path), "count": count, "number": int(number)}
+    with ranks.start(WORKER, "death", SIZE, tmp_path, **options) as group:
         group.until("works")
         assert group.wait(40, others) == [0] * len(others), group.output()
         for rank in others:

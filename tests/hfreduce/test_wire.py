@@ -147,7 +147,7 @@ def ran(function, size, backend, factory):
     """What ranks found. "... on GPUs": each has one, or with hfreduce they share those that there are."""
     backend, _, gpus = backend.partition(" on ")
     return ranks.run(
-        WORKER, function, size, factory.mktemp(function), backend=backend, timeout=240,
+        WORKER, function, size, factory.mktemp(function), backend=backend, timeout=240, gpus=bool(gpus),
         env=lambda rank: {"DDP_DEVICE": f"cuda:{rank % torch.cuda.device_count()}", **REPEATABLE} if gpus else {},
     )  # fmt: skip
 
