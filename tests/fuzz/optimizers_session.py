@@ -316,6 +316,8 @@ class Session:
             vars(self.optimizer)[hooks].clear()
         copied = copy.deepcopy(things) if how == "deepcopy" else pickle.loads(pickle.dumps(things))
         self.params, self.optimizer, self.schedulers = copied
+        # Where there is a GPU, torch 2.11's Adafactor asks its copies for an option that it does not have.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
         self.pending = None
 
     def swap(self, way) -> None:
