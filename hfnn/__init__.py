@@ -13,7 +13,7 @@ from hfnn import bits, data, functional, kernel, memory, ops, optim, recipe, too
 from hfnn.convert import convert, revert
 from hfnn.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.ops.quick_gelu import QuickGELU
+from hfnn.ops.smooth import QuickGELU
 from hfnn.patch import patch_torch
 from hfnn.report import report
 from hfnn.verify import verify

@@ -20,7 +20,7 @@ from torch import nn
 
 from hfnn import lookalike, recipe, traced
 from hfnn.classes import ByClass
-from hfnn.feedforward import OPS, function_of, likeness, watched
+from hfnn.feedforward import PRODUCTS, function_of, likeness, watched
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
@@ -43,7 +43,7 @@ class Experts:
 
     @property
     def op(self):
-        return OPS[self.f]
+        return PRODUCTS[self.f]
 
     def __str__(self) -> str:
         return f"hfnn {self.op.name} of experts"

@@ -23,17 +23,18 @@ from torch.nn.modules import module as torch_module
 from hfnn import lookalike, traced
 from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
-from hfnn.ops import geglu, glu, reglu, relu_dropout, swiglu
+from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.traced import Activation, Map, Other
 
-OPS = {
-    "silu": swiglu.OP,
-    "gelu": geglu.OP,
-    "gelu_tanh": geglu.OP,
-    "relu": reglu.OP,
-    "sigmoid": glu.OP,
+# f -> the op that the report names.
+PRODUCTS = {
+    "silu": OPS["swiglu"],
+    "gelu": OPS["geglu"],
+    "gelu_tanh": OPS["geglu"],
+    "relu": OPS["reglu"],
+    "sigmoid": OPS["glu"],
     "quick_gelu": OP,
 }
 # Readings of activations that lookalike.py has proved: (op, form) -> f.
@@ -63,7 +64,7 @@ class FeedForward:
 
     @property
     def op(self):
-        return OPS[self.f] if self.gated else relu_dropout.OP
+        return PRODUCTS[self.f] if self.gated else relu_dropout.OP
 
     def __str__(self) -> str:
         return f"hfnn {self.op.name}" + (f" ({self.f})" if self.op is OP else "") + f" of {', '.join(self.first)}"

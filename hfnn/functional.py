@@ -1,6 +1,5 @@
 """torch.nn.functional's names, for hfnn's ops."""
 
-from hfnn.ops.abs import abs
 from hfnn.ops.adaptive_max_pool import adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d
 from hfnn.ops.add_layer_norm import add_layer_norm
 from hfnn.ops.add_rms_norm import add_rms_norm
@@ -13,64 +12,63 @@ from hfnn.ops.avg_pool import (
     avg_pool2d,
     avg_pool3d,
 )
-from hfnn.ops.binary_cross_entropy_with_logits import binary_cross_entropy_with_logits
-from hfnn.ops.celu import celu
-from hfnn.ops.clamp import clamp
 from hfnn.ops.cross_entropy import cross_entropy
 from hfnn.ops.dropout import dropout
 from hfnn.ops.dropout_add import dropout_add
-from hfnn.ops.elu import elu
 from hfnn.ops.embedding import embedding
-from hfnn.ops.exp import exp
-from hfnn.ops.gather import gather
-from hfnn.ops.geglu import geglu
-from hfnn.ops.gelu import gelu
-from hfnn.ops.glu import glu
-from hfnn.ops.hardshrink import hardshrink
-from hfnn.ops.hardsigmoid import hardsigmoid
-from hfnn.ops.hardswish import hardswish
-from hfnn.ops.hardtanh import hardtanh
-from hfnn.ops.huber_loss import huber_loss
-from hfnn.ops.l1_loss import l1_loss
+from hfnn.ops.gated import geglu, glu, reglu, swiglu
 from hfnn.ops.layer_norm import layer_norm
-from hfnn.ops.leaky_relu import leaky_relu
 from hfnn.ops.linear import linear
 from hfnn.ops.linear_cross_entropy import linear_cross_entropy
 from hfnn.ops.linear_distillation import linear_distillation
 from hfnn.ops.linear_log_probs import linear_log_probs
 from hfnn.ops.log_softmax import log_softmax
-from hfnn.ops.logsigmoid import logsigmoid
-from hfnn.ops.masked_fill import masked_fill
 from hfnn.ops.masked_softmax import causal_softmax, masked_softmax
 from hfnn.ops.max_pool import max_pool1d, max_pool2d, max_pool3d
-from hfnn.ops.maximum import maximum
-from hfnn.ops.minimum import minimum
-from hfnn.ops.mish import mish
-from hfnn.ops.mse_loss import mse_loss
 from hfnn.ops.nll_loss import nll_loss
+from hfnn.ops.piecewise import (
+    clamp,
+    hardshrink,
+    hardsigmoid,
+    hardtanh,
+    leaky_relu,
+    relu,
+    relu6,
+    softshrink,
+    threshold,
+)
+from hfnn.ops.pointwise_loss import (
+    binary_cross_entropy_with_logits,
+    huber_loss,
+    l1_loss,
+    mse_loss,
+    smooth_l1_loss,
+)
 from hfnn.ops.prelu import prelu
 from hfnn.ops.qk_norm_rope import qk_norm_rope
-from hfnn.ops.quick_gelu import quick_gelu
-from hfnn.ops.reglu import reglu
-from hfnn.ops.relu import relu
-from hfnn.ops.relu6 import relu6
 from hfnn.ops.relu_dropout import relu_dropout
 from hfnn.ops.rms_norm import rms_norm
 from hfnn.ops.rope import apply_rotary_pos_emb, rope
 from hfnn.ops.rrelu import rrelu
-from hfnn.ops.selu import selu
-from hfnn.ops.sigmoid import sigmoid
-from hfnn.ops.silu import silu
-from hfnn.ops.smooth_l1_loss import smooth_l1_loss
+from hfnn.ops.select import abs, gather, masked_fill, maximum, minimum, where
+from hfnn.ops.smooth import (
+    celu,
+    elu,
+    exp,
+    gelu,
+    hardswish,
+    logsigmoid,
+    mish,
+    quick_gelu,
+    selu,
+    sigmoid,
+    silu,
+    softplus,
+    softsign,
+    sqrt,
+    tanh,
+)
 from hfnn.ops.softmax import softmax
-from hfnn.ops.softplus import softplus
-from hfnn.ops.softshrink import softshrink
-from hfnn.ops.softsign import softsign
-from hfnn.ops.sqrt import sqrt
-from hfnn.ops.swiglu import swiglu
-from hfnn.ops.tanh import tanh
-from hfnn.ops.threshold import threshold
-from hfnn.ops.where import where
 
 __all__ = [
     "abs",

@@ -99,7 +99,7 @@ class ActivationLike:
         return f"hfnn {self.room}" + (f", {self.form}" if self.form else "")
 
     def fused(self, module, x, out):
-        return getattr(ops, self.room).fused(x, out, module.prefer, **self.op.likes[self.form])
+        return self.op.fused(x, out, module.prefer, **self.op.likes[self.form])
 
     def exact(self, x, parameters, eps):
         return self.op.reference(x, **self.op.likes[self.form])

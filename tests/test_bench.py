@@ -14,7 +14,7 @@ import torch
 
 import hfnn
 
-KERNEL = next((k.name for k in hfnn.ops.gelu.OP.kernels if k.device == "cpu" and k.missing is None), None)
+KERNEL = next((k.name for k in hfnn.ops.OPS["gelu"].kernels if k.device == "cpu" and k.missing is None), None)
 needs_kernel = pytest.mark.skipif(KERNEL is None, reason="no kernel for the CPU was built")
 
 

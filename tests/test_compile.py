@@ -8,7 +8,7 @@ import hfnn
 CASES = {
     "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),
     "rms_norm": lambda x: hfnn.functional.rms_norm(x, (64,), prefer="memory"),
-    "gelu": lambda x: hfnn.functional.gelu(x, "tanh", prefer="memory"),
+    "gelu": lambda x: hfnn.functional.gelu(x, approximate="tanh", prefer="memory"),
     "dropout": lambda x: hfnn.functional.dropout(x, 0.0, prefer="memory"),
     "linear": lambda x: hfnn.functional.linear(x, torch.eye(64)),
 }

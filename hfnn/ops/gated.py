@@ -1,4 +1,4 @@
-"""Gated products, which swiglu.py, geglu.py, reglu.py and glu.py are made of.
+"""Gated products: swiglu, geglu, reglu and glu.
 
     y = f(gate) * up,   dgate = dy up f'(gate),   dup = dy f(gate)
 
@@ -10,17 +10,19 @@ Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Kernel, Op, double_backward
-from hfnn.ops import gelu, silu
+from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
+from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
-
-SHAPES = (1,), (3, 769), (64, 1024), (0, 4)
+from hfnn.ops.table import BENCH
 
 
 @dataclass(frozen=True)
@@ -32,25 +34,22 @@ class Gate:
     reference: Callable
 
 
-def _quick_gelu(x):
-    return x * torch.sigmoid(1.702 * x)
-
-
+_references = {op.name: op.reference for op in smooth.OPS}
 GATES = {
-    "silu": Gate(0, torch._C._nn.silu, silu.reference),
-    "gelu": Gate(1, torch._C._nn.gelu, gelu.reference),
+    "silu": Gate(0, torch._C._nn.silu, _references["silu"]),
+    "gelu": Gate(1, torch._C._nn.gelu, _references["gelu"]),
     "gelu_tanh": Gate(
         2,
         functools.partial(torch._C._nn.gelu, approximate="tanh"),
-        functools.partial(gelu.reference, approximate="tanh"),
+        functools.partial(_references["gelu"], approximate="tanh"),
     ),
     "relu": Gate(3, torch.relu, lambda x: torch.where(x <= 0, 0, x)),
     "sigmoid": Gate(4, torch.sigmoid, torch.sigmoid),
-    "quick_gelu": Gate(5, _quick_gelu, _quick_gelu),
+    "quick_gelu": Gate(5, _references["quick_gelu"], _references["quick_gelu"]),
 }
 
 
-def kernels(crossover: int) -> tuple[Kernel, ...]:
+def _kernels(crossover: int) -> tuple[Kernel, ...]:
     """The table of a room; crossover: from how many elements on the C++ kernel is faster than torch's ops."""
     return (
         Kernel("triton", "hfnn.kernels.gated", "cuda", min_elements=1 << 24),
@@ -58,9 +57,10 @@ def kernels(crossover: int) -> tuple[Kernel, ...]:
     )
 
 
-def pair(case, dtype, device, generator=None):
-    """gate and up of shape `case`. No gate is nearer to 0, relu's kink, than what any dtype tells from it."""
-    gate, up = (torch.randn(case, generator=generator).mul(2) for _ in range(2))
+def _pair(case, dtype, device, generator=None):
+    """gate and up of shape `case`, but for its options. No gate is nearer to 0, relu's kink, than any dtype tells."""
+    shape = [size for size in case if isinstance(size, int)]
+    gate, up = (torch.randn(shape, generator=generator).mul(2) for _ in range(2))
     gate = gate.masked_fill(gate.abs() < 0.01, 0.01)
     return tuple(t.to(dtype).to(device) for t in (gate, up)), {}
 
@@ -83,7 +83,7 @@ def formula(gate, up, activation: str, gate_first: bool = True):
     return GATES[activation].torch(gate) * up
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     @staticmethod
     def forward(ctx, gate, up, activation, gate_first, kernel):
         recipe.save(ctx, gate, up)
@@ -160,7 +160,7 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
 
 
 # The product with any f of GATES, for modules that compute it in their own words; the rooms have tables of their own.
-OP = Op("gated", formula, formula, kernels(1 << 17), pair)
+OP = Op("gated", formula, formula, _kernels(1 << 17), _pair)
 _passes = OP.passes
 
 
@@ -175,3 +175,101 @@ def gated(gate, up=None, activation="silu", *, gate_first=True, prefer="auto"):
         raise ValueError(f"activation={activation!r}: choose one of {', '.join(map(repr, GATES))}")
     y = None if _passes(gate, prefer) else product(OP, activation, gate, up, gate_first, prefer)
     return formula(gate, up, activation, gate_first) if y is None else y
+
+
+_DOCUMENT = """{0}, keeping gate and up and letting its consumer rebuild the product.
+
+Shapes: gate and up (...), or gate (..., 2F) and up None: the halves of its last dimension are then gate and up, the
+other way round with gate_first=False (diffusers, timm). The result has their dtype. {1}prefer: "auto" | "memory" |
+"speed" (`hfnn.convert`). Raises ValueError for halves of an odd dimension{2}.
+
+Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
+"""
+
+
+def _row(name, text, activation, crossover=1 << 17, forms=None):
+    """The function of an op. activation: one of GATES; forms: or one by the choice `approximate`.
+
+    crossover: from how many elements on the C++ kernel is faster than torch's ops.
+    """
+    choices = forms or {"none": activation}
+
+    def torchs(gate, up, *, approximate="none"):
+        return formula(gate, up, choices[approximate])
+
+    def reference(gate, up, *, approximate="none"):
+        return GATES[choices[approximate]].reference(gate) * up
+
+    def sample(case, dtype, device, generator=None):
+        args, _ = _pair(case, dtype, device, generator)
+        return args, {"approximate": case[-1]} if forms else {}
+
+    values = tuple((form,) for form in choices) if forms else ((),)
+    op = Op(
+        name, reference, torchs, _kernels(crossover), sample, cases=table.cases(values), small=(3, 5, *values[0]),
+        bench=tuple((*BENCH, *form) for form in values), traffic=(3, 5), probe=lambda x: (x,),
+    )  # fmt: skip
+    passes = op.passes
+
+    def run(gate, up, activation, gate_first, prefer):
+        y = None if passes(gate, prefer) else product(op, activation, gate, up, gate_first, prefer)
+        return formula(gate, up, activation, gate_first) if y is None else y
+
+    def plain(gate, up=None, *, gate_first=True, prefer="auto"):
+        return run(gate, up, activation, gate_first, prefer)
+
+    def formed(gate, up=None, approximate="none", *, gate_first=True, prefer="auto"):
+        if approximate not in forms:
+            raise ValueError(f"approximate={approximate!r}: choose one of {', '.join(map(repr, forms))}")
+        return run(gate, up, forms[approximate], gate_first, prefer)
+
+    function = formed if forms else plain
+    function.__name__ = function.__qualname__ = name
+    known = 'approximate: "none" | "tanh", as in `torch.nn.functional.gelu`. ' if forms else ""
+    function.__doc__ = _DOCUMENT.format(text, known, " and for another `approximate`" if forms else "")
+    return op, function
+
+
+SWIGLU, swiglu = _row("swiglu", "silu(gate) * up", "silu")
+GEGLU, geglu = _row("geglu", "gelu(gate) * up", "gelu", 1 << 16, forms={"none": "gelu", "tanh": "gelu_tanh"})
+REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
+
+
+# torch's own: the first half of a tensor, times the sigmoid of the second.
+
+
+@dataclass(frozen=True)
+class _Halves(Op):
+    def run(self, input, prefer, arguments):
+        (dim,) = arguments
+        if dim not in (-1, input.dim() - 1) or input.dim() == 0 or input.shape[-1] % 2:
+            return None
+        return product(self, "sigmoid", input, None, False, prefer)
+
+
+def _glu(x, dim=-1):
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+# Its output does have a recipe. The contract's consumers take outputs as wide as the input, which this is not: the
+# recipe has its tests in tests/ops/test_gated.py.
+GLU_OP = _Halves(
+    "glu", _glu, F.glu, _kernels(1 << 17),
+    table.sampler(lambda shape, generator: torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(2), ()),
+    cases=table.cases(((),)), small=(3, 5), bench=(BENCH,), traffic=(1.5, 2.5), recipe=False, like_input=False,
+    probe=lambda x: (0,),  # the empty input has one column, and no rows to halve
+)  # fmt: skip
+glu = table.function(
+    GLU_OP,
+    [inspect.Parameter("dim", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=-1)],
+    """`torch.nn.functional.glu`, letting its consumer rebuild the output.
+
+    y = a sigmoid(b), (a, b) = the halves of x. Shapes: input (..., 2F), result (..., F) along the last dimension; along
+    another one torch's own op runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
+
+    Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2017. https://arxiv.org/abs/1612.08083
+    """,
+)
+GLU = table.module(GLU_OP, nn.GLU, "GLU", glu)
+OPS = SWIGLU, GEGLU, REGLU, GLU_OP

@@ -12,15 +12,14 @@ from torch import nn
 
 from hfnn.ops.dropout import dropout
 from hfnn.ops.gated import GATES, gated
-from hfnn.ops.gelu import gelu
 from hfnn.ops.linear import Linear
-from hfnn.ops.relu import relu
+from hfnn.ops.piecewise import relu
 from hfnn.ops.relu_dropout import relu_dropout
-from hfnn.ops.silu import silu
+from hfnn.ops.smooth import gelu, silu
 
 ACTIVATIONS = {
     "gelu": gelu,
-    "gelu_tanh": lambda x, prefer: gelu(x, "tanh", prefer=prefer),
+    "gelu_tanh": lambda x, prefer: gelu(x, approximate="tanh", prefer=prefer),
     "silu": silu,
     # The next product keeps its input, which is relu's output.
     "relu": lambda x, prefer: relu(x, keep="output", prefer=prefer),

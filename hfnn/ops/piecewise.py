@@ -1,4 +1,4 @@
-"""What relu, hardtanh, clamp and other piecewise linear maps share: a bit an element, kept instead of a tensor.
+"""Piecewise linear maps, a row each: a bit an element is kept instead of a tensor.
 
     dx = dy * inside where the bit of the element is set, dy * outside elsewhere
 
@@ -10,30 +10,58 @@ dx is linear in dy, so backward is a function that is its own backward, and can 
 """
 
 import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from hfnn import bits
-from hfnn.kernel import FLOATS, Function, Kernel
+from hfnn.kernel import FLOATS, Function, Kernel, Op
+from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
+from hfnn.ops.table import BENCH
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
 
 # Of these, whose gradient has the layout of x whatever that of dy is; of the others torch asks dy first.
 _LIKE_X = (RELU, LEAKY_RELU, CLAMP, THRESHOLD)
 
-# Sizes for the contract tests, for maps without options and with one kind of them.
-SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))
-BENCH = (16384, 8192)
+_OPS: list[Op] = []
 
 
-def kernels(min_elements: int) -> tuple[Kernel, ...]:
-    """The kernels of every map here; min_elements: on the CPU."""
-    return (
-        Kernel("triton", "hfnn.kernels.piecewise", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.piecewise", "cpu", (*FLOATS, torch.float64), min_elements=min_elements),
-    )
+@dataclass(frozen=True)
+class Piecewise(Op):
+    """A row. numbers(input, *torch's arguments after it): those of `_compute` and `_gradient`, (kind, a, b, inside,
+    outside), or the first of them; None for torch's own op.
+    """
+
+    numbers: Callable = lambda input: None
+
+    def run(self, input, prefer: str, arguments: tuple, keep: str = "bits"):
+        """The map of input by a kernel, keeping bits where a gradient is wanted; None where torch's own op is to run.
+
+        keep="output": y is kept, as torch does, by its own op.
+        """
+        kernel = self.select(input, prefer=prefer)
+        try:
+            numbers = None if kernel is None or keep == "output" else self.numbers(input, *arguments)
+        except TypeError:
+            return None
+        if numbers is None:
+            return None
+        kind, a, b, inside, outside = (*numbers, *_NUMBERS[len(numbers) :])
+        if torch.is_grad_enabled() and input.requires_grad:
+            before = None if kind == CLAMP else link_before(input)
+            return _Piecewise.apply(input, before, kind, a, b, inside, outside, kernel)[0]
+        return _compute(input, kind, a, b, kernel, False)[0]
+
+
+_NUMBERS = RELU, 0.0, 0.0, 1.0, 0.0
 
 
 class _Piecewise(Function):
@@ -88,22 +116,188 @@ def _gradient(dy, flags, strides, like_x, inside, outside, kernel):
     return dx if in_step is dy or like_x else laid(dx, result_strides(dy, dx))
 
 
-def run(x, kind, kernel, a=0.0, b=0.0, inside=1.0, outside=0.0):
-    """The map of x by a kernel, keeping bits where a gradient is wanted."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Piecewise.apply(x, None if kind == CLAMP else link_before(x), kind, a, b, inside, outside, kernel)[0]
-    return _compute(x, kind, a, b, kernel, False)[0]
-
-
 @functools.lru_cache(1024)
-def rounded(value: float, dtype: torch.dtype) -> float:
+def _rounded(value: float, dtype: torch.dtype) -> float:
     """A bound as torch compares with it where it first rounds it to the dtype of x."""
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
-def sampled(shape, dtype, device, generator=None, kinks=()):
+def crossing(shape, generator, kinks):
     """Random x of a scale that crosses the kinks, and none too near to one to be told from it in 16 bits."""
     x = torch.randn(shape, generator=generator).mul_(3)
     for kink in kinks:
         x = torch.where((x - kink).abs() < 0.06, kink + 0.15, x)
-    return x.to(dtype).to(device)
+    return x
+
+
+_DOCUMENT = """`{}`, keeping a bit an element instead of the input.
+
+{}
+
+Shapes: any; the result has the shape and dtype of input. {}prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises
+what torch raises.
+"""
+
+
+def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambda *options: options, keeps=(), **more):
+    """The function of an op, and its module where there is one. text: the definition, and whose.
+
+    values: options of the contract's cases; kinks(*options): where the slope jumps.
+    """
+    parameters = list(inspect.signature(numbers).parameters.values())[1:]
+    names = [p.name for p in parameters]
+    floor = more.pop("floor", 1 << 21)
+    op = Piecewise(
+        name, reference, torchs, sample=table.sampler(
+            lambda shape, generator, *options: crossing(shape, generator, kinks(*options)), names[: len(values[0])]
+        ),
+        kernels=(
+            Kernel("triton", "hfnn.kernels.piecewise", "cuda", min_elements=1 << 24),
+            Kernel("cpp", "hfnn._C:cpu.piecewise", "cpu", (*FLOATS, torch.float64), min_elements=floor),
+        ),
+        numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2), recipe=False,
+        **{"bench": ((*BENCH, *values[0]),), **more},
+    )  # fmt: skip
+    _OPS.append(op)
+    where = "torch.nn.functional" if hasattr(F, name) else "torch"
+    inplace = "With inplace=True torch's own op runs. " if "inplace" in names else ""
+    function = table.function(
+        op, parameters, _DOCUMENT.format(f"{where}.{name}", inspect.cleandoc(text), inplace), keeps
+    )
+    if base is None:
+        return function
+    return function, table.module(op, base, base.__name__, function, keeps[0] if keeps else None)
+
+
+relu, ReLU = _row(
+    "relu",
+    """y = max(x, 0), dx = dy where x > 0, else 0.
+
+    keep: "bits", or "output" to keep y as torch does. Bits are better where nothing else keeps y: before a pooling, a
+    dropout, an addition, a concatenation, a frozen layer. Before a linear layer or a convolution, which keeps its
+    input, the output costs nothing more, and bits would. Raises ValueError for another `keep`.
+
+    Nair and Hinton, "Rectified Linear Units Improve Restricted Boltzmann Machines", ICML 2010.""",
+    F.relu, nn.ReLU, lambda x: torch.where(x > 0, x, 0),
+    lambda input, inplace=False: None if inplace else (RELU,), kinks=lambda: (0,), keeps=("bits", "output"),
+)  # fmt: skip
+
+leaky_relu, LeakyReLU = _row(
+    "leaky_relu",
+    """y = x where x > 0, else a x; dx = dy where x > 0, else a dy.
+
+    torch's own op runs for a slope of 0 too, whose gradient of an infinity is a NaN that relu's is not.
+
+    Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models", 2013.""",
+    F.leaky_relu, nn.LeakyReLU, lambda x, negative_slope=0.01: torch.where(x > 0, x, x * negative_slope),
+    lambda input, negative_slope=0.01, inplace=False: None if inplace or negative_slope == 0 else (
+        LEAKY_RELU, negative_slope, 0.0, 1.0, negative_slope
+    ),
+    values=((0.01,), (-0.3,)), kinks=lambda slope: (0,),
+)  # fmt: skip
+
+# Before hardtanh: `nn.ReLU6` is an `nn.Hardtanh`, and `convert` takes the first that fits.
+relu6, ReLU6 = _row(
+    "relu6",
+    """y = min(max(x, 0), 6), dx = dy where 0 < x < 6, else 0.
+
+    Krizhevsky, "Convolutional Deep Belief Networks on CIFAR-10", 2010.""",
+    F.relu6, nn.ReLU6, lambda x: torch.where(x > 0, torch.where(x < 6, x, 6), 0),
+    lambda input, inplace=False: None if inplace else (HARDTANH, 0.0, 6.0), kinks=lambda: (0, 6),
+)  # fmt: skip
+
+hardtanh, Hardtanh = _row(
+    "hardtanh",
+    """y = min(max(x, a), b), dx = dy where a < x < b, else 0. `clamp` is the same but for its gradient at the bounds.
+
+    Collobert, "Large Scale Machine Learning", 2004.""",
+    F.hardtanh, nn.Hardtanh,
+    lambda x, min_val=-1.0, max_val=1.0: torch.where(x > min_val, torch.where(x < max_val, x, max_val), min_val),
+    lambda input, min_val=-1.0, max_val=1.0, inplace=False: (
+        (HARDTANH, min_val, max_val) if min_val <= max_val and not inplace else None
+    ),
+    values=((-1.0, 1.0), (-0.5, 4.0)),
+)  # fmt: skip
+
+
+def _clamp(x, min=None, max=None):
+    x = x if min is None else torch.where(x >= min, x, min)
+    return x if max is None else torch.where(x <= max, x, max)
+
+
+def _bounds(input, min=None, max=None):
+    """The numbers of clamp, with bounds as torch compares with them, in the dtype of x.
+
+    None for what torch is to deal with, or to refuse: a bound of another type, a NaN, a number that the dtype does not
+    hold, and no bound at all.
+    """
+    if min is None and max is None:
+        return None
+    found = []
+    for bound, absent in ((min, -math.inf), (max, math.inf)):
+        bound = absent if bound is None else bound
+        if type(bound) not in (int, float):
+            return None
+        near = _rounded(float(bound), input.dtype)
+        if math.isnan(near) or (math.isinf(near) and not math.isinf(bound)):
+            return None
+        found.append(near)
+    return CLAMP, *found
+
+
+clamp = _row(
+    "clamp",
+    """y = min(max(x, a), b), dx = dy where a <= x <= b, else 0.
+
+    min, max: numbers, or None for no bound; with tensors as bounds torch's own op runs.""",
+    torch.clamp, None, _clamp, _bounds, values=((-1.0, 2.0), (-0.5, None), (None, 3.0)),
+    kinks=lambda *bounds: [bound for bound in bounds if bound is not None],
+    floor=1 << 14, probe=(0.0,), bench=((*BENCH, -1.0, 1.0),),
+)  # fmt: skip
+
+threshold, Threshold = _row(
+    "threshold", "y = x where x > threshold, else value; dx = dy where x > threshold, else 0.",
+    F.threshold, nn.Threshold, lambda x, threshold, value: torch.where(x > threshold, x, value),
+    lambda input, threshold, value, inplace=False: None if inplace else (THRESHOLD, threshold, value),
+    values=((0.5, -2.0),), kinks=lambda threshold, value: (threshold,), probe=(0.0, 0.0), bench=((*BENCH, 0.0, 0.0),),
+)  # fmt: skip
+
+hardshrink, Hardshrink = _row(
+    "hardshrink",
+    """y = 0 where |x| <= lambd, else x; dx = 0 there, else dy.
+
+    Donoho and Johnstone, "Ideal spatial adaptation by wavelet shrinkage", Biometrika 1994.""",
+    F.hardshrink, nn.Hardshrink, lambda x, lambd=0.5: torch.where(x.abs() <= lambd, 0, x),
+    lambda input, lambd=0.5: (HARDSHRINK, _rounded(lambd, input.dtype)),
+    values=((0.5,),), kinks=lambda lambd: (-lambd, lambd),
+)  # fmt: skip
+
+softshrink, Softshrink = _row(
+    "softshrink",
+    """y = x - lambd where x > lambd, x + lambd where x < -lambd, else 0; dx = 0 there, else dy.
+
+    y is computed with lambd as it is given, and dx compares with it in the dtype of x, on every device as in torch's
+    code for the CPU. Its CUDA kernels round it to the dtype of x for y too: another y in 16 bits where it is no such
+    number.
+
+    Donoho, "De-noising by soft-thresholding", IEEE Transactions on Information Theory 1995.""",
+    F.softshrink, nn.Softshrink,
+    lambda x, lambd=0.5: torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0)),
+    lambda input, lambd=0.5: (SOFTSHRINK, lambd, _rounded(lambd, input.dtype)) if lambd >= 0 else None,
+    values=((0.5,),), kinks=lambda lambd: (-lambd, lambd),
+)  # fmt: skip
+
+hardsigmoid, Hardsigmoid = _row(
+    "hardsigmoid",
+    """y = min(max(x + 3, 0), 6) / 6, dx = dy / 6 where -3 < x < 3, else 0.
+
+    y is a quotient on every device, as in torch's code for the CPU; its CUDA kernels multiply with a sixth, and are an
+    ulp off in places.
+
+    Courbariaux, Bengio and David, "BinaryConnect", NeurIPS 2015; with these numbers in Howard et al., "Searching for
+    MobileNetV3", ICCV 2019.""",
+    F.hardsigmoid, nn.Hardsigmoid, lambda x: torch.where(x > -3, torch.where(x < 3, (x + 3) / 6, 1), 0),
+    lambda input, inplace=False: None if inplace else (HARDSIGMOID, 0.0, 0.0, 1 / 6), kinks=lambda: (-3, 3),
+)  # fmt: skip
+
+OPS = tuple(_OPS)

@@ -1,4 +1,4 @@
-"""What mse_loss, huber_loss, smooth_l1_loss and binary_cross_entropy_with_logits share: one pass over both inputs.
+"""Losses of an input and a target, element by element, and reduced: a row each, and one pass over both.
 
     loss = sum_i f(x_i, target_i), or that over the number N of elements;    dx = dloss (/ N) * g,    g = df/dx
 
@@ -7,42 +7,67 @@ g times a number, into new memory. Where backward is to be differentiated again,
 but of these functions it can be told from g (`Loss.curvature`). So that autograd finds its way from g to x, g is a
 second output of the function: the graph behind g is this function itself, and `dg` reaches the same backward.
 
+l1_loss keeps the sign of x - target, in two bits an element, and no g.
+
 g is kept in the dtype of x, and dloss / N is applied to it in float32: in float16 1 / N alone would be lost.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from hfnn.kernel import FLOATS, Kernel, is_plain
-from hfnn.ops import head
+from hfnn.kernel import FLOATS, Function, Kernel, Op, is_plain
+from hfnn.ops import head, table
+from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import _alike, _dense, _flat
+from hfnn.ops.select import CODES, ORDER, empty_codes, slope
+from hfnn.ops.table import BENCH
 
-# Sizes and reductions for the contract tests, of every loss here.
-CASES = tuple((*shape, how) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for how in ("mean", "sum"))
-
-
-def kernels(min_elements: int) -> tuple[Kernel, ...]:
-    """The kernels of every loss here; min_elements: on the CPU."""
-    return (
-        Kernel("triton", "hfnn.kernels.pointwise_loss", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.pointwise_loss", "cpu", (*FLOATS, torch.float64), min_elements=min_elements),
-    )
+_OPS: list[Op] = []
 
 
 @dataclass(frozen=True)
-class Loss:
-    """One of the functions f. kind: its number in csrc/pointwise_loss.h; keeps_target: whether curvature needs it.
+class Loss(Op):
+    """A row. kind: its number in csrc/pointwise_loss.h; keeps_target: whether curvature needs it.
 
+    numbers(target, *torch's arguments after it): (target, reduction, parameter), or None for torch's own op.
     curvature(g, target, parameter): the derivative of g with respect to x, differentiable as far as it goes; g and
-    target come in their own dtype.
+    target come in their own dtype. None: there is none, and signs are kept. So it is where the parameter is None.
     """
 
-    kind: int
-    curvature: Callable
+    kind: int = 0
+    numbers: Callable = lambda *arguments: None
+    curvature: Callable | None = None
     keeps_target: bool = False
+
+    def run(self, input, prefer: str, arguments: tuple):
+        """The reduced loss by a kernel, or None where torch's own op is to run, or to raise."""
+        try:
+            numbers = self.numbers(*arguments)
+        except TypeError:
+            return None
+        target, reduction, parameter = numbers or (None, None, None)
+        if reduction not in ("mean", "sum"):
+            return None
+        kernel = self.select(input, target, prefer=prefer)
+        if kernel is None or not is_plain(target):
+            return None
+        if target.shape != input.shape or target.dtype is not input.dtype:
+            return None
+        signs = self.curvature is None or parameter is None
+        how = (self, parameter or 0.0, reduction == "mean", self.out_dtype(input), kernel)
+        if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
+            return _compute(input, target, *how)[0]
+        if self.keeps_target and target.requires_grad:
+            return None
+        if signs:
+            return _L1Loss.apply(input, target, link_before(input), *how)[0]
+        return _PointwiseLoss.apply(input, target, *how)[0]
 
 
 def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):
@@ -57,7 +82,7 @@ def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):
     return (total / count if mean else total).to(out_dtype), g
 
 
-class _PointwiseLoss(torch.autograd.Function):
+class _PointwiseLoss(Function):
     @staticmethod
     def forward(ctx, x, target, loss, parameter, mean, out_dtype, kernel):
         y, g = _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=True)
@@ -102,34 +127,196 @@ def _scaled(g, factor, kernel):
     return y
 
 
-def pointwise_loss(op, loss, input, target, parameter, reduction, prefer, *weights):
-    """The reduced loss by a kernel, or None where torch's own op is to run, or to raise.
-
-    `weights` are arguments that no kernel takes, None where absent: weights, and torch's size_average and reduce.
-    """
-    kernel = None if op.passes(input, prefer) else op.select(input, target, prefer=prefer)
-    if kernel is None or reduction not in ("mean", "sum") or any(w is not None for w in weights):
-        return None
-    if not is_plain(target) or target.shape != input.shape or target.dtype is not input.dtype:
-        return None
-    how = (loss, parameter, reduction == "mean", op.out_dtype(input), kernel)
-    if not torch.is_grad_enabled() or not (input.requires_grad or target.requires_grad):
-        return _compute(input, target, *how)[0]
-    if loss.keeps_target and target.requires_grad:
-        return None
-    return _PointwiseLoss.apply(input, target, *how)[0]
+_SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # by which x and the target get theirs
 
 
-def pair(case, dtype, device, generator=None):
-    """Arguments of a loss for x and target of shape `case[:-1]`; the last entry of a case is the reduction.
+class _L1Loss(Function):
+    @staticmethod
+    def forward(ctx, x, target, before, loss, parameter, mean, out_dtype, kernel):
+        x, target = _alike(x, target)
+        order, codes = ORDER.find(x), empty_codes(x)
+        order.forward(_flat(x), _flat(target), None, codes, CODES, order.queue(x))
+        own, link = links(x, before)
+        ctx.save_for_backward(codes, link)
+        ctx.set_materialize_grads(False)
+        ctx.order, ctx.count = order, x.numel() if mean else 1
+        ctx.shape, ctx.strides, ctx.dtype = x.shape, x.stride(), x.dtype
+        return _compute(x, target, loss, parameter, mean, out_dtype, kernel)[0], own
 
-    The target goes by name: it is data, and seldom wants a gradient.
-    """
-    *shape, reduction = case
-    x, target = (torch.randn(shape, generator=generator).mul_(2).to(dtype).to(device) for _ in range(2))
-    return (x,), {"target": target, "reduction": reduction}
+    @staticmethod
+    def backward(ctx, dy, dlink):
+        codes, link = ctx.saved_tensors
+        wanted = tuple(zip(_SIGNS, ctx.needs_input_grad[:2], strict=True))
+        if dy is None:
+            return *(zeros_or_none(dlink, ctx.shape) if need else None for _, need in wanted), *(None,) * 6
+        factor = dy.to(statistics_dtype(torch.empty(0, dtype=ctx.dtype))).view(1) / ctx.count
+        make = _signed_again if torch.is_grad_enabled() else _signed
+        grads = (flat(make(ctx, codes, factor, signs), link) if need else None for signs, need in wanted)
+        return *grads, *(None,) * 6
 
 
-def reduced(loss, reduction):
+def _signed(ctx, codes, factor, signs):
+    """The factor with the sign of each code, laid out as x was."""
+    dx = torch.empty_strided(ctx.shape, ctx.strides, dtype=ctx.dtype, device=codes.device)
+    ctx.order.backward(factor, codes, _flat(dx), *signs, ctx.order.queue(dx))
+    return dx
+
+
+def _signed_again(ctx, codes, factor, signs):
+    dx = slope(factor.expand(ctx.shape.numel()), codes, signs, ctx.order).to(ctx.dtype)
+    return dx.as_strided(ctx.shape, ctx.strides)
+
+
+def _normal(shape, generator):
+    return tuple(torch.randn(shape, generator=generator).mul_(2) for _ in range(2))
+
+
+def _apart(shape, generator):
+    """No two elements nearer than a tenth."""
+    target, difference = (torch.randn(shape, generator=generator) for _ in range(2))
+    return target + difference + difference.sign() / 10, target
+
+
+def _between_0_and_1(shape, generator):
+    x, target = _normal(shape, generator)
+    return x, target.sigmoid()
+
+
+def _reduced(loss, reduction):
     """torch's reductions, in the dtype of the loss."""
     return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+_DOCUMENT = """`torch.nn.functional.{}`, {}
+
+{}
+
+Shapes: input and target of one shape and dtype; others, weights and reduction="none" are left to torch's own op, as are
+the deprecated size_average and reduce. The result is a scalar of the dtype torch returns. prefer: "auto" | "memory" |
+"speed" (`hfnn.convert`). Raises what torch raises. Sums are float32.
+"""
+_KEEPING = "keeping one tensor instead of input and target."
+
+
+def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_normal, floor=1 << 18, **more):
+    """The function and the module of an op. text: the definition, and whose; keeps: what is kept, in words.
+
+    reference(x, target, *options): the loss of each element. attributes: of torch's class `base`, as arguments.
+    """
+
+    def of_all(x, target, reduction="mean", **given):
+        return _reduced(reference(x, target, **given), reduction)
+
+    # The target goes by name: it is data, and seldom wants a gradient.
+    def sample(case, dtype, device, generator=None):
+        *shape, reduction = case
+        x, target = (t.to(dtype).to(device) for t in draw(shape, generator))
+        return (x,), {"target": target, "reduction": reduction}
+
+    op = Loss(
+        torchs.__name__, of_all, torchs,
+        kernels=(
+            Kernel("triton", "hfnn.kernels.pointwise_loss", "cuda", min_elements=1 << 24),
+            Kernel("cpp", "hfnn._C:cpu.pointwise_loss", "cpu", (*FLOATS, torch.float64), min_elements=floor),
+        ),
+        sample=sample, cases=table.cases((("mean",), ("sum",))), probe=lambda x: (x,), small=(3, 5, "mean"),
+        bench=((*BENCH, "mean"),), recipe=False, like_input=False, kind=kind, numbers=numbers,
+        **{"traffic": (3, 2), **more},
+    )  # fmt: skip
+    _OPS.append(op)
+    parameters = list(inspect.signature(numbers).parameters.values())
+    function = table.function(op, parameters, _DOCUMENT.format(op.name, keeps, inspect.cleandoc(text)))
+    return function, table.module(op, base, base.__name__, function, inputs=("input", "target"), attributes=attributes)
+
+
+def _without(*refused) -> bool:
+    """That none of torch's arguments is given that no kernel takes."""
+    return all(argument is None for argument in refused)
+
+
+l1_loss, L1Loss = _row(
+    2, "keeping two bits an element instead of input and target.",
+    """loss = mean or sum of |x - target|, dx = dloss (/ N) * sign(x - target), which of 0 and NaN is 0, as torch's.""",
+    F.l1_loss, nn.L1Loss, ("reduction",), lambda x, target: (x - target).where(x > target, target - x),
+    lambda target, size_average=None, reduce=None, reduction="mean", weight=None: (
+        (target, reduction, None) if _without(size_average, reduce, weight) else None
+    ),
+    draw=_apart, traffic=(4, 1),
+)  # fmt: skip
+
+mse_loss, MSELoss = _row(
+    0, _KEEPING, "loss = mean or sum of (x - target)^2; g = 2 (x - target), dg/dx = 2.",
+    F.mse_loss, nn.MSELoss, ("reduction",), lambda x, target: (x - target).square(),
+    lambda target, size_average=None, reduce=None, reduction="mean", weight=None: (
+        (target, reduction, 0.0) if _without(size_average, reduce, weight) else None
+    ),
+    curvature=lambda g, target, parameter: torch.full_like(g, 2),
+)  # fmt: skip
+
+
+def _huber(x, target, delta=1.0):
+    d = (x - target).abs()
+    return (d * d / 2).where(d < delta, delta * (d - delta / 2))
+
+
+def _huber_curvature(g, target, delta):
+    # In the straight part g is delta as kernels round it: to float32 (but for float64), then to the dtype of g.
+    delta = torch.tensor(delta, dtype=statistics_dtype(g)).to(g.dtype).item()
+    return (g.abs() < delta).to(g.dtype)
+
+
+huber_loss, HuberLoss = _row(
+    1, _KEEPING,
+    """loss = mean or sum of d^2 / 2 where |d| < delta, else delta (|d| - delta / 2), d = x - target;
+    g = d where |d| < delta, else delta sign(d); dg/dx = [|d| < delta] = [|g| < delta].
+
+    Huber, "Robust Estimation of a Location Parameter", Annals of Mathematical Statistics 1964.""",
+    F.huber_loss, nn.HuberLoss, ("reduction", "delta"), _huber,
+    lambda target, reduction="mean", delta=1.0, weight=None: (
+        (target, reduction, float(delta)) if delta > 0 and weight is None else None
+    ),
+    curvature=_huber_curvature,
+)  # fmt: skip
+
+
+def _smooth_l1(x, target, beta=1.0):
+    d = (x - target).abs()
+    return d if beta == 0 else (d * d / (2 * beta)).where(d < beta, d - beta / 2)
+
+
+smooth_l1_loss, SmoothL1Loss = _row(
+    2, "keeping one tensor instead of input and target; a sign where beta is 0.",
+    """loss = mean or sum of d^2 / (2 beta) where |d| < beta, else |d| - beta / 2, d = x - target;
+    g = d / beta where |d| < beta, else sign(d); dg/dx = [|d| < beta] / beta = [|g| < 1] / beta.
+
+    Girshick, "Fast R-CNN", 2015. https://arxiv.org/abs/1504.08083""",
+    F.smooth_l1_loss, nn.SmoothL1Loss, ("reduction", "beta"), _smooth_l1,
+    lambda target, size_average=None, reduce=None, reduction="mean", beta=1.0: (
+        (target, reduction, float(beta) or None) if beta >= 0 and _without(size_average, reduce) else None
+    ),
+    curvature=lambda g, target, beta: (g.abs() < 1).to(statistics_dtype(g)) / beta,
+)  # fmt: skip
+
+
+def _binary_curvature(g, target, parameter):
+    wide = statistics_dtype(g)
+    s = g.to(wide) + target.to(wide)
+    return s * (1 - s)
+
+
+binary_cross_entropy_with_logits, BCEWithLogitsLoss = _row(
+    3, "with the gradient made in forward.",
+    """loss = mean or sum of max(x, 0) - x target + log(1 + exp(-|x|));
+    g = s - target, dg/dx = s (1 - s), s = 1 / (1 + exp(-x)) = g + target.
+
+    The target is kept beside g, for a second backward alone: it is data, which its owner keeps anyway. Targets that
+    require grad are left to torch's own op.""",
+    F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, ("weight", "pos_weight", "reduction"),
+    lambda x, target: torch.logaddexp(x, torch.zeros_like(x)) - x * target,
+    lambda target, weight=None, size_average=None, reduce=None, reduction="mean", pos_weight=None: (
+        (target, reduction, 0.0) if _without(weight, size_average, reduce, pos_weight) else None
+    ),
+    draw=_between_0_and_1, floor=1 << 15, curvature=_binary_curvature, keeps_target=True, saves=False,
+)  # fmt: skip
+
+OPS = tuple(_OPS)

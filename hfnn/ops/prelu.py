@@ -11,7 +11,7 @@ from torch import nn
 
 from hfnn import bits
 from hfnn.kernel import FLOATS, Kernel, Op
-from hfnn.ops import piecewise
+from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import laid
 
@@ -30,7 +30,7 @@ def sample(case, dtype, device, generator=None):
     """
     *shape, how = case
     weight = torch.randn(shape[1] if how == "channels" else 1, generator=generator).to(dtype).to(device)
-    return (piecewise.sampled(shape, dtype, device, generator, (0,)),), {"weight": weight}
+    return (piecewise.crossing(shape, generator, (0,)).to(dtype).to(device),), {"weight": weight}
 
 
 OP = Op(
@@ -43,11 +43,11 @@ OP = Op(
         Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=1 << 62),
     ),
     sample=sample,
-    cases=((1, "one"), *((*shape, how) for shape in piecewise.SHAPES[1:] for how in ("one", "channels"))),
+    cases=((1, "one"), *((*shape, how) for shape in table.SHAPES[1:] for how in ("one", "channels"))),
     traffic=(2, 2),
     probe=lambda x: (x.new_empty(1),),
     small=(3, 5, "channels"),
-    bench=((*piecewise.BENCH, "channels"),),
+    bench=((*table.BENCH, "channels"),),
     recipe=False,
 )
 _passes = OP.passes

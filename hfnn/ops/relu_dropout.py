@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfnn.kernel import FLOATS, Kernel, Op
-from hfnn.ops import piecewise
+from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import draw
 from hfnn.ops.layout import _dense, in_order
 
@@ -28,7 +28,7 @@ def _by_torch(x, p=0.5, training=True):
 def sample(case, dtype, device, generator=None):
     """Arguments of `relu_dropout` for x of shape `case[:-1]`; the last entry of a case is p."""
     *shape, p = case
-    return (piecewise.sampled(shape, dtype, device, generator, (0,)), p, True), {}
+    return (piecewise.crossing(shape, generator, (0,)).to(dtype).to(device), p, True), {}
 
 
 OP = Op(
@@ -41,13 +41,13 @@ OP = Op(
         Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
     ),
     sample=sample,
-    cases=tuple((*shape, p) for shape in piecewise.SHAPES for p in (0.1, 0.5)),
+    cases=tuple((*shape, p) for shape in table.SHAPES for p in (0.1, 0.5)),
     traffic=(2, 3),
     probe=(0.5, True),
     small=(3, 5, 0.5),
     pin=lambda args, y: {"mask": (y != 0) | (args[0] <= 0)},
     recipe=False,
-    bench=((*piecewise.BENCH, 0.1),),
+    bench=((*table.BENCH, 0.1),),
 )
 _passes = OP.passes
 

@@ -13,9 +13,8 @@ from torch import nn
 
 from hfnn import bits
 from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
-from hfnn.ops import piecewise
+from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import draw
-from hfnn.ops.leaky_relu import leaky_relu
 
 _rrelu = torch.rrelu
 
@@ -27,7 +26,7 @@ def reference(x, lower=1 / 8, upper=1 / 3, training=False, *, slopes=None):
 
 def sample(case, dtype, device, generator=None):
     """Arguments of `rrelu` for x of shape `case`."""
-    return (piecewise.sampled(case, dtype, device, generator, (0,)), 1 / 8, 1 / 3, True), {}
+    return (piecewise.crossing(case, generator, (0,)).to(dtype).to(device), 1 / 8, 1 / 3, True), {}
 
 
 # No kernels of its own: what is drawn is drawn by torch.
@@ -37,7 +36,7 @@ OP = Op(
     _rrelu,
     kernels=(),
     sample=sample,
-    cases=piecewise.SHAPES,
+    cases=table.SHAPES,
     small=(3, 5),
     pin=lambda args, y: {"slopes": (y / args[0]).detach()},
     recipe=False,
@@ -93,8 +92,8 @@ def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, pre
     slopes are not those that torch draws from the same seed. With inplace=True, and inside CUDA graph capture, torch's
     own op runs. Raises what torch raises.
     """
-    if not training and not inplace and lower <= upper:
-        return leaky_relu(input, (lower + upper) / 2, prefer=prefer)
+    if not training and not inplace and lower <= upper and not torch._C._are_functorch_transforms_active():
+        return piecewise.leaky_relu(input, (lower + upper) / 2, prefer=prefer)
     if inplace:
         return nn.functional.rrelu(input, lower, upper, training, True)
     if not lower <= upper or not _takes(input, prefer):

@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn import dress, kernel, recipe
-from hfnn.ops import embedding, layer_norm, linear, unary
+from hfnn.ops import embedding, layer_norm, linear, smooth
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
 FAULTS = {}
@@ -143,7 +143,7 @@ def _writing(backward):
     return run
 
 
-_plant("the incoming gradient written to", unary._KeepsInput, "backward", _writing)
+_plant("the incoming gradient written to", smooth._KeepsInput, "backward", _writing)
 
 
 def _once(backward):

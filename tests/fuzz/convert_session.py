@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import traceback
 import weakref
 
 import convert_models as models
@@ -178,7 +179,11 @@ class Session:
     def in_threads(count, function):
         def run():
             with saved_tensor_hooks(None):
-                return function()
+                try:
+                    return function()
+                except Exception as error:  # a checkpoint's generator takes off hooks of the thread in which it ends
+                    traceback.clear_frames(error.__traceback__)
+                    raise
 
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
             return [each.result() for each in [threads.submit(run) for _ in range(count)]]

@@ -111,7 +111,7 @@ class Log:
             about = "dtype" if "dtype" in str(error) or "scalar type" in str(error) else str(error).split(" ")[0]
             kind = f"{type(error).__name__}: {about}"
             self.seen[f"error {label}"] = Raised(kind, "\n".join([*where[-8:], str(error)]))
-            # A checkpoint that raised leaves a generator that takes hooks off when it is collected: now, not amid others.
+            # A checkpoint that raised leaves a generator, which takes hooks off when it ends: now, not amid others.
             traceback.clear_frames(error.__traceback__)
         finally:
             self.block = outer

@@ -225,7 +225,7 @@ def test_relu_keeps_its_output_where_that_is_asked_for():
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     y = hfnn.functional.relu(x, keep="output", prefer="memory")
     assert y.grad_fn.name() == "ReluBackward0" and torch.equal(y, x.relu())
-    with pytest.raises(ValueError, match='keep=\'input\': choose "bits" or "output"'):
+    with pytest.raises(ValueError, match="keep='input': choose one of 'bits', 'output'"):
         hfnn.functional.relu(x, keep="input")
     net = hfnn.convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), prefer="memory").to(DEVICE)
     kept = {keep: _kept(net, keep, x.detach()) for keep in ("bits", "output")}

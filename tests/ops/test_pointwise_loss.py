@@ -13,14 +13,15 @@ from torch._subclasses import FakeTensorMode
 import hfnn
 from hfnn import memory, testing
 from hfnn.kernel import _interpreting
-from hfnn.ops import binary_cross_entropy_with_logits as bce
-from hfnn.ops import huber_loss, mse_loss, smooth_l1_loss
+from hfnn.ops import OPS
 
+names = "mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"
+mse_loss, huber_loss, smooth_l1_loss, bce = map(OPS.get, names)
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = [
-    pytest.param(room, options, id="-".join([room.OP.name, *(f"{k}={v}" for k, v in options.items())]))
-    for room, options in (
+    pytest.param(op, options, id="-".join([op.name, *(f"{k}={v}" for k, v in options.items())]))
+    for op, options in (
         (mse_loss, {}),
         (huber_loss, {}),
         (huber_loss, {"delta": 0.7}),
@@ -31,21 +32,21 @@ FORMS = [
         (bce, {}),
     )
 ]
-forms = pytest.mark.parametrize("room, options", FORMS)
-rooms = pytest.mark.parametrize("room", [mse_loss, huber_loss, smooth_l1_loss, bce], ids=lambda room: room.OP.name)
+forms = pytest.mark.parametrize("op, options", FORMS)
+ops = pytest.mark.parametrize("op", [mse_loss, huber_loss, smooth_l1_loss, bce], ids=lambda op: op.name)
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
-def function(room):
-    return getattr(room, room.OP.name)
+def function(op):
+    return getattr(hfnn.functional, op.name)
 
 
-def pair(room, shape, dtype=torch.float32, device="cpu", target_grad=None):
+def pair(op, shape, dtype=torch.float32, device="cpu", target_grad=None):
     """Leaves x and target; the target requires grad where that is the kernel's business."""
     x, target = torch.randn(shape) * 2, torch.randn(shape)
-    target = target.sigmoid() if room is bce else target
-    target_grad = room is not bce if target_grad is None else target_grad
+    target = target.sigmoid() if op is bce else target
+    target_grad = op is not bce if target_grad is None else target_grad
     return x.to(dtype).to(device).requires_grad_(), target.to(dtype).to(device).requires_grad_(target_grad)
 
 
@@ -55,12 +56,12 @@ def run(fn, x, target, dy=None, **options):
     return y, *torch.autograd.grad(y, [t for t in (x, target) if t.requires_grad], dy)
 
 
-def forced(room, kernel):
-    """The room's function by one kernel, which must have run."""
+def forced(op, kernel):
+    """The op's function by one kernel, which must have run."""
 
     def fn(*args, **kwargs):
         with hfnn.use(kernel):
-            y = function(room)(*args, **kwargs)
+            y = function(op)(*args, **kwargs)
         own = "_L1LossBackward" if kwargs.get("beta") == 0 else "_PointwiseLossBackward"
         assert y.grad_fn.name() == own, "torch's own op ran"
         return y
@@ -82,12 +83,12 @@ def concatenated(results):
 @reductions
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_matches_float64(room, options, reduction, kernel, dtype, device):
+def test_matches_float64(op, options, reduction, kernel, dtype, device):
     options = {**options, "reduction": reduction}
-    samples = [pair(room, shape, dtype, device) for shape in [(1,), (2, 3, 5), (2, 4100), *[(3, 769)] * 8]]
-    mine = concatenated(run(forced(room, kernel), *sample, **options) for sample in samples)
-    own = concatenated(run(room.OP.torch, *sample, **options) for sample in samples)
-    wide = concatenated(run(room.OP.reference, *to(torch.float64, *sample), **options) for sample in samples)
+    samples = [pair(op, shape, dtype, device) for shape in [(1,), (2, 3, 5), (2, 4100), *[(3, 769)] * 8]]
+    mine = concatenated(run(forced(op, kernel), *sample, **options) for sample in samples)
+    own = concatenated(run(op.torch, *sample, **options) for sample in samples)
+    wide = concatenated(run(op.reference, *to(torch.float64, *sample), **options) for sample in samples)
     errors = [testing.error(losses, wide[0]).l2 for losses in (mine[0], own[0])]
     assert errors[0] <= max(testing.OUTPUTS * errors[1], torch.finfo(dtype).eps) and mine[0].dtype is dtype
     for got, of, reference in zip(mine[1:], own[1:], wide[1:], strict=True):
@@ -96,14 +97,14 @@ def test_matches_float64(room, options, reduction, kernel, dtype, device):
 
 @forms
 @reductions
-def test_gradcheck(room, options, reduction):
-    x, target = pair(room, (3, 5), torch.float64)
+def test_gradcheck(op, options, reduction):
+    x, target = pair(op, (3, 5), torch.float64)
 
     def fn(*leaves):
-        return function(room)(*leaves, *(() if len(leaves) > 1 else (target,)), reduction=reduction, **options)
+        return function(op)(*leaves, *(() if len(leaves) > 1 else (target,)), reduction=reduction, **options)
 
     leaves = [t for t in (x, target) if t.requires_grad]
-    with hfnn.use(next(k.name for k in room.OP.kernels if torch.float64 in k.dtypes)):
+    with hfnn.use(next(k.name for k in op.kernels if torch.float64 in k.dtypes)):
         assert torch.autograd.gradcheck(fn, leaves)
         assert torch.autograd.gradgradcheck(fn, leaves)
 
@@ -111,7 +112,7 @@ def test_gradcheck(room, options, reduction):
 @forms
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_second_derivative(room, options, kernel, dtype, device):
+def test_second_derivative(op, options, kernel, dtype, device):
     """Told from the first one, as it is kept: in a narrow dtype, with bounds that no narrow number equals."""
 
     def second(fn, x, target):
@@ -119,10 +120,10 @@ def test_second_derivative(room, options, kernel, dtype, device):
         (dx,) = torch.autograd.grad(y * y, x, create_graph=True)
         return [dx.detach(), *torch.autograd.grad(dx.float().square().sum(), x)]
 
-    x, target = pair(room, (3, 769), dtype, device, target_grad=False)
+    x, target = pair(op, (3, 769), dtype, device, target_grad=False)
     x, target = x.detach().mul(0.01).requires_grad_(), target * 0.5  # a sum of squares stays finite in float16
-    results = [second(fn, x, target) for fn in (forced(room, kernel), room.OP.torch)]
-    wide = second(room.OP.reference, *to(torch.float64, x, target))
+    results = [second(fn, x, target) for fn in (forced(op, kernel), op.torch)]
+    wide = second(op.reference, *to(torch.float64, x, target))
     for got, of, reference in zip(*results, wide, strict=True):
         testing.assert_close(got, reference, of, 2 * testing.GRADIENTS)
 
@@ -130,20 +131,20 @@ def test_second_derivative(room, options, kernel, dtype, device):
 def test_third_derivative_of_bce():
     x, target = pair(bce, (3, 5), torch.float64)
     found = []
-    for fn in (function(bce), bce.OP.torch):
-        y = fn(x, target, reduction="sum", **({} if fn is bce.OP.torch else {"prefer": "memory"}))
+    for fn in (function(bce), bce.torch):
+        y = fn(x, target, reduction="sum", **({} if fn is bce.torch else {"prefer": "memory"}))
         for _ in range(3):
             (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         found.append(y)
     torch.testing.assert_close(*found)
 
 
-@rooms
+@ops
 @kernels
-def test_nothing_is_written_to(room, kernel, device):
-    leaves = pair(room, (3, 769), device=device)
+def test_nothing_is_written_to(op, kernel, device):
+    leaves = pair(op, (3, 769), device=device)
     copies = [t.detach().clone() for t in leaves]
-    y = forced(room, kernel)(*leaves)
+    y = forced(op, kernel)(*leaves)
     dy = torch.full_like(y, 3)
     wanted = [t for t in leaves if t.requires_grad]
     first, second = (torch.autograd.grad(y, wanted, dy, retain_graph=True) for _ in range(2))
@@ -153,78 +154,78 @@ def test_nothing_is_written_to(room, kernel, device):
     assert all(map(torch.equal, leaves, copies)) and not any(t._version for t in leaves)
 
 
-@rooms
-def test_a_loss_may_be_changed_in_place(room, device):
+@ops
+def test_a_loss_may_be_changed_in_place(op, device):
     """As in `loss /= steps`, which training loops do."""
-    x, target = pair(room, (3, 769), device=device, target_grad=False)
-    y = function(room)(x, target, prefer="memory")
+    x, target = pair(op, (3, 769), device=device, target_grad=False)
+    y = function(op)(x, target, prefer="memory")
     (want,) = torch.autograd.grad(y, x, retain_graph=True)
     y /= 4
     y.backward()
     torch.testing.assert_close(x.grad, want / 4)
 
 
-@rooms
+@ops
 @kernels
-def test_each_gradient_on_its_own(room, kernel, device):
-    x, target = pair(room, (3, 769), device=device)
-    together = run(forced(room, kernel), x, target)
+def test_each_gradient_on_its_own(op, kernel, device):
+    x, target = pair(op, (3, 769), device=device)
+    together = run(forced(op, kernel), x, target)
     for i, leaf in enumerate(t for t in (x, target) if t.requires_grad):
         alone = [t.detach().requires_grad_(t is leaf) for t in (x, target)]
-        y, grad = run(forced(room, kernel), *alone)
+        y, grad = run(forced(op, kernel), *alone)
         assert torch.equal(y, together[0]) and torch.equal(grad, together[1 + i])
     with hfnn.use(kernel):
-        assert torch.equal(function(room)(x.detach(), target.detach()), together[0])
+        assert torch.equal(function(op)(x.detach(), target.detach()), together[0])
         with torch.no_grad():
-            assert torch.equal(function(room)(x, target), together[0])
+            assert torch.equal(function(op)(x, target), together[0])
 
 
-@rooms
+@ops
 @reductions
 @kernels
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)])
-def test_empty(room, reduction, kernel, shape, device):
+def test_empty(op, reduction, kernel, shape, device):
     """The mean of nothing is NaN, its sum is 0."""
-    leaves = pair(room, shape, device=device)
-    mine = run(forced(room, kernel), *leaves, reduction=reduction)
-    for got, want in zip(mine, run(room.OP.torch, *leaves, reduction=reduction), strict=True):
+    leaves = pair(op, shape, device=device)
+    mine = run(forced(op, kernel), *leaves, reduction=reduction)
+    for got, want in zip(mine, run(op.torch, *leaves, reduction=reduction), strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@rooms
+@ops
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_autocast(room, low, dtype, device):
+def test_autocast(op, low, dtype, device):
     """torch's dtypes; a narrow input is not copied to float32 for it."""
-    x, target = pair(room, (33, 64), dtype, device, target_grad=False)
+    x, target = pair(op, (33, 64), dtype, device, target_grad=False)
     with torch.autocast(device, dtype=low):
-        mine, theirs = run(function(room), x, target, prefer="memory"), run(room.OP.torch, x, target)
-        kept = memory.saved_bytes(lambda: function(room)(x, target, prefer="memory")).total
-    assert kept == (1 + (room is bce)) * x.nbytes
+        mine, theirs = run(function(op), x, target, prefer="memory"), run(op.torch, x, target)
+        kept = memory.saved_bytes(lambda: function(op)(x, target, prefer="memory")).total
+    assert kept == (1 + (op is bce)) * x.nbytes
     assert [t.dtype for t in mine] == [t.dtype for t in theirs] == [torch.float32, dtype]
     for got, want in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, want)
 
 
-@rooms
-def test_float16_mean_of_many(room, device):
+@ops
+def test_float16_mean_of_many(op, device):
     """1 / N times a gradient of the loss that float16 cannot hold, as loss scaling makes: all in float32."""
-    x, target = pair(room, (1 << 17,), torch.float16, device, target_grad=False)
+    x, target = pair(op, (1 << 17,), torch.float16, device, target_grad=False)
     dy = torch.tensor(16384.0, dtype=torch.float16, device=device)
-    mine, own = (run(fn, x, target, dy)[1] for fn in (forced(room, KERNELS[0]), room.OP.torch))
-    _, wide = run(room.OP.reference, *to(torch.float64, x, target), dy.double())
+    mine, own = (run(fn, x, target, dy)[1] for fn in (forced(op, KERNELS[0]), op.torch))
+    _, wide = run(op.reference, *to(torch.float64, x, target), dy.double())
     testing.assert_close(mine, wide, own, testing.GRADIENTS)
 
 
-@rooms
-def test_memory_kept(room, device):
+@ops
+def test_memory_kept(op, device):
     """One tensor, the unscaled gradient; torch keeps both inputs. Binary cross-entropy keeps its target, too."""
     for dtype in DTYPES:
-        leaves = pair(room, (64, 64), dtype, device)
-        kept = memory.saved_bytes(lambda leaves=leaves: function(room)(*leaves, prefer="memory")).total
-        theirs = memory.saved_bytes(lambda leaves=leaves: room.OP.torch(*leaves)).total
-        assert kept == (1 + (room is bce)) * leaves[0].nbytes <= theirs
+        leaves = pair(op, (64, 64), dtype, device)
+        kept = memory.saved_bytes(lambda leaves=leaves: function(op)(*leaves, prefer="memory")).total
+        theirs = memory.saved_bytes(lambda leaves=leaves: op.torch(*leaves)).total
+        assert kept == (1 + (op is bce)) * leaves[0].nbytes <= theirs
 
 
 LAYOUTS = {
@@ -237,15 +238,15 @@ LAYOUTS = {
 }
 
 
-@rooms
+@ops
 @kernels
 @pytest.mark.parametrize("of_target", LAYOUTS)
 @pytest.mark.parametrize("of_x", LAYOUTS)
-def test_any_layout(room, kernel, of_x, of_target, device):
-    x, target = pair(room, (2, 3, 5, 7), device=device)
+def test_any_layout(op, kernel, of_x, of_target, device):
+    x, target = pair(op, (2, 3, 5, 7), device=device)
     x, target = LAYOUTS[of_x](x.detach()), LAYOUTS[of_target](target.detach())
-    leaves = [x.requires_grad_(), target.requires_grad_(room is not bce)]
-    mine, theirs = run(forced(room, kernel), *leaves), run(room.OP.torch, *leaves)
+    leaves = [x.requires_grad_(), target.requires_grad_(op is not bce)]
+    mine, theirs = run(forced(op, kernel), *leaves), run(op.torch, *leaves)
     for got, want in zip(mine, theirs, strict=True):
         torch.testing.assert_close(got, want)
     if of_x in ("transposed", "channels_last", "plain"):
@@ -263,9 +264,9 @@ def outcome(fn, *args, **kwargs):
     return result, sorted({str(w.message) for w in caught})
 
 
-def others(room):
+def others(op):
     """Calls that are left to torch's own op: (arguments, options)."""
-    x, target = (t.detach() for t in pair(room, (4, 6)))
+    x, target = (t.detach() for t in pair(op, (4, 6)))
     yield (x, target), {"reduction": "none"}
     yield (x, target.double()), {}
     yield (x.bfloat16(), target), {}
@@ -273,52 +274,52 @@ def others(room):
     yield (x, target), {"reduction": "median"}
     yield (x.long(), target.long()), {}
     yield (x, 0.0), {}
-    if room is not smooth_l1_loss:
+    if op is not smooth_l1_loss:
         yield (x, target), {"weight": torch.rand(4, 6)}
         yield (x, target), {"weight": torch.rand(4, 6), "reduction": "sum"}
         yield (x, target), {"weight": torch.rand(1)}
-    if room is not huber_loss:
+    if op is not huber_loss:
         yield (x, target), {"size_average": False}
         yield (x, target), {"reduce": False}
-        yield (x, target, None, True, "sum") if room is bce else (x, target, True, None, "sum"), {}
-    if room is bce:
+        yield (x, target, None, True, "sum") if op is bce else (x, target, True, None, "sum"), {}
+    if op is bce:
         yield (x, target), {"pos_weight": torch.rand(6)}
         yield (x, target.requires_grad_()), {}
     for name, value in ((huber_loss, ("delta", 0.0)), (huber_loss, ("delta", -1.0)), (smooth_l1_loss, ("beta", -1.0))):
-        if room is name:
+        if op is name:
             yield (x, target), dict([value])
 
 
-@rooms
-def test_the_rest_is_torchs(room):
+@ops
+def test_the_rest_is_torchs(op):
     """Equal to the bit, with the same warnings and errors."""
-    for args, options in others(room):
-        want = outcome(room.OP.torch, *args, **options)
-        got = outcome(function(room), *args, **options, prefer="memory")
+    for args, options in others(op):
+        want = outcome(op.torch, *args, **options)
+        got = outcome(function(op), *args, **options, prefer="memory")
         assert type(got[0]) is type(want[0]) and got[1] == want[1], (options, got, want)
         if isinstance(want[0], torch.Tensor):
             assert got[0].dtype is want[0].dtype and torch.equal(got[0], want[0])
 
 
-@rooms
-def test_zero_dimensions_and_many(room, device):
+@ops
+def test_zero_dimensions_and_many(op, device):
     for shape in ((), (1,) * 9 + (3,)):
-        leaves = pair(room, shape, device=device)
-        mine, theirs = run(forced(room, KERNELS[0]), *leaves), run(room.OP.torch, *leaves)
+        leaves = pair(op, shape, device=device)
+        mine, theirs = run(forced(op, KERNELS[0]), *leaves), run(op.torch, *leaves)
         for got, want in zip(mine, theirs, strict=True):
             torch.testing.assert_close(got, want)
 
 
 @forms
 @kernels
-def test_ends(room, options, kernel, device):
+def test_ends(op, options, kernel, device):
     """Infinities, NaN, zeros, both sides of a bound: finite where torch is, and then equal."""
     inf = float("inf")
     values = torch.tensor([inf, -inf, float("nan"), 0.0, -0.0, 1.0, -1.0, 0.7, 100.0, -100.0, 1e30], device=device)
     for value in values:
         x, target = torch.full((5,), value.item(), device=device, requires_grad=True), torch.zeros(5, device=device)
-        mine, theirs = (run(fn, x, target, **options) for fn in (forced(room, kernel), room.OP.torch))
-        if room is bce and value.isinf():  # there inf - inf is torch's, inf or NaN by the order of terms
+        mine, theirs = (run(fn, x, target, **options) for fn in (forced(op, kernel), op.torch))
+        if op is bce and value.isinf():  # there inf - inf is torch's, inf or NaN by the order of terms
             assert not mine[0].isfinite() and not theirs[0].isfinite()
             mine, theirs = mine[1:], theirs[1:]
         if options.get("beta") == 0 and value.isnan():  # torch's slope of |NaN| is 0
@@ -327,20 +328,20 @@ def test_ends(room, options, kernel, device):
             torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@rooms
+@ops
 @kernels
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_random_shapes(room, kernel, data):
+def test_random_shapes(op, kernel, data):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = data.draw(st.lists(st.integers(0, 17), max_size=3))
     if data.draw(st.booleans()):
         shape.append(data.draw(st.sampled_from([127, 128, 129, 511, 1024, 1025])))
     dtype = data.draw(st.sampled_from(DTYPES))
-    leaves, reduction = pair(room, shape, dtype, device), data.draw(st.sampled_from(["mean", "sum"]))
-    mine = run(forced(room, kernel), *leaves, reduction=reduction)
-    own = run(room.OP.torch, *leaves, reduction=reduction)
-    wide = run(room.OP.reference, *to(torch.float64, *leaves), reduction=reduction)
+    leaves, reduction = pair(op, shape, dtype, device), data.draw(st.sampled_from(["mean", "sum"]))
+    mine = run(forced(op, kernel), *leaves, reduction=reduction)
+    own = run(op.torch, *leaves, reduction=reduction)
+    wide = run(op.reference, *to(torch.float64, *leaves), reduction=reduction)
     for got, of, reference in zip(mine, own, wide, strict=True):
         assert got.dtype is of.dtype and got.shape == of.shape
         # Few elements make torch's own error a matter of luck: an ulp and a half besides.
@@ -348,11 +349,11 @@ def test_random_shapes(room, kernel, data):
         assert errors[0] <= 3 * errors[1] + 1.5 * torch.finfo(dtype).eps or not reference.isfinite().all()
 
 
-@rooms
+@ops
 @kernels
-def test_runs_are_bitwise_equal(room, kernel, device):
-    leaves = pair(room, (5, 4099), torch.bfloat16, device)
-    first, second = (run(forced(room, kernel), *leaves) for _ in range(2))
+def test_runs_are_bitwise_equal(op, kernel, device):
+    leaves = pair(op, (5, 4099), torch.bfloat16, device)
+    first, second = (run(forced(op, kernel), *leaves) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 
@@ -366,14 +367,14 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("room, make", MODULES, ids=range(len(MODULES)))
-def test_modules(room, make):
+@pytest.mark.parametrize("op, make", MODULES, ids=range(len(MODULES)))
+def test_modules(op, make):
     """torch's arguments, text, state and results."""
-    ((base, cls),) = room.OP.modules.items()
+    ((base, cls),) = op.modules.items()
     theirs, mine = make(base), make(cls)
     assert issubclass(cls, base) and repr(mine) == repr(theirs)
     assert mine.state_dict().keys() == theirs.state_dict().keys()
-    leaves = pair(room, (33, 64))
+    leaves = pair(op, (33, 64))
     mine.prefer = "memory"
     for module in (mine, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         for got, want in zip(
@@ -383,14 +384,14 @@ def test_modules(room, make):
             torch.testing.assert_close(got, want)
 
 
-@rooms
-def test_transforms_and_fakes(room):
+@ops
+def test_transforms_and_fakes(op):
     """functorch gets torch's own op; a FakeTensor gets shapes, and no kernel runs."""
-    x, target = (t.detach() for t in pair(room, (33, 64)))
-    loss = lambda x: function(room)(x, target, prefer="memory")  # noqa: E731
-    torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.grad(lambda x: room.OP.torch(x, target))(x))
+    x, target = (t.detach() for t in pair(op, (33, 64)))
+    loss = lambda x: function(op)(x, target, prefer="memory")  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.grad(lambda x: op.torch(x, target))(x))
     with FakeTensorMode() as mode:
         x, target = mode.from_tensor(x).requires_grad_(), mode.from_tensor(target)
-        y = function(room)(x, target, prefer="memory")
+        y = function(op)(x, target, prefer="memory")
         y.backward()
         assert y.shape == () and x.grad.shape == x.shape

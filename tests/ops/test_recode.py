@@ -15,7 +15,7 @@ KERNELS = ("cuda", "triton") if torch.cuda.is_available() else ("cpp", "triton")
 F = hfnn.functional
 FUNCTIONS = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x, **how: F.gelu(x, "tanh", **how),
+    "gelu_tanh": lambda x, **how: F.gelu(x, approximate="tanh", **how),
     "silu": F.silu,
     "mish": F.mish,
     "hardswish": F.hardswish,

@@ -23,7 +23,7 @@ NAMES = (
 
 
 def torchs(name):
-    return getattr(hfnn.ops, name).OP.torch
+    return hfnn.ops.OPS[name].torch
 
 
 @pytest.mark.parametrize("gradient", ["contiguous", "permuted"])

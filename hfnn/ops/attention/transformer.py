@@ -23,13 +23,12 @@ from hfnn.ops.attention.multihead import MultiheadAttention
 from hfnn.ops.attention.sdpa import OP
 from hfnn.ops.dropout import Dropout
 from hfnn.ops.dropout_add import dropout_add
-from hfnn.ops.gelu import GELU, gelu
 from hfnn.ops.layer_norm import LayerNorm
 from hfnn.ops.layout import in_rows
 from hfnn.ops.linear import Linear
-from hfnn.ops.relu import ReLU, relu
+from hfnn.ops.piecewise import ReLU, relu
 from hfnn.ops.relu_dropout import relu_dropout
-from hfnn.ops.silu import SiLU, silu
+from hfnn.ops.smooth import GELU, SiLU, gelu, silu
 
 _PARTS = {
     nn.MultiheadAttention: MultiheadAttention,

@@ -1,0 +1,444 @@
+"""Smooth functions of one input: a row each, and what is kept for backward.
+
+Where torch keeps y (sigmoid, tanh, exp, sqrt), so does the room. A second derivative is the first one's expression in
+y, differentiated: in a backward under create_graph=True the saved output comes with its own graph, which leads on to x.
+As in torch, y must not be written to before backward.
+
+Where torch keeps x, x is kept, y carries a recipe, and a consumer rebuilds it. Though some of these could tell their
+derivative from y, y is the user's: to write to, and to hang hooks on that a second derivative would run again. With
+keep="output", y and five bits are kept (recode.py).
+
+The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. Its CUDA kernels give elu, selu,
+celu and hardswish that of one of the branches.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hfnn import recipe
+from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward, forced
+from hfnn.ops import recode, table
+from hfnn.ops.layout import _dense, in_order, ordered
+from hfnn.ops.table import BENCH
+
+_nn = torch._C._nn  # no patch reaches it
+ALL_FLOATS = (*FLOATS, torch.float64)
+_OPS: list[Op] = []
+
+
+@dataclass(frozen=True)
+class Smooth(Op):
+    """A row.
+
+    numbers(*torch's arguments after the input): those that the kernels take after the tensors, or None for torch's own
+    op. formula(x, *numbers): torch's op, for second derivatives. gradient(dy, kept, *numbers): dx by torch's ops; None
+    for the kernel's. casts: kernels take a result of another dtype than x's; else x is cast first.
+    keeps_output: y is kept, not x; gradient is then differentiable, in float32 or wider, and for that alone.
+    fast: the dtypes in which an op of which torch keeps no more than hfnn is not slower on the CPU than torch's.
+    label: the name by which autograd and `hfnn.memory` show it. through_y: the kernel's backward is of y, which is
+    computed again for it. contiguous: torch's result on the CPU is, whatever the input.
+    """
+
+    numbers: Callable = lambda: ()
+    formula: Callable | None = None
+    gradient: Callable | None = None
+    casts: bool = False
+    keeps_output: bool = False
+    fast: tuple[torch.dtype, ...] = ALL_FLOATS
+    label: str = ""
+    through_y: bool = False
+    contiguous: bool = False
+
+    def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
+        """The result by a kernel, or None where torch's own op is to run, or to raise."""
+        try:
+            numbers = self.numbers(*arguments)
+        except TypeError:
+            return None
+        kernel = None if numbers is None else self.select(input, prefer=prefer)
+        if kernel is None:
+            return None
+        if self.keeps_output:
+            if input.is_cpu and input.dtype not in self.fast and forced() is None:
+                return None
+            input = input.to(self.out_dtype(input))  # under autocast, CUDA's exp is float32
+            return self._function.apply(input, self, kernel) if torch.is_grad_enabled() else self.forward(input, kernel)
+        if self.contiguous and input.is_cpu:
+            input = input.contiguous()
+        if keep == "output":
+            y = self._coded(input, numbers, kernel)
+            if y is not None:
+                return y
+        return self._rebuilt(
+            input, numbers, self.out_dtype(input), kernel
+        )  # under autocast, CUDA's softplus is float32
+
+    def fused(self, x, out, prefer: str, **options):
+        """The result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
+
+        For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+        Under autocast some of them return float32 from a narrower x.
+        """
+        kernel = self.select(x, prefer=prefer)
+        return None if kernel is None else self._rebuilt(x, self.numbers(**options), out, kernel)
+
+    def forward(self, x, kernel, numbers=(), out=None, again=False):
+        """y of x by a kernel; again: in backward, to be rounded as forward's y and its cast to `out` are."""
+        x = _dense(x)
+        y = torch.empty_like(x, dtype=out)
+        (kernel.rebuild if again else kernel.forward)(
+            in_order(x), in_order(y), *(numbers or self.numbers()), kernel.queue(x)
+        )
+        return y
+
+    def backward(self, dy, x, numbers, kernel):
+        """dx of dy and of what is kept."""
+        if self.gradient is not None and not self.keeps_output:
+            dy, x = ordered(dy, x)  # torch's bits depend on the layout
+            return self.gradient(dy, x, *numbers)
+        kept = self.forward(x, kernel, numbers) if self.through_y else x
+        dy, kept = ordered(dy, kept)
+        dx = torch.empty_like(kept)
+        kernel.backward(in_order(dy), in_order(kept), in_order(dx), *numbers, kernel.queue(kept))
+        return dx
+
+    def build(self, numbers, out, kernel, into=None):
+        """y of x: in forward, and again in backward, there as a cast to the dtype `into` leaves it."""
+
+        def build(x):
+            x = x if self.casts and not torch.is_grad_enabled() else x.to(out)
+            if torch.is_grad_enabled():
+                y = self.formula(x, *numbers)
+                return y if into is None else y.to(into)
+            return self.forward(x, kernel, numbers, into or out, into is not None)
+
+        if self.casts:
+            build.into = lambda dtype: self.build(numbers, out, kernel, dtype)
+        return build
+
+    def _rebuilt(self, x, *how):
+        return self._function.apply(x, self, *how) if torch.is_grad_enabled() else self.build(*how)(x)
+
+    @functools.cached_property
+    def _function(self) -> type:
+        return type(f"_{self.label}", (_KeepsOutput if self.keeps_output else _KeepsInput,), {})
+
+    def _coded(self, x, numbers, kernel):
+        return recode.keeping_output(
+            x,
+            (self.name, *numbers, kernel.name),
+            self.build(numbers, x.dtype, kernel),
+            lambda dy, x: self.backward(dy, x, numbers, kernel),
+            lambda x: self.formula(x, *numbers),
+        )
+
+
+class _KeepsOutput(Function):
+    @staticmethod
+    def forward(ctx, x, op, kernel):
+        y = op.forward(x, kernel)
+        ctx.save_for_backward(y)
+        ctx.op, ctx.kernel = op, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            wide = torch.promote_types(y.dtype, torch.float32)
+            return ctx.op.gradient(dy.to(wide), y.to(wide)).to(y.dtype), None, None
+        return ctx.op.backward(dy, y, ctx.op.numbers(), ctx.kernel), None, None
+
+
+class _KeepsInput(Function):
+    @staticmethod
+    def forward(ctx, x, op, numbers, out, kernel):
+        recipe.save(ctx, x)
+        ctx.op, ctx.numbers, ctx.out, ctx.kernel = op, numbers, out, kernel
+        build = op.build(numbers, out, kernel)
+        return recipe.attach(ctx, build(x), build, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = recipe.saved(ctx)
+        op = ctx.op
+        if torch.is_grad_enabled():
+            formula = lambda x: op.formula(x.to(ctx.out), *ctx.numbers)  # noqa: E731
+            return *double_backward(formula, (x,), ctx.needs_input_grad[:1], dy), None, None, None, None
+        dx = op.backward(dy, x if op.casts else x.to(ctx.out), ctx.numbers, ctx.kernel)
+        return dx.to(x.dtype), None, None, None, None
+
+
+def _document(op, text, kept, keep, names) -> str:
+    known = "torch.nn.functional" if hasattr(F, op.name) else "torch"
+    text = inspect.cleandoc(text)
+    lines = [
+        text if op.torch is op.reference else f"`{known}.{op.name}`: {text}",
+        "",
+        "y is kept, as by torch." if kept else "Keeps its input, and lets its consumer rebuild the output.",
+        "Shapes: any; the result has the shape and dtype that torch gives it.",
+    ]
+    if "inplace" in names:
+        lines.append("With inplace=True torch's own op runs.")
+    if keep:
+        lines.append(
+            'keep="output": bfloat16 keeps y and five bits an element instead, with the same gradient to the bit, for '
+            "where the consumer is not hfnn's and keeps y anyway (hfnn/ops/recode.py). y must then not be written to "
+            "before backward. Raises ValueError for another `keep`."
+        )
+    lines.append('prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.')
+    return "\n".join(lines)
+
+
+def _normal(shape, generator, *options):
+    return torch.randn(shape, generator=generator).mul(2)
+
+
+def _row(
+    name, text, torchs, base, reference, floor, numbers, values=((),), draw=_normal, keep=False, named=False, **more
+):
+    """The function of an op, and its module where there is one. text: the definition, and whose.
+
+    base: torch's class, the name of one that torch has not, or None. floor: from how many elements on the C++ kernel is
+    faster than torch. values: options of the contract's cases; draw(shape, generator, *options): an input for them.
+    keep: whether y may be kept instead (recode.py). named: torch takes the arguments by name alone.
+    """
+    parameters = list(inspect.signature(numbers).parameters.values())
+    names = [p.name for p in parameters]
+    kept = more.get("keeps_output", False)
+    defaults = {"kernels": _kernels("unary", floor), "bench": ((*BENCH, *values[0]),)}
+    label, base = (base, nn.Module) if isinstance(base, str) else (base.__name__ if base else name, base)
+    op = Smooth(
+        name, reference, torchs, label=label, sample=table.sampler(draw, names[: len(values[0])]), numbers=numbers,
+        cases=table.cases(values), small=(3, 5, *values[0]), saves=not kept, recipe=not kept, **{**defaults, **more},
+    )  # fmt: skip
+    _OPS.append(op)
+    function = table.function(
+        op, parameters, _document(op, text, kept, keep, names), recode.KEEPS if keep else (), named
+    )
+    if base is None:
+        return function
+    return function, table.module(op, base, label, function, recode.KEEPS[0] if keep else None)
+
+
+def _kernels(source: str, floor: int, *first: Kernel) -> tuple[Kernel, ...]:
+    return (
+        *first,
+        Kernel("triton", f"hfnn.kernels.{source}", "cuda", min_elements=1 << 24),
+        Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", ALL_FLOATS, min_elements=floor),
+    )
+
+
+# What csrc/unary.h has, by its number there.
+
+
+def _kind(number: int) -> Callable:
+    return lambda: (number, 0.0, 0.0, 0.0)
+
+
+def _kind_or_inplace(number: int) -> Callable:
+    return lambda inplace=False: None if inplace else (number, 0.0, 0.0, 0.0)
+
+
+def _without_numbers(formula: Callable) -> Callable:
+    return lambda x, *numbers: formula(x)
+
+
+sigmoid, Sigmoid = _row(
+    "sigmoid", "y = 1 / (1 + exp(-x)), dy/dx = y (1 - y).", torch.sigmoid, nn.Sigmoid,
+    lambda x: 1 / (1 + torch.exp(-x)), 1 << 22, _kind(0), keeps_output=True, fast=FLOATS,
+    gradient=lambda dy, y: dy * (y * (1 - y)),
+)  # fmt: skip
+
+tanh, Tanh = _row(
+    "tanh", "y = tanh(x), dy/dx = 1 - y^2. In float32 on the CPU torch's own op runs.", torch.tanh, nn.Tanh,
+    lambda x: torch.tanh(x), 1 << 15, _kind(1), keeps_output=True, fast=(torch.bfloat16, torch.float16),
+    gradient=lambda dy, y: dy * (1 - y * y),
+)  # fmt: skip
+
+exp = _row(
+    "exp", "y = exp(x), dy/dx = y.", torch.exp, None,
+    lambda x: torch.exp(x), 1 << 22, _kind(6), keeps_output=True, fast=FLOATS, gradient=lambda dy, y: dy * y,
+)  # fmt: skip
+
+sqrt = _row(
+    "sqrt", "y = sqrt(x), dy/dx = 1 / (2 y).", torch.sqrt, None,
+    lambda x: torch.sqrt(x), 1 << 19, _kind(7), keeps_output=True, gradient=lambda dy, y: dy / (2 * y),
+    draw=lambda shape, generator: _normal(shape, generator).abs().add(1 / 16),  # at 0 the derivative is infinite
+)  # fmt: skip
+
+
+def _softplus(x, beta=1.0, threshold=20.0):
+    z = x * beta
+    return torch.where(z > threshold, x, (z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))) / beta)
+
+
+softplus, Softplus = _row(
+    "softplus",
+    """y = log(1 + exp(beta x)) / beta, x itself where beta x > threshold; dy/dx = sigmoid(beta x). With beta <= 0
+    torch's own op runs.
+
+    Dugas et al., "Incorporating Second-Order Functional Knowledge for Better Option Pricing", 2000.""",
+    F.softplus, nn.Softplus, _softplus, 1 << 17,
+    lambda beta=1, threshold=20: (2, float(beta), float(threshold), 0.0) if beta > 0 else None,
+    values=((1.0,), (2.5,)),
+    formula=lambda x, kind, beta, threshold, _: _nn.softplus(x, beta, threshold),
+    gradient=lambda dy, x, kind, beta, threshold, _: torch.ops.aten.softplus_backward(dy, x, beta, threshold),
+)  # fmt: skip
+
+logsigmoid, LogSigmoid = _row(
+    "logsigmoid",
+    """y = min(x, 0) - log(1 + exp(-|x|)), dy/dx = 1 - exp(y). torch keeps x, and on the CPU a buffer of its size.""",
+    F.logsigmoid, nn.LogSigmoid, lambda x: x.clamp(max=0) - torch.log1p(torch.exp(-x.abs())), 1 << 17, _kind(3),
+    formula=_without_numbers(_nn.log_sigmoid), through_y=True, contiguous=True,
+)  # fmt: skip
+
+
+# elu, and with other numbers selu and celu: y = scale x for x > 0, else scale alpha (exp(input_scale x) - 1).
+
+
+def _elu_like(alpha, scale=1.0, input_scale=1.0):
+    return 4, float(alpha), scale, input_scale
+
+
+def _away_from_0(shape, generator, *options):
+    """Not within 1e-2 of 0, where the slope may jump."""
+    x = _normal(shape, generator)
+    return x + torch.where(x < 0, -1e-2, 1e-2)
+
+
+_ELU_LIKE = {
+    "formula": lambda x, kind, *numbers: _nn.elu(x, *numbers),
+    "gradient": lambda dy, x, kind, *numbers: torch.ops.aten.elu_backward(dy, *numbers, False, x),
+    "draw": _away_from_0,
+}
+_SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+elu, ELU = _row(
+    "elu",
+    """y = x for x > 0, else alpha (exp(x) - 1).
+
+    Clevert, Unterthiner and Hochreiter, "Fast and Accurate Deep Network Learning by Exponential Linear Units (ELUs)",
+    2015. https://arxiv.org/abs/1511.07289""",
+    F.elu, nn.ELU, lambda x, alpha=1.0: torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0))), 1 << 15,
+    lambda alpha=1.0, inplace=False: None if inplace else _elu_like(alpha), values=((1.0,), (1.3,)), **_ELU_LIKE,
+)  # fmt: skip
+
+selu, SELU = _row(
+    "selu",
+    """y = scale x for x > 0, else scale alpha (exp(x) - 1), for two fixed numbers.
+
+    Klambauer et al., "Self-Normalizing Neural Networks", NeurIPS 2017. https://arxiv.org/abs/1706.02515""",
+    F.selu, nn.SELU, lambda x: _SELU[1] * torch.where(x > 0, x, _SELU[0] * torch.expm1(x.clamp(max=0))), 1 << 15,
+    lambda inplace=False: None if inplace else _elu_like(*_SELU), **_ELU_LIKE,
+)  # fmt: skip
+
+celu, CELU = _row(
+    "celu",
+    """y = x for x > 0, else alpha (exp(x / alpha) - 1). With alpha <= 0 torch's own op runs.
+
+    Barron, "Continuously Differentiable Exponential Linear Units", 2017. https://arxiv.org/abs/1704.07483""",
+    F.celu, nn.CELU, lambda x, alpha=1.0: torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0) / alpha)), 1 << 15,
+    lambda alpha=1.0, inplace=False: _elu_like(alpha, 1.0, 1 / alpha) if alpha > 0 and not inplace else None,
+    values=((1.0,), (0.7,)), **_ELU_LIKE,
+)  # fmt: skip
+
+softsign, Softsign = _row(
+    "softsign",
+    """y = x / (1 + |x|), dy/dx = 1 / (1 + |x|)^2 = (1 - |y|)^2.
+
+    torch computes it by three ops and keeps x and 1 + |x|. Where |y| nears 1 the derivative, which is told from y, is
+    as exact as y is: to an ulp of 1, not of itself. From a power of two on at which the dtype rounds 1 + |x| to |x|, it
+    is 0.""",
+    F.softsign, nn.Softsign, lambda x: x / (1 + x.abs()), 1 << 13, _kind(5),
+    formula=_without_numbers(F.softsign), through_y=True,
+)  # fmt: skip
+
+mish, Mish = _row(
+    "mish",
+    """y = x tanh(log(1 + exp(x))).
+
+    Misra, "Mish: A Self Regularized Non-Monotonic Activation Function", 2019. https://arxiv.org/abs/1908.08681""",
+    F.mish, nn.Mish, lambda x: x * torch.tanh(x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))), 1 << 13,
+    _kind_or_inplace(8), keep=True, likes={"": {}}, formula=_without_numbers(_nn.mish),
+)  # fmt: skip
+
+
+def _hardswish(x):
+    """With torch's slopes at -3 and 3."""
+    return torch.where(x >= 3, x, torch.where(x <= -3, 0, x * (x + 3) / 6))
+
+
+def _away_from_3(shape, generator):
+    x = _normal(shape, generator)
+    return torch.where((x.abs() - 3).abs() < 1e-2, x * 1.02, x)
+
+
+hardswish, Hardswish = _row(
+    "hardswish",
+    """y = x min(max(x + 3, 0), 6) / 6; dy/dx = 0 up to -3, 1 from 3 on, else (2 x + 3) / 6.
+
+    Howard et al., "Searching for MobileNetV3", 2019. https://arxiv.org/abs/1905.02244""",
+    F.hardswish, nn.Hardswish, _hardswish, 1 << 22, _kind_or_inplace(9), keep=True, likes={"": {}},
+    formula=_without_numbers(_nn.hardswish), draw=_away_from_3,
+)  # fmt: skip
+
+
+def _quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+_HENDRYCKS = 'Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016. https://arxiv.org/abs/1606.08415'
+
+quick_gelu, QuickGELU = _row(
+    "quick_gelu",
+    f"""x sigmoid(1.702 x), the approximation of gelu in CLIP, in one op; without a kernel by torch's.
+
+    {_HENDRYCKS}""",
+    _quick_gelu, "QuickGELU", _quick_gelu, 1 << 15, _kind(10), keep=True, likes={"": {}},
+    formula=_without_numbers(_quick_gelu),
+)  # fmt: skip
+
+# Kernels of their own.
+
+
+def _gelu(x, *, approximate="none"):
+    if approximate == "tanh":
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+_FORMS = {"none": (False,), "tanh": (True,)}
+
+gelu, GELU = _row(
+    "gelu",
+    f"""y = x Phi(x) = x / 2 (1 + erf(x / sqrt(2))) with approximate="none", x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715
+    x^3))) with "tanh".
+
+    {_HENDRYCKS}""",
+    F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate), keep=True,
+    values=(("none",), ("tanh",)), likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
+    kernels=_kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
+    bench=((*BENCH, "none"), (*BENCH, "tanh")), casts=True,
+    formula=lambda x, by_tanh: _nn.gelu(x, approximate="tanh" if by_tanh else "none"),
+)  # fmt: skip
+
+silu, SiLU = _row(
+    "silu",
+    f"""y = x sigmoid(x) = x / (1 + exp(-x)), also called swish.
+
+    {_HENDRYCKS}
+    Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
+    Learning", 2017. https://arxiv.org/abs/1702.03118""",
+    F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (), keep=True,
+    likes={"": {}}, kernels=_kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
+)  # fmt: skip
+
+OPS = tuple(_OPS)
