@@ -33,15 +33,6 @@ NAMES = ("torch", "cpp", "triton", "cuda")
 WORTH_ELEMENTS = 1 << 21
 
 
-class Function(torch.autograd.Function):
-    """For rooms: `apply` is C++'s, without torch's Python for functorch, which `context` has excluded: half the price.
-
-    Backward may leave gradients in another dtype than the inputs': the engine casts them.
-    """
-
-    apply = vars(torch._C._FunctionBase)["apply"]
-
-
 class NoKernel(RuntimeError):
     """The kernel asked for with `hfnn.use` cannot run this call; the message has every reason."""
 
@@ -400,18 +391,3 @@ def _log_once(op: Op, why: str, dtype: torch.dtype) -> None:
     if kind not in _logged:
         _logged.add(kind)
         log.warning("torch's own op runs instead of hfnn's (said once): %s", why)
-
-
-def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], dy: torch.Tensor) -> tuple:
-    """Gradients that can be differentiated again, for a backward that runs under create_graph=True.
-
-    Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
-    """
-    with torch.enable_grad():
-        # Aliases, for one tensor may stand in several places, each with a gradient of its own; of their own, too, where
-        # a weight was frozen after forward.
-        alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
-        inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
-        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(formula(*inputs), wanted, dy, create_graph=True))
-    return tuple(next(grads) if need else None for need in needs)

@@ -14,7 +14,8 @@ import weakref
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hfnn.kernel import Function, context
+from hfnn.function import Function
+from hfnn.kernel import context
 from hfnn.recorded import METADATA, name_of
 
 # Whether the graph is there for another backward after the one that runs.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hfnn import bits
+from hfnn.function import Function
 from hfnn.kernel import Op
 from hfnn.ops import max_pool
 from hfnn.ops.avg_pool import Keeps, sizes_of, takes
@@ -35,7 +36,7 @@ def _begins(inputs: int, outputs: int, d: int, device):
     return (torch.arange(outputs, device=device) * inputs // outputs).view(-1, *(1,) * (d - 1))
 
 
-class _AdaptiveMaxPool(torch.autograd.Function):
+class _AdaptiveMaxPool(Function):
     @staticmethod
     def forward(ctx, x, sizes):
         y, at = _FORWARD[len(sizes)](x, sizes)

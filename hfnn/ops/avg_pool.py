@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, autocasting, compiling, context, forced, is_plain
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
@@ -44,7 +45,7 @@ class Keeps:
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device)
 
 
-class _AvgPool(torch.autograd.Function):
+class _AvgPool(Function):
     @staticmethod
     def forward(ctx, x, before, forward, backward, arguments):
         own, link = links(x, before)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.kernel import FLOATS, Kernel, Op, double_backward, is_plain
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, Op, is_plain
 from hfnn.ops.layer_norm import statistics_dtype
 
 
@@ -123,7 +124,7 @@ def _forward(x, target, weight, options, reduction, out_dtype, kernel):
     return torch.div(sums[0], total, out=loss), lse_R, slope_R, sums[1] if weighted_mean else None
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, target, weight, options, reduction, out_dtype, kernel):
         loss, lse_R, slope_R, total = _forward(x, target, weight, options, reduction, out_dtype, kernel)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from hfnn import recipe
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
@@ -50,7 +51,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Function):
     """Linear in x, so its own backward: the same mask and scale applied to dy."""
 
     @staticmethod

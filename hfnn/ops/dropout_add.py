@@ -10,7 +10,8 @@ by torch's rules of promotion, and dx is in low precision again.
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Function, Kernel, Op
+from hfnn.function import Function
+from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import dropout
 from hfnn.ops.layout import in_rows, like_dy
 

@@ -13,6 +13,7 @@ prefer="memory" always.
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced, is_plain
 
 _embedding_of_torch = nn.functional.embedding
@@ -46,7 +47,7 @@ OP = Op(
 FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, scale_grad_by_freq):
         ctx.save_for_backward(narrow(ids))

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
 from hfnn.ops.table import BENCH

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layout import in_rows
 
 

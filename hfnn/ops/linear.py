@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import Function, Op, compiling, context
+from hfnn.function import Function
+from hfnn.kernel import Op, compiling, context
 from hfnn.recipe import as_dtype
 
 _linear_of_torch, _autocasting = nn.functional.linear, torch._C._is_any_autocast_enabled

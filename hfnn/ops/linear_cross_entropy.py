@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.kernel import Kernel, Op, double_backward
+from hfnn.function import Function, double_backward
+from hfnn.kernel import Kernel, Op
 from hfnn.ops import cross_entropy as logits_room
 from hfnn.ops import head
 from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
@@ -260,7 +261,7 @@ def _spread(dhidden, rows: Rows, hidden):
     return dhidden.view(hidden.shape).to(hidden.dtype)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, token_weight, call):
         needs = ctx.needs_input_grad[:3]

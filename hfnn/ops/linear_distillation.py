@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op, autocasting, context
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
@@ -193,7 +194,7 @@ class _Weights:
         return tuple(head.gathered(t) for t in self._tensors)
 
 
-class _LinearDistillation(torch.autograd.Function):
+class _LinearDistillation(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, kept, call):
         needs = ctx.needs_input_grad[:3]

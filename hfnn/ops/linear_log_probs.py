@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import cross_entropy, head
 
@@ -81,7 +82,7 @@ def local_target(target, vocabulary: int, group):
     return target - torch.cat(sizes)[: torch.distributed.get_rank(group)].sum()
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _LinearLogProbs(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, numbers, ignore_index, dtype, max_bytes, group, kernel):
         flat = target.reshape(-1)

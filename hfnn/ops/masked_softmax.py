@@ -12,6 +12,7 @@ What does not count is 0 in y and in the gradient, whatever its x and dy are, an
 
 import torch
 
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op, autocasting, is_plain
 
 INF = float("inf")
@@ -100,7 +101,7 @@ def _compute(x, mask, scale, shift, out, kernel):
     return y
 
 
-class _MaskedSoftmax(torch.autograd.Function):
+class _MaskedSoftmax(Function):
     @staticmethod
     def forward(ctx, x, mask, scale, shift, out, kernel):
         y = _compute(x, mask, scale, shift, out, kernel)

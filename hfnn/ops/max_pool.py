@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hfnn import bits
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
@@ -102,7 +103,7 @@ def _values(x, geometry, kernel):
     return y, codes_, layout
 
 
-class _MaxPool(torch.autograd.Function):
+class _MaxPool(Function):
     @staticmethod
     def forward(ctx, x, before, geometry, kernel):
         y, codes, layout = _values(x, geometry, kernel)
@@ -132,7 +133,7 @@ def _gathered(dy, packed, geometry, layout, shape, kernel):
     return dx
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """dx of dy where it is to be differentiated: each output's gradient is that of the element it came from."""
 
     @staticmethod

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.kernel import Op, autocasting, compiling, context, double_backward, forced
+from hfnn.function import Function, double_backward
+from hfnn.kernel import Op, autocasting, compiling, context, forced
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -48,7 +49,7 @@ OP = Op(
 )
 
 
-class _NLLLoss(torch.autograd.Function):
+class _NLLLoss(Function):
     @staticmethod
     def forward(ctx, x, before, target, weight, reduction, ignore_index):
         many = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward

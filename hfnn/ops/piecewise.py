@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn import bits
-from hfnn.kernel import FLOATS, Function, Kernel, Op
+from hfnn.function import Function
+from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
@@ -82,7 +83,7 @@ class _Piecewise(Function):
         return dx, *(None,) * 7
 
 
-class _Gradient(torch.autograd.Function):
+class _Gradient(Function):
     """dx of dy, for a backward that is to be differentiated: linear in dy, so its own backward."""
 
     @staticmethod

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn.kernel import FLOATS, Function, Kernel, Op, is_plain
+from hfnn.function import Function
+from hfnn.kernel import FLOATS, Kernel, Op, is_plain
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype

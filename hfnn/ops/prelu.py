@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hfnn import bits
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
@@ -53,7 +54,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _PReLU(torch.autograd.Function):
+class _PReLU(Function):
     @staticmethod
     def forward(ctx, x, before, weight):
         own, link = links(x, before)

@@ -11,6 +11,7 @@ In one pass, which keeps its inputs and a number a head. A consumer that would k
 import torch
 
 from hfnn import recipe
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import rms_norm, rope
 from hfnn.ops.layer_norm import statistics_dtype
@@ -106,7 +107,7 @@ def _tables(cos, sin, position_ids):
     return table(cos), table(sin), rows_index(position_ids)
 
 
-class _QkNormRope(torch.autograd.Function):
+class _QkNormRope(Function):
     @staticmethod
     def forward(ctx, query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how, kernel):
         weights, tables = (query_weight, key_weight), (cos, sin, position_ids)

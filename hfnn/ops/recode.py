@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from hfnn.kernel import Kernel, Op, double_backward
+from hfnn.function import Function, double_backward
+from hfnn.kernel import Kernel, Op
 from hfnn.ops.layout import _alike, _dense, _flat
 
 KEEPS = ("input", "output")
@@ -127,7 +128,7 @@ def _decode(y, packed, way):
     return x
 
 
-class _KeepsCodes(torch.autograd.Function):
+class _KeepsCodes(Function):
     """y, and a handle by which a second derivative finds its way to x.
 
     x is decoded from y and codes, which lead to it along no graph. The handle is a second output of the function, in
@@ -159,7 +160,7 @@ class _KeepsCodes(torch.autograd.Function):
         return dx if dhandle is None else dx + dhandle, None
 
 
-class _Decoded(torch.autograd.Function):
+class _Decoded(Function):
     """x, as a function of the handle that stands for it."""
 
     @staticmethod

@@ -9,6 +9,7 @@ keeps anyway, says all that backward needs, where torch keeps relu's result and 
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import draw
@@ -52,7 +53,7 @@ OP = Op(
 _passes = OP.passes
 
 
-class _ReluDropout(torch.autograd.Function):
+class _ReluDropout(Function):
     @staticmethod
     def forward(ctx, x, p, drawn, kernel):
         y = _compute(x, p, drawn, kernel)

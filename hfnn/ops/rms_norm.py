@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 from hfnn.ops.layout import in_rows, like_dy
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hfnn import recipe
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op, is_plain
 
 _HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
@@ -153,7 +154,7 @@ def _compute(query, key, cos, sin, position_ids, how, kernel):
     return results
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     """Linear in queries and keys, so its own backward: the same angles, the other way round."""
 
     @staticmethod

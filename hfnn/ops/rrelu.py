@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hfnn import bits
+from hfnn.function import Function
 from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import draw
@@ -43,7 +44,7 @@ OP = Op(
 )
 
 
-class _RReLU(torch.autograd.Function):
+class _RReLU(Function):
     @staticmethod
     def forward(ctx, x, *how):
         ctx.save_for_backward(bits.pack(x <= 0))

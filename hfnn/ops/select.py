@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from hfnn import bits
-from hfnn.kernel import FLOATS, Function, Kernel, Op, is_plain
+from hfnn.function import Function
+from hfnn.kernel import FLOATS, Kernel, Op, is_plain
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn import recipe
-from hfnn.kernel import FLOATS, Function, Kernel, Op, double_backward, forced
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, Op, forced
 from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, in_order, ordered
 from hfnn.ops.table import BENCH

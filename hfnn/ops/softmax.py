@@ -11,6 +11,7 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 import torch
 from torch import nn
 
+from hfnn.function import Function
 from hfnn.kernel import FLOATS, Kernel, Op
 
 
@@ -54,7 +55,7 @@ def _compute(x, out_dtype, log, kernel):
     return y
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, out_dtype, log, kernel):
         y = _compute(x, out_dtype, log, kernel)

@@ -76,6 +76,8 @@ def draw_round(rng) -> list:
     steps = []
     if rng.random() < 0.4:
         steps.append(draw_change(rng))
+        if steps[0][0] in ("hook", "mode") and rng.random() < 0.3:  # does it outlive them?
+            steps.append((rng.choice(("deepcopy", "pickle", "revert", "revert")),))
     if rng.random() < 0.15:
         steps.append(("write", "x", rng.choice(WRITES)))
     for _ in range(rng.choice((1, 1, 1, 2))):

@@ -53,9 +53,8 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 
 
 def _batched(program, difference):
-    """`is_grads_batched` hands kernels tensors that only vmap knows."""
-    texts = "kernels take dense, real tensors", "Batching rule", "vmap:", "inside of vmap"
-    return _step(program, difference) == "batched" and _says(difference, *texts)
+    """Those of torch's batched gradients depend on the batching rules of each op."""
+    return _step(program, difference) == "batched" and difference.how == "strides"
 
 
 def _between(program, steps, until) -> bool:
@@ -277,6 +276,7 @@ def _sign_of_rounding(program, difference):
 
 
 WAITING = (
+    Known("strides of batched gradients", "nothing", _batched),
     Known("AdamW steps by the sign of a rounding error", "nothing", _sign_of_rounding),
     Known("weights written before backward, under autocast", "the redesign", _weight_written),
     Known("written sources, partial backward", "the redesign", _written_source),
@@ -292,7 +292,6 @@ WAITING = (
     Known("hooks on flat maps, second derivatives", "the redesign", _hook_given_none),
     Known("strides of RReLU's gradient, which stock here has by its definition", "nothing", _strides_by_definition),
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
-    Known("batched gradients", "the redesign", _batched),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
     Known("unseen writes to sources of recipes", "the redesign", _recipe_suffers),
     Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),

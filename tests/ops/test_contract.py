@@ -275,6 +275,23 @@ def test_gradcheck(op, kernel, device, dtype, case):
         assert torch.autograd.gradgradcheck(fn, tensors(args))
 
 
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
+def test_batched_gradients(op, kernel, device, dtype, case):
+    """What `is_grads_batched` and vmap ask for at once is what backward gives one after another."""
+    args, kwargs = op.sample(op.small, dtype, device)
+    args = leaves(args)
+    with hfnn.use(kernel.name):
+        y = function(op)(*args, **kwargs)
+    dys = torch.randn(3, *y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+
+    def gradients(dy, **batched):
+        return torch.autograd.grad(y, tensors(args), dy, retain_graph=True, **batched)
+
+    found = gradients(dys, is_grads_batched=True), torch.func.vmap(gradients)(dys)
+    for i, each in enumerate(zip(*map(gradients, dys), strict=True)):
+        assert torch.equal(found[0][i], torch.stack(each)) and torch.equal(found[1][i], torch.stack(each))
+
+
 @ragged
 def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)

@@ -15,7 +15,8 @@ import math
 
 import torch
 
-from hfnn.kernel import FLOATS, Function, Kernel, NoKernel, Op, compiling, double_backward, forced
+from hfnn.function import Function, double_backward
+from hfnn.kernel import FLOATS, Kernel, NoKernel, Op, compiling, forced
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors

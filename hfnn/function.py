@@ -1,0 +1,99 @@
+"""Autograd functions of rooms, and what their backward has in common."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+_functorch, _has_storage = torch._C._functorch, torch._C._has_storage
+_LEVEL = 1  # of is_grads_batched, which does not nest
+
+
+class Function(torch.autograd.Function):
+    """`apply` is C++'s, without torch's Python for functorch, which `kernel.context` has excluded: half the price.
+
+    Backward may leave gradients in another dtype than the inputs': the engine casts them. It is called for each of the
+    gradients that a batched one stands for (`is_grads_batched=True`, or a backward inside `torch.func.vmap`), for
+    kernels take memory.
+    """
+
+    apply = vars(torch._C._FunctionBase)["apply"]
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        own = vars(cls).get("backward")
+        if own is not None:
+            cls.backward = staticmethod(_one_by_one(own.__func__))
+
+
+def _one_by_one(backward: Callable) -> Callable:
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        for dy in grads:
+            if dy is not None and not _has_storage(dy):
+                return _of_many(checked, backward, ctx, grads)
+        return backward(ctx, *grads)
+
+    return checked
+
+
+class _Context:
+    """A ctx whose saved tensors are unpacked once: a checkpoint hands them out no second time."""
+
+    def __init__(self, ctx):
+        vars(self)["_ctx"] = ctx
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._ctx, name, value)
+
+    @functools.cached_property
+    def saved_tensors(self):
+        return self._ctx.saved_tensors
+
+
+def _of_many(checked, backward, ctx, grads):
+    """The gradients of each, batched as those given."""
+    if any(dy is not None and _functorch.is_legacy_batchedtensor(dy) for dy in grads):
+        level, batched, plain = _LEVEL, torch._add_batch_dim, contextlib.nullcontext
+        apart = [_legacy(dy) for dy in grads]
+    elif any(dy is not None and _functorch.is_batchedtensor(dy) for dy in grads):
+        level = max(_functorch.maybe_get_level(dy) for dy in grads if dy is not None)
+        batched, plain = _functorch._add_batch_dim, temporarily_pop_interpreter_stack
+        apart = [(dy, None) if dy is None else _functorch._unwrap_batched(dy, level) for dy in grads]
+    else:  # a sparse one, say
+        return backward(ctx, *grads)
+    count = next(dy.shape[dim] for dy, dim in apart if dim is not None)
+    context = _Context(ctx)
+    with plain():
+        each = [
+            checked(context, *(dy if dim is None else dy.select(dim, i) for dy, dim in apart)) for i in range(count)
+        ]
+        each = [found if isinstance(found, tuple) else (found,) for found in each]
+        stacked = [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
+    return tuple(None if dx is None else batched(dx, 0, level) for dx in stacked)
+
+
+def _legacy(dy):
+    if dy is None or not _functorch.is_legacy_batchedtensor(dy):
+        return dy, None
+    return torch._remove_batch_dim(dy, _LEVEL, 0, 0), 0
+
+
+def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], dy: torch.Tensor) -> tuple:
+    """Gradients that can be differentiated again, for a backward that runs under create_graph=True.
+
+    Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
+    """
+    with torch.enable_grad():
+        # Aliases, for one tensor may stand in several places, each with a gradient of its own; of their own, too, where
+        # a weight was frozen after forward.
+        alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
+        inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
+        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(formula(*inputs), wanted, dy, create_graph=True))
+    return tuple(next(grads) if need else None for need in needs)
