@@ -10,6 +10,7 @@ generator, so `torch.manual_seed` and the recomputation of activation checkpoint
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 
 from hfnn import recipe
@@ -68,7 +69,16 @@ class _Dropout(Function):
         (pair,) = ctx.saved_tensors
         recipe.release(ctx)
         dx = _build(*ctx.how)(dy, pair)
-        return dx if dx.stride() == dy.stride() else laid(dx, result_strides(dy, dx)), *[None] * 6
+        return _as_torchs(dx, dy), *[None] * 6
+
+
+def _as_torchs(dx, dy):
+    """dx in the layout of torch's: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's."""
+    if dx.is_contiguous() and dy.is_contiguous():
+        return dx
+    if dy.is_cuda:
+        return dx.contiguous(memory_format=suggest_memory_format(dy))
+    return dx if dx.stride() == dy.stride() else laid(dx, result_strides(dy, dx))
 
 
 def _build(p, seed, offset, kernel, strides=None):
