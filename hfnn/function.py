@@ -1,6 +1,5 @@
 """Autograd functions of rooms, and what their backward has in common."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
 _LEVEL = 1  # of is_grads_batched, which does not nest
+_REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))
 
 
 class Function(torch.autograd.Function):
@@ -59,7 +59,8 @@ class _Context:
 def _of_many(checked, backward, ctx, grads):
     """The gradients of each, batched as those given."""
     if any(dy is not None and _functorch.is_legacy_batchedtensor(dy) for dy in grads):
-        level, batched, plain = _LEVEL, torch._add_batch_dim, contextlib.nullcontext
+        level, batched = _LEVEL, torch._add_batch_dim
+        plain = functools.partial(torch._C._ExcludeDispatchKeyGuard, _REFUSES_TO_DRAW)
         apart = [_legacy(dy) for dy in grads]
     elif any(dy is not None and _functorch.is_batchedtensor(dy) for dy in grads):
         level = max(_functorch.maybe_get_level(dy) for dy in grads if dy is not None)

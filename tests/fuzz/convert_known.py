@@ -53,8 +53,9 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 
 
 def _batched(program, difference):
-    """Those of torch's batched gradients depend on the batching rules of each op."""
-    return _step(program, difference) == "batched" and difference.how == "strides"
+    """Strides of torch's batched gradients depend on each op's batching rule; some ops have none, or draw numbers."""
+    refused = difference.how == "raises not" and _refused(difference, "vmap:", "Batching rule")
+    return _step(program, difference) == "batched" and (difference.how == "strides" or refused)
 
 
 def _between(program, steps, until) -> bool:
@@ -276,7 +277,7 @@ def _sign_of_rounding(program, difference):
 
 
 WAITING = (
-    Known("strides of batched gradients", "nothing", _batched),
+    Known("batched gradients as torch's rules have them", "nothing", _batched),
     Known("AdamW steps by the sign of a rounding error", "nothing", _sign_of_rounding),
     Known("weights written before backward, under autocast", "the redesign", _weight_written),
     Known("written sources, partial backward", "the redesign", _written_source),
