@@ -3,6 +3,7 @@
     bench/models.py                                         # every model in every mode
     bench/models.py --models gpt2 vit --modes eager hfnn
     bench/models.py --depth                                 # what a layer keeps for backward, see depth.py
+    bench/models.py --pairs                                 # converted beside stock, step by step, see pairs.py
     bench/models.py --device cpu --tiny                     # whether it runs at all
 
 A step is zero_grad, forward with labels, backward and AdamW, under autocast to bfloat16, on random weights and one
@@ -78,13 +79,19 @@ class Training:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = of.build(options.layers, options.tiny).train()
-            batch = of.batch(model, *(of.tiny if options.tiny else of.shape))
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self._loss = functools.partial(of.loss, make(model), **batch)
+        self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+        self._of, self._plain, self._model = of, model, make(model)
+        self.take(of.tiny if options.tiny else of.shape)
+
+    def take(self, shape: tuple) -> None:
+        """Train on another batch from now on, of this shape."""
+        torch.manual_seed(1)
+        with torch.device(self.device):
+            self._batch = self._of.batch(self._plain, *shape)
 
     def loss(self) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16):
-            return self._loss()
+            return self._of.loss(self._model, **self._batch)
 
     def step(self) -> torch.Tensor:
         self.forget()
@@ -161,7 +168,7 @@ def _on_cpu(training: Training, steps: int) -> dict:
 def child(name: str, mode: str, options) -> int:
     """Measure and write what was found to a file, for the process that asked; exit status."""
     try:
-        found = measure(name, mode, options)
+        found = (importlib.import_module("pairs").measure if options.pairs else measure)(name, mode, options)
     except rivals.Skip as why:
         found = {"skip": str(why)}
     options.child.write_text(json.dumps(found))
@@ -174,7 +181,8 @@ def ask(name: str, mode: str, options) -> dict:
         out, log = Path(folder, "found.json"), Path(folder, "log")
         command = [sys.executable, __file__, "--child", out, "--models", name, "--modes", mode]
         command += ["--device", options.device, "--steps", str(options.steps)]
-        command += ["--tiny"] * options.tiny + (["--layers", str(options.layers)] if options.layers else [])
+        command += ["--pairs"] * options.pairs + ["--tiny"] * options.tiny
+        command += ["--layers", str(options.layers)] if options.layers else []
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         try:
@@ -298,6 +306,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")
     add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
     add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
+    add("--pairs", action="store_true", help="converted beside stock in one process, at batch sizes 1, 4 and its own")
     add("--depth", action="store_true", help="bytes kept for each layer, in place of steps")
     add("--child", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -311,6 +320,10 @@ def main(argv=None) -> int:
         return depth.compare(options)
     if options.child:
         return child(*options.models, *options.modes, options)
+    if options.pairs:
+        import pairs
+
+        return pairs.compare(options)
     return compare(options)
 
 

@@ -295,6 +295,23 @@ def test_models(tmp_path):
     assert float(ours["loss"]) == pytest.approx(float(eager["loss"]), rel=0.01)
 
 
+def test_pairs(tmp_path):
+    """Two rows a batch, of which the second says what share of the first it is."""
+    pytest.importorskip("transformers")
+    script = Path(__file__).parents[1] / "bench" / "models.py"
+    command = [sys.executable, script, "--pairs", "--device", "cpu", "--tiny", "--steps", "3", "--results", tmp_path]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run([*command, "--models", "gpt2-lora", "unet"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*-pairs.csv")
+    rows = [r for r in csv.DictReader(file.read_text().splitlines()) if r["op"] == "gpt2-lora"]
+    assert [r["case"] for r in rows[::2]] == ["1x32xtiny", "2x32xtiny"]
+    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (stock["provider"], stock["ratio"], ours["provider"], ours["pairs"]) == ("eager", "1", "hfnn", "3")
+        near = float(ours["device_us"]) / float(stock["device_us"])
+        assert 0.5 * near < float(ours["ratio"]) < 2 * near and float(ours["host_us"]) > 0
+
+
 def test_a_model_that_fails_is_a_row(models, tmp_path, monkeypatch, capsys):
     """And the others go on; what eager or hfnn cannot do is an error."""
     answers = {"eager": {"us": [1e3, 2e3, 3e3], "loss": 2.0}, "hfnn": {"us": [1e3], "loss": 2.1}}
