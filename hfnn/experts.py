@@ -78,6 +78,7 @@ def _open(module) -> bool:
 def loop(module, x_TH, index_TK, weight_TK):
     """The sum over the experts, in their order; T tokens, each to K of E experts. Index E stands for no expert."""
     product = functools.partial(gated, activation=module._hfnn_like.f, prefer=module.prefer)
+    project = functools.partial(linear, prefer=module.prefer)
     y_TH = torch.zeros_like(x_TH)
     for e in torch.unique(index_TK).tolist():
         if e >= module.gate_up_proj.shape[0]:
@@ -86,7 +87,7 @@ def loop(module, x_TH, index_TK, weight_TK):
         x_NH = x_TH[token]
         if torch.is_grad_enabled():
             recipe.attach(None, x_NH, _rows, x_TH, kept=(token,))
-        h_NH = linear(product(linear(x_NH, module.gate_up_proj[e])), module.down_proj[e])
+        h_NH = project(product(project(x_NH, module.gate_up_proj[e])), module.down_proj[e])
         y_TH.index_add_(0, token, (h_NH * weight_TK[token, slot, None]).to(y_TH.dtype))
     return y_TH
 

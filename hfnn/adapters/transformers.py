@@ -27,10 +27,10 @@ class Conv1D:
     """GPT-2's linear map, whose weight is stored as (in, out): y = x W + b."""
 
     op = linear.OP
-    recompute = False
+    prefer, recompute = "auto", False
 
     def forward(self, x):
-        y = linear.linear_io(x, self.weight, self.bias, self.recompute)
+        y = linear.linear_io(x, self.weight, self.bias, self.recompute, self.prefer)
         return super().forward(x) if y is None else y
 
 

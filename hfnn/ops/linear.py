@@ -15,7 +15,7 @@ from torch import nn
 
 from hfnn import recipe
 from hfnn.function import Function
-from hfnn.kernel import Op, compiling, context
+from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context
 from hfnn.recipe import as_dtype
 
 _linear_of_torch, _autocasting = nn.functional.linear, torch._C._is_any_autocast_enabled
@@ -148,34 +148,43 @@ def _linear(x, weight_OI, bias, recompute):
     return y
 
 
-def linear(input, weight, bias=None, *, recompute=False):
+# Under autocast, by preference: the smallest input of which not to keep a cast, nor of the weight, is worth host time.
+FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
+
+
+def linear(input, weight, bias=None, *, recompute=False, prefer="auto"):
     """`torch.nn.functional.linear`, keeping a recipe of its input where the input has one.
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
-    result keep nothing of it, and it is computed again in backward. Raises what torch raises.
+    result keep nothing of it, and it is computed again in backward. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
-    if not compiling() and (id(input) in recipe.tags or recompute or _autocasting()) and weight.dim() == 2:
+    if not compiling() and _gains(input, recompute, prefer) and weight.dim() == 2:
         y = _linear(input, weight, bias, recompute)
         if y is not None:
             return y
     return _linear_of_torch(input, weight, bias)
 
 
-def linear_io(input, weight, bias, recompute=False):
+def _gains(input, recompute, prefer) -> bool:
+    return id(input) in recipe.tags or recompute or (_autocasting() and input.numel() >= FLOORS[prefer])
+
+
+def linear_io(input, weight, bias, recompute=False, prefer="auto"):
     """`linear` for a weight stored as (in, out), or None where there is nothing to gain."""
-    if compiling() or not (id(input) in recipe.tags or recompute or _autocasting()):
+    if compiling() or not _gains(input, recompute, prefer):
         return None
     return _linear(input, weight.t(), bias, recompute)
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`: the same arguments, defaults and state dict. `recompute` is set by `hfnn.convert`."""
+    """`torch.nn.Linear`: the same arguments, defaults and state dict. `convert` sets `prefer` and `recompute`."""
 
-    recompute = False
+    prefer, recompute = "auto", False
 
     def forward(self, input):
-        return linear(input, self.weight, self.bias, recompute=self.recompute)
+        return linear(input, self.weight, self.bias, recompute=self.recompute, prefer=self.prefer)
 
 
 OP.modules[nn.Linear] = Linear

@@ -1,15 +1,36 @@
 """Linear under autocast, and with its product recomputed: what is kept, and that no bit of a gradient changes."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hfnn
 from hfnn import recipe
-from hfnn.functional import gelu, layer_norm, linear
+from hfnn.functional import gelu, layer_norm
 from hfnn.memory import saved_bytes
 
 ROWS, COLS, WIDE = 48, 64, 96
+
+
+# Under autocast small inputs are torch's unless memory is asked for.
+linear = functools.partial(hfnn.functional.linear, prefer="memory")
+
+
+def mapping(wide, out, device):
+    layer = hfnn.Linear(wide, out, device=device)
+    layer.prefer = "memory"
+    return layer
+
+
+def test_small_inputs_under_autocast_are_torchs(device):
+    x, weight = (torch.randn(8, 8, device=device, requires_grad=True) for _ in range(2))
+    names = [
+        under(device, lambda prefer=prefer: hfnn.functional.linear(x, weight, prefer=prefer)).grad_fn.name()
+        for prefer in ("auto", "memory", "speed")
+    ]
+    assert [name == "_LinearBackward" for name in names] == [False, True, False]
 
 
 def parameters(device, *shapes, dtype=torch.float32):
@@ -51,7 +72,7 @@ def test_gradients_under_autocast_are_torchs(device, x_dtype, low):
 def test_no_cast_of_a_weight_is_kept(device):
     """Ours keep the input in the low dtype, torch's the weight in it as well."""
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.bfloat16, requires_grad=True)
-    layer = hfnn.Linear(COLS, WIDE, device=device)
+    layer = mapping(COLS, WIDE, device)
     ours = under(device, lambda: saved_bytes(lambda: layer(x)))
     theirs = under(device, lambda: saved_bytes(lambda: hfnn.revert(layer)(x)))
     assert ours.total == 2 * ROWS * COLS and theirs.total == ours.total + 2 * WIDE * COLS
@@ -200,7 +221,7 @@ def test_recompute_and_double_backward(device):
 
 
 def test_recompute_module(device):
-    layer = hfnn.Linear(COLS, WIDE, device=device)
+    layer = mapping(COLS, WIDE, device)
     layer.recompute = True
     x = torch.randn(ROWS, COLS, device=device, requires_grad=True)
     assert saved_bytes(lambda: gelu(layer(x), prefer="memory")).total == x.nbytes
@@ -256,7 +277,7 @@ def test_the_result_may_be_written_to(device, shape, has_bias):
 
 
 def test_a_weight_that_changed_before_backward_is_an_error_that_says_what_to_do(device):
-    layer = hfnn.Linear(8, 8, device=device)
+    layer = mapping(8, 8, device)
     x = torch.randn(3, 8, device=device, requires_grad=True)
     y = under(device, lambda: layer(x))
     with torch.no_grad():

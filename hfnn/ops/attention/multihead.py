@@ -14,6 +14,7 @@ Letters: B batch, T queries, S keys, H heads, D their width, E = H D.
 """
 
 import dis
+import functools
 import sys
 
 import torch
@@ -137,7 +138,8 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
     else:
         y = scaled_dot_product_attention(q, k, v, mask, dropped, is_causal, prefer=module.prefer)
     del q, k, v
-    y = linear(y.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)  # (B, T, E)
+    out, prefer = module.out_proj, module.prefer
+    y = linear(y.transpose(1, 2).flatten(2), out.weight, out.bias, prefer=prefer)  # (B, T, E)
     if query.dim() == 2:
         return y.squeeze(0)
     # Put in torch's order, (T, B, E), after the product: what that keeps is then attention's own result, not a copy.
@@ -148,21 +150,22 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
 def _projected(module, query, key, value):
     """q, k, v, each with the heads apart: (..., H, D)."""
     bias, heads = module.in_proj_bias, (module.num_heads, module.head_dim)
+    project = functools.partial(linear, prefer=module.prefer)
     if not module._qkv_same_embed_dim:
         weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
     elif key is value and query is key:
-        return _split(linear(query, module.in_proj_weight, bias), 3, heads)
+        return _split(project(query, module.in_proj_weight, bias), 3, heads)
     elif key is value:
         sizes = module.embed_dim, 2 * module.embed_dim
         (w_q, w_kv), (b_q, b_kv) = (
             module.in_proj_weight.split(sizes),
             (None, None) if bias is None else bias.split(sizes),
         )
-        return linear(query, w_q, b_q).unflatten(-1, heads), *_split(linear(key, w_kv, b_kv), 2, heads)
+        return project(query, w_q, b_q).unflatten(-1, heads), *_split(project(key, w_kv, b_kv), 2, heads)
     else:
         weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    return tuple(linear(*args).unflatten(-1, heads) for args in zip((query, key, value), weights, biases, strict=True))
+    return tuple(project(*args).unflatten(-1, heads) for args in zip((query, key, value), weights, biases, strict=True))
 
 
 def _split(x, parts, heads):
