@@ -54,7 +54,7 @@ def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
 
     cells = {"passes": op.passes, "run": op.run, "torchs": op.torch, "keeps": keeps, "refuse": refuse, **defaults}
     made = _written(op, lines, cells)
-    made.__doc__ = text
+    made.__doc__, made.__qualname__ = text, op.name  # by which it is pickled
     return made
 
 
