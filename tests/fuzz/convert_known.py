@@ -199,9 +199,9 @@ def _unhooked(part):
 
 def _own_input(program, difference):
     """Kept is the input itself, which is then written to, where torch keeps what it made of it: RMSNorm's product or
-    cast, attention's copy in another order, or cross_entropy's in float32."""
+    cast, attention's copy in another order, or cross_entropy's log-probabilities."""
     norm = _layers(program, "rms_norm", "rms_norm_like") and _says(difference, "hfnn/ops/")
-    norm = norm or (_autocast(program) and _says(difference, "hfnn/ops/cross_entropy.py"))
+    norm = norm or _says(difference, "hfnn/ops/cross_entropy.py")
     texts = "modified by an inplace operation", "another view of its base has been modified inplace"
     written = _writes_in_place(program) or any(step[0] == "write" for step in program["steps"])
     return (
@@ -225,7 +225,8 @@ def _strides_by_definition(program, difference):
 def _written_source(program, difference):
     """A write to a source of what is rebuilt, whose own gradient a partial backward does not ask for."""
     steps = program["steps"][: _at(difference) + 1]
-    partial = any(step[0] == "backward" and step[1]["inputs"] for step in steps) or any(s[0] == "split" for s in steps)
+    partial = any(step[0] == "backward" and step[1]["inputs"] for step in steps)
+    partial = partial or any(step[0] == "split" or step == ("batched", "weights") for step in steps)
     written = _writes_in_place(program) or any(step[0] == "write" for step in steps)
     return partial and written and _says(difference, "modified by an inplace operation")
 
