@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hfnn import recipe
 from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import Op
 from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
 from hfnn.ops.table import BENCH
@@ -48,14 +48,6 @@ GATES = {
     "sigmoid": Gate(4, torch.sigmoid, torch.sigmoid),
     "quick_gelu": Gate(5, _references["quick_gelu"], _references["quick_gelu"]),
 }
-
-
-def _kernels(crossover: int) -> tuple[Kernel, ...]:
-    """The table of a room; crossover: from how many elements on the C++ kernel is faster than torch's ops."""
-    return (
-        Kernel("triton", "hfnn.kernels.gated", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.gated", "cpu", (*FLOATS, torch.float64), min_elements=crossover),
-    )
 
 
 def _pair(case, dtype, device, generator=None):
@@ -161,7 +153,7 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
 
 
 # The product with any f of GATES, for modules that compute it in their own words; the rooms have tables of their own.
-OP = Op("gated", formula, formula, _kernels(1 << 17), _pair)
+OP = Op("gated", formula, formula, table.kernels("gated", 1 << 17), _pair)
 _passes = OP.passes
 
 
@@ -207,7 +199,8 @@ def _row(name, text, activation, crossover=1 << 17, forms=None):
 
     values = tuple((form,) for form in choices) if forms else ((),)
     op = Op(
-        name, reference, torchs, _kernels(crossover), sample, cases=table.cases(values), small=(3, 5, *values[0]),
+        name, reference, torchs, table.kernels("gated", crossover), sample,
+        cases=table.cases(values), small=(3, 5, *values[0]),
         bench=tuple((*BENCH, *form) for form in values), traffic=(3, 5), probe=lambda x: (x,),
     )  # fmt: skip
     passes = op.passes
@@ -243,7 +236,7 @@ REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
 class _Halves(Op):
     def run(self, input, prefer, arguments):
         (dim,) = arguments
-        if dim not in (-1, input.dim() - 1) or input.dim() == 0 or input.shape[-1] % 2:
+        if type(dim) is not int or dim not in (-1, input.dim() - 1) or input.dim() == 0 or input.shape[-1] % 2:
             return None
         return product(self, "sigmoid", input, None, False, prefer)
 
@@ -256,7 +249,7 @@ def _glu(x, dim=-1):
 # Its output does have a recipe. The contract's consumers take outputs as wide as the input, which this is not: the
 # recipe has its tests in tests/ops/test_gated.py.
 GLU_OP = _Halves(
-    "glu", _glu, F.glu, _kernels(1 << 17),
+    "glu", _glu, F.glu, table.kernels("gated", 1 << 17),
     table.sampler(lambda shape, generator: torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(2), ()),
     cases=table.cases(((),)), small=(3, 5), bench=(BENCH,), traffic=(1.5, 2.5), recipe=False, like_input=False,
     probe=lambda x: (0,),  # the empty input has one column, and no rows to halve

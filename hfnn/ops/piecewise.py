@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 from hfnn import bits
 from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import Op
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
-from hfnn.ops.table import BENCH
+from hfnn.ops.table import BENCH, real
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
 
@@ -49,10 +49,7 @@ class Piecewise(Op):
         keep="output": y is kept, as torch does, by its own op.
         """
         kernel = self.select(input, prefer=prefer)
-        try:
-            numbers = None if kernel is None or keep == "output" else self.numbers(input, *arguments)
-        except TypeError:
-            return None
+        numbers = None if kernel is None or keep == "output" else table.numbers(self, input, *arguments)
         if numbers is None:
             return None
         kind, a, b, inside, outside = (*numbers, *_NUMBERS[len(numbers) :])
@@ -120,7 +117,7 @@ def _gradient(dy, flags, strides, like_x, inside, outside, kernel):
 @functools.lru_cache(1024)
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """A bound as torch compares with it where it first rounds it to the dtype of x."""
-    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    return torch.tensor(real(value), dtype=torch.float64).to(dtype).item()
 
 
 def crossing(shape, generator, kinks):
@@ -152,10 +149,7 @@ def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambd
         name, reference, torchs, sample=table.sampler(
             lambda shape, generator, *options: crossing(shape, generator, kinks(*options)), names[: len(values[0])]
         ),
-        kernels=(
-            Kernel("triton", "hfnn.kernels.piecewise", "cuda", min_elements=1 << 24),
-            Kernel("cpp", "hfnn._C:cpu.piecewise", "cpu", (*FLOATS, torch.float64), min_elements=floor),
-        ),
+        kernels=table.kernels("piecewise", floor),
         numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2), recipe=False,
         **{"bench": ((*BENCH, *values[0]),), **more},
     )  # fmt: skip
@@ -192,7 +186,7 @@ leaky_relu, LeakyReLU = _row(
     Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models", 2013.""",
     F.leaky_relu, nn.LeakyReLU, lambda x, negative_slope=0.01: torch.where(x > 0, x, x * negative_slope),
     lambda input, negative_slope=0.01, inplace=False: None if inplace or negative_slope == 0 else (
-        LEAKY_RELU, negative_slope, 0.0, 1.0, negative_slope
+        LEAKY_RELU, real(negative_slope), 0.0, 1.0, real(negative_slope)
     ),
     values=((0.01,), (-0.3,)), kinks=lambda slope: (0,),
 )  # fmt: skip
@@ -215,7 +209,7 @@ hardtanh, Hardtanh = _row(
     F.hardtanh, nn.Hardtanh,
     lambda x, min_val=-1.0, max_val=1.0: torch.where(x > min_val, torch.where(x < max_val, x, max_val), min_val),
     lambda input, min_val=-1.0, max_val=1.0, inplace=False: (
-        (HARDTANH, min_val, max_val) if min_val <= max_val and not inplace else None
+        (HARDTANH, real(min_val), real(max_val)) if min_val <= max_val and not inplace else None
     ),
     values=((-1.0, 1.0), (-0.5, 4.0)),
 )  # fmt: skip
@@ -259,7 +253,7 @@ clamp = _row(
 threshold, Threshold = _row(
     "threshold", "y = x where x > threshold, else value; dx = dy where x > threshold, else 0.",
     F.threshold, nn.Threshold, lambda x, threshold, value: torch.where(x > threshold, x, value),
-    lambda input, threshold, value, inplace=False: None if inplace else (THRESHOLD, threshold, value),
+    lambda input, threshold, value, inplace=False: None if inplace else (THRESHOLD, real(threshold), real(value)),
     values=((0.5, -2.0),), kinks=lambda threshold, value: (threshold,), probe=(0.0, 0.0), bench=((*BENCH, 0.0, 0.0),),
 )  # fmt: skip
 
@@ -284,7 +278,7 @@ softshrink, Softshrink = _row(
     Donoho, "De-noising by soft-thresholding", IEEE Transactions on Information Theory 1995.""",
     F.softshrink, nn.Softshrink,
     lambda x, lambd=0.5: torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0)),
-    lambda input, lambd=0.5: (SOFTSHRINK, lambd, _rounded(lambd, input.dtype)) if lambd >= 0 else None,
+    lambda input, lambd=0.5: (SOFTSHRINK, real(lambd), _rounded(lambd, input.dtype)) if lambd >= 0 else None,
     values=((0.5,),), kinks=lambda lambd: (-lambd, lambd),
 )  # fmt: skip
 

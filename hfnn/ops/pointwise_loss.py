@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.kernel import Op, is_plain
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype
@@ -48,10 +48,7 @@ class Loss(Op):
 
     def run(self, input, prefer: str, arguments: tuple):
         """The reduced loss by a kernel, or None where torch's own op is to run, or to raise."""
-        try:
-            numbers = self.numbers(*arguments)
-        except TypeError:
-            return None
+        numbers = table.numbers(self, *arguments)
         target, reduction, parameter = numbers or (None, None, None)
         if reduction not in ("mean", "sum"):
             return None
@@ -216,10 +213,7 @@ def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_
 
     op = Loss(
         torchs.__name__, of_all, torchs,
-        kernels=(
-            Kernel("triton", "hfnn.kernels.pointwise_loss", "cuda", min_elements=1 << 24),
-            Kernel("cpp", "hfnn._C:cpu.pointwise_loss", "cpu", (*FLOATS, torch.float64), min_elements=floor),
-        ),
+        kernels=table.kernels("pointwise_loss", floor),
         sample=sample, cases=table.cases((("mean",), ("sum",))), probe=lambda x: (x,), small=(3, 5, "mean"),
         bench=((*BENCH, "mean"),), recipe=False, like_input=False, kind=kind, numbers=numbers,
         **{"traffic": (3, 2), **more},

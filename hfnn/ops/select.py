@@ -21,7 +21,7 @@ import torch
 
 from hfnn import bits
 from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.kernel import Op, is_plain
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
@@ -37,13 +37,6 @@ FACTORS = {
     MAXIMUM: ((0.5, NONE, 1.0, 1.0), (0.5, 1.0, NONE, 1.0)),
     MINIMUM: ((0.5, 1.0, NONE, 1.0), (0.5, NONE, 1.0, 1.0)),
 }
-
-
-def _kernels(min_elements: int) -> tuple[Kernel, ...]:
-    return (
-        Kernel("triton", "hfnn.kernels.compare", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.compare", "cpu", (*FLOATS, torch.float64), min_elements=min_elements),
-    )
 
 
 class _Compare(Function):
@@ -122,7 +115,7 @@ def compare(a, b, kind, kernel):
 
 
 # The codes of two tensors (kind CODES), and their slopes, for rooms whose first kernel is another one.
-ORDER = Op("compare", torch.sub, torch.sub, _kernels(0), sample=lambda *_: None)
+ORDER = Op("compare", torch.sub, torch.sub, table.kernels("compare", 0), sample=lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -161,9 +154,9 @@ result has their shape and dtype. prefer: "auto" | "memory" | "speed" (`hfnn.con
 
 def _extreme(name, reference, kind):
     op = Compare(
-        f"{name}imum", reference, getattr(torch, f"{name}imum"), _kernels(1 << 14), _apart, cases=SHAPES,
-        traffic=(3.125, 4.25), probe=lambda x: (x,), small=(3, 5), bench=(BENCH,), recipe=False, kind=kind,
-        like_input=False,  # as far as tests with another x go: the others have its shape
+        f"{name}imum", reference, getattr(torch, f"{name}imum"), table.kernels("compare", 1 << 14), _apart,
+        cases=SHAPES, traffic=(3.125, 4.25), probe=lambda x: (x,), small=(3, 5), bench=(BENCH,), recipe=False,
+        kind=kind, like_input=False,  # as far as tests with another x go: the others have its shape
     )  # fmt: skip
     return op, table.function(op, _OTHER, _LARGER.format(name))
 
@@ -179,8 +172,8 @@ def _away_from_0(shape, generator):
 
 
 ABS_OP = Compare(
-    "abs", lambda x: x.where(x > 0, -x), torch.abs, _kernels(1 << 20), table.sampler(_away_from_0, ()), cases=SHAPES,
-    traffic=(2.125, 2.125), small=(3, 5), bench=(BENCH,), recipe=False,
+    "abs", lambda x: x.where(x > 0, -x), torch.abs, table.kernels("compare", 1 << 20),
+    table.sampler(_away_from_0, ()), cases=SHAPES, traffic=(2.125, 2.125), small=(3, 5), bench=(BENCH,), recipe=False,
 )  # fmt: skip
 abs = table.function(
     ABS_OP,
@@ -197,10 +190,7 @@ abs = table.function(
 
 NEVER = 1 << 62  # elements from which this is faster: it is smaller, and takes a launch more
 # The choice is torch's; a kernel packs the mask.
-_KERNELS = (
-    Kernel("triton", "hfnn.kernels.bits", "cuda", min_elements=NEVER),
-    Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=NEVER),
-)
+_KERNELS = table.kernels("bits", NEVER)
 
 
 def _pack(mask):

@@ -27,7 +27,7 @@ from hfnn.function import Function, double_backward
 from hfnn.kernel import FLOATS, Kernel, Op, forced
 from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, in_order, ordered
-from hfnn.ops.table import BENCH
+from hfnn.ops.table import BENCH, real
 
 _nn = torch._C._nn  # no patch reaches it
 ALL_FLOATS = (*FLOATS, torch.float64)
@@ -59,10 +59,7 @@ class Smooth(Op):
 
     def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
         """The result by a kernel, or None where torch's own op is to run, or to raise."""
-        try:
-            numbers = self.numbers(*arguments)
-        except TypeError:
-            return None
+        numbers = table.numbers(self, *arguments)
         kernel = None if numbers is None else self.select(input, prefer=prefer)
         if kernel is None:
             return None
@@ -77,9 +74,8 @@ class Smooth(Op):
             y = self._coded(input, numbers, kernel)
             if y is not None:
                 return y
-        return self._rebuilt(
-            input, numbers, self.out_dtype(input), kernel
-        )  # under autocast, CUDA's softplus is float32
+        # Under autocast, CUDA's softplus is float32.
+        return self._rebuilt(input, numbers, self.out_dtype(input), kernel)
 
     def fused(self, x, out, prefer: str, **options):
         """The result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
@@ -214,7 +210,7 @@ def _row(
     parameters = list(inspect.signature(numbers).parameters.values())
     names = [p.name for p in parameters]
     kept = more.get("keeps_output", False)
-    defaults = {"kernels": _kernels("unary", floor), "bench": ((*BENCH, *values[0]),)}
+    defaults = {"kernels": table.kernels("unary", floor), "bench": ((*BENCH, *values[0]),)}
     label, base = (base, nn.Module) if isinstance(base, str) else (base.__name__ if base else name, base)
     op = Smooth(
         name, reference, torchs, label=label, sample=table.sampler(draw, names[: len(values[0])]), numbers=numbers,
@@ -227,14 +223,6 @@ def _row(
     if base is None:
         return function
     return function, table.module(op, base, label, function, recode.KEEPS[0] if keep else None)
-
-
-def _kernels(source: str, floor: int, *first: Kernel) -> tuple[Kernel, ...]:
-    return (
-        *first,
-        Kernel("triton", f"hfnn.kernels.{source}", "cuda", min_elements=1 << 24),
-        Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", ALL_FLOATS, min_elements=floor),
-    )
 
 
 # What csrc/unary.h has, by its number there.
@@ -288,7 +276,7 @@ softplus, Softplus = _row(
 
     Dugas et al., "Incorporating Second-Order Functional Knowledge for Better Option Pricing", 2000.""",
     F.softplus, nn.Softplus, _softplus, 1 << 17,
-    lambda beta=1, threshold=20: (2, float(beta), float(threshold), 0.0) if beta > 0 else None,
+    lambda beta=1, threshold=20: (2, real(beta), real(threshold), 0.0) if beta > 0 else None,
     values=((1.0,), (2.5,)),
     formula=lambda x, kind, beta, threshold, _: _nn.softplus(x, beta, threshold),
     gradient=lambda dy, x, kind, beta, threshold, _: torch.ops.aten.softplus_backward(dy, x, beta, threshold),
@@ -306,7 +294,7 @@ logsigmoid, LogSigmoid = _row(
 
 
 def _elu_like(alpha, scale=1.0, input_scale=1.0):
-    return 4, float(alpha), scale, input_scale
+    return 4, real(alpha), scale, input_scale
 
 
 def _away_from_0(shape, generator, *options):
@@ -426,7 +414,7 @@ gelu, GELU = _row(
     {_HENDRYCKS}""",
     F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate), keep=True,
     values=(("none",), ("tanh",)), likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
-    kernels=_kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
+    kernels=table.kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
     bench=((*BENCH, "none"), (*BENCH, "tanh")), casts=True,
     formula=lambda x, by_tanh: _nn.gelu(x, approximate="tanh" if by_tanh else "none"),
 )  # fmt: skip
@@ -439,7 +427,7 @@ silu, SiLU = _row(
     Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
     Learning", 2017. https://arxiv.org/abs/1702.03118""",
     F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (), keep=True,
-    likes={"": {}}, kernels=_kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
+    likes={"": {}}, kernels=table.kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
 )  # fmt: skip
 
 OPS = tuple(_OPS)

@@ -1,17 +1,43 @@
 """Rows: an op of a family is one `Op` with what its family asks besides; its function and its module are made here."""
 
 import inspect
+import linecache
 import sys
 
+import torch
 from torch import nn
+
+from hfnn.kernel import FLOATS, Kernel
 
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))  # for the contract tests, of every elementwise op
 BENCH = (16384, 8192)
 
 
-def cases(values, shapes=SHAPES) -> tuple:
+def kernels(source: str, floor: int, *first: Kernel) -> tuple[Kernel, ...]:
+    """Those of a family. source: its file of kernels; floor: from how many elements on the C++ kernel is faster."""
+    return (
+        *first,
+        Kernel("triton", f"hfnn.kernels.{source}", "cuda", min_elements=1 << 24),
+        Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", (*FLOATS, torch.float64), min_elements=floor),
+    )
+
+
+def numbers(op, *arguments):
+    """`op.numbers(*arguments)`; None where it cannot tell: torch's own op then says what is wrong with them."""
+    try:
+        return op.numbers(*arguments)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        return None
+
+
+def real(value) -> float:
+    """A number as a kernel takes it; TypeError for text, and for what holds numbers, of which `float` makes one."""
+    return float(1.0 * value)
+
+
+def cases(values) -> tuple:
     """A case for each shape and each tuple of options."""
-    return tuple((*shape, *options) for shape in shapes for options in values)
+    return tuple((*shape, *options) for shape in SHAPES for options in values)
 
 
 def sampler(draw, names):
@@ -86,7 +112,9 @@ def _passed(parameters, owner="") -> str:
 
 def _written(op, lines, cells):
     """The function of these lines, which close over the cells."""
-    lines = [f"def make({', '.join(cells)}):", *(f" {line}" for line in lines), f" return {lines[0][4:].split('(')[0]}"]
-    scope = {}
-    exec(compile("\n".join(lines), f"<hfnn {op.name}>", "exec"), vars(sys.modules[type(op).__module__]), scope)
+    name = lines[0][len("def ") :].partition("(")[0]
+    lines = [f"def make({', '.join(cells)}):", *(f"    {line}" for line in lines), f"    return {name}"]
+    scope, file, text = {}, f"<hfnn {op.name}: {name}>", "\n".join(lines)
+    linecache.cache[file] = len(text), None, text.splitlines(True), file  # for tracebacks and inspect.getsource
+    exec(compile(text, file, "exec"), vars(sys.modules[type(op).__module__]), scope)
     return scope["make"](**cells)

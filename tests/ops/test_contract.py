@@ -5,7 +5,6 @@ Nothing here names an op: a new room is tested by being in `hfnn.ops.CONTRACT`.
 
 import contextlib
 import math
-import pickle
 import warnings
 
 import pytest
@@ -492,10 +491,3 @@ def test_autocast_parity(op, dtype, device):
         with torch.autocast(device, dtype=low):
             want = op.torch(*args, **kwargs).dtype
             assert function(op)(*args, **kwargs, prefer="memory").dtype is want
-
-
-@pytest.mark.parametrize("name", hfnn.functional.__all__)
-def test_functions_are_known_by_their_names(name):
-    """A model that holds one is pickled."""
-    fn = getattr(hfnn.functional, name)
-    assert pickle.loads(pickle.dumps(fn)) is fn and fn.__name__ == name and fn.__doc__
