@@ -5,6 +5,7 @@ and since Triton keeps what was compiled for the driver of this file, whose laun
 """
 
 import importlib
+import struct
 import threading
 
 import pytest
@@ -34,7 +35,7 @@ class Launcher(CudaLauncher):
     def write(self, *args):
         x, y, z, stream, function, cooperative, pdl, _, _, packed, _, enter, _ = args[:BASE]
         values = [plain(v) for v, kind in zip(args[BASE:], self.kinds, strict=True) if kind != "constexpr"]
-        written.by_triton = enter is not None
+        written.by_triton, written.kinds = enter is not None, [kind for kind in self.kinds if kind != "constexpr"]
         written.launch = (x, y, z), stream, function, self.hash, cooperative, pdl, packed, values
 
 
@@ -260,6 +261,91 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+SIZES = {"u1": 1, "i32": 4, "i64": 8, "u64": 8, "fp32": 4}
+
+
+def packed(kind, value):
+    """The bits that a kernel is given, of an argument of Triton's launcher."""
+    if kind[0] == "*":
+        return value
+    number, size = value[1], SIZES[kind]
+    return struct.unpack("<I", struct.pack("<f", number))[0] if kind == "fp32" else number % (1 << 8 * size)
+
+
+def repeated(call, *args, fresh=()):
+    """What C++ would launch, with the arguments of another call, and why it would not."""
+    launches, why, _ = module.recorded(call, args, fresh)
+    return launches, why
+
+
+def in_full(launch, args):
+    """A recorded launch as `seen` tells it."""
+    function, grid, threads, shared, _, params = launch
+    bits = [
+        args[a].data_ptr() + b if kind == module.POINTER
+        else args[a] % (1 << 8 * b) if kind == module.FRESH else b
+        for kind, a, b in params
+    ]  # fmt: skip
+    return grid, function, threads, shared, bits
+
+
+def in_full_by_triton():
+    (grid, _, function, _, cooperative, pdl, (warps, clusters, shared), values), kinds = written.launch, written.kinds
+    assert (cooperative, pdl, clusters) == (False, False, 1)
+    values = [v[1] if isinstance(v, tuple) and kind[0] == "*" else v for v, kind in zip(values, kinds, strict=True)]
+    return grid, function, 32 * warps, shared, [packed(kind, v) for kind, v in zip(kinds, values, strict=True)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_recorded_is_tritons(change):
+    """At the first launch, which Triton compiles, and at a later one."""
+    args, options = arguments(change)
+    for grid in ((11,), (11, 2)):
+        (found,), why = repeated(lambda *args: launch(toy_kernel, grid, *args, **options), *args)  # noqa: B023
+        assert not why and in_full(found, args) == in_full_by_triton()
+        sizes = [8 if kind == module.POINTER else a for kind, a, _ in found[-1]]
+        assert sizes == [SIZES.get(kind, 8) for kind in written.kinds]
+
+
+@pytest.mark.parametrize("value", [0, 1, 16, -3, 2**31 - 1, 2**31, -(2**40)])
+def test_fresh_integers_are_found(value):
+    def call(x, loose):
+        launch(toy_kernel, (7,), x, None, 3, loose, 0.5, True, 0.5, 3, 16)
+
+    (found,), why = repeated(call, X, value, fresh=(1,))
+    other = X.clone(), (5 if -(2**31) <= value < 2**31 else 2**50)
+    call(*other)
+    assert not why and in_full(found, other) == in_full_by_triton()
+
+
+def test_a_kernel_that_specialises_on_a_fresh_integer():
+    launches, why = repeated(lambda n: launch(toy_kernel, (7,), X, None, n, 3, 0.5, True, 0.5, 3, 16), 3, fresh=(0,))
+    assert launches is None and why
+
+
+def test_a_recording_launches_once():
+    calls, (args, options) = [], arguments({"x": X.double(), "stride": 5})
+    for _ in range(2):
+        written.launch = None
+        repeated(lambda x, n: calls.append(launch(toy_kernel, (n,), *args, **options)), X, 300, fresh=(1,))
+        assert written.launch[0] == (300, 1, 1)
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_nothing_is_recorded_of_what_is_watched(name, monkeypatch):
+    args, options = arguments({})
+    with monkeypatch.context() as patch:
+        patch.setattr(*WATCHERS[name])
+        launches, why = repeated(lambda *args: launch(toy_kernel, (1,), *args, **options), *args)
+    assert launches is None and why and module.watched() is False
+
+
+def test_descriptors_are_not_recorded():
+    x = torch.empty(32, 64)
+    block = TensorDescriptor(x, [32, 64], [64, 1], [4, 16])
+    assert repeated(lambda x, out: launch(tiles_kernel, (1,), block, out, 64), x, X)[0] is None
 
 
 def test_every_kernel_of_ours_is_known(monkeypatch):
