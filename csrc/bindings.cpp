@@ -41,7 +41,14 @@ const char* cuda_refusal();  // device.cu
 }
 #endif
 
+// For hfnn._autograd, which calls kernels by their pointers.
+template <class Functions>
+static void lend(py::module_ m, const char* name, const Functions& op, const char* attribute = "functions") {
+  m.attr(attribute) = py::capsule(&op, name);
+}
+
 static void bind(py::module_ m, const LayerNorm& op) {
+  lend(m, "hfnn::LayerNorm", op);
   m.def("partials", op.partials);
   m.def("forward", op.forward, Unlocked());
   m.def("rebuild", op.rebuild, Unlocked());
@@ -49,6 +56,7 @@ static void bind(py::module_ m, const LayerNorm& op) {
 }
 
 static void bind(py::module_ m, const RmsNorm& op) {
+  lend(m, "hfnn::RmsNorm", op);
   m.def("partials", op.partials);
   m.def("forward", op.forward, Unlocked());
   m.def("rebuild", op.rebuild, Unlocked());
@@ -56,23 +64,33 @@ static void bind(py::module_ m, const RmsNorm& op) {
 }
 
 static void bind(py::module_ m, const Gelu& op) {
+  lend(m, "hfnn::Gelu", op);
   m.def("forward", op.forward, Unlocked());
   m.def("rebuild", op.rebuild, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }
 
 static void bind(py::module_ m, const Silu& op) {
+  lend(m, "hfnn::Silu", op);
   m.def("forward", op.forward, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }
 
 static void bind(py::module_ m, const Dropout& op) {
+  lend(m, "hfnn::Dropout", op);
   m.def("forward", op.forward, Unlocked());
   m.def("add", op.add, Unlocked());
 }
 
-static void bind(py::module_ m, const AddLayerNorm& op) { m.def("add", op.add, Unlocked()); }
-static void bind(py::module_ m, const AddRmsNorm& op) { m.def("add", op.add, Unlocked()); }
+static void bind(py::module_ m, const AddLayerNorm& op) {
+  lend(m, "hfnn::AddLayerNorm", op, "add_functions");
+  m.def("add", op.add, Unlocked());
+}
+
+static void bind(py::module_ m, const AddRmsNorm& op) {
+  lend(m, "hfnn::AddRmsNorm", op, "add_functions");
+  m.def("add", op.add, Unlocked());
+}
 
 static void bind(py::module_ m, const Softmax& op) {
   m.def("forward", op.forward, Unlocked());
@@ -125,11 +143,13 @@ static void bind(py::module_ m, const Compare& op) {
 }
 
 static void bind(py::module_ m, const Gated& op) {
+  lend(m, "hfnn::Gated", op);
   m.def("forward", op.forward, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }
 
 static void bind(py::module_ m, const Unary& op) {
+  lend(m, "hfnn::Unary", op);
   m.def("forward", op.forward, Unlocked());
   m.def("backward", op.backward, Unlocked());
 }

@@ -21,7 +21,8 @@ from torch import nn
 from hfnn import lookalike, recipe, traced
 from hfnn.classes import ByClass
 from hfnn.feedforward import PRODUCTS, function_of, likeness, watched
-from hfnn.kernel import compiling, is_plain
+from hfnn.function import Function
+from hfnn.kernel import compiling, context, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.testing import error
@@ -84,16 +85,32 @@ def loop(module, x_TH, index_TK, weight_TK):
         if e >= module.gate_up_proj.shape[0]:
             continue
         slot, token = torch.where(index_TK.t() == e)
-        x_NH = x_TH[token]
-        if torch.is_grad_enabled():
-            recipe.attach(None, x_NH, _rows, x_TH, kept=(token,))
+        x_NH = _rows(x_TH, token, module.gate_up_proj)
         h_NH = project(product(project(x_NH, module.gate_up_proj[e])), module.down_proj[e])
         y_TH.index_add_(0, token, (h_NH * weight_TK[token, slot, None]).to(y_TH.dtype))
     return y_TH
 
 
-def _rows(x_TH, token):
-    return x_TH[token]
+def _rows(x_TH, token, weight):
+    """x_TH[token], for a product with `weight`, which then keeps x_TH instead."""
+    kept = torch.is_grad_enabled() and x_TH.requires_grad and weight.requires_grad and context(x_TH, weight) is None
+    return _Rows.apply(x_TH, token) if kept else x_TH[token]
+
+
+class _Rows(Function):
+    """Rows by their numbers, with torch's gradient."""
+
+    @staticmethod
+    def forward(ctx, x_TH, index):
+        token = recipe.take(x_TH)
+        recipe.save(ctx, *(() if token is not None else (x_TH,)), made=(index,))
+        ctx.tokens = len(x_TH)
+        return recipe.carry(ctx, x_TH[index], torch.Tensor.__getitem__, token=token)
+
+    @staticmethod
+    def backward(ctx, dx_NH):
+        dx_TH = dx_NH.new_zeros(ctx.tokens, *dx_NH.shape[1:])
+        return dx_TH.index_put((recipe.raw(ctx)[-1],), dx_NH, accumulate=True), None
 
 
 def recognise(module: nn.Module) -> tuple[Experts | None, str | None]:

@@ -16,7 +16,7 @@ class Function(torch.autograd.Function):
 
     Backward may leave gradients in another dtype than the inputs': the engine casts them. It is called for each of the
     gradients that a batched one stands for (`is_grads_batched=True`, or a backward inside `torch.func.vmap`), for
-    kernels take memory.
+    kernels take memory. After the last of them ends what the node keeps for recipes (hfnn/recipe.py).
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
@@ -25,18 +25,26 @@ class Function(torch.autograd.Function):
         super().__init_subclass__()
         own = vars(cls).get("backward")
         if own is not None:
-            cls.backward = staticmethod(_one_by_one(own.__func__))
+            cls.backward = staticmethod(_whole(own.__func__))
 
 
-def _one_by_one(backward: Callable) -> Callable:
+def _whole(backward: Callable) -> Callable:
     @functools.wraps(backward)
-    def checked(ctx, *grads):
-        for dy in grads:
-            if dy is not None and not _has_storage(dy):
-                return _of_many(checked, backward, ctx, grads)
-        return backward(ctx, *grads)
+    def whole(ctx, *grads):
+        found = _one_by_one(backward, ctx, grads)
+        kept = getattr(ctx, "recipe", None)
+        if kept is not None:
+            kept.finish(ctx)
+        return found
 
-    return checked
+    return whole
+
+
+def _one_by_one(backward, ctx, grads):
+    for dy in grads:
+        if dy is not None and not _has_storage(dy):
+            return _of_many(backward, ctx, grads)
+    return backward(ctx, *grads)
 
 
 class _Context:
@@ -56,7 +64,7 @@ class _Context:
         return self._ctx.saved_tensors
 
 
-def _of_many(checked, backward, ctx, grads):
+def _of_many(backward, ctx, grads):
     """The gradients of each, batched as those given."""
     if any(dy is not None and _functorch.is_legacy_batchedtensor(dy) for dy in grads):
         level, batched = _LEVEL, torch._add_batch_dim
@@ -72,11 +80,17 @@ def _of_many(checked, backward, ctx, grads):
     context = _Context(ctx)
     with plain():
         each = [
-            checked(context, *(dy if dim is None else dy.select(dim, i) for dy, dim in apart)) for i in range(count)
+            _one_by_one(backward, context, [dy if dim is None else dy.select(dim, i) for dy, dim in apart])
+            for i in range(count)
         ]
         each = [found if isinstance(found, tuple) else (found,) for found in each]
         stacked = [None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True)]
     return tuple(None if dx is None else batched(dx, 0, level) for dx in stacked)
+
+
+def of_many(backward: Callable, dy: torch.Tensor) -> tuple:
+    """The gradients of a node in C++, whose `backward` is of one dy, for a dy that stands for many."""
+    return _of_many(lambda _, one: backward(one), None, (dy,))
 
 
 def _legacy(dy):

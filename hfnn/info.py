@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hfnn import ops, optim
+from hfnn import native, ops, optim
 from hfnn.ops.attention import backends
 
 # What the kernels are compiled for, and what decides how fast a machine is. The kernel's own names, x86 then Arm.
@@ -75,6 +75,7 @@ def _software() -> Iterator[tuple[str, Callable]]:
     yield "hfnn", lambda: f"{version('hfnn')}, {Path(__file__).parent}"
     yield "hfnn._C, C++", lambda: importlib.import_module("hfnn._build").cxx
     yield "hfnn._C, CUDA", lambda: importlib.import_module("hfnn._build").cuda
+    yield "hfnn._autograd", lambda: native.why or importlib.import_module("hfnn._build").autograd
     yield "torch", lambda: f"{torch.__version__}, {_cuda_of_torch()}"
     yield "triton", lambda: importlib.import_module("triton").__version__
     yield "transformers", lambda: version("transformers")

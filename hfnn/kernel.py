@@ -17,6 +17,8 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
+from hfnn import native
+
 log = logging.getLogger("hfnn")
 
 # By their own names, for each look-up counts in a small call. Dynamo knows the function by its identity.
@@ -37,7 +39,17 @@ class NoKernel(RuntimeError):
     """The kernel asked for with `hfnn.use` cannot run this call; the message has every reason."""
 
 
-_forced: str | None = "torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
+_forced: str | None = None
+
+
+def _force(name: str | None) -> None:
+    global _forced
+    _forced = name
+    if native.extension is not None:
+        native.extension.force(0 if name is None else 1 + NAMES.index(name))
+
+
+_force("torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None)
 
 
 @contextlib.contextmanager
@@ -56,12 +68,12 @@ def use(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def forcing(name: str | None) -> Iterator[None]:
     """What `use` does; with None, the kernels inside the block are hfnn's choice, whatever is asked for around it."""
-    global _forced
-    before, _forced = _forced, name
+    before = _forced
+    _force(name)
     try:
         yield
     finally:
-        _forced = before
+        _force(before)
 
 
 def forced() -> str | None:
@@ -258,6 +270,11 @@ class Op:
             forced = _forced if any(k.name == _forced for k in self.kernels) else None
             self._choices[key] = self._first(x.device.type, *key[2:-1], forced)
         return self._choices[key]
+
+    def module_for(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype):
+        """The module of the first kernel for such a call, or None; for rooms in C++, which do not interpret Triton."""
+        kernel = self._first(device, dtype, cols, out, False, _forced)
+        return None if kernel is None or (device == "cpu" and kernel.name == "triton") else _load(kernel.source)[0]
 
     @functools.cached_property
     def floors(self) -> dict[str, tuple[int, int]]:

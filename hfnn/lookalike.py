@@ -39,6 +39,11 @@ CASES = (
 )
 
 
+@functools.cache
+def _op(name: str):
+    return next(op for op in ops.ALL if op.name == name)
+
+
 @dataclass(frozen=True)
 class NormLike:
     """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number."""
@@ -55,7 +60,7 @@ class NormLike:
 
     @property
     def op(self):
-        return next(op for op in ops.ALL if op.name == self.room)
+        return _op(self.room)
 
     def __str__(self) -> str:
         return f"hfnn {self.room}" + (f", offset {self.offset:g}" if self.offset else "")
@@ -111,7 +116,9 @@ class LookAlike:
     prefer = "auto"
 
     def forward(self, *args, **kwargs):
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and is_plain(args[0]):
+        # First what a small call pays for.
+        ours = len(args) == 1 and not kwargs and not self._hfnn_like.op.passes(args[0], self.prefer)
+        if ours and not torch.compiler.is_compiling() and is_plain(args[0]):
             out = _out_dtype(self, super().forward, args[0])
             # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
             if out is args[0].dtype or out is torch.float32:

@@ -1,21 +1,21 @@
 """Recipes: tensors that backward can rebuild instead of keeping.
 
 In eager mode a producer keeps its input and its consumer keeps its output, so a cheap op between two matrix products
-costs a full tensor. A room whose output is cheap to rebuild calls `attach(y, build, *sources)`; a consumer that would
-save y for its backward calls `take(y)` and saves the sources instead, most of which the producer keeps anyway:
+costs a full tensor. But the node that made y, `y.grad_fn`, keeps what y is made of for its own backward. So a consumer
+keeps that node instead of y, and in backward has it build y again:
 
-    producer    return attach(ctx, y, build, x, weight)            # y == build(x, weight), bit for bit
-    consumer    found = take(x)                                    # None: save x as torch does
-    forward     ctx.recipe, sources = found; ctx.save_for_backward(weight, *sources)
-    backward    x = ctx.recipe.rebuild(sources)                    # shared by siblings, freed by the last one
+    producer    save(ctx, x, weight, made=(rstd,))     # as ctx.save_for_backward
+                return carry(ctx, y, build)            # y == build(x, weight, rstd), bit for bit
+    consumer    token = take(x)                        # None: save x as torch does
+    backward    x = token.tensor()                     # shared by siblings, freed by the last one
 
-A room that keeps its input is a consumer too: `save(ctx, x)` in forward and `saved(ctx)` in backward do both halves.
+A room that keeps its input is a consumer, too: `save` keeps a token in place of a tensor that has one, and `saved`
+gives all tensors. `Function` (hfnn/function.py) calls `finish` at the end of each backward: unless the graph is kept,
+tokens end there, and a producer builds once more what somebody still has a token for.
 
-A recipe belongs to one Python tensor object. Whatever does not carry it along (a view, a copy, a stock consumer, no
-grad mode) simply keeps the tensor as torch would. `take` hands a recipe out only while the output and every source are
-what they were when it was attached (`_version` and `data_ptr`): after an in-place change the tensor is saved. And only
-where saved tensors have the same hooks as at the producer: a checkpoint repeats producer and consumer together then,
-and the repeated forward saves what the first one did.
+`take` gives a token only while the output and all that its node saved are what they were, and only where saved tensors
+have the same hooks as at the producer: a checkpoint repeats both then, and the repeated forward saves what the first
+one did. A limit of this fallback: it sees no write by a view of a tensor that is gone itself.
 """
 
 import contextlib
@@ -25,131 +25,193 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from hfnn.function import of_many
+from hfnn.native import extension as native
+
+_hooks, _at_the_end = torch._C._autograd._top_saved_tensors_default_hooks, torch.autograd.Variable._execution_engine
 _task, _retained = torch._C._current_graph_task_id, torch._C._autograd._get_current_graph_task_keep_graph
 
+_resharded = False
 _enabled = True
-resharded = False  # set where parameters share memory in turns, by haiscale.fsdp
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """No recipes inside the `with` block: every consumer saves its input, as torch does."""
-    global _enabled
-    before, _enabled = _enabled, False
+    before = _enabled
+    _enable(False)
     try:
         yield
     finally:
-        _enabled = before
+        _enable(before)
 
 
-class Recipe:
-    """How to rebuild one tensor, and the rebuilt tensor while the consumers of one backward share it.
+def _enable(on: bool) -> None:
+    global _enabled
+    _enabled = on
+    if native is not None:
+        native.set_recipes(on)
 
-    `build(*tensors)` runs in backward; where grad mode is on there (create_graph=True) it must be differentiable.
-    `build.into(dtype)`, if there is one, builds the tensor as a cast to that dtype would leave it.
-    """
 
-    __slots__ = ("_dtype", "_parts", "_served", "_shared", "_users", "build")
+class Kept:
+    """What a node keeps beside its saved tensors: tokens by their place among these, recipes by number of output."""
 
-    def __init__(self, build: Callable, parts: tuple, dtype: torch.dtype):
-        self.build = build
-        self._parts = parts  # for each tensor of build: None, or (recipe, n) when that recipe makes it of n sources
-        self._dtype = dtype
-        self._users = self._served = 0
-        self._shared = None  # (where, the tensor): see `_where`
+    __slots__ = ("__weakref__", "hooks", "marks", "outputs", "tokens", "unpacked")
 
-    def rebuild(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor, in `dtype` where a consumer worked on a cast of it."""
-        dtype = self._dtype if dtype is None else dtype
-        if torch.is_grad_enabled():  # create_graph: no sharing, each consumer gets a graph of its own
-            return as_dtype(self._make(sources), dtype)
-        where = _where(sources)
-        y = self._found(where, dtype)
-        if y is None:
-            y = as_dtype(self._make(sources, dtype), dtype)
-            counter.rebuilt += 1
-        self._served += 1
-        if self._served >= self._users:
-            self._free()
-        else:
-            self._keep(where, y)
-        return y
+    def __init__(self, tokens: dict):
+        self.tokens, self.outputs, self.hooks = tokens, {}, _hooks_now()
+        self.marks = None  # of the saved tensors, if they make a recipe
+        self.unpacked = None  # (a backward, what the hooks of saved tensors gave in it)
 
-    def _make(self, sources, dtype: torch.dtype | None = None) -> torch.Tensor:
-        build, tensors = self.build, _collect(self._parts, sources, Recipe._ingredient)
+    def holds(self, node) -> bool:
+        """Whether all that the node saved is as it was."""
+        if self.hooks is None:
+            try:
+                same = self.marks == _places(node.saved_tensors)
+            except RuntimeError:  # written to
+                return False
+        else:  # which are not to be called; of what is gone nobody can tell
+            seen = ((ref(), mark) for ref, *mark in self.marks)
+            same = all(t is None or [t._version, *_places((t,))] == mark for t, mark in seen)
+        return same and (not self.tokens or all(token.holds() for token in self.tokens.values()))
+
+    def finish(self, node) -> None:
+        """Ends the node's own backward."""
+        if not _retained():
+            for output in self.outputs.values():
+                if output.alive:
+                    output.leave(node)
+                if output.token is not None:
+                    output.token.release()
+            for token in self.tokens.values():
+                token.release()
+            self.tokens, self.outputs, self.marks, self.hooks = {}, {}, None, None
+        self.unpacked = None
+
+    def forget(self) -> None:
+        self.unpacked = None
+
+
+class _Output:
+    """How to build one output of a node again, and what its consumers share in one backward: of one task."""
+
+    __slots__ = ("alive", "build", "dtype", "left", "look", "served", "shared", "task", "token")
+
+    def __init__(self, y, build, token):
+        self.build, self.token, self.dtype, self.look = build, token, y.dtype, _look(y)
+        self.alive = self.served = 0  # tokens, and those of them that `task` has served
+        self.task = self.shared = None
+        self.left = None  # what the producer built at its end, or why it could not
+
+    def make(self, node, dtype=None) -> torch.Tensor:
+        tensors, build = list(raw(node)), self.build
+        for at, token in node.recipe.tokens.items():
+            tensors[at] = token.get(None, False)
+        if self.token is not None:
+            tensors.insert(0, self.token.get(None, True))
         # Kernels take a result that is as wide as their input, or wider: not one half for another.
-        if dtype not in (None, self._dtype) and hasattr(build, "into") and tensors[0].dtype in (dtype, torch.float32):
+        if dtype not in (None, self.dtype) and hasattr(build, "into") and tensors[0].dtype in (dtype, torch.float32):
             build = build.into(dtype)
-        return build(*tensors)
+        with torch._C._DisableAutocast():
+            return as_dtype(build(*tensors), dtype)
 
-    def _ingredient(self, sources) -> torch.Tensor:
-        """The tensor as a source of another one: shared with the consumers of its own that are still to come."""
-        if torch.is_grad_enabled() or self._served >= self._users:
-            return self._make(sources)
-        where = _where(sources)
-        y = self._found(where, self._dtype)
-        if y is None:
-            y = self._make(sources)
-            counter.rebuilt += 1
-            self._keep(where, y)
+    def holds(self) -> bool:
+        return self.token is None or self.token.holds()
+
+    def forget(self) -> None:
+        self.task, self.served, self.shared = None, 0, None
+
+    def leave(self, node) -> None:
+        """Builds the tensor for tokens that outlive what the node saved."""
+        try:
+            with torch.no_grad():
+                self.left = self.make(node)
+        except RuntimeError as error:  # of no concern to this backward
+            self.left = error
+
+
+class Token:
+    """A consumer's hold on the node that made its input, in place of that input."""
+
+    __slots__ = ("_node", "_output", "_task", "_x")
+
+    def __init__(self, node, output: _Output, x: torch.Tensor):
+        self._node, self._output, self._task, self._x = node, output, None, weakref.ref(x)
+        output.alive += 1
+
+    def tensor(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor again, in `dtype` where the consumer worked on a cast of it; else raises if it was written to."""
+        output, x = self._output, self._x()
+        if x is not None and dtype in (None, output.dtype):
+            x._fix_weakref()
+            if x._version != output.look[0]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {output.look[0]} "
+                    "instead."
+                )
+        return self.get(dtype, True)
+
+    def get(self, dtype: torch.dtype | None, last: bool) -> torch.Tensor:
+        """The tensor, shared with other tokens in this backward. last: this one will not ask again in it."""
+        output, dtype = self._output, dtype or self._output.dtype
+        if output.left is not None:
+            return _left(output.left, dtype)
+        if torch.is_grad_enabled():  # create_graph: each consumer gets a graph of its own
+            return output.make(self._node, dtype)
+        task = _task()
+        if output.task != task:
+            output.task, output.served, output.shared = task, 0, None
+        y = output.shared
+        if y is None or y.dtype is not dtype:
+            y = output.make(self._node, dtype)
+            counter.here[1] += 1
+        if last and self._task != task:
+            self._task = task
+            output.served += 1
+        if output.served >= output.alive:
+            output.shared = None
+        elif output.shared is not y:
+            output.shared = y
+            # A partial backward may never reach the last consumer; the end of this one comes for certain.
+            _at_the_end.queue_callback(output.forget)
         return y
 
-    def _found(self, where: tuple, dtype: torch.dtype) -> torch.Tensor | None:
-        """What another consumer left in this backward, on this stream."""
-        shared = self._shared
-        if shared is None or shared[0] != where or shared[1].dtype is not dtype:
-            return None
-        return shared[1]
+    def holds(self) -> bool:
+        """Whether the tensor can be built as it was."""
+        output, node = self._output, self._node
+        return output.left is not None or (output.holds() and node.recipe.holds(node))
 
-    def _keep(self, where: tuple, y: torch.Tensor) -> None:
-        if self._shared is None or self._shared[1] is not y:
-            self._shared = where, y
-            # A partial backward may never reach the last consumer; the end of this one comes for certain.
-            torch.autograd.Variable._execution_engine.queue_callback(self._free)
+    def release(self) -> None:
+        """The consumer needs it no more."""
+        output, self._output = self._output, None
+        if output is not None:
+            self._node = None
+            output.alive -= 1
+            output.served -= output.task is not None and self._task == output.task
+            if output.served >= output.alive:
+                output.shared = None
+            if not output.alive:
+                output.left = None
 
-    def _free(self) -> None:
-        self._shared = None
-        self._served = 0
-
-
-def _where(sources) -> tuple:
-    """The backward and the stream that run: only there is a rebuilt tensor shared."""
-    x = sources[0]
-    return _task(), torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+    __del__ = release
 
 
-class _Tag:
-    """What `attach` remembers of a tensor. hooks: those that saved tensors had there."""
-
-    __slots__ = ("__weakref__", "_low", "hooks", "marks", "recipe", "ref", "sources")
-
-    def __init__(self, recipe: Recipe, sources: tuple, marks: list):
-        self.recipe, self.sources, self.marks, self.hooks = recipe, sources, marks, _hooks_now()
-        self._low = None
-
-    def cast(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """y in `dtype`, made once for consumers that follow one another."""
-        if dtype is y.dtype:
-            return y
-        if self._low is None or self._low.dtype is not dtype:
-            _let_go_of_last_cast(self)
-            self._low = y.to(dtype=dtype)
-        return self._low
+def _left(y, dtype) -> torch.Tensor:
+    """What a producer left. To differentiate through it is an error, as in torch: the producer's graph is gone."""
+    if isinstance(y, RuntimeError):
+        raise y
+    if torch.is_grad_enabled():
+        y = y.detach().requires_grad_()
+        y.register_hook(_second_time)
+    return as_dtype(y, dtype)
 
 
-# The tag that holds a cast. No graph keeps that cast, so it may go as soon as another tensor is cast.
-_casting: weakref.ref | None = None
-
-
-def _let_go_of_last_cast(tag: _Tag) -> None:
-    global _casting
-    last, _casting = _casting, weakref.ref(tag)
-    before = None if last is None else last()
-    if before is not None:
-        before._low = None
+def _second_time(dy):
+    raise RuntimeError("Trying to backward through the graph a second time: specify retain_graph=True the first time.")
 
 
 def _hooks_now():
@@ -158,16 +220,16 @@ def _hooks_now():
     return None if top is None else top[0]
 
 
-# By id() of the tensor, each with a weak reference that proves it is the same one. Not an attribute of the tensor: a
-# copy, a pickle or a saved file of it must not carry a recipe.
-tags: dict[int, _Tag] = {}
+def _places(tensors) -> list:
+    return [t.data_ptr() for t in tensors if t is not None and type(t) is not FakeTensor]
 
 
-def _marks(y: torch.Tensor, sources: tuple) -> list:
-    """What changes when y or a source is written to (`_version`), or given other memory (`data_ptr`)."""
-    if type(y) is FakeTensor:  # has no memory
-        return [t._version for t in (y, *sources) if t is not None]
-    return [(t._version, t.data_ptr()) for t in (y, *sources) if t is not None]
+def _look(y) -> tuple:
+    """What tells a tensor from one that was written to, was given other memory, or is used on another stream."""
+    if type(y) is FakeTensor:
+        return y._version, y.shape, y.stride()
+    stream = torch._C._cuda_getCurrentRawStream(y.get_device()) if y.is_cuda else None
+    return y._version, y.data_ptr(), y.shape, y.stride(), stream
 
 
 def as_dtype(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -176,139 +238,132 @@ def as_dtype(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return y if dtype is None or y.dtype is dtype else y.to(dtype=dtype)
 
 
-def find(x: torch.Tensor) -> _Tag | None:
-    """The recipe of x if it still holds, without counting a consumer."""
-    tag = tags.get(id(x))
-    if tag is None or not _enabled or tag.ref() is not x or tag.marks != _marks(x, tag.sources):
+def _output_of(x) -> _Output | None:
+    """The recipe that the node of x has for it, at a glance. A view has a node of its own."""
+    if type(x) is torch.Tensor or type(x) is FakeTensor:
+        node = x.grad_fn
+        if isinstance(node, BackwardCFunction):
+            kept = getattr(node, "recipe", None)
+            return kept.outputs.get(x.output_nr) if type(kept) is Kept else None
+    return None
+
+
+def carries(x: torch.Tensor) -> bool:
+    """Whether to ask `take`, in a fraction of its time."""
+    return _output_of(x) is not None or (native is not None and native.carries(x))
+
+
+def take(x: torch.Tensor) -> Token | None:
+    """A token for a consumer to keep in place of x, or None to save x."""
+    token = None if native is None else native.take(x)
+    return _take(x) if token is None else token
+
+
+def _take(x: torch.Tensor) -> Token | None:
+    """A token of a node in Python."""
+    output = _output_of(x)
+    if output is None or not _enabled or output.look != _look(x):
         return None
-    if tag.hooks is not _hooks_now():
-        del tags[id(x)]  # of no use any more, and a checkpoint is to keep x alone
+    node = x.grad_fn
+    if node.recipe.hooks is not _hooks_now() or not (output.holds() and node.recipe.holds(node)):
         return None
-    return tag
+    counter.here[0] += 1
+    return Token(node, output, x)
 
 
-def attach(ctx, y: torch.Tensor, build: Callable, *sources: torch.Tensor | None, kept=()) -> torch.Tensor:
-    """Record for y that `build(*sources, *kept)` gives it again, bit for bit; returns y.
+def save(ctx, *sources: "torch.Tensor | Token | None", made: tuple = ()) -> None:
+    """`ctx.save_for_backward(*sources, *made)`, with a token in place of each source that has one, or is one.
 
-    ctx: of the Function that makes y, whose `saved` ends the recipe, or None. A source that has a recipe itself is
-    replaced by that recipe's sources; None is handed on as None. kept: what the room made, or keeps as torch does.
-
-    Does nothing where no backward can follow, or where a source is neither of the graph nor a parameter: of an input or
-    a buffer nobody can tell when it is filled anew.
+    made: what the room makes itself, or keeps as torch does. Outputs carry no recipe where a source is neither of the
+    graph nor a parameter: of an input or a buffer nobody can tell when it is filled anew.
     """
-    if not _enabled:
-        return y
-    parts, held, graph = [None] * len(sources), [], False
-    sharded = parameters_may_be_resharded()
-    for i, source in enumerate(sources):
-        tag = find(source) if id(source) in tags else None
-        if tag is not None:
-            parts[i] = tag.recipe, len(tag.sources)
-            held.extend(tag.sources)
-            graph = True
+    tensors, tokens, sound = [*sources, *made], {}, _enabled
+    for at, x in enumerate(sources):
+        if x is None or isinstance(x, torch.nn.Parameter):
             continue
-        if source is not None:
-            if source.requires_grad:
-                graph = True
-            elif source.is_inference() or not isinstance(source, torch.nn.Parameter):
-                return y
-            if sharded and isinstance(source, torch.nn.Parameter):
-                source = _own_copy(source)
-        held.append(source)
-    if not graph:
-        return y
-    held = (*held, *kept)
-    tag = _Tag(Recipe(build, (*parts, *[None] * len(kept)), y.dtype), held, _marks(y, held))
-    key = id(y)
-    tag.ref = weakref.ref(y, lambda _: tags.pop(key, None))
-    tags[key] = tag
-    if ctx is not None:
-        ctx.made = (*getattr(ctx, "made", ()), tag.ref)
+        token = take(x) if isinstance(x, torch.Tensor) else x
+        if token is not None:
+            tensors[at], tokens[at] = None, token
+        elif not x.requires_grad:
+            sound = False
+    if sound and parameters_may_be_resharded():
+        tensors = [_own_copy(x) if isinstance(x, torch.nn.Parameter) else x for x in tensors]
+    ctx.save_for_backward(*tensors)
+    kept = ctx.recipe = Kept(tokens)
+    if sound and kept.hooks is None:  # versions are compared by torch
+        kept.marks = _places(tensors)
+    elif sound:
+        kept.marks = [(TensorWeakRef(t), t._version, *_places((t,))) for t in tensors if t is not None]
+
+
+def carry(ctx, y: torch.Tensor, build: Callable, number: int = 0, token: Token | None = None) -> torch.Tensor:
+    """Records for y, output `number` of ctx, that `build` makes it of what `save` was given, bit for bit; returns y.
+
+    Where grad mode is on in backward (create_graph=True), `build` must be differentiable. `build.into(dtype)`, if there
+    is one, builds y as a cast to that dtype leaves it. token: of what `build` takes first, where the room's own
+    backward does not need it.
+    """
+    kept = ctx.recipe
+    if kept.marks is not None:
+        kept.outputs[number] = _Output(y, build, token)
     return y
 
 
-def take(x: torch.Tensor) -> _Tag | None:
-    """The recipe of x for a consumer that will save its sources instead of x, or None to save x.
+def raw(ctx) -> tuple:
+    """`ctx.saved_tensors`, with None for tokens.
 
-    Every taker is counted: the last one to rebuild in backward frees what they share.
+    Of a node that others build with, hooks are called once in a backward: those of a checkpoint raise after that.
+    `ctx.recipe` is None where `save` was not called.
     """
-    tag = find(x)
-    if tag is not None:
-        tag.recipe._users += 1
-        counter.taken += 1
-    return tag
+    kept = ctx.recipe
+    if kept is None or kept.hooks is None or not kept.outputs:
+        return ctx.saved_tensors
+    task = _task()
+    if kept.unpacked is None or kept.unpacked[0] != task:
+        kept.unpacked = task, ctx.saved_tensors
+        _at_the_end.queue_callback(kept.forget)
+    return kept.unpacked[1]
 
 
-def save(ctx, *tensors: torch.Tensor | None) -> None:
-    """`ctx.save_for_backward`, with the sources of a recipe in place of each tensor that has one. Goes with `saved`."""
-    parts, kept = [None] * len(tensors), []
-    for i, x in enumerate(tensors):
-        tag = take(x) if id(x) in tags else None
-        if tag is not None:
-            parts[i] = tag.recipe, len(tag.sources)
-            kept.extend(tag.sources)
-        else:
-            kept.append(x)
-    ctx.parts = parts
-    ctx.save_for_backward(*kept)
-
-
-def saved(ctx) -> list[torch.Tensor | None]:
-    """What was given to `save`, rebuilt where that is needed."""
-    tensors = _collect(ctx.parts, ctx.saved_tensors, Recipe.rebuild)
-    release(ctx)
+def saved(ctx) -> list | tuple:
+    """What was given to `save`, in the backward of ctx."""
+    tensors, tokens = raw(ctx), ctx.recipe.tokens
+    if tokens:
+        tensors = list(tensors)
+        for at, token in tokens.items():
+            tensors[at] = token.tensor()
     return tensors
-
-
-def release(ctx) -> None:
-    """The results of ctx have no recipe any more: after its last backward nobody is to keep its sources."""
-    if not _retained():
-        for ref in getattr(ctx, "made", ()):
-            tags.pop(id(ref()), None)
-
-
-def _collect(parts, sources, rebuild) -> list:
-    """The tensors that `parts` tell of: each is the next of the sources, or a recipe makes it of the next n."""
-    tensors, at = [], 0
-    for part in parts:
-        if part is None:
-            tensors.append(sources[at])
-            at += 1
-        else:
-            recipe, count = part
-            tensors.append(rebuild(recipe, sources[at : at + count]))
-            at += count
-    return tensors
-
-
-# By (id of the tensor, dtype of the cast): weak reference to the tensor, its marks, weak reference to the cast.
-_casts: dict[tuple, tuple] = {}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x in `dtype`, differentiable. Of a tensor of the graph one cast serves all consumers while any of them keeps it.
 
-    Any other tensor may be filled anew from one call to the next by what moves no version: numpy, a receive, `.data`.
+    It hangs on the node that made x, weakly. Any other tensor may be filled anew from one call to the next by what
+    moves no version: numpy, a receive, `.data`.
     """
     if x.dtype is dtype or x.grad_fn is None or type(x) is FakeTensor:
         return as_dtype(x, dtype)
-    low = known_cast(x, dtype)
+    casts, key, look = x.grad_fn.metadata, ("hfnn", x.output_nr, dtype), _look(x)
+    before, ref = casts.get(key, (None, None))
+    low = ref() if before == look else None
     if low is None:
-        low, key = x.to(dtype=dtype), (id(x), dtype)
-        _casts[key] = weakref.ref(x, lambda _: _casts.pop(key, None)), _marks(x, ()), TensorWeakRef(low)
+        low = x.to(dtype=dtype)
+        casts[key] = look, TensorWeakRef(low)
     return low
-
-
-def known_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The cast of x that a consumer keeps."""
-    ref, marks, low = _casts.get((id(x), dtype), (None,) * 3)
-    return None if ref is None or ref() is not x or marks != _marks(x, ()) else low()
 
 
 def parameters_may_be_resharded() -> bool:
     """Whether parameters are sharded in this process: one's memory may then be gone, or another's, before backward."""
     states = sys.modules.get("torch.distributed._composable_state")  # of fully_shard
-    return resharded or bool(states is not None and states._module_state_mapping)
+    return _resharded or bool(states is not None and states._module_state_mapping)
+
+
+def parameters_are_resharded() -> None:
+    """Parameters of this process share memory in turns: no recipe may refer to one. haiscale.fsdp says so."""
+    global _resharded
+    _resharded = True
+    if native is not None:
+        native.set_resharded()
 
 
 def _own_copy(parameter: torch.Tensor) -> torch.Tensor:
@@ -323,7 +378,19 @@ class _Counter:
         self.reset()
 
     def reset(self) -> None:
-        self.taken = self.rebuilt = 0
+        self.here = [0, 0]  # in Python
+        if native is not None:
+            native.reset_counts()
+
+    @property
+    def taken(self) -> int:
+        return self.here[0] + (native.counts()[0] if native is not None else 0)
+
+    @property
+    def rebuilt(self) -> int:
+        return self.here[1] + (native.counts()[1] if native is not None else 0)
 
 
 counter = _Counter()
+if native is not None:
+    native.connect(_take, of_many, getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False))

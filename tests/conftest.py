@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import weakref
 
 import torch
 
@@ -15,6 +16,28 @@ if not torch.cuda.is_available():
 import pytest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """Weak references to the tensors that recipes build again from now on, in Python and in C++."""
+    from hfnn import native, recipe
+
+    found, make = [], recipe._Output.make
+
+    def note(y):
+        found.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(recipe._Output, "make", lambda *args: note(make(*args)))
+    if native.extension is None:
+        yield found
+        return
+    native.extension.watch(note)
+    try:
+        yield found
+    finally:
+        native.extension.watch(None)
 
 
 def repair_interpreter():

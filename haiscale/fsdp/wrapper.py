@@ -86,7 +86,7 @@ class FSDP(nn.Module):
         self._engine.backward_prefetch = backward_prefetch is not None
         self._engine.reduce_unused = bool(reduce_unused)
         if self.zero == 3:
-            recipe.resharded = True  # recipes must not refer to parameters
+            recipe.parameters_are_resharded()
 
     def _unit(self, modules: list[nn.Module], owned: list, initialise) -> Unit:
         """One unit; the whole parameters it had are given up."""

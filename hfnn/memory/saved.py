@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hfnn import native
 from hfnn.kernel import is_plain
 from hfnn.memory.peak import tensors
 
@@ -129,6 +130,8 @@ def leaves(graph) -> Iterator[torch.nn.Parameter]:
 
 def packed(node) -> Iterator[Kept]:
     """What a node saved, as it was packed: to unpack it would have a checkpoint compute its part again."""
+    if native.extension is not None:
+        yield from (data for data in native.extension.packed(node) if isinstance(data, Kept))
     for attribute in dir(node):
         if attribute.startswith("_raw_saved_"):
             raw = getattr(node, attribute)

@@ -9,7 +9,8 @@ dropout_add.py says what the sum is, layer_norm.py what y is, add_norm.py how bo
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn import native
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops import add_norm, dropout_add, layer_norm
 
 
@@ -47,6 +48,7 @@ OP = Op(
     bench=((131072, 1024, 0.1),),
 )
 _passes = OP.passes
+_native = native.call("add_norm", OP, layer_norm._native, dropout_add._native)
 
 
 def add_layer_norm(
@@ -58,11 +60,16 @@ def add_layer_norm(
     dtype. Both results have the shape of input and the dtypes torch returns; sum continues the residual stream. p in
     [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
     """
+    dropped = float(p) if training else 0.0
+    results = None
+    if not compiling():
+        results = _native(input, residual, normalized_shape, weight, bias, eps, 0.0, dropped, prefer)
+    if results is not None and results is not NotImplemented:
+        return results
     kernel = None
-    if not _passes(residual, prefer):
+    if results is NotImplemented and not _passes(residual, prefer):
         out = layer_norm.OP.out_dtype(residual)
         kernel = OP.select(residual, weight, bias, row=normalized_shape, out=out, prefer=prefer)
-    dropped = p if training else 0.0
     if kernel is not None and add_norm.fits(input, residual, dropped, normalized_shape, weight, bias):
         how = weight, bias, eps, normalized_shape, out
         results = add_norm.run(lambda x, k: layer_norm._run(x, *how, k), kernel, input, residual, dropped)

@@ -9,7 +9,8 @@ dropout_add.py says what the sum is, rms_norm.py what y is, add_norm.py how both
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn import native
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops import add_norm, dropout_add, rms_norm
 
 
@@ -49,6 +50,7 @@ OP = Op(
     bench=((131072, 1024, 0.0),),
 )
 _passes = OP.passes
+_native = native.call("add_norm", OP, rms_norm._native, dropout_add._native)
 
 
 def add_rms_norm(
@@ -61,11 +63,16 @@ def add_rms_norm(
     returns; sum continues the residual stream. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed"
     (`hfnn.convert`). Raises what torch raises.
     """
+    dropped = float(p) if training else 0.0
+    results = None
+    if not compiling():
+        results = _native(input, residual, normalized_shape, weight, None, eps, offset, dropped, prefer)
+    if results is not None and results is not NotImplemented:
+        return results
     kernel = None
-    if not _passes(residual, prefer):
+    if results is NotImplemented and not _passes(residual, prefer):
         out = rms_norm.OP.out_dtype(residual)
         kernel = OP.select(residual, weight, row=normalized_shape, out=out, prefer=prefer)
-    dropped = p if training else 0.0
     if kernel is not None and add_norm.fits(input, residual, dropped, normalized_shape, weight):
         how = weight, rms_norm._eps(eps, residual.dtype), offset, normalized_shape, out
         results = add_norm.run(lambda x, k: rms_norm._run(x, *how, k), kernel, input, residual, dropped)

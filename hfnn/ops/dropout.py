@@ -13,9 +13,9 @@ from torch import nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 
@@ -57,17 +57,20 @@ class _Dropout(Function):
 
     @staticmethod
     def forward(ctx, x, p, seed, offset, pair, kernel, strides):
-        ctx.save_for_backward(pair)
+        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
+        token = recipe.take(x)
+        if token is None:
+            ctx.save_for_backward(pair)
+            ctx.recipe = None
+        else:
+            recipe.save(ctx, made=(pair,))
         y = _build(p, seed, offset, kernel, strides)(x, pair)
         ctx.kernel, ctx.how = kernel, (p, seed, offset, kernel, y.stride())
-        build = _build(*ctx.how)
-        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
-        return y if recipe.find(x) is None else recipe.attach(ctx, y, build, x, kept=(pair,))
+        return y if token is None else recipe.carry(ctx, y, _build(*ctx.how), token=token)
 
     @staticmethod
     def backward(ctx, dy):
-        (pair,) = ctx.saved_tensors
-        recipe.release(ctx)
+        (pair,) = recipe.raw(ctx)
         dx = _build(*ctx.how)(dy, pair)
         return _as_torchs(dx, dy), *[None] * 6
 
@@ -125,9 +128,19 @@ def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
     """
     if not training or inplace or not 0 < p < 1:
         return nn.functional.dropout(input, p, training, inplace)
+    y = None if compiling() else _native(input, p, prefer)
+    if y is NotImplemented:
+        y = _in_python(input, p, prefer)
+    return torch.dropout(input, p, training) if y is None else y
+
+
+_native = native.call("dropout", OP)
+
+
+def _in_python(input, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None:
-        return torch.dropout(input, p, training)
+        return None
     seed, offset, pair = draw(input)
     if torch.is_grad_enabled():
         return _Dropout.apply(input, p, seed, offset, pair, kernel, None)

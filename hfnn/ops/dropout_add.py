@@ -10,8 +10,9 @@ by torch's rules of promotion, and dx is in low precision again.
 import torch
 from torch import nn
 
+from hfnn import native
 from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops import dropout
 from hfnn.ops.layout import in_rows, like_dy
 
@@ -129,7 +130,17 @@ def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):
         if 0 <= p < 1:
             return torch.add(residual, input)
         return residual + nn.functional.dropout(input, p, training)
+    y = None if compiling() else _native(input, residual, p, prefer)
+    if y is NotImplemented:
+        y = _in_python(input, residual, p, prefer)
+    return residual + torch.dropout(input, p, training) if y is None else y
+
+
+_native = native.call("dropout_add", OP)
+
+
+def _in_python(input, residual, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, residual, out=residual.dtype, prefer=prefer)
     if kernel is None or not fits(input, residual):
-        return residual + torch.dropout(input, p, training)
+        return None
     return run(input, residual, p, dropout.draw(input), kernel, None)

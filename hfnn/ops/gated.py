@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function, double_backward
-from hfnn.kernel import Op
+from hfnn.kernel import Op, compiling
 from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
 from hfnn.ops.table import BENCH
@@ -82,7 +82,7 @@ class _Gated(Function):
         recipe.save(ctx, gate, up)
         ctx.how = activation, gate_first, kernel
         build = _build(*ctx.how)
-        return recipe.attach(ctx, build(gate, up), build, gate, up)
+        return recipe.carry(ctx, build(gate, up), build)
 
     @staticmethod
     def backward(ctx, dy):
@@ -140,8 +140,25 @@ def _operands(gate, up, gate_first):
     return halves(_rows(gate), gate_first) if up is None else (_rows(gate), _rows(up))
 
 
+_KINDS = {gate.kind: name for name, gate in GATES.items()}
+_natives: dict = {}  # the calls in C++, by the ops' names
+
+
+def _second(dy, needs, gate, up, kind, gate_first):
+    """The gradients by differentiable ops."""
+    own = functools.partial(formula, activation=_KINDS[kind], gate_first=gate_first)
+    if up is None:
+        return double_backward(lambda packed: own(packed, None), (gate,), needs[:1], dy)
+    return double_backward(own, (gate, up), needs, dy)
+
+
 def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
     """f(gate) * up by a kernel of `op`, or None where torch's own ops are to run."""
+    if op.name not in _natives:
+        _natives[op.name] = native.call("gated", op, _second)
+    y = NotImplemented if compiling() else _natives[op.name](gate, up, GATES[activation].kind, gate_first, prefer)
+    if y is not NotImplemented:
+        return y
     kernel = op.select(gate, up, out=gate.dtype, prefer=prefer)  # autocast leaves these ops alone
     if kernel is None or (up is not None and (up.shape != gate.shape or up.dtype is not gate.dtype)):
         return None

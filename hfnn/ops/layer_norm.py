@@ -12,9 +12,9 @@ import math
 import torch
 from torch import nn
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops.layout import in_rows
 
 
@@ -68,10 +68,9 @@ class _LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, normalized_shape, out_dtype, kernel):
         y, mean_R, rstd_R = _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel)
-        recipe.save(ctx, x, weight, bias, mean_R, rstd_R)
+        recipe.save(ctx, x, weight, bias, made=(mean_R, rstd_R))
         ctx.eps, ctx.shape, ctx.kernel = eps, normalized_shape, kernel
-        build = _rebuild(normalized_shape, eps, out_dtype, kernel)
-        return recipe.attach(ctx, y, build, x, weight, bias, kept=(mean_R, rstd_R))
+        return recipe.carry(ctx, y, _rebuild(normalized_shape, eps, out_dtype, kernel))
 
     @staticmethod
     def backward(ctx, dy):
@@ -118,6 +117,14 @@ def _formula(normalized_shape, eps, out_dtype):
     return formula
 
 
+def _second(dy, needs, x, weight, bias, dims, eps, offset):
+    """The gradients by differentiable ops."""
+    return double_backward(_formula(x.shape[-dims:], eps, dy.dtype), (x, weight, bias), needs, dy)
+
+
+_native = native.call("norm", OP, _second, True)
+
+
 def rows(x, normalized_shape):
     """x (*, *normalized_shape) as a contiguous x_RC."""
     return x.contiguous().view(-1, math.prod(normalized_shape))
@@ -144,9 +151,16 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, pre
     result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. Statistics are float32.
     """
+    y = None if compiling() else _native(input, normalized_shape, weight, bias, eps, 0.0, None, prefer)
+    if y is NotImplemented:
+        y = _in_python(input, normalized_shape, weight, bias, eps, prefer)
+    return torch.layer_norm(input, normalized_shape, weight, bias, eps) if y is None else y
+
+
+def _in_python(input, normalized_shape, weight, bias, eps, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, weight, bias, row=normalized_shape, prefer=prefer)
     if kernel is None or not fits(input, normalized_shape, weight, bias):
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+        return None
     return _run(input, weight, bias, eps, normalized_shape, OP.out_dtype(input), kernel)
 
 
@@ -163,6 +177,9 @@ def fused(x, weight, bias, eps, out, prefer):
 
     For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
     """
+    y = None if compiling() else _native(x, None, weight, bias, eps, 0.0, out, prefer)
+    if y is not NotImplemented:
+        return y
     shape = x.shape[-1:]
     if not in_rows(x):  # the strides of the module's own result are others
         return None

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import nn
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function
 from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context
 from hfnn.recipe import as_dtype
@@ -39,38 +39,44 @@ OP = Op("linear", reference, _linear_of_torch, kernels=(), sample=sample, cases=
 
 
 class _Linear(Function):
-    """y = x @ weight_OI^T + bias in `dtype`, keeping the sources of x's recipe, or x in `dtype`; the weight as it is.
+    """y = x @ weight_OI^T + bias in `dtype`, keeping the token of x, or x in `dtype`; the weight as it is.
 
-    `sources` are the recipe's, or x in `dtype` alone: inputs without a gradient, by which a second derivative reaches x
-    (hfnn/recipe.py). `weight_OI` is no leaf where its gradient is wanted: its node tells whether the engine wants it in
-    this pass (zero-bubble schedules ask for the input's alone, then for the weight's, and no product may run twice).
+    `how` has the token, or None and x in `dtype`: no further input, but what is kept, by which a second derivative
+    reaches x. `weight_OI` is no leaf where its gradient is wanted: its node tells whether the engine wants it in this
+    pass (zero-bubble schedules ask for the input's alone, then for the weight's, and no product may run twice).
     """
 
     @staticmethod
-    def forward(ctx, x, weight_OI, bias, tag, dtype, *sources):
-        low = sources[0] if tag is None else tag.cast(x, dtype)
-        weight = weight_OI if x.requires_grad else None  # which may change where only its own gradient is wanted
-        ctx.save_for_backward(weight, *(sources if weight_OI.requires_grad else ()))
-        ctx.recipe, ctx.dtype = None if tag is None else tag.recipe, dtype
+    def forward(ctx, x, weight_OI, bias, how):
+        token, low, dtype, recompute = how
+        if recompute:
+            recipe.save(ctx, low if token is None else token, weight_OI, bias)
+        else:  # what may change where only the other's gradient is wanted is not kept
+            ctx.save_for_backward(low if weight_OI.requires_grad else None, weight_OI if x.requires_grad else None)
+            ctx.recipe = None if token is None else recipe.Kept({0: token})
+        ctx.dtype = dtype
+        low = as_dtype(x, dtype) if low is None else low
         ctx.by_rows = weight_OI.stride() == (weight_OI.shape[1], 1)
         ctx.by_columns = not low.is_contiguous() and _rows(low).stride(0) == 1 < low.shape[-1]
         y = _product(low, weight_OI, bias, dtype)
         # Of more than two dimensions torch's is a view of rows, and what a Function returns as a view may not be
         # written to in place.
-        return y.data if y._is_view() else y
+        y = y.data if y._is_view() else y
+        return recipe.carry(ctx, y, functools.partial(_product, dtype=dtype)) if recompute else y
 
     @staticmethod
     def backward(ctx, dy):
         try:
-            weight_OI, *sources = ctx.saved_tensors
+            x, weight_OI, *_ = recipe.raw(ctx)
         except RuntimeError as error:
             raise _explained(error, ctx.dtype) from None
-        needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         nodes = ctx.next_functions
         dx = dweight = dbias = None
         dy_RO = _rows(dy)
         if needs_weight and _wanted(nodes[1][0]):  # first, so that what is rebuilt for it is gone before dx is there
-            x = sources[0] if ctx.recipe is None else ctx.recipe.rebuild(sources, ctx.dtype)
+            if x is None:
+                x = ctx.recipe.tokens[0].tensor(ctx.dtype)
             dweight = _outer(dy_RO, _rows(x), ctx.by_rows)
             del x
         if needs_x and _wanted(nodes[0][0]):
@@ -80,7 +86,7 @@ class _Linear(Function):
             dx = dx.view(*dy.shape[:-1], weight_OI.shape[1])
         if needs_bias:
             dbias = dy_RO.sum(0)
-        return dx, dweight, dbias, *[None] * len(others)
+        return dx, dweight, dbias, None
 
 
 def _explained(error, dtype):
@@ -131,21 +137,15 @@ def _linear(x, weight_OI, bias, recompute):
             casts = casts or t.dtype is not dtype
     if casts and not autocast:
         return None  # as above
-    tag = recipe.take(x) if weight_OI.requires_grad else None
-    ours = tag is not None or (casts and (x.requires_grad or weight_OI.requires_grad))
-    if not ours and not recompute:
+    # Computed again of what is in the graph; and a weight that fully_shard takes away again would have to be copied.
+    recompute = recompute and x.requires_grad and not recipe.parameters_may_be_resharded()
+    token = recipe.take(x) if recompute or weight_OI.requires_grad else None
+    if token is None and not recompute and not (casts and (x.requires_grad or weight_OI.requires_grad)):
         return None
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
-    if ours:
-        sources = (recipe.cast(x, dtype),) if tag is None else tag.sources
-        y = _Linear.apply(x, weight_OI, bias, tag, dtype, *sources)
-    else:
-        y = _linear_of_torch(x, weight_OI, bias)
-    # A weight that fully_shard takes away again would have to be copied.
-    if recompute and y.requires_grad and not recipe.parameters_may_be_resharded():
-        recipe.attach(None, y, functools.partial(_product, dtype=dtype), x, weight_OI, bias)
-    return y
+    low = recipe.cast(x, dtype) if token is None else None
+    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute))
 
 
 # Under autocast, by preference: the smallest input of which not to keep a cast, nor of the weight, is worth host time.
@@ -160,22 +160,26 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto"):
     (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
-    if not compiling() and _gains(input, recompute, prefer) and weight.dim() == 2:
-        y = _linear(input, weight, bias, recompute)
-        if y is not None:
-            return y
-    return _linear_of_torch(input, weight, bias)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False)
+    if y is NotImplemented:
+        gains = _gains(input, recompute, prefer) and weight.dim() == 2
+        y = _linear(input, weight, bias, recompute) if gains else None
+    return _linear_of_torch(input, weight, bias) if y is None else y
+
+
+_native = native.call("linear", FLOORS)
 
 
 def _gains(input, recompute, prefer) -> bool:
-    return id(input) in recipe.tags or recompute or (_autocasting() and input.numel() >= FLOORS[prefer])
+    return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
 
 
 def linear_io(input, weight, bias, recompute=False, prefer="auto"):
     """`linear` for a weight stored as (in, out), or None where there is nothing to gain."""
-    if compiling() or not _gains(input, recompute, prefer):
-        return None
-    return _linear(input, weight.t(), bias, recompute)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, True)
+    if y is NotImplemented:
+        y = _linear(input, weight.t(), bias, recompute) if _gains(input, recompute, prefer) else None
+    return y
 
 
 class Linear(nn.Linear):

@@ -112,12 +112,11 @@ class _QkNormRope(Function):
     def forward(ctx, query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how, kernel):
         weights, tables = (query_weight, key_weight), (cos, sin, position_ids)
         *both, q_rstd, k_rstd = _compute(query, key, weights, tables, eps, offset, how, kernel, True)
-        recipe.save(ctx, query, key, *weights, *tables, q_rstd, k_rstd)
+        recipe.save(ctx, query, key, *weights, made=(*tables, q_rstd, k_rstd))
         ctx.options = eps, offset, how, kernel
-        for x, y, weight, rstd in zip((query, key), both, weights, (q_rstd, k_rstd), strict=True):
+        for number, y in enumerate(both):
             if y is not None:
-                build = _build(y.stride(), *ctx.options)
-                recipe.attach(ctx, y, build, x, weight, kept=(*tables, rstd))
+                recipe.carry(ctx, y, _build(number, y.stride(), *ctx.options), number)
         return tuple(both)
 
     @staticmethod
@@ -168,10 +167,12 @@ def _formula(query, key, query_weight, key_weight, cos, sin, position_ids, eps, 
     return tuple(None if y is None else y.to(how.out) for y in both)
 
 
-def _build(strides, eps, offset, how, kernel):
-    """One result of one input, in the order of `strides`: in backward."""
+def _build(number, strides, eps, offset, how, kernel):
+    """The result for query (0) or key (1), in the order of `strides`: in backward."""
 
-    def build(x, weight, cos, sin, position_ids, rstd):
+    def build(*kept):
+        x, weight, rstd = kept[number], kept[2 + number], kept[7 + number]
+        cos, sin, position_ids = kept[4:7]
         if torch.is_grad_enabled():
             return _formula(x, None, weight, None, cos, sin, position_ids, eps, offset, how)[0]
         x = columns_dense(x)

@@ -11,9 +11,9 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 import torch
 from torch import nn
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.kernel import FLOATS, Kernel, Op, compiling
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 from hfnn.ops.layout import in_rows, like_dy
 
@@ -65,10 +65,9 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, normalized_shape, out_dtype, kernel):
         y, rstd_R = _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel)
-        recipe.save(ctx, x, weight, rstd_R)
+        recipe.save(ctx, x, weight, made=(rstd_R,))
         ctx.eps, ctx.offset, ctx.shape, ctx.kernel = eps, offset, normalized_shape, kernel
-        build = _rebuild(normalized_shape, eps, offset, out_dtype, kernel)
-        return recipe.attach(ctx, y, build, x, weight, kept=(rstd_R,))
+        return recipe.carry(ctx, y, _rebuild(normalized_shape, eps, offset, out_dtype, kernel))
 
     @staticmethod
     def backward(ctx, dy):
@@ -117,6 +116,14 @@ def _formula(normalized_shape, eps, offset, out_dtype):
     return formula
 
 
+def _second(dy, needs, x, weight, bias, dims, eps, offset):
+    """The gradients by differentiable ops."""
+    return *double_backward(_formula(x.shape[-dims:], eps, offset, dy.dtype), (x, weight), needs[:2], dy), None
+
+
+_native = native.call("norm", OP, _second, False)
+
+
 def _eps(eps, dtype):
     """torch's default: that of the dtype it computes in."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
@@ -133,10 +140,17 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
     has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. The statistic is float32.
     """
+    y = None if compiling() else _native(input, normalized_shape, weight, None, eps, 0.0, None, prefer)
+    if y is NotImplemented:
+        y = _in_python(input, normalized_shape, weight, eps, prefer)
+    return torch.rms_norm(input, normalized_shape, weight, eps) if y is None else y
+
+
+def _in_python(input, normalized_shape, weight, eps, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
     # Of images torch's result may have the channels last.
     if kernel is None or not fits(input, normalized_shape, weight) or (input.dim() > 3 and not in_rows(input)):
-        return torch.rms_norm(input, normalized_shape, weight, eps)
+        return None
     eps = _eps(eps, input.dtype)
     return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
 
@@ -146,6 +160,9 @@ def fused(x, weight, eps, offset, out, prefer):
 
     For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
     """
+    y = None if compiling() else _native(x, None, weight, None, eps, offset, out, prefer)
+    if y is not NotImplemented:
+        return y
     shape = x.shape[-1:]
     if not in_rows(x):  # the strides of the module's own result are others
         return None

@@ -159,7 +159,8 @@ class _Rope(Function):
 
     @staticmethod
     def forward(ctx, query, key, cos, sin, position_ids, how, kernel):
-        ctx.save_for_backward(cos, sin, position_ids)
+        tokens = tuple(None if x is None else recipe.take(x) for x in (query, key))
+        recipe.save(ctx, made=(cos, sin, position_ids))
         ctx.set_materialize_grads(False)
         both = _compute(query, key, cos, sin, position_ids, how, kernel)
         # Gradients have the order of the inputs' strides, which the results have, whatever that of theirs.
@@ -167,17 +168,16 @@ class _Rope(Function):
         ctx.how = how._replace(transposed=not how.transposed, out=query.dtype, strides=strides)
         ctx.kernel = kernel
         # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
-        for x, y in zip((query, key), both, strict=True):
-            if y is not None and recipe.find(x) is not None:
+        for number, (token, y) in enumerate(zip(tokens, both, strict=True)):
+            if token is not None:
                 build = _build(how._replace(strides=(y.stride(), None)), kernel)
-                recipe.attach(ctx, y, build, x, kept=(cos, sin, position_ids))
+                recipe.carry(ctx, y, build, number, token)
         return both
 
     @staticmethod
     def backward(ctx, dquery, dkey):
         wanted = (dy if need else None for dy, need in zip((dquery, dkey), ctx.needs_input_grad[:2], strict=True))
-        recipe.release(ctx)
-        return *_run(*wanted, *ctx.saved_tensors, ctx.how, ctx.kernel), *(None,) * 5
+        return *_run(*wanted, *recipe.raw(ctx), ctx.how, ctx.kernel), *(None,) * 5
 
 
 def _build(how, kernel):

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn import recipe
+from hfnn import native, recipe
 from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op, forced
+from hfnn.kernel import FLOATS, Kernel, Op, compiling, forced
 from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, in_order, ordered
 from hfnn.ops.table import BENCH, real
@@ -59,6 +59,10 @@ class Smooth(Op):
 
     def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
         """The result by a kernel, or None where torch's own op is to run, or to raise."""
+        if keep == "input":
+            y = self.native(input, None, prefer, *arguments)
+            if y is not NotImplemented:
+                return y
         numbers = table.numbers(self, *arguments)
         kernel = None if numbers is None else self.select(input, prefer=prefer)
         if kernel is None:
@@ -83,8 +87,24 @@ class Smooth(Op):
         For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
         Under autocast some of them return float32 from a narrower x.
         """
+        y = None if compiling() else self.native(x, out, prefer, *options.values())
+        if y is not NotImplemented:
+            return y
         kernel = self.select(x, prefer=prefer)
         return None if kernel is None else self._rebuilt(x, self.numbers(**options), out, kernel)
+
+    @functools.cached_property
+    def native(self) -> Callable:
+        """The call in C++, (input, dtype of the result or None for torch's, prefer, *arguments)."""
+        ours = self.gradient is None and not (self.keeps_output or self.through_y or self.contiguous)
+        return native.call("smooth", self, self._second) if ours else lambda *_: NotImplemented
+
+    def numbers_of(self, arguments: tuple) -> tuple | None:
+        return table.numbers(self, *arguments)
+
+    def _second(self, dy, x, out, numbers):
+        """The gradient by differentiable ops."""
+        return double_backward(lambda x: self.formula(x.to(out), *numbers), (x,), (True,), dy)
 
     def forward(self, x, kernel, numbers=(), out=None, again=False):
         """y of x by a kernel; again: in backward, to be rounded as forward's y and its cast to `out` are."""
@@ -160,7 +180,7 @@ class _KeepsInput(Function):
         recipe.save(ctx, x)
         ctx.op, ctx.numbers, ctx.out, ctx.kernel = op, numbers, out, kernel
         build = op.build(numbers, out, kernel)
-        return recipe.attach(ctx, build(x), build, x)
+        return recipe.carry(ctx, build(x), build)
 
     @staticmethod
     def backward(ctx, dy):

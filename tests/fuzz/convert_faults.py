@@ -39,33 +39,30 @@ def _plant(name, owner, attribute, make):
 
 
 # Recipes.
-_plant("no marks are compared", recipe, "_marks", lambda marks: lambda y, sources: [])
-_plant("marks of sources left out", recipe, "_marks", lambda marks: lambda y, sources: marks(y, ()))
-_plant(
-    "marks without versions",
-    recipe,
-    "_marks",
-    lambda marks: lambda y, sources: [t.data_ptr() for t in (y, *sources) if t is not None],
-)
+def _cut_off(x):
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+_plant("sources not compared", recipe.Kept, "holds", lambda holds: lambda self, node: True)
 _plant("hooks of saved tensors not compared", recipe, "_hooks_now", lambda now: lambda: None)
-_plant("results keep their recipe after backward", recipe, "release", lambda release: lambda ctx: None)
+_plant("results keep their recipe after backward", recipe.Kept, "finish", lambda finish: lambda self, node: None)
 _plant(
     "sources saved past autograd",
     recipe,
     "save",
-    lambda save: lambda ctx, *tensors: save(ctx, *(None if t is None else t.data for t in tensors)),
+    lambda save: lambda ctx, *sources, made=(): save(ctx, *map(_cut_off, sources), made=made),
 )
 _plant(
     "rebuilt a little wrong",
-    recipe.Recipe,
-    "_make",
-    lambda make: lambda self, sources, dtype=None: make(self, sources, dtype) * 1.03125,
+    recipe._Output,
+    "make",
+    lambda make: lambda self, node, dtype=None: make(self, node, dtype) * 1.03125,
 )
 _plant(
     "a chain's first source for its tensor",
-    recipe.Recipe,
+    recipe,
     "_ingredient",
-    lambda ingredient: lambda self, sources: sources[0],
+    lambda ingredient: lambda token, last: recipe.raw(token._node)[0],
 )
 _plant(
     "a rebuilt tensor not widened",
@@ -93,14 +90,14 @@ def _stale_cast():
 def _kept():
     forever = []
 
-    def make(attach):
-        def attached(ctx, y, build, *sources, **more):
+    def make(save):
+        def saved(ctx, *sources, made=()):
             forever.append(sources)
-            return attach(ctx, y, build, *sources, **more)
+            return save(ctx, *sources, made=made)
 
-        return attached
+        return saved
 
-    with _replaced(recipe, "attach", make):
+    with _replaced(recipe, "save", make):
         yield
 
 
@@ -149,7 +146,7 @@ _plant("the incoming gradient written to", smooth._KeepsInput, "backward", _writ
 def _once(backward):
     def run(ctx, dy):
         found = backward(ctx, dy)
-        ctx.recipe = None
+        ctx.recipe.tokens.clear()
         return found
 
     return run

@@ -8,6 +8,7 @@ from convert_session import EPS, coarsest
 from engine import Known, Raised, Tensor, first_difference
 
 import hfnn
+from hfnn import native
 
 UNSEEN = ("data", "numpy", "set")  # writes that move no version
 ATTENTION = ("multihead", "encoder_layer", "decoder_layer")
@@ -199,8 +200,9 @@ def _unhooked(part):
 
 def _own_input(program, difference):
     """Kept is the input itself, which is then written to, where torch keeps what it made of it: RMSNorm's product or
-    cast, attention's copy in another order, or cross_entropy's log-probabilities."""
-    norm = _layers(program, "rms_norm", "rms_norm_like") and _says(difference, "hfnn/ops/")
+    cast, Linear's rows of a strided input, attention's copy in another order, or cross_entropy's log-probabilities."""
+    ours = native.extension is not None or _says(difference, "hfnn/ops/")  # nodes in C++ leave no traceback
+    norm = _layers(program, "rms_norm", "rms_norm_like", "linear", "mlp") and ours
     norm = norm or _says(difference, "hfnn/ops/cross_entropy.py")
     texts = "modified by an inplace operation", "another view of its base has been modified inplace"
     written = _writes_in_place(program) or any(step[0] == "write" for step in program["steps"])

@@ -6,6 +6,7 @@ Nothing here names an op: a new room is tested by being in `hfnn.ops.CONTRACT`.
 import contextlib
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfnn
-from hfnn import recipe, testing
+from hfnn import native, recipe, testing
 from hfnn.kernel import NoKernel, _interpreting
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -398,14 +399,16 @@ def test_more_than_2_31_elements(op, kernel, device, dtype, case):
 # Recipes
 
 
-def consumed(op, args, kwargs, weight, recipes=True):
-    """y of the op, through two consumers that share its recipe; gradients of everything."""
+def consumed(op, args, kwargs, weight, recipes=True, nodes=None):
+    """y of the op, through two consumers that share its recipe; gradients of everything. nodes: gets what y's keeps."""
     torch.manual_seed(7)
     weight = weight.detach().requires_grad_()
     with contextlib.nullcontext() if recipes else recipe.disabled():
         x = args[0] if not op.recipe_needs_recipe else hfnn.functional.gelu(args[0], prefer="memory")
         y = function(op)(x, *args[1:], **kwargs)
         z = hfnn.functional.linear(y, weight) + hfnn.functional.linear(y, weight * 2)
+    if nodes is not None:
+        nodes.append(weakref.ref(args[0]))  # which is alive while y's node is
     return torch.autograd.grad(z.square().mean(), [*tensors(args), weight])
 
 
@@ -415,13 +418,14 @@ def test_recipes_change_no_bit(op, kernel, device, dtype, case):
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     with hfnn.use(kernel.name):
         recipe.counter.reset()
-        alive = len(recipe.tags)
-        on = consumed(op, leaves(args), kwargs, weight)
-        assert recipe.counter.taken == 2 and recipe.counter.rebuilt == 1, "the recipe was not used, or not shared"
+        nodes, inner = [], int(op.recipe_needs_recipe)  # which takes one, and has it rebuilt, too
+        on = consumed(op, leaves(args), kwargs, weight, nodes=nodes)
+        taken = 2 + inner
+        assert recipe.counter.taken == taken and recipe.counter.rebuilt == 1 + inner, "not used, or not shared"
         off = consumed(op, leaves(args), kwargs, weight, recipes=False)
-        assert recipe.counter.taken == 2
+        assert recipe.counter.taken == taken
     assert all(map(torch.equal, on, off))
-    assert len(recipe.tags) == alive, "a recipe outlived its tensor"
+    assert nodes[0]() is None, "a recipe outlived its tensor"
 
 
 @with_recipe
@@ -429,10 +433,9 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
     """The test above would fail if one element of a rebuilt tensor were one ulp off."""
     args, kwargs = op.sample(case, dtype, device)
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
-    make = recipe.Recipe._make
+    make = recipe._Output.make
 
-    def off_by_one_ulp(self, *sources):
-        y = make(self, *sources).clone()
+    def off_by_one_ulp(y):
         flat = y.view(-1)
         largest = flat.abs().argmax()
         flat[largest] = torch.nextafter(flat[largest].float(), torch.tensor(math.inf, device=device)).to(dtype)
@@ -440,10 +443,20 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
             flat[largest] = (flat[largest : largest + 1].view(torch.int16) + 1).view(dtype)[0]
         return y
 
+    def spoil(y):  # a node in C++ has just built it
+        with torch.no_grad():
+            off_by_one_ulp(y)
+
     with hfnn.use(kernel.name):
         off = consumed(op, leaves(args), kwargs, weight, recipes=False)
-        monkeypatch.setattr(recipe.Recipe, "_make", off_by_one_ulp)
-        on = consumed(op, leaves(args), kwargs, weight)
+        monkeypatch.setattr(recipe._Output, "make", lambda *sources: off_by_one_ulp(make(*sources).clone()))
+        if native.extension is not None:
+            native.extension.watch(spoil)
+        try:
+            on = consumed(op, leaves(args), kwargs, weight)
+        finally:
+            if native.extension is not None:
+                native.extension.watch(None)
     assert not all(map(torch.equal, on, off))
 
 
@@ -460,7 +473,7 @@ def test_changed_sources_are_not_trusted(op, kernel, device, dtype, case):
                 if op.recipe_needs_recipe:
                     inputs[0] = hfnn.functional.gelu(inputs[0], prefer="memory")
                 y = function(op)(*inputs, **kwargs)
-                assert recipe.find(y) is not None
+                assert recipe.take(y) is not None
                 seen = y.detach().clone()
                 with torch.no_grad():
                     change(tensors(inputs)[changed])

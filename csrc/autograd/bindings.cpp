@@ -1,0 +1,123 @@
+// hfnn._autograd: the calls of rooms in C++, one for each family; hfnn/native.py gives them the tables of ops.
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "rooms.h"
+
+namespace hfnn::node {
+namespace {
+
+bool resharded = false;  // by haiscale.fsdp
+
+PyObject* is_capturing = nullptr;
+
+// What a consumer in Python keeps of a room here.
+class Token {
+ public:
+  static py::object take(const Tensor& x) {
+    auto token = std::make_unique<Token>();
+    if (x.grad_fn() == nullptr || !dynamic_cast<Room*>(x.grad_fn().get()) || !token->kept_.take(x)) return py::none();
+    token->node_ = x.grad_fn();
+    return py::cast(std::move(token));
+  }
+  ~Token() { kept_.release(); }
+
+  Tensor tensor(py::object dtype) {
+    std::optional<ScalarType> wanted;
+    if (!dtype.is_none()) wanted = scalar_type(dtype.ptr());
+    py::gil_scoped_release no_gil;
+    return wanted ? kept_.get(*wanted) : kept_.get();
+  }
+  Tensor get(py::object dtype, bool last) {
+    std::optional<ScalarType> wanted;
+    if (!dtype.is_none()) wanted = scalar_type(dtype.ptr());
+    py::gil_scoped_release no_gil;
+    return wanted ? kept_.part(*wanted, last) : kept_.part(last);
+  }
+  bool holds() const { return kept_.intact(); }
+  void release() {
+    py::gil_scoped_release no_gil;
+    kept_.release();
+    node_ = {};
+  }
+
+ private:
+  NodePtr node_;
+  Kept kept_;
+};
+
+}  // namespace
+
+bool sharded_parameters() {
+  if (resharded) return true;
+  static PyObject *name = PyUnicode_InternFromString("torch.distributed._composable_state"), *states = nullptr;
+  if (!states) {
+    PyObject* module = PyDict_GetItem(PyImport_GetModuleDict(), name);  // of fully_shard
+    if (!module) return false;
+    py::object mapping = py::getattr(module, "_module_state_mapping", py::none());
+    if (mapping.is_none()) return false;
+    states = py::object(py::getattr(mapping, "data", mapping)).release().ptr();  // a WeakKeyDictionary's dict
+  }
+  return PyObject_Length(states) > 0;
+}
+
+bool capturing(const Tensor& x) {
+  if (!x.is_cuda()) return false;
+  py::object answer = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(is_capturing));
+  if (!answer) throw python_error();
+  return answer.ptr() == Py_True;
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("torch_version") = HFNN_TORCH;
+  bind_norm(m);
+  bind_smooth(m);
+  bind_gated(m);
+  bind_dropout(m);
+  bind_linear(m);
+  bind_triton(m);
+  py::class_<Token>(m, "Token")
+      .def("tensor", &Token::tensor, py::arg("dtype") = py::none())
+      .def("get", &Token::get)
+      .def("holds", &Token::holds)
+      .def("release", &Token::release);
+  m.def("take", &Token::take, "A token of x's room, or None.");
+  m.def("carries", [](const Tensor& x) {
+    auto* room = x.grad_fn() ? dynamic_cast<Room*>(x.grad_fn().get()) : nullptr;
+    return room && !x.is_view() && x.output_nr() == 0 && room->gives(x);
+  });
+  m.def(
+      "packed",
+      [](py::handle node) {
+        py::list found;
+        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return found;  // one in Python
+        auto* room = dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
+        for (Kept& input : room ? room->kept() : std::span<Kept>())
+          if (auto data = input.packed()) found.append(py::reinterpret_borrow<py::object>(*data));
+        return found;
+      },
+      "What hooks of saved tensors made of those that a node of a room saved.");
+  // Functions of Python for rare cases, and torch's question about graph capture.
+  m.def("connect", [](py::object take, py::object batched, py::object capturing) {
+    python().take = take.release().ptr();
+    python().batched = batched.release().ptr();
+    is_capturing = capturing.release().ptr();
+  });
+  m.def("watch", [](py::object function) { python().watch = function.is_none() ? nullptr : function.release().ptr(); });
+  m.def(
+      "module",
+      [](py::handle node) {
+        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return py::object(py::none());
+        auto* room = dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
+        return room && room->module ? py::reinterpret_borrow<py::object>(room->module) : py::object(py::none());
+      },
+      "The module of the kernel that made the output of a room's node, or None.");
+  m.def("force", [](int kind) { forced = kind; });
+  m.def("set_recipes", [](bool on) { state().recipes = on; });
+  m.def("set_resharded", [] { resharded = true; });
+  m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load()); });
+  m.def("reset_counts", [] { state().taken = state().rebuilt = 0; });
+}
+
+}  // namespace hfnn::node

@@ -1,0 +1,159 @@
+#include "kernel.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+namespace hfnn::node {
+
+int forced = 0;
+
+Choices::Choices(py::object op) : op(std::move(op)) {
+  py::dict floors = this->op.attr("floors");
+  const char* names[kPrefers] = {"auto", "memory", "speed"};
+  for (int i = 0; i < kPrefers; ++i) {
+    py::tuple both = floors[names[i]];
+    for (int cuda = 0; cuda < 2; ++cuda) floors_[i][cuda] = py::cast<int64_t>(both[cuda]);
+  }
+}
+
+PyObject* Choices::find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out) {
+  const uint64_t key = uint64_t(cols) << 24 | uint64_t(forced) << 20 | uint64_t(x.is_cuda()) << 16 |
+                       uint64_t(dtype) << 8 | uint64_t(out);
+  auto at = modules_.find(key);
+  if (at != modules_.end()) return at->second;
+  py::object module = op.attr("module_for")(x.is_cuda() ? "cuda" : "cpu", dtype_object(dtype), cols, dtype_object(out));
+  return modules_[key] = module.release().ptr();
+}
+
+ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
+  const auto device = x.device().type();
+  if (!at::autocast::is_autocast_enabled(device)) return x.scalar_type();
+  const uint32_t key =
+      uint32_t(x.scalar_type()) << 16 | uint32_t(at::autocast::get_autocast_dtype(device)) << 8 | uint32_t(x.is_cuda());
+  auto at = outs_.find(key);
+  if (at != outs_.end()) return at->second;
+  py::object out = op.attr("out_dtype")(py::handle(input));
+  return outs_[key] = scalar_type(out.ptr());
+}
+
+bool plain_context() {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet odd({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
+                                     DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                     DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode,
+                                     DispatchKey::VmapMode});
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  return forced != 1 && !keys.included_.has_any(odd) && !at::impl::torch_function_mode_enabled() &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+const Tensor* plain(PyObject* argument) {
+  PyTypeObject* type = Py_TYPE(argument);
+  if (type != reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
+      type != reinterpret_cast<PyTypeObject*>(ParameterClass))
+    return nullptr;
+  using c10::DispatchKey;
+  static const c10::DispatchKeySet usual =
+      c10::DispatchKeySet(
+          {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU, DispatchKey::ADInplaceOrView}) |
+      c10::DispatchKeySet({DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA});
+  const Tensor& x = THPVariable_Unpack(argument);
+  if (x.key_set().raw_repr() & ~usual.raw_repr()) return nullptr;
+  if (!x.unsafeGetTensorImpl()->has_storage()) return nullptr;
+  if (!x.storage().data() && x.numel()) return nullptr;  // freed, as a sharded parameter's
+  return &x;
+}
+
+static const Tensor undefined;
+
+const Tensor* plain_or_none(PyObject* argument) { return argument == Py_None ? &undefined : plain(argument); }
+
+Prefer prefer_of(PyObject* text) {
+  static PyObject* names[kPrefers] = {PyUnicode_InternFromString("auto"), PyUnicode_InternFromString("memory"),
+                                      PyUnicode_InternFromString("speed")};
+  for (int i = 0; i < kPrefers; ++i)
+    if (text == names[i]) return Prefer(i);
+  for (int i = 0; i < kPrefers; ++i)
+    if (PyUnicode_Check(text) && PyUnicode_Compare(text, names[i]) == 0) return Prefer(i);
+  return kPrefers;
+}
+
+bool goes_with(const Tensor& x, std::initializer_list<const Tensor*> parameters) {
+  ScalarType dtype = ScalarType::Undefined;
+  for (const Tensor* p : parameters) {
+    if (!p->defined()) continue;
+    if (p->device() != x.device() || (dtype != ScalarType::Undefined && p->scalar_type() != dtype)) return false;
+    dtype = p->scalar_type();
+    if (dtype != x.scalar_type() && (dtype != ScalarType::Float || x.scalar_type() == ScalarType::Double)) return false;
+  }
+  return true;
+}
+
+hfnn::Tensor in_order(const Tensor& x) {
+  hfnn::Tensor t = borrow(x);
+  if (x.is_contiguous()) return t;
+  t.dims = 1;
+  t.shape[0] = x.numel();
+  t.strides[0] = 1;
+  return t;
+}
+
+bool in_rows(const Tensor& x) {
+  if (x.is_contiguous()) return true;
+  int64_t last = std::numeric_limits<int64_t>::max();
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.size(i) == 1 || x.stride(i) == 0) continue;
+    if (x.stride(i) > last) return false;
+    last = x.stride(i);
+  }
+  return true;
+}
+
+std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b) {
+  auto like = [](const Tensor& x) { return at::empty_strided(x.sizes(), x.strides(), x.options().device(at::kMeta)); };
+  return at::add(like(a), like(b)).strides().vec();
+}
+
+Tensor laid(const Tensor& x, at::IntArrayRef strides) {
+  return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+}
+
+void order(Tensor& a, Tensor& b) {
+  if ((a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && dense(a))) return;
+  const auto strides = result_strides(a, b);
+  a = laid(a, strides);
+  b = laid(b, strides);
+}
+
+py::object bound(PyMethodDef* method, void* table) {
+  py::capsule self(table, [](void*) {});
+  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(method, self.ptr(), nullptr));
+}
+
+py::object dtype_object(ScalarType type) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
+}
+
+ScalarType scalar_type(PyObject* dtype) {
+  TORCH_CHECK_TYPE(THPDtype_Check(dtype), "takes a torch.dtype");
+  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+}
+
+variable_list differentiated(const py::object& function, const py::tuple& arguments) {
+  py::tuple found = function(*arguments);
+  variable_list grads(found.size());
+  for (size_t i = 0; i < grads.size(); ++i)
+    if (!found[i].is_none()) grads[i] = py::cast<Tensor>(found[i]);
+  return grads;
+}
+
+}  // namespace hfnn::node

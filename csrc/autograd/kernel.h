@@ -1,0 +1,251 @@
+// Kernels as rooms call them: functions of hfnn._C by pointer, or Triton's with cached handles.
+#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <unordered_map>
+
+#include "../tensor.h"
+#include "room.h"
+#include "triton.h"
+
+// Of ATen/autocast_mode.h, which includes every operator.
+namespace at::autocast {
+TORCH_API bool is_autocast_enabled(at::DeviceType device_type);
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}  // namespace at::autocast
+
+namespace hfnn::node {
+namespace py = pybind11;
+
+inline hfnn::Dtype dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return hfnn::Dtype::float32;
+    case ScalarType::BFloat16:
+      return hfnn::Dtype::bfloat16;
+    case ScalarType::Half:
+      return hfnn::Dtype::float16;
+    case ScalarType::Double:
+      return hfnn::Dtype::float64;
+    case ScalarType::Long:
+      return hfnn::Dtype::int64;
+    case ScalarType::Bool:
+    case ScalarType::Byte:
+      return hfnn::Dtype::uint8;
+    case ScalarType::Int:
+      return hfnn::Dtype::int32;
+    case ScalarType::Short:
+      return hfnn::Dtype::int16;
+    default:
+      return hfnn::Dtype::other;
+  }
+}
+
+inline hfnn::Tensor borrow(const Tensor& x) {
+  hfnn::Tensor t;
+  if (!x.defined()) return t;
+  t.data = x.data_ptr();
+  t.dims = int(x.dim());
+  for (int i = 0; i < t.dims; ++i) {
+    t.shape[i] = x.size(i);
+    t.strides[i] = x.stride(i);
+  }
+  t.device = x.is_cuda() ? x.get_device() : -1;
+  t.dtype = dtype_of(x.scalar_type());
+  return t;
+}
+
+// The queue of a kernel: threads on the CPU, the raw stream on CUDA.
+inline int64_t queue_of(const Tensor& x) {
+  if (!x.is_cuda()) return at::get_num_threads();
+  return reinterpret_cast<int64_t>(
+      c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device()).native_handle());
+}
+
+// A dense tensor as its elements in the order of memory.
+struct Flat {
+  const Tensor& x;
+};
+hfnn::Tensor in_order(const Tensor& x);
+
+// One function of a kernel, of hfnn._C or of a module of Triton's; A: its arguments without the queue.
+template <class... A>
+class Launch {
+ public:
+  using Function = void (*)(A..., int64_t);
+
+  Launch() = default;
+  Launch(Function function) : function_(function) {}
+  explicit Launch(py::handle function) : triton_(std::make_unique<TritonFunction>(function.ptr())) {}
+
+  template <class... G>
+  void operator()(const Tensor& like, const G&... given) const {
+    if (function_) {
+      function_(native<A>(given)..., queue_of(like));
+    } else {
+      const Tensor flat[] = {flattened(given)...};  // views that live as long as the call
+      size_t i = 0;
+      const Arg args[] = {argument(given, flat[i++])...};
+      (*triton_)(args);
+    }
+  }
+
+ private:
+  template <class G>
+  static Tensor flattened(const G& given) {
+    if constexpr (std::is_same_v<G, Flat>) {
+      if (!given.x.is_contiguous()) return given.x.as_strided({given.x.numel()}, {1});
+      return given.x;
+    } else {
+      return {};
+    }
+  }
+  template <class G>
+  static Arg argument(const G& given, const Tensor& flat) {
+    if constexpr (std::is_same_v<G, Flat>) {
+      return Arg(flat);
+    } else {
+      return Arg(given);
+    }
+  }
+  template <class T, class G>
+  static decltype(auto) native(const G& given) {
+    if constexpr (std::is_same_v<std::decay_t<T>, hfnn::Tensor>) {
+      if constexpr (std::is_same_v<G, hfnn::node::Flat>) {
+        return in_order(given.x);
+      } else {
+        return borrow(given);
+      }
+    } else if constexpr (std::is_same_v<G, Fresh>) {
+      return given.value;
+    } else {
+      return given;
+    }
+  }
+
+  Function function_ = nullptr;
+  std::unique_ptr<TritonFunction> triton_;
+};
+
+using In = const hfnn::Tensor&;
+
+// The functions that hfnn._C has in a capsule beside them, or null for a module of Triton's.
+template <class Functions>
+const Functions* functions_of(py::handle module, const char* name, const char* attribute = "functions") {
+  if (!py::hasattr(module, attribute)) return nullptr;
+  py::capsule capsule = module.attr(attribute);
+  TORCH_CHECK(std::string_view(capsule.name()) == name, "takes the functions of ", name, ", got ", capsule.name());
+  return capsule.get_pointer<Functions>();
+}
+
+// Loads one function of a kernel's module: by its pointer in hfnn._C, or by its name where the module is Triton's.
+template <class Functions, class L, class M>
+void load(py::handle module, const char* name, L& launch, M Functions::* member, const char* attribute,
+          const char* capsule = "functions") {
+  if (const auto* functions = functions_of<Functions>(module, name, capsule)) {
+    launch = L(functions->*member);
+  } else {
+    if (py::hasattr(module, attribute)) launch = L(module.attr(attribute));
+  }
+}
+
+enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
+Prefer prefer_of(PyObject* text);  // kPrefers: unknown
+// What is forced by hfnn.use: 0 nothing, 1 torch's own ops, else a kind of kernel.
+extern int forced;
+
+// An op of hfnn/kernel.py: which of its kernels takes a call is asked once for each kind of input.
+class Choices {
+ public:
+  explicit Choices(py::object op);
+
+  // Whether the input is as large as a kernel is worth; true where others have to tell.
+  bool worth(const Tensor* x, PyObject* prefer) const {
+    if (!x || forced) return true;
+    const Prefer known = prefer_of(prefer);
+    TORCH_CHECK_VALUE(known != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
+    return x->numel() >= floors_[known][x->is_cuda()];
+  }
+  // The module of the kernel that takes such a call, None where none does. Called with the GIL.
+  PyObject* find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out);
+  // What torch's op returns for x under autocast. Called with the GIL.
+  ScalarType out_dtype(const Tensor& x, PyObject* input);
+
+  py::object op;
+
+ private:
+  int64_t floors_[kPrefers][2];
+  std::unordered_map<uint64_t, PyObject*> modules_;
+  std::unordered_map<uint32_t, ScalarType> outs_;
+};
+
+// Kernels of one op, by module.
+template <class K>
+class Table : public Choices {
+ public:
+  using Choices::Choices;
+
+  K* choose(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out) {
+    PyObject* module = find(x, dtype, cols, out);
+    if (module == Py_None) return nullptr;
+    chosen = module;
+    auto& kernel = kernels_[module];
+    if (!kernel) kernel.reset(make(py::handle(module)));
+    return kernel.get();
+  }
+  virtual K* make([[maybe_unused]] py::handle module) {
+    if constexpr (std::is_constructible_v<K, py::handle>) return new K(module);
+    return nullptr;
+  }
+  virtual ~Table() = default;
+
+  PyObject* chosen = nullptr;  // the module of the last choice
+
+ private:
+  std::unordered_map<PyObject*, std::unique_ptr<K>> kernels_;
+};
+
+// A call from Python returns the result; None, where torch's own op is to run; NotImplemented, where the room in Python
+// is to be asked.
+
+// Whether rooms take the call at all: no tracer, mode or transform, and grad mode's usual keys.
+bool plain_context();
+// The tensor behind an argument, null where it is none that rooms take; None is an undefined tensor.
+const Tensor* plain(PyObject* argument);
+const Tensor* plain_or_none(PyObject* argument);
+// Whether parameters go with x, as kernels ask.
+bool goes_with(const Tensor& x, std::initializer_list<const Tensor*> parameters);
+
+// `function(*arguments)` in Python, a tuple of gradients or None: what runs under create_graph.
+variable_list differentiated(const py::object& function, const py::tuple& arguments);
+py::object dtype_object(ScalarType type);
+ScalarType scalar_type(PyObject* dtype);
+inline py::object maybe(const Tensor& x) { return x.defined() ? py::cast(x) : py::none(); }
+
+// Layouts, as hfnn/ops/layout.py.
+inline bool dense(const Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
+hfnn::Tensor in_order(const Tensor& x);  // a dense tensor, by its memory
+bool in_rows(const Tensor& x);
+std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b);
+Tensor laid(const Tensor& x, at::IntArrayRef strides);
+void order(Tensor& a, Tensor& b);  // both dense, in the layout of torch's result for (a, b)
+inline Tensor like_dy(const Tensor& dx, const Tensor& dy) {
+  return dy.is_contiguous() ? dx : laid(dx, result_strides(dy, dx));
+}
+
+// A function of Python bound to a table that lives for ever.
+using Fast = PyObject* (*)(PyObject* self, PyObject* const* args, Py_ssize_t count);
+inline PyMethodDef fast_method(const char* name, Fast function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL, nullptr};
+}
+py::object bound(PyMethodDef* method, void* table);
+template <class Table>
+Table& table_of(PyObject* self) {
+  return *static_cast<Table*>(PyCapsule_GetPointer(self, nullptr));
+}
+
+}  // namespace hfnn::node

@@ -1,0 +1,156 @@
+// Linear maps that keep a recipe of their input: hfnn/ops/linear.py, which says what is torch's.
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "rooms.h"
+
+namespace hfnn::node {
+namespace ag = torch::autograd;
+
+struct LinearTable {
+  explicit LinearTable(py::dict floors) {
+    const char* names[kPrefers] = {"auto", "memory", "speed"};
+    for (int i = 0; i < kPrefers; ++i) {
+      const double floor = py::cast<double>(floors[names[i]]);
+      this->floors[i] = floor > 1e18 ? std::numeric_limits<int64_t>::max() : int64_t(floor);
+    }
+  }
+  int64_t floors[kPrefers];  // under autocast: from how many elements on not to keep casts is worth it
+};
+
+static Tensor rows(const Tensor& x) { return x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0); }
+static Tensor as(const Tensor& x, ScalarType dtype) {
+  return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
+}
+static Tensor product(const Tensor& x, const Tensor& weight, const Tensor& bias, ScalarType dtype) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return at::linear(as(x, dtype), as(weight, dtype), as(bias, dtype));
+}
+
+struct LinearRoom : Room {
+  Kept inputs[3];  // x, weight (out, in), and with recompute the bias
+  ScalarType dtype;
+  int64_t width;
+  bool by_rows, by_columns;  // the layouts of the weight and of x
+
+  std::span<Kept> kept() override { return inputs; }
+  std::string name() const override { return "_LinearBackward"; }
+
+  Tensor build(ScalarType) override { return product(inputs[0].part(dtype), inputs[1].get(), inputs[2].get(), dtype); }
+
+  variable_list gradients(const Tensor& dy) override {
+    const Tensor dy_RO = rows(dy);
+    Tensor dx, dweight, dbias;
+    if (wanted(1)) {  // first, so that what is rebuilt for it is gone before dx is there
+      const Tensor x_RI = rows(as(inputs[0].get(dtype), dtype));
+      dweight = by_rows ? at::mm(dy_RO.t(), x_RI) : at::mm(x_RI.t(), dy_RO).t();
+    }
+    if (wanted(0)) {
+      const Tensor weight = as(unpacked_weight(), dtype);
+      dx = by_columns ? at::mm(weight.t(), dy_RO.t()).t() : at::mm(dy_RO, weight);
+      auto shape = dy.sizes().vec();
+      shape.back() = width;
+      dx = dx.view(shape);
+    }
+    if (next_edges().size() > 2 && wanted(2)) dbias = dy_RO.sum(0);
+    variable_list grads{dx, dweight, dbias};
+    grads.resize(next_edges().size());
+    return grads;
+  }
+
+  // Every op is torch's, and differentiable.
+  variable_list differentiable(const Tensor& dy) override { return gradients(dy); }
+
+ private:
+  Tensor unpacked_weight() {
+    try {
+      return inputs[1].get();
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      if (dtype == at::kFloat || text.find("modified by an inplace operation") == std::string::npos) throw;
+      TORCH_CHECK(
+          false, text,
+          "\nUnder autocast hfnn.Linear keeps its weight, where torch keeps a 16-bit copy: call backward before "
+          "the weight is written to (an optimizer's step, load_state_dict), or leave this module to torch with "
+          "hfnn.convert(model, skip=...).");
+    }
+  }
+};
+
+// (input, weight, bias, recompute, prefer, by_columns): the weight is (in, out) where by_columns is true.
+static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  auto& table = table_of<LinearTable>(self);
+  if (!at::GradMode::is_enabled()) Py_RETURN_NONE;
+  const Tensor* x = plain(args[0]);
+  const Prefer prefer = prefer_of(args[4]);
+  if (!x || prefer == kPrefers) Py_RETURN_NOTIMPLEMENTED;
+  // All that a call pays where there is nothing to gain.
+  if (args[3] != Py_True && !Kept::takes(*x) &&
+      !(at::autocast::is_autocast_enabled(x->device().type()) && x->numel() >= table.floors[prefer]))
+    Py_RETURN_NONE;
+  const Tensor *given = plain(args[1]), *bias = plain_or_none(args[2]);
+  const bool turned = args[5] == Py_True;
+  if (!given || !bias || given->dim() != 2 || x->dim() == 0 || x->size(-1) != given->size(turned ? 0 : 1) ||
+      !plain_context())
+    Py_RETURN_NOTIMPLEMENTED;
+  const auto device = x->device();
+  const bool autocast = at::autocast::is_autocast_enabled(device.type());
+  const ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(device.type()) : x->scalar_type();
+  bool casts = false;
+  for (const Tensor* t : {x, given, bias}) {
+    if (!t->defined()) continue;
+    if (!at::isFloatingType(t->scalar_type()) || t->device() != device || (autocast && t->scalar_type() == at::kDouble))
+      Py_RETURN_NONE;  // torch's own op raises, or works in float64, which autocast leaves alone
+    casts = casts || t->scalar_type() != dtype;
+  }
+  if (casts && !autocast) Py_RETURN_NONE;  // torch's own op raises
+  if (sharded_parameters()) Py_RETURN_NOTIMPLEMENTED;
+  const bool recompute = args[3] == Py_True && x->requires_grad();  // of what is in the graph
+  const bool to_weight = given->requires_grad();
+  const bool grad = x->requires_grad() || to_weight || (bias->defined() && bias->requires_grad());
+  auto node = grad ? make_node<LinearRoom>() : nullptr;
+  const bool taken = grad && (to_weight || recompute) && node->inputs[0].take(*x);
+  const bool worth = casts && (x->requires_grad() || to_weight) && x->numel() >= table.floors[prefer];
+  if (!grad || (!taken && !worth && !recompute)) Py_RETURN_NONE;
+
+  const Tensor low = taken ? Tensor() : shared_cast(*x, dtype);
+  Tensor y, weight;
+  bool by_columns;
+  {
+    pybind11::gil_scoped_release no_gil;
+    at::AutoDispatchBelowADInplaceOrView below;
+    weight = turned ? given->t() : *given;
+    const Tensor x_low = taken ? as(*x, dtype) : low;
+    by_columns = !x_low.is_contiguous() && x_low.size(-1) > 1 && rows(x_low).stride(0) == 1;
+    y = product(x_low, weight, *bias, dtype);
+  }
+  if (to_weight || recompute) {
+    if (!taken && recompute) {
+      node->inputs[0].save(*x);
+    } else if (!taken) {
+      node->inputs[0].save(low);
+    }
+  }
+  if (turned) weight = given->t();  // as a view that autograd knows
+  if (x->requires_grad() || recompute) node->inputs[1].save(weight, is_parameter(args[1]));
+  if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
+  node->dtype = dtype;
+  node->width = x->size(-1);
+  node->by_rows = weight.stride(0) == weight.size(1) && weight.stride(1) == 1;
+  node->by_columns = by_columns;
+  auto edges = bias->defined() ? ag::collect_next_edges(*x, weight, *bias) : ag::collect_next_edges(*x, weight);
+  node->finish(node, y, std::move(edges), recompute);
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+void bind_linear(py::module_& m) {
+  static PyMethodDef method = fast_method("linear", linear);
+  m.def("linear", [](py::dict floors) { return bound(&method, new LinearTable(std::move(floors))); });
+}
+
+}  // namespace hfnn::node

@@ -1,0 +1,402 @@
+#include "room.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstring>
+#include <typeinfo>
+
+namespace hfnn::node {
+namespace ag = torch::autograd;
+
+State& state() {
+  static State* all = new State;
+  return *all;
+}
+
+Python& python() {
+  static Python* functions = new Python;
+  return *functions;
+}
+
+static int task() { return ag::get_current_graph_task_id(); }
+
+static std::optional<c10::SafePyObject> hooks_now() {
+  const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  if (stack.empty()) return std::nullopt;
+  auto top = at::SavedTensorDefaultHooks::get_hooks(true);
+  return top ? std::optional(top->first) : std::nullopt;
+}
+
+static bool same(const std::optional<c10::SafePyObject>& a, const std::optional<c10::SafePyObject>& b) {
+  if (!a || !b) return !a == !b;
+  return a->ptr(getPyInterpreter()) == b->ptr(getPyInterpreter());
+}
+
+// A node of a torch.autograd.Function. Its class is not exported, but its name is known.
+static bool in_python(const Node& node) {
+  static std::atomic<const std::type_info*> known{nullptr};
+  const std::type_info& type = typeid(node);
+  if (&type == known) return true;
+  if (std::strcmp(type.name(), "N5torch8autograd6PyNodeE") != 0) return false;
+  known = &type;
+  return true;
+}
+
+static std::optional<c10::Stream> stream_of(const Tensor& x) {
+  if (!x.is_cuda()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
+}
+
+Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._version()) {}
+
+// Kept
+
+static ag::AutogradMeta* graph_of(const Tensor& x) {
+  auto* meta = ag::impl::get_autograd_meta(x);
+  return meta && meta->grad_fn_ && !meta->is_view_ ? meta : nullptr;
+}
+
+bool Kept::take(const Tensor& x) {
+  auto* meta = graph_of(x);
+  if (!meta || !state().recipes) return false;
+  Node* node = meta->grad_fn_.get();
+  if (auto* room = dynamic_cast<Room*>(node)) {
+    if (meta->output_nr_ != 0 || !room->gives(x)) return false;
+    producer_ = room;
+    ++room->tokens_;
+    ++state().taken;
+  } else if (in_python(*node)) {
+    auto token = THPObjectPtr(PyObject_CallOneArg(python().take, py::cast(x).ptr()));
+    if (!token) throw python_error();
+    if (token.get() == Py_None) return false;
+    token_.emplace(token.release(), getPyInterpreter());
+  } else {
+    return false;
+  }
+  defined_ = source_ = true;
+  dtype_ = x.scalar_type();
+  mark_ = Mark(x);
+  return true;
+}
+
+bool Kept::takes(const Tensor& x) {
+  auto* meta = graph_of(x);
+  if (!meta) return false;
+  auto* room = dynamic_cast<Room*>(meta->grad_fn_.get());
+  return room ? room->carries_ : in_python(*meta->grad_fn_);
+}
+
+void Kept::save(const Tensor& x, bool source) {
+  if (!x.defined()) return;
+  defined_ = true;
+  dtype_ = x.scalar_type();
+  if (!x.is_inference()) mark_ = Mark(x);
+  source_ = (source || x.requires_grad()) && !x.is_inference();
+  saved_ = ag::SavedVariable(x, false);
+  hooked_ = saved_.has_hooks();
+  if (hooked_) return;
+  impl_ = x.unsafeGetTensorImpl();
+  data_ = impl_->data();
+}
+
+bool Kept::intact() const {
+  if (!defined_) return true;
+  return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
+}
+
+namespace {
+// Autograd's keys as they are for a user's code: a hook may run a forward.
+struct AboveAutograd {
+  c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
+  c10::impl::ForceDispatchKeyGuard guard{now.included_ | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
+                                         now.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+};
+}  // namespace
+
+Tensor Kept::unpack() {
+  if (!hooked_) return saved_.unpack();
+  if (unpacked_in_ != task() || !unpacked_.defined()) {
+    AboveAutograd above;
+    unpacked_ = saved_.unpack();
+    unpacked_in_ = task();
+  }
+  return unpacked_;
+}
+
+Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> last) {
+  AboveAutograd above;
+  pybind11::gil_scoped_acquire gil;
+  py::handle token(token_->ptr(getPyInterpreter()));
+  auto wanted = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
+  return py::cast<Tensor>(last ? token.attr(method)(wanted, *last) : token.attr(method)(wanted));
+}
+
+Tensor Kept::get(ScalarType dtype) {
+  if (!defined_) return {};
+  if (once_) {
+    once_ = false;
+    asked_ = get(dtype);
+  }
+  if (asked_.defined()) return asked_;
+  TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
+  if (!taken()) return unpack();
+  if (token_) return of_token("tensor", dtype, std::nullopt);
+  if (dtype == dtype_ && !mark_.holds()) {
+    auto like = at::TensorOptions().dtype(dtype_).device(producer_->input_metadata(0).device());
+    TORCH_CHECK(false,
+                "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+                at::empty({0}, like).toString(), " ", at::IntArrayRef(producer_->sizes_), "], which is output 0 of ",
+                producer_->name(), ", is at version ", mark_.counter.current_version(), "; expected version ",
+                mark_.version, " instead.",
+                ag::AnomalyMode::is_enabled()
+                    ? ""
+                    : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                      "torch.autograd.set_detect_anomaly(True).");
+  }
+  return producer_->rebuild(*this, dtype, true);
+}
+
+Tensor Kept::part(ScalarType dtype, bool last) {
+  if (!defined_ || released_ || !taken()) return get(dtype);
+  if (token_) return of_token("get", dtype, last);
+  return producer_->rebuild(*this, dtype, last);
+}
+
+std::optional<PyObject*> Kept::packed() const {
+  auto data = saved_.retrieve_unpack_hook_data();
+  return data ? std::optional(data->second.ptr(getPyInterpreter())) : std::nullopt;
+}
+
+void Kept::release() {
+  if (producer_) {
+    Room* room = producer_;
+    producer_ = nullptr;
+    std::lock_guard<std::mutex> lock(room->mutex_);
+    if (served_in_ >= 0 && served_in_ == room->task_) --room->served_;
+    if (--room->tokens_ == 0) room->shared_ = room->left_ = Tensor();
+  }
+  if (token_) {
+    pybind11::gil_scoped_acquire gil;
+    py::error_scope raised;  // an exception may be on its way
+    py::object done =
+        py::reinterpret_steal<py::object>(PyObject_CallMethod(token_->ptr(getPyInterpreter()), "release", nullptr));
+    if (!done) PyErr_Clear();
+    token_.reset();
+  }
+  saved_.reset_data();
+  impl_ = nullptr;
+  unpacked_ = Tensor();
+  released_ = true;
+}
+
+// Room
+
+void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool carries) {
+  set_next_edges(std::move(edges));
+  ag::set_history(y, self);
+  dtype_ = y.scalar_type();
+  if (!carries || !state().recipes) return;
+  bool graph = false;
+  for (Kept& input : kept()) {
+    if (!input.source()) return;
+    graph = graph || input.defined();
+  }
+  version_ = y._version();
+  data_ = y.data_ptr();
+  sizes_.assign(y.sizes().begin(), y.sizes().end());
+  strides_.assign(y.strides().begin(), y.strides().end());
+  made_on_ = stream_of(y);
+  hooks_ = hooks_now();
+  carries_ = graph;
+}
+
+bool Room::gives(const Tensor& y) {
+  return carries_ && !released_ && y._version() == version_ && y.data_ptr() == data_ && y.scalar_type() == dtype_ &&
+         y.sizes() == at::IntArrayRef(sizes_) && y.strides() == at::IntArrayRef(strides_) && made_on_ == stream_of(y) &&
+         intact() && same(hooks_, hooks_now());
+}
+
+bool Room::intact() {
+  if (released_) return left_.defined();
+  for (Kept& input : kept())
+    if (!input.intact()) return false;
+  return true;
+}
+
+static Tensor watched(const Tensor& y) {
+  if (python().watch) {
+    pybind11::gil_scoped_acquire gil;
+    py::handle(python().watch)(y);
+  }
+  return y;
+}
+
+// y from elsewhere in another dtype.
+static Tensor as(const Tensor& y, ScalarType dtype) { return y.scalar_type() == dtype ? y : y.to(dtype); }
+
+Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
+  const bool grad = at::GradMode::is_enabled();
+  const int now = task();
+  Tensor y;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (task_ != now) {
+      task_ = now;
+      served_ = 0;
+      shared_ = Tensor();
+    }
+    if (left_.defined()) {
+      y = left_;
+    } else if (!grad && shared_.defined() && shared_.scalar_type() == dtype && stream_ == stream_of(shared_)) {
+      y = shared_;
+    }
+  }
+  if (!y.defined()) {
+    TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
+    at::AutoGradMode no_grad(false);
+    at::AutoDispatchBelowADInplaceOrView below;
+    y = watched(build(grad ? dtype_ : dtype));
+    if (!grad) y = as(y, dtype);
+    ++state().rebuilt;
+  }
+  if (grad) {
+    Tensor again = y.detach();
+    ag::impl::set_gradient_edge(again, {getptr(), 0});
+    y = again;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (last && consumer.served_in_ != now) {
+      consumer.served_in_ = now;
+      ++served_;
+    }
+    if (!grad && !left_.defined()) {
+      if (served_ >= tokens_) {
+        shared_ = Tensor();
+      } else {
+        shared_ = y;
+        stream_ = stream_of(y);
+      }
+    }
+  }
+  if (shared_.defined()) clear_at_the_end();
+  return as(y, dtype);
+}
+
+// A partial backward may never reach the last consumer; its end comes for certain.
+void Room::clear_at_the_end() {
+  const int now = task();
+  if (now < 0 || callback_ == now) return;
+  callback_ = now;
+  auto self = getptr();
+  ag::Engine::get_default_engine().queue_callback([self] { static_cast<Room*>(self.get())->forget(); });
+}
+
+void Room::forget() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  shared_ = Tensor();
+  for (Kept& input : kept()) input.unpacked_ = Tensor();
+}
+
+variable_list Room::apply(variable_list&& dys) {
+  const Tensor& dy = dys[0];
+  if (!dy.defined()) return variable_list(num_outputs());
+  if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
+  for (Kept& input : kept())
+    if (input.hooked_) clear_at_the_end();
+  if (at::GradMode::is_enabled()) return differentiable(dy);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return gradients(dy);
+}
+
+void Room::release_variables() {
+  bool waiting;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiting = !released_ && tokens_ > (task_ == task() ? served_ : 0) && !left_.defined();
+  }
+  if (waiting) {
+    Tensor y;
+    try {
+      at::AutoGradMode no_grad(false);
+      at::AutoDispatchBelowADInplaceOrView below;
+      y = watched(build(dtype_));
+    } catch (const c10::Error&) {  // a source was written to: the consumer's backward says so
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    left_ = y;
+  }
+  released_ = true;
+  hooks_.reset();
+  for (Kept& input : kept()) input.release();
+}
+
+void Room::release_resources() {
+  for (Kept& input : kept()) input.release();  // before the edges, which hold the producers
+  [](auto* node) {
+    using Base = std::remove_pointer_t<decltype(node)>;
+    if constexpr (requires { node->Base::release_resources(); }) node->Base::release_resources();
+  }(static_cast<Node*>(this));
+}
+
+variable_list Room::batched(const Tensor& dy) {
+  pybind11::gil_scoped_acquire gil;
+  auto one = py::cpp_function([this](const Tensor& each) {
+    variable_list found = at::GradMode::is_enabled() ? differentiable(each) : [&] {
+      at::AutoDispatchBelowADInplaceOrView below;
+      return gradients(each);
+    }();
+    py::tuple out(found.size());
+    for (size_t i = 0; i < found.size(); ++i) out[i] = found[i].defined() ? py::cast(found[i]) : py::none();
+    return out;
+  });
+  for (Kept& input : kept()) input.once_ = true;
+  auto end = c10::make_scope_exit([this] {
+    for (Kept& input : kept()) {
+      input.once_ = false;
+      input.asked_ = Tensor();
+    }
+  });
+  py::tuple found = py::handle(python().batched)(one, dy);
+  variable_list out(found.size());
+  for (size_t i = 0; i < out.size(); ++i)
+    if (!found[i].is_none()) out[i] = py::cast<Tensor>(found[i]);
+  return out;
+}
+
+namespace {
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+struct LastCast {
+  WeakTensor x{Tensor().getIntrusivePtr()}, low{Tensor().getIntrusivePtr()};
+  uint32_t version = 0;
+};
+}  // namespace
+
+Tensor shared_cast(const Tensor& x, ScalarType dtype) {
+  if (x.scalar_type() == dtype) return x;
+  if (!graph_of(x)) return x.to(dtype);
+  static thread_local LastCast last;
+  if (last.x._unsafe_get_target() == x.unsafeGetTensorImpl() && last.version == x._version()) {
+    auto low = last.low.lock();
+    if (low && c10::typeMetaToScalarType(low->dtype()) == dtype) return Tensor(std::move(low));
+  }
+  Tensor low = x.to(dtype);
+  last = {WeakTensor(x.getIntrusivePtr()), WeakTensor(low.getIntrusivePtr()), uint32_t(x._version())};
+  return low;
+}
+
+}  // namespace hfnn::node

@@ -1,0 +1,176 @@
+// Autograd nodes that are their own recipes.
+//
+// A room is a node with one output y that it can build again, bit for bit, from what it keeps for its own backward. A
+// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/recipe.py does the
+// same for nodes in Python; a chain may mix both.
+#pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/python_headers.h>
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <span>
+
+namespace hfnn::node {
+using at::ScalarType;
+using at::Tensor;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using NodePtr = decltype(torch::autograd::Edge::function);  // shared_ptr before torch 2.13, then intrusive_ptr
+
+template <class N>
+auto make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>) {
+    return std::shared_ptr<N>(new N, [](N* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<N>();
+  }
+}
+
+class Room;
+
+// A tensor as it is now: tells later whether it was written to, without keeping its memory.
+struct Mark {
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+
+  Mark() = default;
+  explicit Mark(const Tensor& x);
+  bool holds() const { return counter.current_version() == version; }
+};
+
+// An input that a room keeps for backward: the tensor as torch saves it, or its producer's node.
+class Kept {
+ public:
+  Kept() = default;
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  ~Kept() { release(); }
+
+  // Keeps the node that made x; false, and nothing kept, where it must be saved. Called with the GIL.
+  bool take(const Tensor& x);
+  // Whether to ask `take`, in a fraction of its time.
+  static bool takes(const Tensor& x);
+  // Saves x. source: whether y may be made of it although it is not of the graph, as a parameter or the room's own.
+  void save(const Tensor& x, bool source = false);
+  void take_or_save(const Tensor& x) {
+    if (!x.defined() || !take(x)) save(x);
+  }
+
+  // The tensor for the room's own backward, which asks once; dtype: that of a cast that the room worked on. Raises what
+  // torch raises where the tensor itself was kept, and was written to.
+  Tensor get(ScalarType dtype);
+  Tensor get() { return get(dtype_); }
+  // The tensor as a part of what the room builds. last: the room's own backward will not ask for it.
+  Tensor part(bool last = false) { return part(dtype_, last); }
+  Tensor part(ScalarType dtype, bool last = false);
+
+  void release();
+  // What hooks of saved tensors made of it.
+  std::optional<PyObject*> packed() const;
+  bool taken() const { return producer_ || token_; }
+  bool defined() const { return defined_; }
+  // Whether y may be made of it: it is of the graph, a parameter or the room's own; and whether it is as it was.
+  bool source() const { return !defined_ || source_; }
+  bool intact() const;
+
+ private:
+  friend class Room;
+  Tensor unpack();
+  Tensor of_token(const char* method, ScalarType dtype, std::optional<bool> last);
+
+  torch::autograd::SavedVariable saved_;
+  Room* producer_ = nullptr;
+  std::optional<c10::SafePyObject> token_;  // of a producer in Python
+  Mark mark_;
+  const c10::TensorImpl* impl_ = nullptr;  // of what is saved, whose memory may be exchanged by `x.data = ...`
+  const void* data_ = nullptr;
+  Tensor unpacked_;  // where hooks made it, for they are called once in a backward
+  int unpacked_in_ = -1, served_in_ = -1;
+  ScalarType dtype_ = ScalarType::Undefined;
+  bool defined_ = false, source_ = false, hooked_ = false, released_ = false;
+  bool once_ = false;  // for gradients of many dy: asked once, as torch does
+  Tensor asked_;
+};
+
+class Room : public Node {
+ public:
+  PyObject* module = nullptr;  // of the kernel that ran, for reports
+  ~Room() override = default;
+
+  // y again, as a cast to `dtype` leaves it, or in its own dtype: runs below autograd.
+  virtual Tensor build(ScalarType dtype) = 0;
+  // Of dy, one for each edge: runs below autograd.
+  virtual variable_list gradients(const Tensor& dy) = 0;
+  // The same by differentiable ops, under create_graph.
+  virtual variable_list differentiable(const Tensor& dy) = 0;
+  virtual std::span<Kept> kept() = 0;
+
+  variable_list apply(variable_list&& dys) override;
+  void release_variables() override;
+  void release_resources();  // torch 2.13's, before which a node's destructor does it all
+
+  // Makes y this room's output, with edges to the inputs. carries: whether a consumer may keep this node instead of y.
+  void finish(const NodePtr& self, Tensor& y, torch::autograd::edge_list&& edges, bool carries);
+  // Whether y is still what this room gave, and can be built again.
+  bool gives(const Tensor& y);
+  bool intact();
+  // y for a consumer's backward.
+  Tensor rebuild(Kept& consumer, ScalarType dtype, bool last);
+
+ protected:
+  // The dtype of a kernel's result that is to become `dtype`: kernels take one that is as wide as their input, or
+  // wider, not one half for another.
+  ScalarType into(const Tensor& x, ScalarType dtype) const {
+    return x.scalar_type() == dtype || x.scalar_type() == ScalarType::Float ? dtype : dtype_;
+  }
+  bool wanted(size_t i) const { return next_edge(i).is_valid() && task_should_compute_output(i); }
+
+ private:
+  friend class Kept;
+  variable_list batched(const Tensor& dy);
+  void clear_at_the_end();
+  void forget();
+
+  uint32_t version_ = 0;
+  void* data_ = nullptr;
+  c10::SmallVector<int64_t, 5> sizes_, strides_;
+  ScalarType dtype_ = ScalarType::Undefined;
+  std::optional<c10::Stream> made_on_;
+  std::optional<c10::SafePyObject> hooks_;  // those of saved tensors in forward
+  bool carries_ = false;
+  std::atomic<bool> released_{false};
+
+  std::atomic<int> tokens_{0};  // alive
+  std::mutex mutex_;            // of what follows; not held while a hook, or Python, runs
+  int task_ = -1, served_ = 0, callback_ = -1;
+  Tensor shared_, left_;               // for the consumers of this backward; for those of later ones
+  std::optional<c10::Stream> stream_;  // of shared_
+};
+
+// Switches and counters, for tests and reports.
+struct State {
+  std::atomic<bool> recipes{true};
+  std::atomic<int64_t> taken{0}, rebuilt{0};
+};
+State& state();
+
+// x in `dtype`, differentiable. Of a tensor of the graph one cast serves consumers that follow one another, while one
+// of them keeps it. Any other tensor may be filled anew by what moves no version.
+Tensor shared_cast(const Tensor& x, ScalarType dtype);
+
+// Python's functions that rare cases go to; see hfnn/native.py.
+struct Python {
+  PyObject *take = nullptr, *batched = nullptr;
+  PyObject* watch = nullptr;  // called with what is built, for tests
+};
+Python& python();
+
+}  // namespace hfnn::node

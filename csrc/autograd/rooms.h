@@ -1,0 +1,51 @@
+// What the files of rooms share, and what bindings.cpp needs of each.
+#pragma once
+#include "../dropout.h"
+#include "kernel.h"
+
+namespace hfnn::node {
+
+// Whether parameters of this process may be resharded: rooms in Python then keep copies for their recipes.
+bool sharded_parameters();
+// Whether a CUDA graph is being captured on x's stream: numbers are then drawn on the device.
+bool capturing(const Tensor& x);
+inline bool is_parameter(PyObject* argument) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
+}
+
+struct DropoutKernel {
+  explicit DropoutKernel(py::handle module) {
+    load(module, "hfnn::Dropout", forward, &Dropout::forward, "forward");
+    load(module, "hfnn::Dropout", add, &Dropout::add, "add");
+  }
+  Launch<In, In, int64_t, double, int64_t, int64_t, In> forward;
+  Launch<In, In, In, int64_t, double, int64_t, int64_t, In> add;
+};
+
+struct DropoutTable : Table<DropoutKernel> {
+  explicit DropoutTable(py::object op) : Table(std::move(op)) {}
+};
+
+// What is dropped of a tensor, by numbers of a seed and an offset; nothing by default.
+struct Mask {
+  int64_t threshold = 0;
+  double scale = 1;
+  Fresh seed{0}, offset{0};
+
+  Mask() = default;
+  // p of the elements; numbers of the default generator of x's device, as `draw` of hfnn/ops/dropout.py takes them.
+  Mask(const Tensor& x, double p);
+};
+
+// Whether the kernels take x + residual as torch computes it, and the node of such a sum, of x with the mask.
+bool addable(const Tensor& x, const Tensor& residual);
+void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const DropoutKernel* kernel, const Mask& mask,
+                PyObject* module);
+
+void bind_norm(py::module_& m);
+void bind_smooth(py::module_& m);
+void bind_gated(py::module_& m);
+void bind_dropout(py::module_& m);
+void bind_linear(py::module_& m);
+
+}  // namespace hfnn::node

@@ -1,0 +1,440 @@
+"""Kernels launched from C++: what kernels/launch.py records, and what csrc/autograd/triton.cpp makes of it.
+
+No kernel runs: a function of a test says what it launches, and another one takes the place of CUDA's driver.
+tests/workers/launches.py holds what is recorded of real kernels against what Triton launches.
+"""
+
+import ctypes
+import importlib
+import struct
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+autograd = pytest.importorskip("hfnn._autograd")
+from hfnn.kernels import launch as module  # noqa: E402
+
+KERNEL = 0x1000
+X = torch.zeros(64, dtype=torch.float32)
+A, B = X[:32], X[32:]
+
+
+class Driver:
+    """Keeps the launches, and the first `count` parameters of each as numbers of 8 bytes."""
+
+    def __init__(self):
+        self.seen, self.count, self.error = [], 1, 0
+
+    def __call__(self, function, grid, threads, shared, stream, params):
+        params = ctypes.cast(params, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+        self.seen.append((function, grid, threads, shared, stream, [params[i][0] for i in range(self.count)]))
+        return self.error
+
+    def params(self):
+        return self.seen[-1][-1]
+
+
+@pytest.fixture
+def driver():
+    found = Driver()
+    autograd.fake_driver(found)
+    yield found
+    autograd.fake_driver(None)
+
+
+def function(types, give=lambda *args: args, grid=(3, 2), calls=None, queue=False):
+    """A function like those of kernels/, of one launch; `calls` counts how often Python runs."""
+
+    def body(*args):
+        if module.record(KERNEL, grid, 128, 1024, types, give(*args)) and calls is not None:
+            calls.append(args)
+
+    if queue:
+        return autograd.TritonFunction(lambda x, queue, n: body(x, queue, n))
+    return autograd.TritonFunction(body)
+
+
+def bits(x):
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def test_the_second_call_is_the_drivers(driver):
+    calls = []
+    f = function(("*fp32", "*fp32", "i32", "fp32", "i1"), calls=calls)
+    driver.count = 7
+    f(A, B, -3, 0.25, True)
+    assert len(calls) == 1 and not driver.seen
+    f(A, B, -3, 0.25, True)
+    assert len(calls) == 1 and (f.calls, f.replays, f.kinds, f.refusal) == (2, 1, 1, "")
+    params = [A.data_ptr(), B.data_ptr(), 0xFFFFFFFD, bits(0.25), 1, 0, 0]  # and Triton's two of scratch memory
+    assert driver.seen == [(KERNEL, (3, 2, 1), 128, 1024, 0, params)]
+    others = torch.ones(32), torch.ones(32)
+    f(*others, -3, 0.25, True)
+    assert len(calls) == 1 and driver.params()[:2] == [x.data_ptr() for x in others]
+
+
+KINDS = {
+    "dtype": (A.double(),),
+    "size": (A[:16],),
+    "stride": (torch.empty(64)[::2],),
+    "alignment": (torch.empty(33)[1:],),
+    "shape": (A.view(4, 8),),
+    "absent": (None,),
+    "integer": (A, B, 2),
+    "real": (A, B, 1, 0.5),
+    "sign of zero": (A, B, 1, -0.0),
+    "boolean": (A, B, 1, 0.0, True),
+    "integer for boolean": (A, B, 1, 0.0, 0),
+    "integer for real": (A, B, 1, 0),
+    "one address": (A, A),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_kind_is_recorded_anew(driver, name):
+    calls, usual = [], (A, B, 1, 0.0, False)
+    f = function((), give=lambda *args: (), calls=calls)
+    other = *KINDS[name], *usual[len(KINDS[name]) :]
+    for args in (usual, usual, other, other, usual):
+        f(*args)
+    assert len(calls) == 2 and (f.kinds, f.replays) == (2, 3)
+
+
+def test_parameters_of_every_size(driver):
+    types = "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp32", "fp64"
+    values = -1, -2, -3, -4, 250, 65000, 2**32 - 1, 2**64 - 1, 0.1, 0.1
+    f = function(types, give=lambda x: values)
+    driver.count = len(types)
+    f(A)
+    f(A)
+    packed = [struct.unpack("<Q", struct.pack("<d", 0.1))[0]]
+    assert driver.params() == [255, 65534, 2**32 - 3, 2**64 - 4, *values[4:8], bits(0.1), *packed]
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 7, 300, -1, 2**31 - 1, -(2**31)), (2**31, -(2**31) - 1, 2**63 - 1, -(2**63))])
+def test_fresh_integers(driver, seeds):
+    calls, driver.count = [], 3
+    f = function(("*fp32", "i64", "i32" if seeds[0] == 0 else "i64"), calls=calls)
+    for seed in seeds:
+        f(A, autograd.Fresh(seed), autograd.Fresh(seeds[-1]))
+        if seed != seeds[0]:
+            mask = 2**32 - 1 if seeds[0] == 0 else 2**64 - 1
+            assert driver.params()[:2] == [A.data_ptr(), seed % 2**64] and driver.params()[2] & mask == seeds[-1] & mask
+    assert len(calls) == 1 and f.replays == len(seeds) - 1
+
+
+LOOKS = {
+    "computed": lambda x, seed: (x, seed & 0xFFFF),
+    "chosen": lambda x, seed: (x, 1 if seed == 5 else 2),
+    "of another type": lambda x, seed: (x, float(seed)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_fresh_integers_are_only_handed_on(driver, name):
+    calls = []
+    f = function(("*fp32", "fp32" if "type" in name else "i32"), give=LOOKS[name], calls=calls)
+    for seed in (5, 6, 5, 7, 8):
+        f(A, autograd.Fresh(seed))
+    assert len(calls) == 5 and not driver.seen and "fresh integer" in f.refusal
+
+
+def test_a_launch_that_depends_on_a_fresh_integer(driver):
+    f = autograd.TritonFunction(lambda x, seed: seed < 9 and module.record(KERNEL, (1,), 32, 0, (), ()))
+    f(A, autograd.Fresh(1))
+    assert "fresh integer" in f.refusal
+
+
+def test_views_are_their_tensors_and_an_offset(driver):
+    driver.count = 3
+    f = function(("*fp32", "*fp32", "*fp32"), give=lambda x, y: (x.view(4, 8), x[5:], y.view(4, 8)[2:]))
+    f(A, B)
+    x, y = torch.zeros(32), torch.zeros(32)
+    f(x, y)
+    assert driver.params()[:3] == [x.data_ptr(), x.data_ptr() + 20, y.data_ptr() + 64]
+
+
+REFUSED = {
+    "operators": (("*fp32",), lambda x, y: (x.add_(1),)),
+    "memory of its own": (("*fp32",), lambda x, y: (torch.empty(3),)),
+    "a copy": (("*fp32",), lambda x, y: (x.view(4, 8).t().reshape(-1),)),
+    "another tensor": (("*fp32",), lambda x, y: (B,)),
+    "a view of several": (("*fp32",), lambda x, y: (x[5:],)),
+    "an address": (("i64",), lambda x, y: (y.data_ptr() + 8,)),
+    "a type": (("fp16",), lambda x, y: (0.5,)),
+    "a descriptor": (("tensordesc<fp32[8]>",), lambda x, y: (x,)),
+    "a value": (("i32",), lambda x, y: (0.5,)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_repeated_runs_in_python(driver, name):
+    calls = []
+    types, give = REFUSED[name]
+    f = function(types, give, calls=calls)
+    x = torch.zeros(32)
+    y = x[4:28] if name == "a view of several" else torch.zeros(32)
+    for _ in range(5):
+        f(x, y)
+    assert len(calls) == 5 and not driver.seen and f.refusal
+    if name == "operators":
+        assert torch.equal(x, torch.full((32,), 5.0))
+
+
+def test_the_queue_is_added_where_the_function_has_it(driver):
+    calls, driver.count = [], 2
+    f = function(("*fp32", "i32"), give=lambda x, queue, n: (x, n), calls=calls, queue=True)
+    f(A, autograd.Fresh(3))
+    f(A, autograd.Fresh(4))
+    assert calls == [(A, torch.get_num_threads(), 3)] and driver.params()[1] == 4
+
+
+def test_nothing_to_launch(driver):
+    calls = []
+    f = function((), give=lambda x: (), grid=(0,), calls=calls)
+    f(A)
+    f(A)
+    assert len(calls) == 1 and f.replays == 1 and not driver.seen
+
+
+def test_errors(driver):
+    f = function(("*fp32",))
+    f(A)
+    for driver.error, text in ((1, "invalid argument"), (700, "unknown error")):
+        with pytest.raises(RuntimeError, match=text):
+            f(A)
+
+    def broken(x):
+        raise KeyError("x")
+
+    f = autograd.TritonFunction(broken)
+    for _ in range(5):
+        with pytest.raises(KeyError):
+            f(A)
+    assert not module._recordings
+
+
+def test_without_the_driver_nothing_is_recorded():
+    calls = []
+    f = function(("*fp32",), calls=calls)
+    for _ in range(3):
+        f(A)
+    assert len(calls) == 3 and f.kinds == 0
+
+
+WATCHERS = {
+    "debug": lambda patch: patch.setattr(module.RUNTIME, "debug", True),
+    "instrumentation": lambda patch: patch.setattr(module.COMPILATION, "instrumentation_mode", "x"),
+    "hook": lambda patch: patch.setattr(module.RUNTIME, "launch_enter_hook", lambda metadata: None),
+    "chain": lambda patch: module.EXIT.calls.append(print),
+    "run": lambda patch: patch.setattr(module.JITFunction, "run", lambda *args, **options: None),
+    "class": lambda patch: patch.setattr(type(module.RUNTIME), "debug", True),
+}
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_python_runs_while_someone_watches(driver, name, monkeypatch):
+    calls = []
+    f = function(("*fp32",), calls=calls)
+    f(A)
+    f(A)
+    with monkeypatch.context() as patch:
+        WATCHERS[name](patch)
+        f(A)
+        f(A)
+        assert len(calls) == 3 and f.replays == 1
+        module.EXIT.calls.clear()
+    f(A)
+    assert len(calls) == 3 and f.replays == 2
+
+
+def test_hooks_of_one_kernel(driver):
+    calls, hooks = [], []
+
+    def body(x):
+        calls.append(x)
+        recording = module._recordings.get(threading.get_ident())
+        if recording is not None:
+            recording.add(KERNEL, (1,), 32, 0, ("*fp32",), (x,), hooks)
+
+    f = autograd.TritonFunction(body)
+    f(A)
+    hooks.append(print)
+    f(A)
+    hooks.clear()
+    f(A)
+    assert len(calls) == 2 and f.replays == 1
+
+
+def test_recordings_are_a_threads_own(driver):
+    """One thread records while another launches."""
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def slow(x):
+        inside.set()
+        done.wait(60)
+        module.record(KERNEL, (1,), 32, 0, ("*fp32",), (x,))
+
+    f = autograd.TritonFunction(slow)
+    thread = threading.Thread(target=f, args=(A,))
+    thread.start()
+    inside.wait(60)
+    found.append(module.record(KERNEL, (1,), 32, 0, (), ()))
+    done.set()
+    thread.join()
+    f(A)
+    assert found == [True] and len(driver.seen) == 1
+
+
+def test_threads(driver):
+    calls = []
+    f = function(("*fp32", "i32"), calls=calls)
+    tensors = [torch.zeros(n) for n in range(1, 9)]
+    driver.count = 1
+    barrier = threading.Barrier(6)
+
+    def work():
+        barrier.wait()
+        for _ in range(50):
+            for i, x in enumerate(tensors):
+                f(x, i)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert f.calls == 6 * 50 * 8 == f.replays + len(calls) and f.kinds == 8
+    assert {params[0] for *_, params in driver.seen} == {x.data_ptr() for x in tensors}
+
+
+def test_kinds_are_not_without_number(driver):
+    calls = []
+    f = function((), give=lambda *args: (), calls=calls)
+    for i in range(4100):
+        f(A, i)
+    for i in (0, 4099):
+        f(A, i)
+    assert f.kinds == 4096 and len(calls) == 4101
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FUNCTIONS = (
+    "layer_norm.forward", "layer_norm.backward", "rms_norm.forward", "gelu.forward", "gelu.backward", "dropout.forward",
+)  # fmt: skip
+
+
+def given(name, dtype, seed, device="cuda"):
+    """The function, its arguments for TritonFunction, and the same for Python, with tensors of their own."""
+    file, _, attribute = name.partition(".")
+    room = importlib.import_module(f"hfnn.kernels.{file}")
+    generator = torch.Generator().manual_seed(seed)
+    R, C = 300, 1000
+    kinds = {"x": (R, C), "w": (C,), "f": (R,), "p": (2, room.partials(R, C), C) if hasattr(room, "partials") else ()}
+    layout = {
+        "layer_norm.forward": ("x", "w", "w", "x", "f", "f", 1e-5),
+        "layer_norm.backward": ("x", "x", "w", "f", "f", "x", "w", "w", "p"),
+        "rms_norm.forward": ("x", "w", "x", "f", 1e-6, 1.0),
+        "gelu.forward": ("x", "x", True),
+        "gelu.backward": ("x", "x", "x", False),
+        "dropout.forward": ("x", "x", 1 << 31, 2.0, "seed", "seed", None),
+    }[name]
+    ours, theirs = [], []
+    for x in layout:
+        if x == "seed":
+            number = int(torch.randint(-(2**30), 2**30, (), generator=generator))
+            ours.append(autograd.Fresh(number))
+            theirs.append(number)
+        elif isinstance(x, str):
+            tensor = torch.randn(kinds[x], generator=generator).to(torch.float32 if x in "fp" else dtype).to(device)
+            ours.append(tensor)
+            theirs.append(tensor.clone())
+        else:
+            ours.append(x)
+            theirs.append(x)
+    return (
+        getattr(room, attribute),
+        ours,
+        [*theirs, torch._C._cuda_getCurrentRawStream(torch.device(device).index or 0)],
+    )
+
+
+def same(ours, theirs):
+    pairs = [(x, y) for x, y in zip(ours, theirs, strict=False) if isinstance(x, torch.Tensor)]
+    assert pairs and all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gpu_is_given_the_same(name, dtype):
+    function, ours, _ = given(name, dtype, 0)
+    f = autograd.TritonFunction(function)
+    f(*ours)
+    for seed in range(1, 5):
+        _, ours, theirs = given(name, dtype, seed)
+        f(*ours)
+        function(*theirs)
+        same(ours, theirs)
+    assert f.replays == 4, f.refusal
+
+
+@gpu
+def test_streams_threads_and_graphs_of_a_gpu():
+    function, ours, theirs = given("gelu.forward", torch.bfloat16, 0)
+    f = autograd.TritonFunction(function)
+    f(*ours)
+    function(*theirs)
+    x, y = ours[:2]
+    stream, wrong = torch.cuda.Stream(), []
+
+    def on_stream():
+        try:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(50_000_000)
+                y.zero_()
+                f(*ours)
+                if stream.query():
+                    wrong.append("it did not wait for its stream")
+        except Exception as error:
+            wrong.append(error)
+
+    stream.wait_stream(torch.cuda.current_stream())
+    thread = threading.Thread(target=on_stream)  # which has called nothing of CUDA before
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert not wrong
+    same(ours, theirs)
+
+    bare = threading.Thread(target=f, args=ours)
+    y.zero_()
+    torch.cuda.synchronize()
+    bare.start()
+    bare.join()
+    torch.cuda.synchronize()
+    same(ours, theirs)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f(*ours)
+    y.zero_()
+    x.copy_(theirs[0].neg_())
+    graph.replay()
+    function(*theirs)
+    same(ours, theirs)
+    assert f.replays == 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_gpu_than_the_current():
+    function, ours, theirs = given("layer_norm.forward", torch.bfloat16, 0, "cuda:1")
+    f = autograd.TritonFunction(function)
+    for _ in range(3):
+        f(*ours)
+    with torch.cuda.device(1):
+        function(*theirs)
+    same(ours, theirs)
+    assert f.replays == 2 and f.kinds == 1 and torch.cuda.current_device() == 0
