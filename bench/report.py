@@ -18,6 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hfnn import native
+
 # fmt: off
 COLUMNS = (
     "date", "op", "case", "dtype", "provider", "kernel", "pass", "device_us", "host_us", "spread_pct", "gbps",
@@ -56,8 +58,14 @@ def rates(nbytes: float, device_us: float, copy_gbps: float) -> dict:
     return {"gbps": gbps, "copy_gbps": copy_gbps, "pct_of_copy": 100 * gbps / copy_gbps}
 
 
+KINDS = {"_C.cpu": "cpp", "_C.cuda": "cuda", "hfnn.kernels": "triton"}  # of kernels, by their modules
+
+
 def kernel_of(y: torch.Tensor) -> str:
     """The kernel that made y: hfnn's rooms keep it on their autograd node, some with the rest of the call."""
+    module = native.extension and y.grad_fn is not None and native.extension.module(y.grad_fn)
+    if module:
+        return next(kind for part, kind in KINDS.items() if part in module.__name__)
     kernel = getattr(getattr(y.grad_fn, "call", y.grad_fn), "kernel", None)
     return "torch" if kernel is None else kernel.name
 
