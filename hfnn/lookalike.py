@@ -116,9 +116,9 @@ class LookAlike:
     prefer = "auto"
 
     def forward(self, *args, **kwargs):
-        # First what a small call pays for.
-        ours = len(args) == 1 and not kwargs and not self._hfnn_like.op.passes(args[0], self.prefer)
-        if ours and not torch.compiler.is_compiling() and is_plain(args[0]):
+        # First what a small call pays for. Dynamo warns of the cache behind `op`.
+        ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs
+        if ours and not self._hfnn_like.op.passes(args[0], self.prefer) and is_plain(args[0]):
             out = _out_dtype(self, super().forward, args[0])
             # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
             if out is args[0].dtype or out is torch.float32:

@@ -114,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       "The module of the kernel that made the output of a room's node, or None.");
   m.def("force", [](int kind) { forced = kind; });
+  m.def("enable", [](bool on) { enabled = on; }, "With False every room runs in Python.");
   m.def("set_recipes", [](bool on) { state().recipes = on; });
   m.def("set_resharded", [] { resharded = true; });
   m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load()); });

@@ -33,9 +33,6 @@ static Tensor dropped(const DropoutKernel& kernel, const Mask& mask, const Tenso
   return y;
 }
 
-// x with the strides of forward's result, for the mask goes by memory.
-static Tensor in_step(const Tensor& x, at::IntArrayRef strides) { return laid(x, strides); }
-
 // The layout of torch's gradient: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's.
 static Tensor as_torchs(const Tensor& dx, const Tensor& dy) {
   if (dx.is_contiguous() && dy.is_contiguous()) return dx;
@@ -48,17 +45,17 @@ struct DropoutRoom : Room {
   Kept input[1];  // where x has a recipe itself: else x would be kept in y's stead, and nothing saved
   const DropoutKernel* kernel;
   Mask mask;
-  std::vector<int64_t> strides;
+  std::vector<int64_t> strides;  // of the result, for the mask goes by memory
 
   std::span<Kept> kept() override { return input; }
   std::string name() const override { return "_DropoutBackward"; }
 
   Tensor build(ScalarType) override {
-    const Tensor x = in_step(input[0].part(true), strides);
+    const Tensor x = laid(input[0].part(true), strides);
     return dropped(*kernel, mask, x, x.scalar_type());
   }
   variable_list gradients(const Tensor& dy) override {
-    return {as_torchs(dropped(*kernel, mask, in_step(dy, strides), dy.scalar_type()), dy)};
+    return {as_torchs(dropped(*kernel, mask, laid(dy, strides), dy.scalar_type()), dy)};
   }
   variable_list differentiable(const Tensor& dy) override;
 };
@@ -71,7 +68,7 @@ static Tensor apply_mask(const Tensor& x, const DropoutKernel* kernel, const Mas
   Tensor y;
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    y = dropped(*kernel, mask, in_step(x, strides), x.scalar_type());
+    y = dropped(*kernel, mask, laid(x, strides), x.scalar_type());
   }
   if (grad) {
     node->kernel = kernel;

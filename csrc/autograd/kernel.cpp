@@ -14,6 +14,7 @@
 namespace hfnn::node {
 
 int forced = 0;
+bool enabled = true;
 
 Choices::Choices(py::object op) : op(std::move(op)) {
   py::dict floors = this->op.attr("floors");
@@ -51,7 +52,7 @@ bool plain_context() {
                                      DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode,
                                      DispatchKey::VmapMode});
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  return forced != 1 && !keys.included_.has_any(odd) && !at::impl::torch_function_mode_enabled() &&
+  return enabled && forced != 1 && !keys.included_.has_any(odd) && !at::impl::torch_function_mode_enabled() &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }

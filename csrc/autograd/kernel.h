@@ -157,6 +157,8 @@ enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
 Prefer prefer_of(PyObject* text);  // kPrefers: unknown
 // What is forced by hfnn.use: 0 nothing, 1 torch's own ops, else a kind of kernel.
 extern int forced;
+// Whether rooms here take any call; for tests of those in Python.
+extern bool enabled;
 
 // An op of hfnn/kernel.py: which of its kernels takes a call is asked once for each kind of input.
 class Choices {

@@ -16,31 +16,19 @@ namespace ag = torch::autograd;
 struct NormKernel {
   explicit NormKernel(py::handle module, bool centre) : centre(centre) {
     if (centre) {
+      load(module, "hfnn::LayerNorm", layer_forward_, &LayerNorm::forward, "forward");
+      load(module, "hfnn::LayerNorm", layer_rebuild_, &LayerNorm::rebuild, "rebuild");
+      load(module, "hfnn::LayerNorm", layer_backward_, &LayerNorm::backward, "backward");
       load(module, "hfnn::AddLayerNorm", layer_add_, &AddLayerNorm::add, "add", "add_functions");
-      if (const auto* f = functions_of<LayerNorm>(module, "hfnn::LayerNorm")) {
-        partials_ = f->partials;
-        layer_forward_ = f->forward;
-        layer_rebuild_ = f->rebuild;
-        layer_backward_ = f->backward;
-        return;
-      }
-      layer_forward_ = Launch<In, In, In, In, In, In, double>(module.attr("forward"));
-      layer_rebuild_ = Launch<In, In, In, In, In, In>(module.attr("rebuild"));
-      layer_backward_ = Launch<In, In, In, In, In, In, In, In, In>(module.attr("backward"));
+      if (const auto* f = functions_of<LayerNorm>(module, "hfnn::LayerNorm")) partials_ = f->partials;
     } else {
+      load(module, "hfnn::RmsNorm", rms_forward_, &RmsNorm::forward, "forward");
+      load(module, "hfnn::RmsNorm", rms_rebuild_, &RmsNorm::rebuild, "rebuild");
+      load(module, "hfnn::RmsNorm", rms_backward_, &RmsNorm::backward, "backward");
       load(module, "hfnn::AddRmsNorm", rms_add_, &AddRmsNorm::add, "add", "add_functions");
-      if (const auto* f = functions_of<RmsNorm>(module, "hfnn::RmsNorm")) {
-        partials_ = f->partials;
-        rms_forward_ = f->forward;
-        rms_rebuild_ = f->rebuild;
-        rms_backward_ = f->backward;
-        return;
-      }
-      rms_forward_ = Launch<In, In, In, In, double, double>(module.attr("forward"));
-      rms_rebuild_ = Launch<In, In, In, In, double>(module.attr("rebuild"));
-      rms_backward_ = Launch<In, In, In, In, In, In, In, double>(module.attr("backward"));
+      if (const auto* f = functions_of<RmsNorm>(module, "hfnn::RmsNorm")) partials_ = f->partials;
     }
-    asked_ = py::object(module.attr("partials")).release();
+    if (!partials_) asked_ = py::object(module.attr("partials")).release();
   }
 
   void forward(const Tensor& x, const Tensor& w, const Tensor& b, const Tensor& y, const Tensor& mean,
@@ -196,7 +184,7 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
                      Forward forward) {
   const bool grad = ag::compute_requires_grad(x, *call.weight, *call.bias);
   auto node = grad ? make_node<NormRoom>() : nullptr;
-  if (grad) node->inputs[0].take_or_save(x);
+  const bool taken = grad && node->inputs[0].take(x);
   Tensor y, mean, rstd;
   {
     pybind11::gil_scoped_release no_gil;
@@ -216,6 +204,7 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
     node->offset = call.offset;
     node->dims = call.dims;
     node->cols = call.cols;
+    if (!taken) node->inputs[0].save(x);  // not before `forward` has filled a sum: a hook may copy it
     node->inputs[1].save(*call.weight, call.parameters[0]);
     node->inputs[2].save(*call.bias, call.parameters[1]);
     node->inputs[3].save(mean, true);

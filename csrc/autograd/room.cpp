@@ -5,7 +5,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -127,15 +126,49 @@ struct AboveAutograd {
 };
 }  // namespace
 
+// Of every `unpacked_`. Not held while a hook runs, nor while a tensor ends, for either may wait for the GIL.
+static std::mutex& unpacking() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
 Tensor Kept::unpack() {
   if (!hooked_) return saved_.unpack();
-  if (unpacked_in_ != task() || !unpacked_.defined()) {
-    AboveAutograd above;
-    unpacked_ = saved_.unpack();
-    unpacked_in_ = task();
+  const int now = task();
+  {
+    std::lock_guard<std::mutex> lock(unpacking());
+    if (unpacked_in_ == now && unpacked_.defined()) return unpacked_;
   }
-  return unpacked_;
+  AboveAutograd above;
+  Tensor y = saved_.unpack(), before = y;
+  std::lock_guard<std::mutex> lock(unpacking());
+  std::swap(unpacked_, before);
+  unpacked_in_ = now;
+  return y;
 }
+
+void Kept::forget() {
+  Tensor before;
+  std::lock_guard<std::mutex> lock(unpacking());
+  std::swap(unpacked_, before);
+}
+
+namespace {
+// The gradients of many dy at once, which ask for each kept tensor once, as torch does. One at a time in a thread.
+struct Batch {
+  explicit Batch(std::span<Kept> of) : of(of), tensors(of.size()), outer(now) { now = this; }
+  ~Batch() { now = outer; }
+  Tensor* asked(const Kept* kept) {
+    return kept >= of.data() && kept < of.data() + of.size() ? &tensors[size_t(kept - of.data())] : nullptr;
+  }
+
+  static thread_local Batch* now;
+  std::span<Kept> of;
+  variable_list tensors;
+  Batch* outer;
+};
+thread_local Batch* Batch::now = nullptr;
+}  // namespace
 
 Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> last) {
   AboveAutograd above;
@@ -147,11 +180,13 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
 
 Tensor Kept::get(ScalarType dtype) {
   if (!defined_) return {};
-  if (once_) {
-    once_ = false;
-    asked_ = get(dtype);
-  }
-  if (asked_.defined()) return asked_;
+  Tensor* asked = Batch::now ? Batch::now->asked(this) : nullptr;
+  if (!asked) return found(dtype);
+  if (!asked->defined()) *asked = found(dtype);
+  return *asked;
+}
+
+Tensor Kept::found(ScalarType dtype) {
   TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
   if (!taken()) return unpack();
   if (token_) return of_token("tensor", dtype, std::nullopt);
@@ -185,9 +220,13 @@ void Kept::release() {
   if (producer_) {
     Room* room = producer_;
     producer_ = nullptr;
-    std::lock_guard<std::mutex> lock(room->mutex_);
+    Tensor shared, left;
+    std::lock_guard<std::mutex> lock(room->sharing_);
     if (served_in_ >= 0 && served_in_ == room->task_) --room->served_;
-    if (--room->tokens_ == 0) room->shared_ = room->left_ = Tensor();
+    if (--room->tokens_ == 0) {
+      std::swap(shared, room->shared_);
+      std::swap(left, room->left_);
+    }
   }
   if (token_) {
     pybind11::gil_scoped_acquire gil;
@@ -199,7 +238,7 @@ void Kept::release() {
   }
   saved_.reset_data();
   impl_ = nullptr;
-  unpacked_ = Tensor();
+  if (hooked_) forget();
   released_ = true;
 }
 
@@ -210,18 +249,15 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
   ag::set_history(y, self);
   dtype_ = y.scalar_type();
   if (!carries || !state().recipes) return;
-  bool graph = false;
-  for (Kept& input : kept()) {
+  for (Kept& input : kept())
     if (!input.source()) return;
-    graph = graph || input.defined();
-  }
   version_ = y._version();
   data_ = y.data_ptr();
   sizes_.assign(y.sizes().begin(), y.sizes().end());
   strides_.assign(y.strides().begin(), y.strides().end());
   made_on_ = stream_of(y);
   hooks_ = hooks_now();
-  carries_ = graph;
+  carries_ = true;
 }
 
 bool Room::gives(const Tensor& y) {
@@ -231,7 +267,10 @@ bool Room::gives(const Tensor& y) {
 }
 
 bool Room::intact() {
-  if (released_) return left_.defined();
+  if (released_) {
+    std::lock_guard<std::mutex> lock(sharing_);
+    return left_.defined();
+  }
   for (Kept& input : kept())
     if (!input.intact()) return false;
   return true;
@@ -251,13 +290,13 @@ static Tensor as(const Tensor& y, ScalarType dtype) { return y.scalar_type() == 
 Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
   const bool grad = at::GradMode::is_enabled();
   const int now = task();
-  Tensor y;
+  Tensor y, before;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(sharing_);
     if (task_ != now) {
       task_ = now;
       served_ = 0;
-      shared_ = Tensor();
+      std::swap(before, shared_);
     }
     if (left_.defined()) {
       y = left_;
@@ -278,38 +317,38 @@ Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
     ag::impl::set_gradient_edge(again, {getptr(), 0});
     y = again;
   }
+  bool clears = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(sharing_);
     if (last && consumer.served_in_ != now) {
       consumer.served_in_ = now;
       ++served_;
     }
     if (!grad && !left_.defined()) {
-      if (served_ >= tokens_) {
-        shared_ = Tensor();
-      } else {
-        shared_ = y;
-        stream_ = stream_of(y);
-      }
+      before = served_ >= tokens_ ? Tensor() : y;
+      std::swap(before, shared_);
+      clears = shared_.defined();
+      if (clears) stream_ = stream_of(y);
     }
   }
-  if (shared_.defined()) clear_at_the_end();
+  if (clears) clear_at_the_end();
   return as(y, dtype);
 }
 
 // A partial backward may never reach the last consumer; its end comes for certain.
 void Room::clear_at_the_end() {
   const int now = task();
-  if (now < 0 || callback_ == now) return;
-  callback_ = now;
+  if (now < 0 || callback_.exchange(now) == now) return;
   auto self = getptr();
   ag::Engine::get_default_engine().queue_callback([self] { static_cast<Room*>(self.get())->forget(); });
 }
 
 void Room::forget() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  shared_ = Tensor();
-  for (Kept& input : kept()) input.unpacked_ = Tensor();
+  for (Kept& input : kept())
+    if (input.hooked_) input.forget();
+  Tensor before;
+  std::lock_guard<std::mutex> lock(sharing_);
+  std::swap(before, shared_);
 }
 
 variable_list Room::apply(variable_list&& dys) {
@@ -326,7 +365,7 @@ variable_list Room::apply(variable_list&& dys) {
 void Room::release_variables() {
   bool waiting;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(sharing_);
     waiting = !released_ && tokens_ > (task_ == task() ? served_ : 0) && !left_.defined();
   }
   if (waiting) {
@@ -337,7 +376,7 @@ void Room::release_variables() {
       y = watched(build(dtype_));
     } catch (const c10::Error&) {  // a source was written to: the consumer's backward says so
     }
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(sharing_);
     left_ = y;
   }
   released_ = true;
@@ -364,13 +403,7 @@ variable_list Room::batched(const Tensor& dy) {
     for (size_t i = 0; i < found.size(); ++i) out[i] = found[i].defined() ? py::cast(found[i]) : py::none();
     return out;
   });
-  for (Kept& input : kept()) input.once_ = true;
-  auto end = c10::make_scope_exit([this] {
-    for (Kept& input : kept()) {
-      input.once_ = false;
-      input.asked_ = Tensor();
-    }
-  });
+  Batch batch(kept());
   py::tuple found = py::handle(python().batched)(one, dy);
   variable_list out(found.size());
   for (size_t i = 0; i < out.size(); ++i)

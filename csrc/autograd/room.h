@@ -84,6 +84,8 @@ class Kept {
  private:
   friend class Room;
   Tensor unpack();
+  void forget();
+  Tensor found(ScalarType dtype);
   Tensor of_token(const char* method, ScalarType dtype, std::optional<bool> last);
 
   torch::autograd::SavedVariable saved_;
@@ -96,8 +98,6 @@ class Kept {
   int unpacked_in_ = -1, served_in_ = -1;
   ScalarType dtype_ = ScalarType::Undefined;
   bool defined_ = false, source_ = false, hooked_ = false, released_ = false;
-  bool once_ = false;  // for gradients of many dy: asked once, as torch does
-  Tensor asked_;
 };
 
 class Room : public Node {
@@ -149,8 +149,10 @@ class Room : public Node {
   std::atomic<bool> released_{false};
 
   std::atomic<int> tokens_{0};  // alive
-  std::mutex mutex_;            // of what follows; not held while a hook, or Python, runs
-  int task_ = -1, served_ = 0, callback_ = -1;
+  std::atomic<int> callback_{-1};
+  // Of what follows. Not held while a hook runs, nor while a tensor ends, for either may wait for the GIL.
+  std::mutex sharing_;
+  int task_ = -1, served_ = 0;
   Tensor shared_, left_;               // for the consumers of this backward; for those of later ones
   std::optional<c10::Stream> stream_;  // of shared_
 };

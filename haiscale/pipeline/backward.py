@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# torch's nodes, by name and without their number, that compute just those gradients that this pass wants.
+# Nodes in C++, by name and without their number, that compute just those gradients that this pass wants: torch's, and
+# hfnn's Linear.
 PRODUCTS = frozenset(
-    f"{name}Backward" for name in ("Addmm", "Mm", "Bmm", "Addbmm", "Baddbmm", "Linear", "Mv", "Addmv", "Convolution")
+    f"{name}Backward"
+    for name in ("Addmm", "Mm", "Bmm", "Addbmm", "Baddbmm", "Linear", "Mv", "Addmv", "Convolution", "_Linear")
 )
 TOGETHER = 64 << 20  # bytes of weights' gradients that are handed to torch's engine at once: a call takes the host long
-# And functions in Python that say so themselves, by the names of their classes: hfnn's Linear asks the engine.
+# And functions in Python that ask the engine themselves, by the names of their classes.
 SEPARABLE = frozenset({("hfnn.ops.linear", "_Linear")})
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import dress, kernel, recipe
+from hfnn import dress, kernel, native, recipe
 from hfnn.ops import embedding, layer_norm, linear, smooth
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -34,11 +34,45 @@ def _replaced(owner, name, make):
         setattr(owner, name, before)
 
 
+@contextlib.contextmanager
+def _in_python(fault):
+    """The fault, with every room in Python, where it is planted."""
+    if native.extension is not None:
+        native.extension.enable(False)
+    try:
+        with fault:
+            yield
+    finally:
+        if native.extension is not None:
+            native.extension.enable(True)
+
+
 def _plant(name, owner, attribute, make):
-    FAULTS[name] = lambda: _replaced(owner, attribute, make)
+    FAULTS[name] = lambda: _in_python(_replaced(owner, attribute, make))
 
 
 # Recipes.
+def _watched(watch):
+    """In C++: each tensor that is rebuilt goes through `watch`."""
+    if native.extension is not None:
+        native.extension.watch(watch)
+    try:
+        yield
+    finally:
+        if native.extension is not None:
+            native.extension.watch(None)
+
+
+@_fault("rebuilt a little wrong in C++")
+def _rebuilt_wrong():
+    yield from _watched(lambda y: y.mul_(1.03125))
+
+
+@_fault("what is rebuilt in C++ kept for ever")
+def _rebuilt_kept():
+    yield from _watched([].append)
+
+
 def _cut_off(x):
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
@@ -60,9 +94,11 @@ _plant(
 )
 _plant(
     "a chain's first source for its tensor",
-    recipe,
-    "_ingredient",
-    lambda ingredient: lambda token, last: recipe.raw(token._node)[0],
+    recipe.Token,
+    "get",
+    lambda get: (
+        lambda self, dtype, last: next((t for t in recipe.raw(self._node) if t is not None), get(self, dtype, last))
+    ),
 )
 _plant(
     "a rebuilt tensor not widened",
@@ -82,7 +118,7 @@ def _stale_cast():
         key = x.data_ptr(), x.shape, dtype, x.requires_grad
         return casts.setdefault(key, x.to(dtype))
 
-    with _replaced(recipe, "cast", lambda _: cast):
+    with _in_python(_replaced(recipe, "cast", lambda _: cast)):
         yield
 
 
@@ -97,7 +133,7 @@ def _kept():
 
         return saved
 
-    with _replaced(recipe, "save", make):
+    with _in_python(_replaced(recipe, "save", make)):
         yield
 
 

@@ -202,12 +202,13 @@ def _own_input(program, difference):
     """Kept is the input itself, which is then written to, where torch keeps what it made of it: RMSNorm's product or
     cast, Linear's rows of a strided input, attention's copy in another order, or cross_entropy's log-probabilities."""
     ours = native.extension is not None or _says(difference, "hfnn/ops/")  # nodes in C++ leave no traceback
-    norm = _layers(program, "rms_norm", "rms_norm_like", "linear", "mlp") and ours
-    norm = norm or _says(difference, "hfnn/ops/cross_entropy.py")
+    strided = bool(_layers(program, "moved")) or {*program["inputs"]} != {"plain"}
+    own = ours and (_layers(program, "rms_norm", "rms_norm_like") or (strided and _layers(program, "linear", "mlp")))
+    own = own or _says(difference, "hfnn/ops/cross_entropy.py")
     texts = "modified by an inplace operation", "another view of its base has been modified inplace"
     written = _writes_in_place(program) or any(step[0] == "write" for step in program["steps"])
     return (
-        difference.how == "raises" and _says(difference, *texts) and written and (norm or _layers(program, *ATTENTION))
+        difference.how == "raises" and _says(difference, *texts) and written and (own or _layers(program, *ATTENTION))
     )
 
 

@@ -21,6 +21,7 @@ def test_every_feature_stands_in_two_percent_of_programs():
 
 QUICK = (
     "rebuilt a little wrong",
+    "rebuilt a little wrong in C++",
     "a chain's first source for its tensor",
     "every recipe kept for ever",
     "a converted module kept by its last call",
