@@ -22,9 +22,6 @@ struct LinearTable {
 };
 
 static Tensor rows(const Tensor& x) { return x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0); }
-static Tensor as(const Tensor& x, ScalarType dtype) {
-  return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
-}
 static Tensor product(const Tensor& x, const Tensor& weight, const Tensor& bias, ScalarType dtype) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return at::linear(as(x, dtype), as(weight, dtype), as(bias, dtype));

@@ -284,9 +284,6 @@ static Tensor watched(const Tensor& y) {
   return y;
 }
 
-// y from elsewhere in another dtype.
-static Tensor as(const Tensor& y, ScalarType dtype) { return y.scalar_type() == dtype ? y : y.to(dtype); }
-
 Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
   const bool grad = at::GradMode::is_enabled();
   const int now = task();

@@ -164,6 +164,10 @@ struct State {
 };
 State& state();
 
+inline Tensor as(const Tensor& x, ScalarType dtype) {
+  return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
+}
+
 // x in `dtype`, differentiable. Of a tensor of the graph one cast serves consumers that follow one another, while one
 // of them keeps it. Any other tensor may be filled anew by what moves no version.
 Tensor shared_cast(const Tensor& x, ScalarType dtype);
