@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hfnn import adapters, experts, feedforward, inside, lookalike, residual
-from hfnn.dress import ROOMS, Dressed, dress, is_converted, original
+from hfnn.dress import FORWARDS, ROOMS, Dressed, dress, is_converted, original, restore, settings
 from hfnn.kernel import PREFERENCES
 from hfnn.optim import swap
 
@@ -97,17 +97,20 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -
     for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, Dressed) and module._hfnn_lapsed and _why_not_restored(module) is None:
+            restore(module)  # what it is now is looked at anew
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: should a proof fail in an unforeseen way, the model is still as it was.
     verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
-    settings = [feedforward.settings(module, recompute) for module, _ in verdicts]
+    of_parts = [feedforward.settings(module, recompute) for module, _ in verdicts]
     for module, room in verdicts:
         if room is not None:
             object.__setattr__(module, "__class__", room)
         if is_converted(module) or feedforward.is_own(module):
             _set(module, "prefer", prefer)
-    for part, attributes in ((p, a) for parts in settings for p, a in parts.items() if is_converted(p)):
+    for part, attributes in ((p, a) for parts in of_parts for p, a in parts.items() if is_converted(p)):
         for name, value in attributes.items():
             _set(part, name, value)
     adapters.settle(model)
@@ -131,31 +134,25 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
 def _revert(model: nn.Module) -> None:
     modules = [module for module in model.modules() if is_converted(module)]
     for module in modules:
-        if original(type(module)) is None:
-            raise ValueError(
-                f"cannot revert {type(module).__name__}: its class was changed after hfnn.convert; undo that first"
-            )
-        if isinstance(module, Dressed) and "forward" in vars(module):
-            raise ValueError(
-                f"cannot revert {type(module).__name__}: its forward was replaced on the instance after hfnn.convert "
-                "(by accelerate, or alike), and goes on to hfnn's; undo that first"
-            )
+        why = _why_not_restored(module)
+        if why is not None:
+            raise ValueError(f"cannot revert {type(module).__name__}: {why}; undo that first")
     for module in filter(feedforward.is_own, model.modules()):
         vars(module).pop("prefer", None)
     for module in modules:
-        revert_module(module)
+        restore(module)
     adapters.release(model)
 
 
-def revert_module(module: nn.Module) -> None:
-    """Give a converted module alone its class and attributes again."""
-    cls = type(module)
-    object.__setattr__(module, "__class__", original(cls))
-    for name in _settings(cls):
-        if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
-            vars(module).setdefault(name, getattr(cls, name))
-        else:
-            vars(module).pop(name, None)
+def _why_not_restored(module) -> str | None:
+    if original(type(module)) is None:
+        return "its class was changed after hfnn.convert"
+    if isinstance(module, Dressed) and "forward" in vars(module):
+        return (
+            "its forward was replaced on the instance after hfnn.convert (by accelerate, or alike), and goes on to "
+            "hfnn's"
+        )
+    return None
 
 
 def sites(model: nn.Module) -> list[Site]:
@@ -185,7 +182,8 @@ def examine(site: Site) -> Verdict:
     like, why = _recognise(module) if room is None else (None, None)
     if room is None and like is None:
         if why is None and base is not None:
-            why = f"{cls.__name__} has a forward of its own, which {base.__name__}'s room does not know"
+            of = "another forward than torch's" if cls is base else "a forward of its own"
+            why = f"{cls.__name__} has {of}, which {base.__name__}'s room does not know"
         return Verdict(None, why or NO_OP)
     room = room or like.mixin
     why = _obstacle(site, room)
@@ -214,7 +212,7 @@ def _room(cls: type) -> tuple[type | None, type | None]:
     """(the class that hfnn knows, the room): the room is None for a subclass with a forward of its own."""
     for base, room in {**ROOMS, **adapters.rooms()}.items():
         if issubclass(cls, base):
-            return base, room if cls.forward is base.forward else None
+            return base, room if cls.forward is FORWARDS.get(base, base.forward) else None
     return None, None
 
 
@@ -225,7 +223,7 @@ def _obstacle(site: Site, room: type) -> str | None:
         return (
             "it has a forward of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
         )
-    for name in _settings(room):
+    for name in settings(room):
         if not is_converted(module) and hasattr(module, name):
             return f"it has an attribute named {name}, which hfnn uses"
     if is_fsdp(module):
@@ -254,15 +252,9 @@ def is_fsdp(module) -> bool:
     return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
 
 
-def _settings(cls: type) -> list[str]:
-    """What `convert` may set on modules of a class: what its room reads."""
-    room = getattr(cls, "_hfnn_room", cls)
-    return [name for name in ("prefer", "recompute", "keep") if hasattr(room, name)]
-
-
 def _set(module, name: str, value) -> None:
     """On the instance, and only where it is not the class's own: a module carries no state it does not need."""
-    if name in _settings(type(module)):
+    if name in settings(type(module)):
         vars(module).pop(name, None)
         if getattr(type(module), name) != value:
             vars(module)[name] = value

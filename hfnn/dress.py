@@ -3,23 +3,67 @@
 An exact torch class becomes its room's class: `nn.LayerNorm` -> `hfnn.LayerNorm`. Any other class keeps its name and
 everything it adds: the module's class becomes a subclass of it whose `forward` is a room's. Such a class is made here,
 once for each (original, room, like), and is pickled as these three, so that a fresh process makes it again.
+
+A swapped module goes back to its class's own forward, and stays there, once something has changed that it was swapped
+for: the class's forward, or what a proof read (`like.reads`, hfnn/patterns/probe.py). Writes past `setattr`, into
+`vars(module)`, are not seen.
 """
 
 import copyreg
+import functools
 import weakref
 
 from torch import nn
 
 from hfnn import ops
+from hfnn.kernel import compiling, log
+from hfnn.patterns.probe import ABSENT, NOTHING, Reads, frozen
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op: read from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
 _TORCH = {room: torch_class for torch_class, room in ROOMS.items()}
 _OPS = {room: op for op in ops.ALL for room in op.modules.values()}
+# Of torch's classes, as they were before anybody replaced one.
+FORWARDS = {torch_class: torch_class.forward for torch_class in ROOMS}
+# What `convert` may set on modules, by what their rooms read.
+SETTINGS = ("prefer", "recompute", "keep")
+# Files whose `__init_subclass__` derives the forward of each class from the one it finds there. Another author's may
+# note down the class, and is not called.
+_DERIVE = ("transformers.modeling_layers",)
 
 
 class Dressed:
     """What classes made by `dress` have in common. Attributes: `_hfnn_original`, `_hfnn_room` and `_hfnn_like`."""
+
+    _hfnn_lapsed = None  # on an instance: what changed
+
+    def __init_subclass__(cls, **kwargs):
+        if "_hfnn_original" not in vars(cls):  # somebody derives from ours
+            return super().__init_subclass__(**kwargs)
+        prepare = getattr(cls._hfnn_room, "prepare", None)
+        if prepare is not None:
+            prepare(cls)
+        cls.forward = _while_it_holds(cls)
+        for base in cls.__mro__:
+            if base.__module__ in _DERIVE and "__init_subclass__" in vars(base):
+                vars(base)["__init_subclass__"].__get__(None, cls)()
+
+    def _hfnn_holds(self) -> bool:
+        """Whether the module is what it was swapped for; for those that compute it without calling it."""
+        cls = next(cls for cls in type(self).__mro__ if "_hfnn_original" in vars(cls))
+        cls._hfnn_look(self)
+        return self._hfnn_lapsed is None
+
+    def __setattr__(self, name, value):
+        before = self._hfnn_reads.get(name)
+        if before is not None and frozen(value) != before:
+            lapse(self, f"its attribute {name} was set")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        if name in self._hfnn_reads:
+            lapse(self, f"its attribute {name} was deleted")
+        super().__delattr__(name)
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(max(protocol, 2))
@@ -56,10 +100,71 @@ def dress(original: type, room: type, like=None) -> type:
         "_hfnn_original": original,
         "_hfnn_room": room,
         "_hfnn_like": like,
+        "_hfnn_reads": dict(_reads(like).attributes),
         "_hfnn_dtypes": {},  # what hfnn/lookalike.py asks but once
     }
     made = _dressed[key] = type(original)(original.__name__, (Dressed, room, original), names)
     return made
+
+
+def _reads(like) -> Reads:
+    return getattr(like, "reads", NOTHING)
+
+
+def _while_it_holds(cls: type):
+    """The forward that cls has, while the original's, and what it was proved by, are what they were."""
+    original, forward, reads = cls._hfnn_original, cls.forward, _reads(cls._hfnn_like)
+    held = [(name, getattr(original, name, ABSENT)) for name in ("forward", *reads.methods)]
+    moved = reads.moved if reads.paths else None
+
+    def look(self):
+        for name, value in held:
+            if getattr(original, name, ABSENT) is not value:
+                lapse(self, f"{name} of its class was replaced")
+        if moved is not None and (path := moved(self)):
+            lapse(self, f"its {'.'.join(path)} was set")
+
+    cls._hfnn_look = look
+
+    # First what a call pays for that is small: torch's own op would run in any case.
+    passes = cls._hfnn_like.op.passes if getattr(cls._hfnn_room, "_hfnn_one_input", False) else None
+
+    @functools.wraps(original.forward)
+    def run(self, *args, **kwargs):
+        if passes is not None and (len(args) != 1 or kwargs or passes(args[0], self.prefer)):
+            return original.forward(self, *args, **kwargs)
+        if not compiling():
+            look(self)
+        if self._hfnn_lapsed is not None:
+            return original.forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+def lapse(module: nn.Module, why: str) -> None:
+    """From now on a module of a class made here runs its class's own forward; `why` is for `hfnn.report`."""
+    if module._hfnn_lapsed is None:
+        log.warning("%s runs its own forward again: %s after hfnn.convert", type(module).__name__, why)
+        vars(module)["_hfnn_lapsed"] = why
+
+
+def restore(module: nn.Module) -> None:
+    """Give a converted module its class and attributes again."""
+    cls = type(module)
+    object.__setattr__(module, "__class__", original(cls))
+    vars(module).pop("_hfnn_lapsed", None)
+    for name in settings(cls):
+        if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
+            vars(module).setdefault(name, getattr(cls, name))
+        else:
+            vars(module).pop(name, None)
+
+
+def settings(cls: type) -> list[str]:
+    """What `convert` may set on modules of a class: what its room reads."""
+    room = getattr(cls, "_hfnn_room", cls)
+    return [name for name in SETTINGS if hasattr(room, name)]
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -13,18 +13,19 @@ formula, in float64 and in bfloat16, output and gradients.
 
 import functools
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hfnn import lookalike, recipe, traced
-from hfnn.classes import ByClass
 from hfnn.feedforward import PRODUCTS, function_of, likeness, watched
 from hfnn.function import Function
 from hfnn.kernel import compiling, context, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
+from hfnn.patterns import probe
+from hfnn.patterns.probe import NOTHING, Reads
 from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
@@ -37,6 +38,7 @@ class Experts:
 
     f: str
     act: str = "act_fn"
+    reads: Reads = NOTHING
 
     @property
     def mixin(self):
@@ -73,7 +75,7 @@ class Routed:
 def _open(module) -> bool:
     like = module._hfnn_like
     act = module._modules[like.act]
-    return not compiling() and not watched(act) and function_of(act) == like.f
+    return not compiling() and module._hfnn_holds() and not watched(act) and function_of(act) == like.f
 
 
 def loop(module, x_TH, index_TK, weight_TK):
@@ -118,14 +120,14 @@ def recognise(module: nn.Module) -> tuple[Experts | None, str | None]:
     kind = _kind(module)
     if kind is None:
         return None, None
-    key = type(module), kind
-    if key not in _proofs:
-        _proofs[key] = _prove(module, kind)
-    why = _proofs[key]
-    return (Experts(kind), None) if why is None else (None, f"it has the parameters of experts, but {why}")
+    why, reads = _proofs.of(module, (kind,), lambda notes: _prove(module, notes, kind))
+    if why is not None:
+        return None, f"it has the parameters of experts, but {why}"
+    # What depends on the configuration is asked for at each call.
+    return Experts(kind, reads=replace(reads, paths=(), methods=(*reads.methods, "_apply_gate"))), None
 
 
-_proofs = ByClass()
+_proofs = probe.Proofs()
 
 
 def _kind(module) -> str | None:
@@ -146,17 +148,16 @@ def _kind(module) -> str | None:
     return function_of(parts["act_fn"]) or likeness(parts["act_fn"])
 
 
-def _prove(module, f) -> str | None:
+def _prove(module, notes, f) -> str | None:
     """What differs between the module's own code and the formula, or None."""
     try:
-        with lookalike._seclusion():
-            return next((why for dtype in WITHIN if (why := _compare(module, f, dtype))), None)
+        return next((why for dtype in WITHIN if (why := _compare(module, notes, f, dtype))), None)
     except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-        return f"its code raises on the probe: {error}"
+        return probe.reason(error)
 
 
-def _compare(module, f, dtype) -> str | None:
-    clone, x, index, weight = _small(module, dtype)
+def _compare(module, notes, f, dtype) -> str | None:
+    clone, x, index, weight = _small(module, notes, dtype)
     own = getattr(type(module), "_hfnn_original", type(module))
     tensors = [x, weight, clone.gate_up_proj, clone.down_proj]
     wide = [t.detach().double().requires_grad_() for t in tensors]
@@ -173,7 +174,7 @@ def _compare(module, f, dtype) -> str | None:
     return None
 
 
-def _small(module, dtype):
+def _small(module, notes, dtype):
     """(an instance of few and small experts, and what to call it with)"""
     generator = torch.Generator("cpu").manual_seed(3)
 
@@ -183,20 +184,14 @@ def _small(module, dtype):
 
     experts, hidden, inner = module.down_proj.shape
     sizes = {experts: EXPERTS, hidden: HIDDEN, inner: INNER, 2 * inner: 2 * INNER}
-    clone = object.__new__(type(module))
-    attributes = {
-        name: sizes.get(value, value) if type(value) is int else value
-        for name, value in lookalike._attributes(module).items()
-    }
-    attributes["config"] = types.SimpleNamespace(_experts_implementation="eager")
-    vars(clone).update({**vars(nn.Module()), **attributes, "_is_expert_parallel": False})
+    changed = {name: sizes.get(value, value) for name, value in probe.attributes(module).items() if type(value) is int}
+    changed |= {"config": types.SimpleNamespace(_experts_implementation="eager"), "_is_expert_parallel": False}
     act = module._modules["act_fn"]
-    bare = object.__new__(type(act))
-    vars(bare).update({**vars(nn.Module()), **lookalike._attributes(act)})
-    clone._modules = {"act_fn": bare}
+    parts = {"act_fn": probe.clone(act, probe.Notes(act), act.training, {})}
     up = draw(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5).detach()
     down = draw(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5).detach()
-    clone._parameters = {"gate_up_proj": nn.Parameter(up), "down_proj": nn.Parameter(down)}
+    parameters = {"gate_up_proj": nn.Parameter(up), "down_proj": nn.Parameter(down)}
+    clone = probe.clone(module, notes, module.training, parameters, parts, changed)
     # One expert without tokens.
     index = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(1)[:, :TOP]
     return clone, draw(TOKENS, HIDDEN), index, draw(TOKENS, TOP)

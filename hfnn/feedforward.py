@@ -14,18 +14,19 @@ The other form needs none, but for relu with a dropout after it. `settings` are 
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hfnn import lookalike, traced
-from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
+from hfnn.patterns import probe
+from hfnn.patterns.probe import NOTHING, Reads
 from hfnn.traced import Activation, Map, Other
 
 # f -> the op that the report names.
@@ -57,6 +58,7 @@ class FeedForward:
     middle: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     gate_first: bool = True
+    reads: Reads = NOTHING
 
     @property
     def mixin(self):
@@ -208,23 +210,11 @@ def read(module: nn.Module) -> tuple[FeedForward | None, str | None]:
     kinds = _kinds(module)
     if kinds is None:
         return None, None
-    attributes = tuple((name, _frozen(value)) for name, value in sorted(lookalike._attributes(module).items()))
-    key = type(module), tuple(kinds.items()), attributes
-    if key not in _proofs:
-        _proofs[key] = _prove(module, kinds)
-    return _proofs[key]
+    (like, why), reads = _proofs.of(module, tuple(kinds.items()), lambda notes: _prove(module, notes, kinds))
+    return (None, why) if like is None else (replace(like, reads=reads), None)
 
 
-def _frozen(value):
-    """A key that equal behaviour shares. A model's configuration, on every layer of it, is a dict inside."""
-    try:
-        hash(value)
-    except TypeError:
-        return type(value), repr(getattr(value, "__dict__", value))
-    return lookalike._frozen(value)
-
-
-_proofs = ByClass()
+_proofs = probe.Proofs()
 
 
 def _kinds(module) -> dict[str, Map | Activation | Other] | None:
@@ -264,7 +254,7 @@ def function_of(part) -> str | None:
     """Which of GATES a module is, by its class: torch's, or one that lookalike.py has proved and `convert` swapped."""
     like = getattr(type(part), "_hfnn_like", None)
     if like is not None:
-        return _form(like)
+        return _form(like) if part._hfnn_holds() else None
     for cls in type(part).__mro__:
         if cls in TORCH:
             form = TORCH[cls]
@@ -283,27 +273,27 @@ def _form(like) -> str | None:
     return "quick_gelu" if like.room == "quick_gelu" else FORMS.get((like.room, like.form))
 
 
-def _prove(module, kinds):
+def _prove(module, notes, kinds):
     """(the reading that passes every case, None), or (None, why there is none)."""
     try:
-        with lookalike._seclusion():
-            why = "it puts its parts together in another way"
-            for like in _readings(module, kinds):
-                why = traced.differs(module, kinds, lambda parts, x, like=like: like.compute(parts, x, like.exact))
-                if why is None:
-                    return like, None
+        why = "it puts its parts together in another way"
+        for like in _readings(module, notes, kinds):
+            compute = lambda parts, x, like=like: like.compute(parts, x, like.exact)  # noqa: E731
+            why = traced.differs(module, notes, kinds, compute)
+            if why is None:
+                return like, None
     except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-        why = f"its forward raises on the probe: {error}"
+        why = probe.reason(error)
     counts = {kind: sum(isinstance(k, kind) for k in kinds.values()) for kind in (Map, Activation)}
     if counts[Map] == 1 or counts[Activation] == 0:
         return None, None  # parts that many other modules have
     return None, f"it has the parts of a feed-forward network, but {why}"
 
 
-def _readings(module, kinds):
+def _readings(module, notes, kinds):
     """The readings that agree with the module's own forward in float64."""
-    clone, log = traced.small(module, kinds, torch.float64, False, 7)
-    x = traced.probe(clone, kinds, torch.float64, 3, 7)
+    clone, log = traced.small(module, notes, kinds, torch.float64, False, 7)
+    x = traced.drawn(clone, kinds, torch.float64, 3, 7)
     y = type(clone).forward(clone, x)
     calls = {call.name: call for call in log}
     maps = [call for call in calls.values() if isinstance(kinds[call.name], Map)]

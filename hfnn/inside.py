@@ -6,10 +6,12 @@ in that code, and no others: what runs inside a submodule is the submodule's own
 depends on it. It calls a submodule again in backward, outside of this forward, and must meet the same functions.
 """
 
+import ast
 import dis
 import functools
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,12 +44,10 @@ class Routed:
 
     prefer = "auto"
 
-    def __init_subclass__(cls, **kwargs):
-        if "_hfnn_original" in vars(cls):
-            found = calls(cls._hfnn_original)
-            # Before the class's own hook: that of transformers wraps what it finds with checkpointing, ours included.
-            cls.forward, cls._hfnn_when = _within(cls._hfnn_original.forward, found), f"called in {found.where}"
-        super().__init_subclass__(**kwargs)
+    @staticmethod
+    def prepare(made: type) -> None:
+        found = calls(made._hfnn_original)
+        made.forward, made._hfnn_when = _within(made._hfnn_original.forward, found), f"called in {found.where}"
 
 
 def _within(forward: Callable, found: "Calls") -> Callable:
@@ -112,9 +112,39 @@ def calls(cls: type) -> Calls | str | None:
         return None
     if any(_checkpoints(f) for f in _wrappers(cls.forward) if f.__globals__["__name__"] != _CHECKPOINTS_SUBCLASSES):
         return "its forward is wrapped by a function that checkpoints it: what that calls again cannot be routed"
+    for function in found:
+        why = _names_uncalled(function)
+        if why is not None:
+            return why
     places = tuple(dict.fromkeys(place for places in found.values() for place in sorted(places, key=id)))
     codes = frozenset(code for function in found for code in _codes(function))
     return Calls(places, codes, ", ".join(function.__name__ for function in found))
+
+
+def _names_uncalled(function) -> str | None:
+    """Why a function may not meet a routed one: it may compare it, look it up, or keep it."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return f"the source of {function.__name__} is not there to be read"
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called:
+            owner = _module(node.value, function)
+            if owner is not None and (owner, node.attr) in PLACES:
+                return f"{function.__name__} names {ast.unparse(node)} without calling it"
+    return None
+
+
+def _module(node, function) -> types.ModuleType | None:
+    """The module that a name or a chain of attributes stands for."""
+    if isinstance(node, ast.Name):
+        value = function.__globals__.get(node.id)
+    elif isinstance(node, ast.Attribute):
+        value = getattr(_module(node.value, function), node.attr, None)
+    else:
+        return None
+    return value if isinstance(value, types.ModuleType) else None
 
 
 def _is_foreign(thing) -> bool:

@@ -1,42 +1,40 @@
 """Modules that compute an op of ours in their own words: recognised by structure, then proved numerically.
 
 A class named like a norm or an activation may be anything. Before its modules are swapped, its own `forward` is run on
-a fresh instance (random parameters, CPU, a generator of its own, no hooks) and held against the op's definition in
-float64: output and gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and
-very small values (there eps decides), two values of eps, two to four dimensions. What fails, raises or changes itself
-is refused.
+a clone with random parameters (hfnn/patterns/probe.py) and held against the op's definition in float64: output and
+gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and very small values
+(there eps decides), two values of eps, two to four dimensions; and once more in float16, which it may do differently,
+for then that is left to it. What fails, raises or changes itself is refused.
 """
 
-import contextlib
 import functools
 import inspect
 import itertools
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hfnn import ops
-from hfnn.classes import ByClass
-from hfnn.kernel import autocasting, forcing, is_plain
+from hfnn.kernel import autocasting, is_plain
 from hfnn.ops import layer_norm, rms_norm
-from hfnn.patch import unrouted
+from hfnn.patterns import probe
+from hfnn.patterns.probe import NOTHING, Reads
 
 # Tried where no attribute is called eps: what authors write into the formula itself.
 CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
 # Errors in ulps, of the L2 norm of a row: of all processors alike, for no single element decides. Honest code was
 # measured to stay below 2.5 (float32) and 1 (bfloat16).
-ULPS = {torch.float32: 8, torch.bfloat16: 3}
+ULPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
 # What a class is named like: a norm, or one of these. The longest name comes first: QuickGELU is no GELU.
 ACTIVATIONS = {op.name: op for op in sorted(ops.ALL, key=lambda op: -len(op.name)) if op.likes}
-CONTAINERS = (list, dict, set)
 # (dtype of the parameters, of the input), training, factor of eps
 CASES = (
     *itertools.product([(torch.float32, torch.float32)], (True, False), (1.0, 3.0)),
     *itertools.product([(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)], (True, False), [1.0]),
 )
+HALF = tuple(itertools.product([(torch.float16, torch.float16), (torch.float32, torch.float16)], (True, False), [1.0]))
 
 
 @functools.cache
@@ -53,6 +51,8 @@ class NormLike:
     bias: str | None
     eps: str | float
     offset: float = 0.0
+    reads: Reads = NOTHING
+    half: bool = True  # whether it is the op in float16, too
 
     @property
     def mixin(self):
@@ -90,6 +90,8 @@ class ActivationLike:
 
     room: str
     form: str
+    reads: Reads = NOTHING
+    half: bool = True  # as NormLike's
     eps = 1e-4  # only sets how small the smallest probes are
 
     @property
@@ -114,22 +116,21 @@ class LookAlike:
     """Goes before the class of a look-alike: the room where a kernel takes the call, else the class's own code."""
 
     prefer = "auto"
+    _hfnn_one_input = True  # to which the op's floor applies
 
-    def forward(self, *args, **kwargs):
-        # First what a small call pays for. Dynamo warns of the cache behind `op`.
-        ours = not torch.compiler.is_compiling() and len(args) == 1 and not kwargs
-        if ours and not self._hfnn_like.op.passes(args[0], self.prefer) and is_plain(args[0]):
-            out = _out_dtype(self, super().forward, args[0])
+    def forward(self, input):
+        if not torch.compiler.is_compiling() and is_plain(input):
+            like, out = self._hfnn_like, _out_dtype(self, input)
             # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
-            if out is args[0].dtype or out is torch.float32:
-                y = self._hfnn_like.fused(self, args[0], out)
+            if (out is input.dtype or out is torch.float32) and (like.half or input.dtype is not torch.float16):
+                y = like.fused(self, input, out)
                 if y is not None:
                     return y
-        return super().forward(*args, **kwargs)
+        return super().forward(input)
 
 
-def _out_dtype(module, original, x) -> torch.dtype | None:
-    """The dtype that the module's own code returns for x; asked of it on an empty tensor, for authors differ.
+def _out_dtype(module, x) -> torch.dtype | None:
+    """The dtype that the module's own code returns for x; asked of a clone on an empty tensor, for authors differ.
 
     None for float64, in which nothing is proved: many authors round to float32 on the way.
     """
@@ -140,8 +141,10 @@ def _out_dtype(module, original, x) -> torch.dtype | None:
     autocast = torch.get_autocast_dtype(device) if autocasting(x) else None
     known, key = module._hfnn_dtypes, (x.dtype, None if weight is None else weight.dtype, device, autocast)
     if key not in known:
+        own = type(module)._hfnn_original
         with torch.no_grad():
-            known[key] = original(x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype
+            clone = probe.clone(module, probe.Notes(module), module.training, module._parameters, cls=own)
+            known[key] = own.forward(clone, x.new_empty(0, x.shape[-1] if x.dim() else 1)).dtype
     return known[key]
 
 
@@ -155,16 +158,16 @@ def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str 
     why = _unlike(module, kind)
     if why is not None:
         return None, f"named like a {kind}, but {why}"
-    key = cls, _shapes(module), tuple((name, _frozen(value)) for name, value in sorted(_attributes(module).items()))
-    try:
-        if key not in _proofs:
-            _proofs[key] = _prove(module, kind)
-        return _proofs[key]
-    except TypeError:  # an attribute that cannot be hashed: proved anew each time
-        return _prove(module, kind)
+    floats = tuple(name for name, value in probe.attributes(module).items() if isinstance(value, float))
+    (like, why), reads = _proofs.of(module, (kind, _shapes(module), floats), lambda notes: _prove(module, kind, notes))
+    if like is None:
+        return None, why
+    # eps is read by the room at each call, and two values of it were tried.
+    reads = replace(reads, attributes=tuple(r for r in reads.attributes if r[0] != getattr(like, "eps", None)))
+    return replace(like, reads=reads), None
 
 
-_proofs = ByClass()
+_proofs = probe.Proofs()
 
 
 def _unlike(module, kind) -> str | None:
@@ -203,23 +206,6 @@ def _cols(module) -> int | None:
     return shape if isinstance(shape, int) else 64
 
 
-_MODULE_STATE = frozenset(vars(nn.Module()))
-
-
-def _attributes(module) -> dict:
-    """What the author put on the module, besides parameters."""
-    return {name: value for name, value in vars(module).items() if name not in _MODULE_STATE and name != "prefer"}
-
-
-def _frozen(value):
-    """A key that equal behaviour shares: instances often hold a `partial` or a bound method of their own."""
-    if isinstance(value, functools.partial):
-        return value.func, value.args, tuple(sorted(value.keywords.items()))
-    if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
-        return value.__func__
-    return type(value), value
-
-
 def _candidates(module, kind):
     """The readings worth a proof, likeliest first."""
     if kind in ACTIVATIONS:
@@ -227,7 +213,7 @@ def _candidates(module, kind):
     names = [name for name, _ in _shapes(module)]
     bias = next((name for name in names if name.lower() in ("bias", "beta", "b", "shift")), None)
     weight = next((name for name in names if name != bias), None)
-    floats = [name for name, value in _attributes(module).items() if isinstance(value, float)]
+    floats = [name for name, value in probe.attributes(module).items() if isinstance(value, float)]
     epsilons = [name for name in floats if "eps" in name.lower()] or [*floats, *CONSTANTS]
     rms = [NormLike("rms_norm", weight, None, eps) for eps in epsilons] if bias is None else []
     plain = [NormLike("layer_norm", weight, bias, eps) for eps in epsilons]
@@ -235,56 +221,38 @@ def _candidates(module, kind):
     return [*rms, *plain, *shifted]
 
 
-def _prove(module, kind):
+def _prove(module, kind, notes):
     """The first candidate that passes every case, or the reason why none does."""
     best = None
     for like in _candidates(module, kind):
-        for number, case in enumerate(CASES):
+        found = None
+        for number, case in enumerate((*CASES, *HALF)):
             try:
-                with _seclusion():
-                    found = _compare(module, like, number, *case)
+                found = _compare(module, notes, like, number, *case)
             except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-                return None, f"named like a {kind}, but its forward raises on the probe: {error}"
+                if case not in HALF:
+                    return None, f"named like a {kind}, but {probe.reason(error)}"
+                found = "not implemented in float16"
             if found is not None:
                 break
-        else:
-            return like, None
+        if found is None or case in HALF:
+            return replace(like, half=found is None), None
         if best is None or number > best[0]:
             best = number, like, found
     return None, f"named like a {kind}, but no op of hfnn: unlike {str(best[1]).removeprefix('hfnn ')}, {best[2]}"
 
 
-@contextlib.contextmanager
-def _seclusion():
-    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(unrouted())
-        stack.enter_context(forcing(None))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _compare(module, like, number, dtypes, training, factor) -> str | None:
+def _compare(module, notes, like, number, dtypes, training, factor) -> str | None:
     """What differs between the module's own code and a reading of it in one case, or None."""
     generator = torch.Generator("cpu").manual_seed(number)
-    clone, eps = _fresh(module, like, dtypes[0], training, factor, generator)
-    x, dy = _probe(_cols(module), eps, 2 + number % 3, generator)
+    clone, eps = _fresh(module, notes, like, dtypes[0], training, factor, generator)
+    x, dy = _probe(_cols(module), eps, 2 + number % 3, generator, 3e4 if dtypes[1] is not torch.float16 else 3e3)
     x, dy = x.to(dtypes[1]).requires_grad_(), dy.to(dtypes[1])
-    before = {name: (value, _shallow(value)) for name, value in vars(clone).items()}
     own = type(clone).forward
     y, grads = _differentiate(lambda x, _: own(clone, x), x, clone._parameters, dy)
     with torch.no_grad():
         again, empty = own(clone, x), own(clone, x[:0])
-    if vars(clone).keys() != before.keys() or any(
-        vars(clone)[name] is not value or (isinstance(value, CONTAINERS) and value != copy)
-        for name, (value, copy) in before.items()
-    ):
+    if probe.changes(clone):
         return "its forward changes attributes of the module"
     if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, x[:0].shape):
         return "its forward depends on more than its input (grad mode, number of rows or of calls)"
@@ -300,30 +268,22 @@ def _compare(module, like, number, dtypes, training, factor) -> str | None:
     return None
 
 
-def _fresh(module, like, dtype, training, factor, generator):
-    """(a module of the same class and attributes with random parameters on the CPU and no hooks, its eps)."""
-    clone = object.__new__(type(module))
-    state = {**vars(nn.Module()), **{name: _shallow(value) for name, value in _attributes(module).items()}}
-    state["training"] = training
-    state["_parameters"] = {
+def _fresh(module, notes, like, dtype, training, factor, generator):
+    """(a clone with random parameters, its eps)."""
+    parameters = {
         name: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype))
         for name, p in module._parameters.items()
     }
-    eps = like.eps
+    eps, changed = like.eps, {}
     if isinstance(eps, str):
-        state[eps] = eps = state[eps] * factor
-    vars(clone).update(state)
-    return clone, eps
+        changed[eps] = eps = vars(module)[eps] * factor
+    return probe.clone(module, notes, training, parameters, changed=changed), eps
 
 
-def _shallow(value):
-    return value.copy() if isinstance(value, CONTAINERS) else value
-
-
-def _probe(cols, eps, dims, generator):
+def _probe(cols, eps, dims, generator, large):
     """(x, dy): rows of ordinary values, one of very large, and rows so small that eps decides; none centred on 0."""
     small = eps**0.5 if eps > 0 else 1e-3
-    scales = torch.tensor([1.0, 3e4, 3.0, 0.5, small, 0.1 * small])
+    scales = torch.tensor([1.0, large, 3.0, 0.5, small, 0.1 * small])
     x = (torch.randn(6, cols, generator=generator) + 0.5) * scales[:, None]
     dy = torch.randn(6, cols, generator=generator)
     shape = {2: (6, cols), 3: (3, 2, cols), 4: (2, 3, 1, cols)}[dims]

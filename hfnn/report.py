@@ -96,6 +96,8 @@ def _row(site, first) -> Row:
     weight = next((p for p in module._parameters.values() if p is not None), first)
     op = op_of(cls)
     kernel, why = (None, "") if op is None else _kernel(module, op, weight)
+    if getattr(module, "_hfnn_lapsed", None):
+        return Row(name, label, None, None, f"runs its own forward: {module._hfnn_lapsed} after hfnn.convert")
     if hasattr(module, "_hfnn_when"):
         why = module._hfnn_when
     return Row(name, label, title(cls), kernel, why)

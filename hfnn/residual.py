@@ -11,17 +11,17 @@ training with it.
 
 import inspect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hfnn import lookalike
-from hfnn.classes import ByClass
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
+from hfnn.patterns import probe
+from hfnn.patterns.probe import NOTHING, Reads
 
 WIDTH = 16
 CASES = tuple(
@@ -36,6 +36,7 @@ class Site:
     dense: str
     dropout: str
     norm: str | None
+    reads: Reads = NOTHING
 
     @property
     def mixin(self):
@@ -115,24 +116,14 @@ def recognise(module: nn.Module) -> tuple[Site | None, str | None]:
     site = _read(module)
     if site is None:
         return None, None
-    key = type(module), site, _frozen(module), _options(module, site)
-    try:
-        if key not in _proofs:
-            _proofs[key] = _prove(module, site)
-        why = _proofs[key]
-    except TypeError:  # an attribute that cannot be hashed: proved anew each time
-        why = _prove(module, site)
+    key = site, _options(module, site)
+    why, reads = _proofs.of(module, key, lambda notes: _prove(module, notes, site))
     if why is not None:
         return None, f"it has the parts of a residual connection, but {why}"
-    return site, None
+    return replace(site, reads=reads), None
 
 
-_proofs = ByClass()
-
-
-def _frozen(module):
-    attributes = lookalike._attributes(module)
-    return tuple((name, lookalike._frozen(value)) for name, value in sorted(attributes.items()))
+_proofs = probe.Proofs()
 
 
 def _options(module, site):
@@ -176,27 +167,25 @@ def _takes_two(cls) -> bool:
     return len(required) == 2 and all(a.kind is not a.KEYWORD_ONLY for a in required)
 
 
-def _prove(module, site) -> str | None:
+def _prove(module, notes, site) -> str | None:
     """Why the module's own code is not the formula, or None."""
     for number, (dtype, (training, p)) in enumerate(CASES):
         setting = f"{dtype}, {'training' if training else 'eval'}, p {p:g}"
         try:
-            with lookalike._seclusion():
-                what = _compare(module, site, number, dtype, training, p)
+            what = _compare(module, notes, site, number, dtype, training, p)
         except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-            return f"its forward raises on the probe: {error}"
+            return probe.reason(error)
         if what is not None:
             return f"{what} ({setting})"
     return None
 
 
-def _compare(module, site, number, dtype, training, p) -> str | None:
+def _compare(module, notes, site, number, dtype, training, p) -> str | None:
     """What differs between the module's own code and the formula in one case, or None."""
     generator = torch.Generator("cpu").manual_seed(number)
-    clone = _fresh(module, site, dtype, training, p, generator)
+    clone = _fresh(module, notes, site, dtype, training, p, generator)
     shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
     x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    before = {name: (value, lookalike._shallow(value)) for name, value in vars(clone).items()}
     own = type(clone).forward
     results = []
     for function in (own, site.exact, own):
@@ -210,10 +199,7 @@ def _compare(module, site, number, dtype, training, p) -> str | None:
     torch.manual_seed(number)
     with torch.no_grad():
         results.append((own(clone, x, residual),))
-    for name, (value, copy) in before.items():
-        if vars(clone).get(name) is not value or (isinstance(value, lookalike.CONTAINERS) and value != copy):
-            return "its forward changes attributes of the module"
-    if vars(clone).keys() != before.keys():
+    if probe.changes(clone):
         return "its forward changes attributes of the module"
     names = "output", "gradient of its input", "gradient of the residual", *(n for n, _ in clone.named_parameters())
     for what, first, wanted, again in zip(names, *results[:3], strict=True):
@@ -231,16 +217,15 @@ def _formula(site) -> str:
     return total if site.norm is None else f"{site.norm}({total})"
 
 
-def _fresh(module, site, dtype, training, p, generator):
-    """A module of the same class and attributes, with small random parts on the CPU and no hooks."""
+def _fresh(module, notes, site, dtype, training, p, generator):
+    """A clone with small random parts."""
     bias, norm = _options(module, site)
     parts = {site.dense: nn.Linear(WIDTH, WIDTH, bias), site.dropout: nn.Dropout(p)}
     if site.norm is not None:
         parts[site.norm] = nn.LayerNorm(WIDTH, *norm)
-    attributes = lookalike._attributes(module)
-    clone = object.__new__(type(module))
-    vars(clone).update({**vars(nn.Module()), **{name: lookalike._shallow(value) for name, value in attributes.items()}})
-    vars(clone)["_modules"] = {name: parts[name] for name in module._modules}
-    for parameter in clone.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    return clone.to(dtype).train(training)
+    parts = {name: parts[name] for name in module._modules}
+    for part in parts.values():
+        for parameter in part.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        part.to(dtype).train(training)
+    return probe.clone(module, notes, training, {}, parts)

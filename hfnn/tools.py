@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import nn
 
-from hfnn.convert import revert, revert_module
-from hfnn.dress import ROOMS, Dressed, is_converted, original
+from hfnn.convert import revert
+from hfnn.dress import ROOMS, Dressed, is_converted, original, restore
 from hfnn.kernel import log
 
 _QUANTIZE = "torch.ao.quantization.quantize"
@@ -56,7 +56,7 @@ def _quantisable(of_torch):
 def _prepare_scriptable(self):
     """For torch.jit.script, which asks every module."""
     _say("torch.jit.script")
-    revert_module(self)
+    restore(self)
     return self
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hfnn import lookalike
+from hfnn.patterns import probe
 from hfnn.testing import error
 
 HIDDEN, INPUT, OUTPUT = 24, 16, 20
@@ -60,8 +61,7 @@ class _Map(nn.Linear):
 class _Activation(nn.Module):
     def __init__(self, part):
         super().__init__()
-        self.part = object.__new__(type(part))
-        vars(self.part).update({**vars(nn.Module()), **lookalike._attributes(part)})
+        self.part = probe.clone(part, probe.Notes(part), part.training, {})
 
     def forward(self, input):
         y = type(self.part).forward(self.part, input)
@@ -105,27 +105,16 @@ def _hidden(maps) -> int | None:
     return None
 
 
-def small(module, kinds, dtype, training, seed) -> tuple[nn.Module, list[Call]]:
+def small(module, notes, kinds, dtype, training, seed) -> tuple[nn.Module, list[Call]]:
     """(a small instance of the module's class, what its parts note)."""
     sizes, log = widths(kinds), []
     generator = torch.Generator("cpu").manual_seed(seed)
-    clone = object.__new__(type(module))
-    attributes = {
-        name: sizes.get(value, value) if type(value) is int else lookalike._shallow(value)
-        for name, value in lookalike._attributes(module).items()
-    }
-    vars(clone).update({**vars(nn.Module()), **attributes})
+    changed = {name: sizes.get(value, value) for name, value in probe.attributes(module).items() if type(value) is int}
+    parts = {}
     for number, (name, kind) in enumerate(kinds.items()):
-        part = _part(module._modules[name], kind, sizes, dtype, generator)
-        part.name, part.number, part.log = name, number + 1, log
-        clone._modules[name] = part
-    return clone.train(training) if type(clone).train is nn.Module.train else _set(clone, training), log
-
-
-def _set(clone, training):
-    for module in (clone, *clone._modules.values()):
-        module.training = training
-    return clone
+        part = parts[name] = _part(module._modules[name], kind, sizes, dtype, generator)
+        part.name, part.number, part.log, part.training = name, number + 1, log, training
+    return probe.clone(module, notes, training, {}, parts, changed), log
 
 
 def _part(part, kind, sizes, dtype, generator):
@@ -140,7 +129,7 @@ def _part(part, kind, sizes, dtype, generator):
     return made
 
 
-def probe(clone, kinds, dtype, dims, seed):
+def drawn(clone, kinds, dtype, dims, seed):
     """An input for a small instance."""
     width = next(part.in_features for part in clone._modules.values() if isinstance(part, _Map))
     if len([kind for kind in kinds.values() if isinstance(kind, Map)]) > 1:
@@ -157,13 +146,12 @@ def _inputs(kinds) -> int:
     return next((kind.inputs for kind in maps if kind.outputs in (hidden, 2 * hidden)), maps[0].inputs)
 
 
-def differs(module, kinds, compute) -> str | None:
+def differs(module, notes, kinds, compute) -> str | None:
     """What differs between the module's own code and `compute(parts, x)`, the definition, or None."""
     for number, (dtype, training) in enumerate(CASES):
-        clone, _ = small(module, kinds, dtype, training, number)
-        before = {name: (value, lookalike._shallow(value)) for name, value in vars(clone).items()}
+        clone, _ = small(module, notes, kinds, dtype, training, number)
         own = type(clone).forward
-        x = probe(clone, kinds, dtype, 2 + number % 3, number).requires_grad_()
+        x = drawn(clone, kinds, dtype, 2 + number % 3, number).requires_grad_()
         wide = copy.deepcopy(clone._modules)
         for part in wide.values():
             part.double()
@@ -172,10 +160,7 @@ def differs(module, kinds, compute) -> str | None:
             again, empty = own(clone, x), own(clone, x[:0])
         if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, y[:0].shape):
             return "its forward depends on more than its input (grad mode, number of rows or of calls)"
-        if vars(clone).keys() != before.keys() or any(
-            vars(clone)[name] is not value or (isinstance(value, lookalike.CONTAINERS) and value != kept)
-            for name, (value, kept) in before.items()
-        ):
+        if probe.changes(clone):
             return "its forward changes attributes of the module"
         x64 = x.detach().double().requires_grad_()
         y64, grads64 = _differentiate(lambda x, wide=wide: compute(wide, x), x64, wide)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from hfnn import adapters
 from hfnn.convert import convert, revert
 from hfnn.dress import is_converted
 from hfnn.patch import unrouted
@@ -90,7 +91,7 @@ def verify(model: nn.Module, *inputs, **kwargs) -> Verification:
     with unrouted():
         ours = _run(converted, inputs, kwargs)
         theirs = _run(revert(converted), inputs, kwargs)
-        exact = _run(converted.double(), *(_nest_map(_double, nest) for nest in (inputs, kwargs)))
+        exact = _run(adapters.double(converted), *(_nest_map(_double, nest) for nest in (inputs, kwargs)))
     if not ours:
         raise ValueError("verify: the model returned no floating-point tensor to compare")
     if not ours.keys() == theirs.keys() == exact.keys():
@@ -147,7 +148,7 @@ def _copy(model):
     """A deep copy without hooks: they are another's code, and may hold half a program by reference."""
     names = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
     memo = {id(vars(module).get(name)): OrderedDict() for module in model.modules() for name in names}
-    return copy.deepcopy(model, memo)
+    return adapters.without_hooks(copy.deepcopy(model, memo))
 
 
 def _leaf(x):

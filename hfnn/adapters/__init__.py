@@ -26,6 +26,16 @@ def recognise(module: nn.Module) -> tuple[object | None, str | None]:
     return diffusers.recognise(module) if like is None and why is None else (like, why)
 
 
+def without_hooks(copy: nn.Module) -> nn.Module:
+    """Tells the modules of a copy that lost its hooks that it has none; returns the copy."""
+    return transformers.without_hooks(copy)
+
+
+def double(copy: nn.Module) -> nn.Module:
+    """`copy.double()`, and no implementation that has no float64."""
+    return transformers.double(copy)
+
+
 def settle(model: nn.Module) -> None:
     """What a model needs besides the classes of its modules, once these are as they are to be."""
     attention.settle(model)

@@ -22,8 +22,8 @@ from hfnn import inside
 from hfnn.adapters import masks, rotary, views
 from hfnn.classes import ByClass, cache_by_class
 from hfnn.kernel import compiling, forced, is_plain
-from hfnn.lookalike import _seclusion
 from hfnn.ops import attention as room
+from hfnn.patterns.probe import seclusion
 
 NAME = views.NAME
 BASES = ("sdpa", "eager")  # those that a model is moved from; any other was chosen for a reason
@@ -56,15 +56,14 @@ class Attention:
 
     prefer = "auto"
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if "_hfnn_original" in vars(cls):
-            register()  # where such a module is unpickled, nobody has converted one yet
-            cls._hfnn_eager = staticmethod(eager_of(cls._hfnn_original))
-            found = rotary.calls(cls._hfnn_original)
-            if found is not None:
-                cls.forward = inside._within(cls._hfnn_original.forward, found)
-                cls._hfnn_when = "apply_rotary_pos_emb inside, too"
+    @staticmethod
+    def prepare(made: type) -> None:
+        register()  # where such a module is unpickled, nobody has converted one yet
+        made._hfnn_eager = staticmethod(eager_of(made._hfnn_original))
+        found = rotary.calls(made._hfnn_original)
+        if found is not None:
+            made.forward = inside._within(made._hfnn_original.forward, found)
+            made._hfnn_when = "apply_rotary_pos_emb inside, too"
 
 
 def recognise(module: nn.Module) -> tuple[AttentionLike | None, str | None]:
@@ -147,7 +146,7 @@ def _differs(module) -> str | None:
     key = cls, heads, groups, tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
     if key not in _proofs:
         try:
-            with _seclusion(), torch.no_grad():
+            with seclusion(), torch.no_grad():
                 same = _same(module, eager, heads, groups)
             _proofs[key] = None if same else "its eager attention computes something else"
         except Exception as error:  # the author's code, run by us: whatever it raises is a reason

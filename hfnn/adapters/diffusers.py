@@ -42,10 +42,9 @@ class Processed:
         found = _calls(self._hfnn_original, type(self.processor))
         return "never: its processor calls none" if found is None else f"called in {found.where}"
 
-    def __init_subclass__(cls, **kwargs):
-        if "_hfnn_original" in vars(cls):
-            cls.forward = _with_processor(cls._hfnn_original)
-        super().__init_subclass__(**kwargs)
+    @staticmethod
+    def prepare(made: type) -> None:
+        made.forward = _with_processor(made._hfnn_original)
 
 
 def _with_processor(original: type) -> Callable:

@@ -14,8 +14,8 @@ import torch
 
 from hfnn import functional, inside
 from hfnn.classes import cache_by_class
-from hfnn.lookalike import _seclusion
 from hfnn.patch import Place, _routed
+from hfnn.patterns.probe import seclusion
 
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -68,7 +68,7 @@ def _same(theirs, ours) -> bool:
     """Whether both give the same results and gradients for tensors of several shapes and dtypes."""
     generator = torch.Generator("cpu").manual_seed(0)
     try:
-        with _seclusion():
+        with seclusion():
             return all(
                 _agree(theirs, ours, shape, batch, *dtypes, generator)
                 for dtypes, shape, batch in (

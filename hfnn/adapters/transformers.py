@@ -72,11 +72,10 @@ class LanguageModel:
             return "when labels are given; the logits are computed if they are read"
         return "never: its output embedding is not converted"
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if "_hfnn_original" in vars(cls):
-            # Trainer, PEFT and generate read the signature.
-            cls.forward = _with_deferred_logits(cls._hfnn_original)
+    @staticmethod
+    def prepare(made: type) -> None:
+        # Trainer, PEFT and generate read the signature.
+        made.forward = _with_deferred_logits(made._hfnn_original)
 
 
 def _with_deferred_logits(original: type):
@@ -137,6 +136,22 @@ def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | N
             if _is_language_model(outer) and outer.get_output_embeddings() is module:
                 return nn.Linear, Head
     return None
+
+
+def without_hooks(copy: nn.Module) -> nn.Module:
+    """transformers notes on a model that it has put hooks on it, in its first forward, for the outputs asked for."""
+    for module in copy.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+    return copy
+
+
+def double(copy: nn.Module) -> nn.Module:
+    """In float64, where torch has no grouped products."""
+    for module in copy.modules():
+        config = vars(module).get("config")
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = "eager"
+    return copy.double()
 
 
 def _is_language_model(module) -> bool:

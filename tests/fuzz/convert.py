@@ -139,6 +139,9 @@ def draw_change(rng) -> tuple:
             *[("convert",)] * 2,
             *[("load", rng.random() < 0.3)] * 2,
             *[("cast", rng.choice(("float32", "float64", "bfloat16")))] * 2,
+            *[("attribute", rng.randrange(4), "factor", 0.5)] * 3,
+            *[("config", rng.randrange(4))] * 2,
+            *[("patch", rng.randrange(4))] * 3,
             ("attribute", rng.randrange(4), "scale", 0.5),
             ("attribute", rng.randrange(4), "eps", 0.1),
             ("attribute", rng.randrange(4), "p", 0.0),
@@ -166,7 +169,7 @@ EXPECTED = """
     write by copy_, write by numpy, write by data, output permuted, output relu_, output add_, hooks, retain_grad,
     retain_graph, several losses, partial backward, step penalty, step batched, step split, accumulation, step step,
     step freeze, step freeze_all, step mode, step deepcopy, step pickle, step revert, step convert, step load,
-    step cast, step drop
+    step cast, step drop, step config, step patch
 """
 
 
@@ -245,6 +248,7 @@ def run(program, ours, noise=0) -> Log:
                     session.run(at, name, arguments)
                 session.log_versions()
             session.close()
+    own.unpatch()
     if hfnn.recipe.counter.taken > taken:
         log.features.add("recipes taken")
     return log

@@ -52,25 +52,15 @@ def _plant(name, owner, attribute, make):
 
 
 # Recipes.
-def _watched(watch):
-    """In C++: each tensor that is rebuilt goes through `watch`."""
+@_fault("rebuilt a little wrong in C++")
+def _rebuilt_wrong():
     if native.extension is not None:
-        native.extension.watch(watch)
+        native.extension.watch(lambda y: y.mul_(1.03125))
     try:
         yield
     finally:
         if native.extension is not None:
             native.extension.watch(None)
-
-
-@_fault("rebuilt a little wrong in C++")
-def _rebuilt_wrong():
-    yield from _watched(lambda y: y.mul_(1.03125))
-
-
-@_fault("what is rebuilt in C++ kept for ever")
-def _rebuilt_kept():
-    yield from _watched([].append)
 
 
 def _cut_off(x):
@@ -267,4 +257,5 @@ def _shallow(reduce):
     return run
 
 
+_plant("what was proved is believed for ever", dress, "lapse", lambda lapse: lambda module, why: None)
 _plant("copies are in training", dress.Dressed, "__reduce_ex__", _shallow)

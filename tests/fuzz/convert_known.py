@@ -119,12 +119,6 @@ def _hook_on_rebuilt(program, difference):
         return convert.FUZZER.difference(program)[0] is None
 
 
-def _proved_before(program, difference):
-    """What was proved at `convert` is believed although an attribute has changed since."""
-    changed = [n for n, step in enumerate(program["steps"]) if step[0] == "attribute" and step[2] in ("act", "act_fn")]
-    return any(n < _at(difference) for n in changed) and difference.how in ("values", "raises", "raises not")
-
-
 def _more_than_torch(program, difference):
     """hfnn computes what torch has no kernel or no derivative for."""
     if program["optimizer"] and _refused(difference, "for `end` but got dtype"):  # states of another dtype, in AdamW
@@ -301,7 +295,6 @@ WAITING = (
     Known("unseen writes to sources of recipes", "the redesign", _recipe_suffers),
     Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),
     Known("hooks on what is rebuilt, second derivatives", "the redesign", _hook_on_rebuilt),
-    Known("proofs believed after a change", "an issue of its own", _proved_before),
 )
 
 

@@ -380,6 +380,16 @@ class Session:
         if having:
             setattr(having[which % len(having)], name, nn.Tanh() if value == "Tanh" else value)
 
+    def config(self, which):
+        having = [m for m in self.model.modules() if hasattr(m, "config")]
+        if having:
+            having[which % len(having)].config.factor = 0.5
+
+    def patch(self, which):
+        having = [type(m) for m in self.model.modules() if isinstance(m, own.PATCHED)]
+        if having:
+            own.patch(next(cls for cls in having[which % len(having)].__mro__ if cls in own.PATCHED))
+
     def hook(self, which, kind):
         modules = list(self.model.modules())
         module = modules[which % len(modules)]

@@ -1,0 +1,331 @@
+"""Proofs that a module computes an op, and what they depend on.
+
+A module's own `forward` is run on a clone of it: another object of its class, with the module's attributes, small
+random parts on the CPU and no hooks. What the clone holds by reference it gets a copy of when that is first read, so
+that nothing is shared with the module. What is read of the clone, `Reads`, is all of the module that the proof depends
+on: attributes of the instance, attributes of objects that it holds (`self.config.x`), and functions of its class. A
+proof is given again to a module of which these are the same, and lapses once they change (hfnn/dress.py).
+"""
+
+import contextlib
+import enum
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hfnn.kernel import forcing
+from hfnn.patch import unrouted
+
+CONTAINERS = (list, dict, set)
+MODULE_STATE = frozenset(vars(nn.Module()))
+_NOTES = "_hfnn_notes"  # in the dict of what is watched
+
+
+class ABSENT:
+    """In the place of an attribute that was asked for and is not there."""
+
+
+class Refusal(Exception):
+    """Why a module is not what it looks like."""
+
+
+def reason(error: Exception) -> str:
+    """Of what came of running an author's code, whatever it raised."""
+    return str(error) if isinstance(error, Refusal) else f"its forward raises on the probe: {error}"
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a forward read of its module. attributes: of the instance, by name, with their values; paths: of objects
+    that it holds, as (("config", "hidden_act"), value), and of the instance's own lists, dicts and sets; methods: the
+    names of what it took of the class.
+    """
+
+    attributes: tuple[tuple[str, object], ...] = ()
+    paths: tuple[tuple[tuple[str, ...], object], ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def __hash__(self):  # values need not be hashable
+        return hash((tuple(name for name, _ in self.attributes), tuple(path for path, _ in self.paths), self.methods))
+
+    def match(self, module: nn.Module) -> bool:
+        """Whether the module holds what was read."""
+        state = vars(module)
+        return all(frozen(state.get(name, ABSENT)) == value for name, value in self.attributes) and not self.moved(
+            module
+        )
+
+    def moved(self, module: nn.Module) -> tuple[str, ...] | None:
+        """The path of something that is no more what it was, or None."""
+        return next((path for path, value in self.paths if frozen(_at(module, path)) != value), None)
+
+
+NOTHING = Reads()
+
+
+def _at(module, path):
+    for name in path:
+        module = vars(module).get(name, ABSENT) if hasattr(module, "__dict__") else ABSENT
+    return module
+
+
+@dataclass(frozen=True)
+class _Itself:
+    """A value that is told by its identity."""
+
+    value: object
+
+    def __eq__(self, other):
+        return type(other) is _Itself and other.value is self.value
+
+    __hash__ = object.__hash__
+
+
+_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum, type)
+
+
+def frozen(value):
+    """What stands for a value in a comparison: instances often hold a `partial` or a bound method of their own."""
+    if isinstance(value, functools.partial):
+        return functools.partial, value.func, frozen(value.args), frozen(value.keywords)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return types.MethodType, value.__func__
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return type(value), tuple((name, frozen(each)) for name, each in value.items())
+    if isinstance(value, set):
+        return type(value), frozenset(value)
+    return (type(value), value) if isinstance(value, _VALUES) else (type(value), _Itself(value))
+
+
+class Notes:
+    """What the clones of one module have been asked for."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.cls = module, type(module)
+        self.attributes, self.paths, self.methods = {}, {}, {}
+
+    def reads(self) -> Reads:
+        in_order = lambda found: tuple(sorted(found.items()))  # noqa: E731
+        return Reads(in_order(self.attributes), in_order(self.paths), tuple(sorted(self.methods)))
+
+    def note(self, name: str) -> None:
+        """`clone.name` is read."""
+        own, module = vars(self.module), self.module
+        if name in own:
+            if name not in self.attributes:
+                self.attributes[name] = frozen(own[name])
+                if isinstance(own[name], CONTAINERS):
+                    self.paths[name,] = self.attributes[name]
+        elif not any(name in part for part in (module._parameters, module._buffers, module._modules)):
+            where = next((base for base in self.cls.__mro__ if name in vars(base)), None)
+            if where is None or not where.__module__.startswith(("torch.", "builtins")):
+                self.attributes[name] = frozen(ABSENT)
+                if where is not None:
+                    self.methods[name] = getattr(self.cls, name)
+
+
+class _NoHook:
+    """First base of a class that nobody is to know of: its author's `__init_subclass__` does not run."""
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+
+class _Watched:
+    """A base of a class whose instances note what is read of them: after any `__getattribute__` of its author."""
+
+    def __getattribute__(self, name):
+        get = object.__getattribute__
+        if name[:2] != "__" and name not in MODULE_STATE:
+            state = get(self, "__dict__")
+            note = state.get(_NOTES)
+            if note is not None:
+                note(self, state, name)
+        return get(self, name)
+
+
+# By the number of the class that each derives from.
+_watched_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+
+
+def _watched(cls: type, state: dict, note: Callable):
+    """An object of a class with these attributes, which calls `note(object, its dict, name)` for each that is read.
+
+    Raises Refusal where the class cannot be derived from.
+    """
+    try:
+        made = _watched_classes.get(id(cls))
+        if made is None:
+            in_python = isinstance(cls.__getattribute__, types.FunctionType)
+            bases = (_NoHook, cls, _Watched) if in_python else (_NoHook, _Watched, cls)
+            made = type(cls)(cls.__name__, bases, {"__module__": cls.__module__})
+            _watched_classes[id(cls)] = made
+        found = made.__new__(made) if issubclass(cls, types.SimpleNamespace) else object.__new__(made)
+    except TypeError as error:
+        raise Refusal(f"{cls.__name__} cannot be derived from: {error}") from None
+    vars(found).update({**state, _NOTES: note})
+    return found
+
+
+def _copied(value, name: str, clone, notes: Notes):
+    """What the clone has in place of a value that it might share with the module."""
+    if isinstance(value, CONTAINERS):
+        return value.copy()
+    if isinstance(value, types.MethodType) and value.__self__ is notes.module:
+        return types.MethodType(value.__func__, clone)
+    return value if _is_shared(value) else _of_path(value, (name,), notes)
+
+
+def _is_shared(value) -> bool:
+    """Whether a clone may hold the module's own: what nobody writes to, and what is no plain object."""
+    return isinstance(value, (*_VALUES, nn.Module, torch.Tensor)) or callable(value) or not hasattr(value, "__dict__")
+
+
+def _of_path(value, path: tuple[str, ...], notes: Notes):
+    """A watched copy of an object that the module holds by a path."""
+
+    def note(watched, state, name):
+        if name not in state and any(name in vars(base) for base in type(watched).__mro__):
+            return  # of its class
+        there, here = vars(value).get(name, ABSENT), (*path, name)
+        notes.paths[here] = frozen(there)
+        if name not in state or state[name] is not there:
+            return
+        if isinstance(there, CONTAINERS):
+            state[name] = there.copy()
+        elif not _is_shared(there):
+            state[name] = _of_path(there, here, notes)
+
+    return _watched(type(value), vars(value), note)
+
+
+def attributes(module: nn.Module) -> dict:
+    """What the author put on the module, besides parameters."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_STATE and name != "prefer"}
+
+
+def clone(
+    module: nn.Module,
+    notes: Notes,
+    training: bool,
+    parameters: dict,
+    modules: dict | None = None,
+    changed: dict | None = None,
+    cls: type | None = None,
+) -> nn.Module:
+    """Another object of the module's class (or of `cls`), with its attributes but those `changed`, and no hooks.
+
+    `changes` tells whether its own forward changed anything.
+    """
+    changed = changed or {}
+    own = {**attributes(module), **changed}
+    made = {}
+
+    def note(watched, state, name):
+        notes.note(name)
+        if name in own and name not in made and name not in changed:
+            made[name] = _copied(own[name], name, watched, notes)
+            if state.get(name) is own[name]:
+                state[name] = made[name]
+
+    state = {
+        **vars(nn.Module()),
+        "training": training,
+        "_parameters": dict(parameters),
+        "_modules": dict(modules or {}),
+    }
+    before = {name: list(part.items()) for name, part in state.items() if isinstance(part, dict)}
+    found = _watched(cls or type(module), {**state, **own}, note)
+    vars(found)[_CHANGES] = lambda: _changes(vars(found), own, made, before, training)
+    return found
+
+
+_CHANGES = "_hfnn_changes"
+
+
+def changes(found: nn.Module) -> bool:
+    """Whether its forward changed attributes of a clone, or of what it holds."""
+    return vars(found)[_CHANGES]()
+
+
+def _changes(state, own, made, before, training) -> bool:
+    names = state.keys() - MODULE_STATE - {_NOTES, _CHANGES, "prefer"}
+    if names != own.keys() or state["training"] is not training:
+        return True
+    if any(len(state[name]) != len(part) for name, part in before.items()):
+        return True
+    return any(
+        state[name] is not made.get(name, value) or (name in made and _differ(value, made[name]))
+        for name, value in own.items()
+    )
+
+
+def _differ(value, made) -> bool:
+    """Whether a copy is no more what it was made of."""
+    if made is value or isinstance(value, types.MethodType):
+        return False
+    if isinstance(value, CONTAINERS):
+        return value != made
+    own, now = vars(value), {name: each for name, each in vars(made).items() if name != _NOTES}
+    return own.keys() != now.keys() or any(
+        own[name] is not now[name]
+        and (
+            own[name] != now[name] if isinstance(own[name], (*CONTAINERS, *_VALUES)) else _differ(own[name], now[name])
+        )
+        for name in own
+    )
+
+
+class Proofs:
+    """What was proved of modules, by their classes, which it does not keep alive."""
+
+    def __init__(self):
+        self._known: weakref.WeakKeyDictionary[type, list] = weakref.WeakKeyDictionary()
+
+    def of(self, module: nn.Module, key: tuple, prove: Callable[[Notes], object]) -> tuple[object, Reads]:
+        """(what `prove(notes)` returned for a module of the class, the key and what was read, what was read)."""
+        cls = type(module)
+        for known, reads, methods, result in self._known.get(cls, ()):
+            if known == key and reads.match(module) and all(m() is _function(cls, n) for n, m in methods):
+                return result, reads
+        notes = Notes(module)
+        with seclusion():
+            result = prove(notes)
+        reads = notes.reads()
+        methods = [(name, _weak(_function(cls, name))) for name in ("forward", *reads.methods)]
+        self._known.setdefault(cls, []).append((key, reads, methods, result))
+        return result, reads
+
+
+def _function(cls, name):
+    value = getattr(cls, name, None)
+    return value.fget if isinstance(value, property) else value
+
+
+def _weak(value) -> Callable:
+    """A function holds the class that it stands in."""
+    return weakref.ref(value) if isinstance(value, types.FunctionType) else lambda: value
+
+
+@contextlib.contextmanager
+def seclusion():
+    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(unrouted())
+        stack.enter_context(forcing(None))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
