@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from hfnn import adapters, experts, feedforward, inside, lookalike, residual
+from hfnn import adapters
 from hfnn.dress import FORWARDS, ROOMS, Dressed, dress, is_converted, original, restore, settings
 from hfnn.kernel import PREFERENCES
 from hfnn.optim import swap
+from hfnn.patterns import block_end, experts, feed_forward, lookalike, routed
 
 Filter = str | type | Callable[[str, nn.Module], bool]
 
@@ -45,11 +46,11 @@ NO_OP = "no op of hfnn computes this"
 # hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
 RECOGNISERS = (
     lookalike.recognise,
-    residual.recognise,
-    feedforward.recognise,
+    block_end.recognise,
+    feed_forward.recognise,
     experts.recognise,
     adapters.recognise,
-    inside.recognise,
+    routed.recognise,
 )
 
 
@@ -66,13 +67,13 @@ def convert(
     """Swap every module that hfnn has an op for, in place; returns the model.
 
     Swapped are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were proved to
-    compute the same (hfnn/lookalike.py). `hfnn.report(model)` lists each module with the reason if it was left alone.
+    compute the same (hfnn/patterns). `hfnn.report(model)` lists each module with the reason if it was left alone.
     only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; what is inside a module is
     selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
     only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm": feed-forward networks
-    (hfnn/feedforward.py) do not keep the first products, the widest tensors of a transformer, but compute them again in
-    backward. Converting again changes nothing but `prefer` and `recompute`. Raises ValueError for an unknown `prefer`
-    or `recompute`, and for a pattern that matches no module.
+    do not keep the first products, the widest tensors of a transformer, but compute them again in backward. Converting
+    again changes nothing but `prefer` and `recompute`, and looks anew at modules that went back to their own forward.
+    Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
 
     optimizer: of torch.optim, of which hfnn.optim has the class, or a subclass that inherits its step; it becomes
     hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for
@@ -104,11 +105,11 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
     # All verdicts come first: should a proof fail in an unforeseen way, the model is still as it was.
     verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
-    of_parts = [feedforward.settings(module, recompute) for module, _ in verdicts]
+    of_parts = [feed_forward.settings(module, recompute) for module, _ in verdicts]
     for module, room in verdicts:
         if room is not None:
             object.__setattr__(module, "__class__", room)
-        if is_converted(module) or feedforward.is_own(module):
+        if is_converted(module) or feed_forward.is_own(module):
             _set(module, "prefer", prefer)
     for part, attributes in ((p, a) for parts in of_parts for p, a in parts.items() if is_converted(p)):
         for name, value in attributes.items():
@@ -137,7 +138,7 @@ def _revert(model: nn.Module) -> None:
         why = _why_not_restored(module)
         if why is not None:
             raise ValueError(f"cannot revert {type(module).__name__}: {why}; undo that first")
-    for module in filter(feedforward.is_own, model.modules()):
+    for module in filter(feed_forward.is_own, model.modules()):
         vars(module).pop("prefer", None)
     for module in modules:
         restore(module)

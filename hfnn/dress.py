@@ -86,7 +86,7 @@ _dressed: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary
 def dress(original: type, room: type, like=None) -> type:
     """The subclass of `original` whose forward is that of `room`; it keeps the name, for what is told by names.
 
-    `like` says where the room finds its numbers in a module of this class (hfnn/lookalike.py), if it needs telling.
+    `like` says where the room finds its numbers in a module of this class (hfnn/patterns), if it needs telling.
     Raises TypeError where the class cannot be derived from.
     """
     key = id(original), room, like
@@ -101,7 +101,7 @@ def dress(original: type, room: type, like=None) -> type:
         "_hfnn_room": room,
         "_hfnn_like": like,
         "_hfnn_reads": dict(_reads(like).attributes),
-        "_hfnn_dtypes": {},  # what hfnn/lookalike.py asks but once
+        "_hfnn_dtypes": {},  # what hfnn/patterns/lookalike.py asks but once
     }
     made = _dressed[key] = type(original)(original.__name__, (Dressed, room, original), names)
     return made

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hfnn
-from hfnn import experts
 from hfnn.dress import is_converted, title
+from hfnn.patterns import experts
 
 transformers = pytest.importorskip("transformers")
 

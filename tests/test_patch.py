@@ -415,5 +415,5 @@ def test_comparisons_with_torch_are_with_torch():
         assert hfnn.verify(hfnn.convert(Calls(), prefer="memory"), tensor(4, 8).requires_grad_()).ok
         assert Calls.ran == [True, False, False], "converted, original, float64"
         assert gelu_is_ours(), "and afterwards routed as before"
-        like, why = hfnn.lookalike.recognise(OwnGELU())
+        like, why = hfnn.patterns.lookalike.recognise(OwnGELU())
     assert like is None and "output off by" in why

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import residual
 from hfnn.dress import is_converted, title
+from hfnn.patterns import block_end
 
 
 class PostNorm(nn.Module):
@@ -167,13 +167,13 @@ def test_liars_are_left_alone(make):
     hfnn.convert(m)
     assert torch.equal(torch.get_rng_state(), state) and vars(m) == before
     assert type(m) is make
-    like, why = residual.recognise(m)
+    like, why = block_end.recognise(m)
     assert like is None and re.search(LIARS[make], why), why
 
 
 @pytest.mark.parametrize("make", [OneInput, WithParameter, WithActivation])
 def test_other_parts(make):
-    assert residual.recognise(make()) == (None, None)
+    assert block_end.recognise(make()) == (None, None)
 
 
 def tensors(dtype=torch.float32, residual_dtype=None):

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn import inside
 from hfnn.adapters import masks, rotary, views
 from hfnn.classes import ByClass, cache_by_class
 from hfnn.kernel import compiling, forced, is_plain
 from hfnn.ops import attention as room
+from hfnn.patterns import routed
 from hfnn.patterns.probe import seclusion
 
 NAME = views.NAME
@@ -62,14 +62,14 @@ class Attention:
         made._hfnn_eager = staticmethod(eager_of(made._hfnn_original))
         found = rotary.calls(made._hfnn_original)
         if found is not None:
-            made.forward = inside._within(made._hfnn_original.forward, found)
+            made.forward = routed._within(made._hfnn_original.forward, found)
             made._hfnn_when = "apply_rotary_pos_emb inside, too"
 
 
 def recognise(module: nn.Module) -> tuple[AttentionLike | None, str | None]:
     """(how the module is to be read, None), (None, why it is left alone), or (None, None): it looks no attention up."""
     config = vars(module).get("config")
-    forward = inside._unwrapped(type(module).forward)
+    forward = routed._unwrapped(type(module).forward)
     if config is None or forward is None or not _looks_up(forward) or not views.is_config(config):
         return None, None
     base = views.implementation(config)
@@ -125,7 +125,7 @@ def _models(cls: type) -> list[type]:
 @cache_by_class
 def eager_of(cls: type):
     """The function in a class's file that computes attention where its config says "eager", or None."""
-    forward = inside._unwrapped(cls.forward)
+    forward = routed._unwrapped(cls.forward)
     names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
     found = [forward.__globals__.get(name) for name in names]
     return found[0] if len(found) == 1 and callable(found[0]) else None
@@ -173,7 +173,7 @@ def _same(module, eager, heads: int, groups: int) -> bool:
     seen = draw(2, 1, 5, 7) > -0.5
     seen[..., 0] = True
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-    constants = views.constants(inside._unwrapped(type(module).forward).__code__)
+    constants = views.constants(routed._unwrapped(type(module).forward).__code__)
     takes = inspect.signature(eager).parameters
     options, ours = {"dropout": 0.0}, {"enable_gqa": groups > 1}
     if "scaling" in constants:
@@ -332,7 +332,7 @@ def release(model: nn.Module) -> None:
 @cache_by_class
 def _asks(cls: type) -> bool:
     """Whether a class's own code looks attention up itself, or tells its implementations apart by name."""
-    forward = inside._unwrapped(cls.forward)
+    forward = routed._unwrapped(cls.forward)
     if forward is not None and _looks_up(forward):
         return True
     base = views.modeling().PreTrainedModel

@@ -1,7 +1,7 @@
 """diffusers. Its attention modules leave the computation to a processor, an object that is no module.
 
-What the processor's own code calls is routed as what a module's is (hfnn/inside.py), and so is the function of torch's
-backend that newer processors go through. A processor that is set later is read when it is first used.
+What the processor's own code calls is routed as what a module's is (hfnn/patterns/routed.py), and so is the function of
+torch's backend that newer processors go through. A processor that is set later is read when it is first used.
 """
 
 import functools
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hfnn import inside
 from hfnn.kernel import compiling
 from hfnn.ops import attention
+from hfnn.patterns import routed
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,33 @@ def _with_processor(original: type) -> Callable:
 @functools.cache
 def _routed(original: type, processor: type) -> Callable:
     found = _calls(original, processor)
-    return original.forward if found is None else inside._within(original.forward, found)
+    return original.forward if found is None else routed._within(original.forward, found)
 
 
 @functools.cache
-def _calls(original: type, processor: type) -> inside.Calls | None:
+def _calls(original: type, processor: type) -> routed.Calls | None:
     """What the processor's code calls of what hfnn has, with what the module's own code does; None where nothing."""
-    own, found = inside.calls(original), {}
+    own, found = routed.calls(original), {}
     for function, depth in _functions(processor):
-        inside._collect(function, processor, depth, found)
+        routed._collect(function, processor, depth, found)
     found = {function: places for function, places in found.items() if places}
     if not found:
         return own
     places = {place for places in found.values() for place in places}.union(own.places if own else ())
-    codes = {code for function in found for code in inside._codes(function)}.union(own.codes if own else ())
+    codes = {code for function in found for code in routed._codes(function)}.union(own.codes if own else ())
     where = ", ".join(function.__qualname__ for function in found)
-    return inside.Calls(tuple(sorted(places, key=id)), frozenset(codes), where)
+    return routed.Calls(tuple(sorted(places, key=id)), frozenset(codes), where)
 
 
 def _functions(processor: type) -> Iterator[tuple]:
     """The processor's own code and the backend of torch that newer ones call, each with how far to follow helpers."""
-    call = inside._unwrapped(processor.__call__)
-    if call is None or inside._checkpoints(call):
+    call = routed._unwrapped(processor.__call__)
+    if call is None or routed._checkpoints(call):
         return
     yield call, 2
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    if any("dispatch_attention_fn" in code.co_names for code in inside._nested(call.__code__)):
-        native = inside._unwrapped(getattr(dispatch, "_native_attention", None))
+    if any("dispatch_attention_fn" in code.co_names for code in routed._nested(call.__code__)):
+        native = routed._unwrapped(getattr(dispatch, "_native_attention", None))
         if native is not None:
             yield native, 0  # its helpers are for tensors spread over devices
 
@@ -97,7 +97,7 @@ def recognise(module: nn.Module) -> tuple[Processing | None, str | None]:
     """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it is no such."""
     if not isinstance(module, _classes()) or not hasattr(module, "processor"):
         return None, None
-    own = inside.calls(type(module))
+    own = routed.calls(type(module))
     if isinstance(own, str):
         return None, own
     return (Processing(), None) if _calls(type(module), type(module.processor)) else (None, None)

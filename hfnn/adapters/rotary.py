@@ -2,7 +2,7 @@
 
 Each of transformers' files has a function of its own that turns queries and keys, and modules call it by its global
 name. Where it computes what `hfnn.functional.apply_rotary_pos_emb` does, calls made by a converted module's own code go
-there, while its forward runs (hfnn/inside.py); every other caller meets transformers' function.
+there, while its forward runs (hfnn/patterns/routed.py); every other caller meets transformers' function.
 """
 
 import functools
@@ -12,9 +12,10 @@ import types
 
 import torch
 
-from hfnn import functional, inside
+from hfnn import functional
 from hfnn.classes import cache_by_class
 from hfnn.patch import Place, _routed
+from hfnn.patterns import routed
 from hfnn.patterns.probe import seclusion
 
 NAME = "apply_rotary_pos_emb"
@@ -22,25 +23,25 @@ _ARGUMENTS = ["q", "k", "cos", "sin"]
 
 
 @cache_by_class
-def calls(cls: type) -> inside.Calls | None:
+def calls(cls: type) -> routed.Calls | None:
     """The calls to be routed in an attention class's own code, or None.
 
     What stands in its eager attention alone is left: that runs only where hfnn's does not.
     """
-    found = inside.calls(cls)
-    if not isinstance(found, inside.Calls) or all(
+    found = routed.calls(cls)
+    if not isinstance(found, routed.Calls) or all(
         name.endswith("attention_forward") for name in found.where.split(", ")
     ):
         found = None
-    forward = inside._unwrapped(cls.forward)
+    forward = routed._unwrapped(cls.forward)
     owner = sys.modules.get(forward.__globals__.get("__name__"))
     names = forward.__code__.co_names if owner is not None and vars(owner) is forward.__globals__ else ()
     places = tuple(place for place in (_place(owner, name) for name in dict.fromkeys(names)) if place is not None)
     if not places:
         return found
     if found is None:
-        return inside.Calls(places, frozenset(inside._codes(forward)), forward.__name__)
-    return inside.Calls((*found.places, *places), found.codes, found.where)
+        return routed.Calls(places, frozenset(routed._codes(forward)), forward.__name__)
+    return routed.Calls((*found.places, *places), found.codes, found.where)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/lookalike.py).
+"""Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/patterns/lookalike.py).
 
 A language model that is given labels returns a loss and logits. Its forward and its loss function run as they are; only
 the logits are `hfnn.deferred.Deferred`, so that the loss is `linear_cross_entropy` and the logits are computed if

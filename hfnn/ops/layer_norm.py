@@ -175,7 +175,7 @@ def fits(x, normalized_shape, *parameters) -> bool:
 def fused(x, weight, bias, eps, out, prefer):
     """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
 
-    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
     y = None if compiling() else _native(x, None, weight, bias, eps, 0.0, out, prefer)
     if y is not NotImplemented:

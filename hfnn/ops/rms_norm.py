@@ -158,7 +158,7 @@ def _in_python(input, normalized_shape, weight, eps, prefer):
 def fused(x, weight, eps, offset, out, prefer):
     """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
 
-    For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+    For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
     y = None if compiling() else _native(x, None, weight, None, eps, offset, out, prefer)
     if y is not NotImplemented:

@@ -84,7 +84,7 @@ class Smooth(Op):
     def fused(self, x, out, prefer: str, **options):
         """The result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
 
-        For modules that compute this op in their own words (hfnn/lookalike.py): their own code is what runs otherwise.
+        For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
         Under autocast some of them return float32 from a narrower x.
         """
         y = None if compiling() else self.native(x, out, prefer, *options.values())

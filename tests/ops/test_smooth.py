@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import lookalike, memory, ops, testing
+from hfnn import memory, ops, testing
 from hfnn.kernel import _interpreting
+from hfnn.patterns import lookalike
 
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 HALF_ULP = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of numbers below 1, relative to 1

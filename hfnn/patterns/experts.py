@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn import lookalike, recipe, traced
-from hfnn.feedforward import PRODUCTS, function_of, likeness, watched
+from hfnn import recipe
 from hfnn.function import Function
 from hfnn.kernel import compiling, context, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
-from hfnn.patterns import probe
+from hfnn.patterns import lookalike, probe, traced
+from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness, watched
 from hfnn.patterns.probe import NOTHING, Reads
 from hfnn.testing import error
 
@@ -42,7 +42,7 @@ class Experts:
 
     @property
     def mixin(self):
-        return Routed
+        return MixtureOfExperts
 
     @property
     def op(self):
@@ -52,7 +52,7 @@ class Experts:
         return f"hfnn {self.op.name} of experts"
 
 
-class Routed:
+class MixtureOfExperts:
     """Goes before the class of such a module."""
 
     prefer = "auto"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn import lookalike
-from hfnn.patterns import probe
+from hfnn.patterns import lookalike, probe
 from hfnn.testing import error
 
 HIDDEN, INPUT, OUTPUT = 24, 16, 20

@@ -6,8 +6,8 @@
 
 The parts are linear maps of any class (LoRA's, quantised or sharded ones, too: they are called, not read), an
 activation, and others of one input each, dropouts mostly. How a module puts them together is seen by running its own
-`forward` on a small instance (hfnn/traced.py); that is then held against the definition: output and gradients, to the
-last digits in float64 and within rounding in float32 and bfloat16, in training and in eval.
+`forward` on a small instance (traced.py); that is then held against the definition: output and gradients, to the last
+digits in float64 and within rounding in float32 and bfloat16, in training and in eval.
 
 A gated product gets a forward of its own: the parts are called as before, and what is between them is hfnn's `gated`.
 The other form needs none, but for relu with a dropout after it. `settings` are what `convert` sets on its parts.
@@ -20,14 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from hfnn import lookalike, traced
 from hfnn.kernel import compiling, is_plain
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.patterns import probe
+from hfnn.patterns import lookalike, probe, traced
 from hfnn.patterns.probe import NOTHING, Reads
-from hfnn.traced import Activation, Map, Other
+from hfnn.patterns.traced import Activation, Map, Other
 
 # f -> the op that the report names.
 PRODUCTS = {

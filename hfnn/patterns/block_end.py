@@ -30,7 +30,7 @@ CASES = tuple(
 
 
 @dataclass(frozen=True)
-class Site:
+class BlockEnd:
     """dense, dropout, norm: the names of the parts; norm is None where the sum is the result."""
 
     dense: str
@@ -111,28 +111,28 @@ def _hooks_everywhere() -> bool:
     )
 
 
-def recognise(module: nn.Module) -> tuple[Site | None, str | None]:
+def recognise(module: nn.Module) -> tuple[BlockEnd | None, str | None]:
     """(where its parts are, None), or (None, why not); (None, None) where the parts are others."""
-    site = _read(module)
-    if site is None:
+    end = _read(module)
+    if end is None:
         return None, None
-    key = site, _options(module, site)
-    why, reads = _proofs.of(module, key, lambda notes: _prove(module, notes, site))
+    key = end, _options(module, end)
+    why, reads = _proofs.of(module, key, lambda notes: _prove(module, notes, end))
     if why is not None:
         return None, f"it has the parts of a residual connection, but {why}"
-    return replace(site, reads=reads), None
+    return replace(end, reads=reads), None
 
 
 _proofs = probe.Proofs()
 
 
-def _options(module, site):
+def _options(module, end):
     """What the parts of the probe take over from the module's."""
-    dense, _, norm = site.parts(module)
+    dense, _, norm = end.parts(module)
     return dense.bias is not None, norm and (norm.eps, norm.weight is not None, norm.bias is not None)
 
 
-def _read(module) -> Site | None:
+def _read(module) -> BlockEnd | None:
     """The parts by their classes: a linear map, a dropout, and maybe a norm, each once and nothing else."""
     cls = type(module)
     if cls.__module__.startswith("torch.") or len(module._modules) not in (2, 3) or module._buffers:
@@ -147,7 +147,7 @@ def _read(module) -> Site | None:
         names[kind] = name
     if not {"dense", "dropout"} <= names.keys() or not _takes_two(cls):
         return None
-    return Site(names["dense"], names["dropout"], names.get("norm"))
+    return BlockEnd(names["dense"], names["dropout"], names.get("norm"))
 
 
 _PARTS = {
@@ -167,12 +167,12 @@ def _takes_two(cls) -> bool:
     return len(required) == 2 and all(a.kind is not a.KEYWORD_ONLY for a in required)
 
 
-def _prove(module, notes, site) -> str | None:
+def _prove(module, notes, end) -> str | None:
     """Why the module's own code is not the formula, or None."""
     for number, (dtype, (training, p)) in enumerate(CASES):
         setting = f"{dtype}, {'training' if training else 'eval'}, p {p:g}"
         try:
-            what = _compare(module, notes, site, number, dtype, training, p)
+            what = _compare(module, notes, end, number, dtype, training, p)
         except Exception as error:  # the author's code, run by us: whatever it raises is a reason
             return probe.reason(error)
         if what is not None:
@@ -180,15 +180,15 @@ def _prove(module, notes, site) -> str | None:
     return None
 
 
-def _compare(module, notes, site, number, dtype, training, p) -> str | None:
+def _compare(module, notes, end, number, dtype, training, p) -> str | None:
     """What differs between the module's own code and the formula in one case, or None."""
     generator = torch.Generator("cpu").manual_seed(number)
-    clone = _fresh(module, notes, site, dtype, training, p, generator)
+    clone = _fresh(module, notes, end, dtype, training, p, generator)
     shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
     x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     own = type(clone).forward
     results = []
-    for function in (own, site.exact, own):
+    for function in (own, end.exact, own):
         torch.manual_seed(number)
         inputs = [t.clone().requires_grad_() for t in (x, residual)]
         y = function(clone, *inputs)
@@ -204,7 +204,7 @@ def _compare(module, notes, site, number, dtype, training, p) -> str | None:
     names = "output", "gradient of its input", "gradient of the residual", *(n for n, _ in clone.named_parameters())
     for what, first, wanted, again in zip(names, *results[:3], strict=True):
         if first is None or first.dtype is not wanted.dtype or not torch.equal(first, wanted):
-            return f"{what} is not that of {_formula(site)}"
+            return f"{what} is not that of {_formula(end)}"
         if not torch.equal(first, again):
             return "its forward depends on how often it was called"
     if not torch.equal(results[3][0], results[0][0]):
@@ -212,17 +212,17 @@ def _compare(module, notes, site, number, dtype, training, p) -> str | None:
     return None
 
 
-def _formula(site) -> str:
-    total = f"{site.dropout}({site.dense}(x)) + residual"
-    return total if site.norm is None else f"{site.norm}({total})"
+def _formula(end) -> str:
+    total = f"{end.dropout}({end.dense}(x)) + residual"
+    return total if end.norm is None else f"{end.norm}({total})"
 
 
-def _fresh(module, notes, site, dtype, training, p, generator):
+def _fresh(module, notes, end, dtype, training, p, generator):
     """A clone with small random parts."""
-    bias, norm = _options(module, site)
-    parts = {site.dense: nn.Linear(WIDTH, WIDTH, bias), site.dropout: nn.Dropout(p)}
-    if site.norm is not None:
-        parts[site.norm] = nn.LayerNorm(WIDTH, *norm)
+    bias, norm = _options(module, end)
+    parts = {end.dense: nn.Linear(WIDTH, WIDTH, bias), end.dropout: nn.Dropout(p)}
+    if end.norm is not None:
+        parts[end.norm] = nn.LayerNorm(WIDTH, *norm)
     parts = {name: parts[name] for name in module._modules}
     for part in parts.values():
         for parameter in part.parameters():
