@@ -10,6 +10,7 @@ import importlib
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -365,6 +366,8 @@ def context(*tensors: torch.Tensor | None) -> str | None:
         return "forward-mode AD is on"
     if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling() or _proxies():
         return "a tracer is recording torch's own ops"
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False):
+        return "compiled autograd is on, which compiles torch's own nodes"
     for x in tensors:
         if x is not None and type(x) not in _PLAIN:
             return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"

@@ -1,9 +1,13 @@
 """Under torch.compile hfnn's plain ops step aside for Inductor, without a graph break."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import hfnn
+from hfnn import native
 
 CASES = {
     "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),
@@ -52,3 +56,26 @@ def test_fx_traces_a_model():
     model = torch.nn.Sequential(hfnn.LayerNorm(64), hfnn.GELU(), hfnn.Linear(64, 8))
     x = torch.randn(4, 64)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_autograd(inside):
+    """A step whose backward is compiled, with the forward in its region or before; a new graph in each step."""
+    if native.extension is None and not inside:
+        pytest.skip("rooms in Python refuse compiled autograd in forward")
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 16))
+    models = stock, hfnn.convert(copy.deepcopy(stock), prefer="memory")
+    for _ in range(2):
+        x, losses = torch.randn(4, 16), []
+        for model in models:
+            loss = None if inside else model(x).square().sum()
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                loss = model(x).square().sum() if inside else loss
+                loss.backward()
+            losses.append(loss)
+            with pytest.raises(RuntimeError, match="a second time"):
+                loss.backward()
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)

@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -360,6 +361,8 @@ variable_list Room::apply(variable_list&& dys) {
 }
 
 void Room::release_variables() {
+  int compiled = kCompiled;  // then the graph is released before it runs
+  if (compiled_.compare_exchange_strong(compiled, kReleasedLater)) return;
   bool waiting;
   {
     std::lock_guard<std::mutex> lock(sharing_);
@@ -387,6 +390,30 @@ void Room::release_resources() {
     using Base = std::remove_pointer_t<decltype(node)>;
     if constexpr (requires { node->Base::release_resources(); }) node->Base::release_resources();
   }(static_cast<Node*>(this));
+}
+
+void Room::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+  static std::atomic<uint64_t> last{0};
+  if (number_ == 0) number_ = ++last;
+  args.collect(name());
+  args.collect(size_t(number_));
+}
+
+variable_list Room::apply_with_saved(const variable_list& dys, torch::dynamo::autograd::SwapSavedVariables& saved) {
+  namespace compiled = torch::dynamo::autograd;
+  using Metadata = compiled::IValuePacker<std::vector<std::optional<ag::InputMetadata>>>;
+  auto self = getptr();
+  auto call = [self](const variable_list& given, const std::vector<c10::IValue>&) {
+    auto* room = static_cast<Room*>(self.get());
+    variable_list grads = room->apply(variable_list(given));
+    if (room->compiled_.exchange(kNotCompiled) == kReleasedLater) room->release_variables();
+    return grads;
+  };
+  compiled_ = kCompiled;
+  const auto& compiler = compiled::getPyCompilerInterface();
+  const std::string bound = compiler->bind_function(saved.get_py_compiler(), name(), call, {}, true, false);
+  return compiler->call_function(saved.get_py_compiler(), "apply_functional", bound, dys, {},
+                                 Metadata::pack(compiled::get_input_metadata(next_edges())));
 }
 
 variable_list Room::batched(const Tensor& dy) {

@@ -115,6 +115,9 @@ class Room : public Node {
 
   variable_list apply(variable_list&& dys) override;
   void release_variables() override;
+  // Compiled autograd: the node is called as it is. Another node means another graph, for what it keeps is its own.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
+  variable_list apply_with_saved(const variable_list& dys, torch::dynamo::autograd::SwapSavedVariables& saved) override;
   void release_resources();  // torch 2.13's, before which a node's destructor does it all
 
   // Makes y this room's output, with edges to the inputs. carries: whether a consumer may keep this node instead of y.
@@ -146,6 +149,9 @@ class Room : public Node {
   std::optional<c10::Stream> made_on_;
   std::optional<c10::SafePyObject> hooks_;  // those of saved tensors in forward
   bool carries_ = false;
+  mutable uint64_t number_ = 0;  // of all that compiled autograd asked for
+  enum { kNotCompiled, kCompiled, kReleasedLater };
+  std::atomic<int> compiled_{kNotCompiled};
   std::atomic<bool> released_{false};
 
   std::atomic<int> tokens_{0};  // alive
