@@ -7,6 +7,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
+_is_zeros, _is_negated = torch.Tensor._is_zerotensor, torch.Tensor.is_neg
 _LEVEL = 1  # of is_grads_batched, which does not nest
 _REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))
 
@@ -42,9 +43,18 @@ def _whole(backward: Callable) -> Callable:
 
 def _one_by_one(backward, ctx, grads):
     for dy in grads:
-        if dy is not None and not _has_storage(dy):
+        if dy is None:
+            continue
+        if not _has_storage(dy):
             return _of_many(backward, ctx, grads)
+        if _is_zeros(dy) or _is_negated(dy):
+            return _one_by_one(backward, ctx, [None if g is None else _in_memory(g) for g in grads])
     return backward(ctx, *grads)
+
+
+def _in_memory(dy):
+    """Zeros without memory, and what is negated when it is read: as kernels take them."""
+    return dy.clone() if _is_zeros(dy) else dy.resolve_neg()
 
 
 class _Context:

@@ -350,8 +350,11 @@ void Room::forget() {
 }
 
 variable_list Room::apply(variable_list&& dys) {
-  const Tensor& dy = dys[0];
+  Tensor dy = dys[0];
   if (!dy.defined()) return variable_list(num_outputs());
+  // Zeros without memory, of forward AD and second derivatives, and what is to be negated when it is read.
+  if (dy._is_zerotensor()) dy = dy.clone();
+  if (dy.is_neg()) dy = dy.resolve_neg();
   if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
   for (Kept& input : kept())
     if (input.hooked_) clear_at_the_end();

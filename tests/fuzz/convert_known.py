@@ -1,6 +1,6 @@
 """Differences that are understood: each is predicted by what the program does and by what was seen to differ.
 
-`WAITING` are limits of today's design. `OPEN` are defects that are being mended: a line goes when its fix is there.
+`LIMITS` are what torch does, or what the design says. `OPEN` are defects: a line goes when its fix is there.
 """
 
 import convert_models as models
@@ -107,18 +107,6 @@ def _kept_suffers(program, difference):
     return bool(keeps) and _unseen_write(program, difference)
 
 
-def _hook_on_rebuilt(program, difference):
-    """A hook on a tensor that is rebuilt: a second derivative through what was rebuilt does not come by it."""
-    hooks = ("probe", "hook") in _layers(program, "probe")
-    hooks = hooks or any(step[0] == "hook" and step[2] in ("tensor", "backward_pre") for step in program["steps"])
-    if not (hooks and any(step[0] == "penalty" for step in program["steps"]) and _values(difference)):
-        return False
-    import convert
-
-    with hfnn.recipe.disabled():
-        return convert.FUZZER.difference(program)[0] is None
-
-
 def _more_than_torch(program, difference):
     """hfnn computes what torch has no kernel or no derivative for."""
     if program["optimizer"] and _refused(difference, "for `end` but got dtype"):  # states of another dtype, in AdamW
@@ -136,7 +124,19 @@ def _changed_in_checkpoint(program, difference):
     """A module that is changed between a checkpoint and its backward, which then saves other tensors than before: what
     one side notices, for it saves more, the other need not."""
     names = [step[0] for step in program["steps"]]
-    changing = ("revert", "convert", "attribute", "mode", "cast", "freeze", "freeze_all", "hook", "unhook")
+    changing = (
+        "revert",
+        "convert",
+        "attribute",
+        "mode",
+        "cast",
+        "freeze",
+        "freeze_all",
+        "hook",
+        "unhook",
+        "patch",
+        "config",
+    )
     changes = [n for n, name in enumerate(names) if name in changing]
     noticed = _says(difference, "torch.utils.checkpoint") or _refused(difference, "torch.utils.checkpoint")
     return noticed and _between(program, changes, _at(difference))
@@ -253,13 +253,6 @@ def _rounding_of_zero(program, difference):
     return not difference.stock.values.any() and difference.ours.values.abs().max() < EPS[coarsest(program)]
 
 
-def _hook_given_none(program, difference):
-    """A hook on a flat map's result, by which no gradient comes in a second backward: it is given None."""
-    hooks = ("probe", "hook") in _layers(program, "probe")
-    hooks = hooks or any(step[0] == "hook" and step[2] in ("tensor", "backward_pre") for step in program["steps"])
-    return hooks and _step(program, difference) == "penalty" and _says(difference, "'NoneType' and 'float'")
-
-
 def _sign_of_rounding(program, difference):
     """AdamW's first steps are the learning rate in the direction of a gradient that may be rounding alone."""
     steps = [n for n, step in enumerate(program["steps"]) if step == ("step", "AdamW") and n <= _at(difference)]
@@ -274,27 +267,24 @@ def _sign_of_rounding(program, difference):
     return bool((by <= 2.1 * 0.01 * len(steps)).all())
 
 
-WAITING = (
+LIMITS = (
     Known("batched gradients as torch's rules have them", "nothing", _batched),
     Known("AdamW steps by the sign of a rounding error", "nothing", _sign_of_rounding),
-    Known("weights written before backward, under autocast", "the redesign", _weight_written),
-    Known("written sources, partial backward", "the redesign", _written_source),
+    Known("weights written before backward, under autocast", "nothing: a documented limit", _weight_written),
+    Known("written sources, partial backward", "nothing: a documented limit", _written_source),
     Known("writes to what ours does not keep", "nothing", _writes_refused),
     Known("what torch has no kernel for", "nothing", _more_than_torch),
     Known("changed between a checkpoint and its backward", "nothing", _changed_in_checkpoint),
     Known("torch's autocast cache serves two dtypes", "nothing", _cached_cast),
     Known("torch's views forget their hooks", "nothing", _forgotten),
     Known("kept inputs of which torch keeps a copy", "nothing: a documented limit", _own_input),
-    Known("gradients of attention's inputs are contiguous", "the redesign", _attention_strides),
     Known("zeros for None, of no rows", "nothing", _none_of_nothing),
     Known("rounding where torch has 0", "nothing", _rounding_of_zero),
-    Known("hooks on flat maps, second derivatives", "the redesign", _hook_given_none),
     Known("strides of RReLU's gradient, which stock here has by its definition", "nothing", _strides_by_definition),
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
-    Known("unseen writes to sources of recipes", "the redesign", _recipe_suffers),
+    Known("unseen writes to sources of recipes", "nothing: a documented limit", _recipe_suffers),
     Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),
-    Known("hooks on what is rebuilt, second derivatives", "the redesign", _hook_on_rebuilt),
 )
 
 
@@ -310,5 +300,8 @@ def _kept_under_hooks(program, difference):
     )
 
 
-OPEN = (Known("outputs kept under hooks", "a fix", _kept_under_hooks),)
-KNOWN = WAITING + OPEN
+OPEN = (
+    Known("outputs kept under hooks", "a fix", _kept_under_hooks),
+    Known("gradients of attention's inputs are contiguous", "a fix", _attention_strides),
+)
+KNOWN = LIMITS + OPEN

@@ -293,6 +293,20 @@ def test_batched_gradients(op, kernel, device, dtype, case):
         assert torch.equal(found[0][i], torch.stack(each)) and torch.equal(found[1][i], torch.stack(each))
 
 
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
+def test_gradients_of_what_is_not_in_memory_as_it_is(op, kernel, device, dtype, case):
+    """Zeros without memory, which second derivatives make, and what is negated when it is read."""
+    args, kwargs = op.sample(op.small, dtype, device)
+    args = leaves(args)
+    with hfnn.use(kernel.name):
+        y = function(op)(*args, **kwargs)
+    z = torch.randn(y.shape, dtype=torch.complex64, device=y.device)
+    for dy in (torch._efficientzerotensor(y.shape, device=y.device), z.conj().imag):
+        found = torch.autograd.grad(y, tensors(args), dy, retain_graph=True)
+        wanted = torch.autograd.grad(y, tensors(args), torch.zeros_like(y) + dy, retain_graph=True)
+        assert all(map(torch.equal, found, wanted))
+
+
 @ragged
 def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
     args, kwargs = op.sample(case, dtype, device)
