@@ -18,7 +18,7 @@ from hfnn import adapters
 from hfnn.dress import FORWARDS, ROOMS, Dressed, dress, is_converted, original, restore, settings
 from hfnn.kernel import PREFERENCES
 from hfnn.optim import swap
-from hfnn.patterns import block_end, experts, feed_forward, lookalike, routed
+from hfnn.patterns import block_end, experts, feed_forward, linear, lookalike, routed
 
 Filter = str | type | Callable[[str, nn.Module], bool]
 
@@ -46,6 +46,7 @@ NO_OP = "no op of hfnn computes this"
 # hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
 RECOGNISERS = (
     lookalike.recognise,
+    linear.recognise,
     block_end.recognise,
     feed_forward.recognise,
     experts.recognise,

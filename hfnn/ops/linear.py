@@ -174,11 +174,12 @@ def _gains(input, recompute, prefer) -> bool:
     return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
 
 
-def linear_io(input, weight, bias, recompute=False, prefer="auto"):
-    """`linear` for a weight stored as (in, out), or None where there is nothing to gain."""
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, True)
+def keeping_less(input, weight, bias, recompute=False, prefer="auto", by_columns=False):
+    """`linear`, or None where there is nothing to gain. by_columns: the weight is stored as (in, out)."""
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns)
     if y is NotImplemented:
-        y = _linear(input, weight.t(), bias, recompute) if _gains(input, recompute, prefer) else None
+        weight = weight.t() if by_columns else weight
+        y = _linear(input, weight, bias, recompute) if _gains(input, recompute, prefer) else None
     return y
 
 
