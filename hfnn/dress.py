@@ -17,7 +17,7 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.kernel import compiling, log
-from hfnn.patterns.probe import ABSENT, NOTHING, Reads, frozen
+from hfnn.patterns.probe import ABSENT, NOTHING, frozen
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op: read from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
@@ -54,6 +54,18 @@ class Dressed:
         cls._hfnn_look(self)
         return self._hfnn_lapsed is None
 
+    def __reduce_ex__(self, protocol):
+        self._hfnn_holds()  # what is made of it would hold what the class is now
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        cls = type(self)
+        if "_hfnn_original" not in vars(cls) or reduced[0] is not copyreg.__newobj__:
+            return reduced  # a class derived from ours, or an original that has its own way to be pickled
+        return _again, (cls._hfnn_original, cls._hfnn_room, cls._hfnn_like, *reduced[1][1:]), *reduced[2:]
+
+
+class Proved(Dressed):
+    """What was proved by what its forward read of attributes: `_hfnn_reads`, by name."""
+
     def __setattr__(self, name, value):
         before = self._hfnn_reads.get(name)
         if before is not None and frozen(value) != before:
@@ -65,21 +77,14 @@ class Dressed:
             lapse(self, f"its attribute {name} was deleted")
         super().__delattr__(name)
 
-    def __reduce_ex__(self, protocol):
-        reduced = super().__reduce_ex__(max(protocol, 2))
-        cls = type(self)
-        if "_hfnn_original" not in vars(cls) or reduced[0] is not copyreg.__newobj__:
-            return reduced  # a class derived from ours, or an original that has its own way to be pickled
-        return _again, (cls._hfnn_original, cls._hfnn_room, cls._hfnn_like, *reduced[1][1:]), *reduced[2:]
-
 
 def _again(original, room, like, *args):
     cls = dress(original, room, like)
     return cls.__new__(cls, *args)
 
 
-# By the number of the original, which is there for as long as a class that derives from it is. Nobody but their modules
-# keeps them.
+# By the numbers of the original and of what is held of it, which are there for as long as a class made of them is.
+# Nobody but their modules keeps these.
 _dressed: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()
 
 
@@ -89,7 +94,9 @@ def dress(original: type, room: type, like=None) -> type:
     `like` says where the room finds its numbers in a module of this class (hfnn/patterns), if it needs telling.
     Raises TypeError where the class cannot be derived from.
     """
-    key = id(original), room, like
+    reads = getattr(like, "reads", NOTHING)
+    held = [(name, getattr(original, name, ABSENT)) for name in ("forward", *reads.methods)]
+    key = id(original), room, like, *(id(value) for _, value in held)
     found = _dressed.get(key)
     if found is not None:
         return found
@@ -100,21 +107,19 @@ def dress(original: type, room: type, like=None) -> type:
         "_hfnn_original": original,
         "_hfnn_room": room,
         "_hfnn_like": like,
-        "_hfnn_reads": dict(_reads(like).attributes),
+        "_hfnn_held": held,
+        "_hfnn_reads": dict(reads.attributes),
         "_hfnn_dtypes": {},  # what hfnn/patterns/lookalike.py asks but once
     }
-    made = _dressed[key] = type(original)(original.__name__, (Dressed, room, original), names)
+    base = Proved if reads.attributes else Dressed
+    made = _dressed[key] = type(original)(original.__name__, (base, room, original), names)
     return made
-
-
-def _reads(like) -> Reads:
-    return getattr(like, "reads", NOTHING)
 
 
 def _while_it_holds(cls: type):
     """The forward that cls has, while the original's, and what it was proved by, are what they were."""
-    original, forward, reads = cls._hfnn_original, cls.forward, _reads(cls._hfnn_like)
-    held = [(name, getattr(original, name, ABSENT)) for name in ("forward", *reads.methods)]
+    original, forward, held = cls._hfnn_original, cls.forward, cls._hfnn_held
+    reads = getattr(cls._hfnn_like, "reads", NOTHING)
     moved = reads.moved if reads.paths else None
 
     def look(self):

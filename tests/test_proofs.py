@@ -180,6 +180,44 @@ def test_the_report_says_what_changed_until_convert_is_called_again(change, monk
     assert row.to is None and "named like a norm, but no op of hfnn" in row.why and "_hfnn_lapsed" not in vars(model)
 
 
+def test_what_was_replaced_by_the_same_is_proved_anew(monkeypatch):
+    model, own = hfnn.convert(RMSNorm(), prefer="memory"), RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: own(self, x))
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    model(x)
+    assert hfnn.report(model).left and not hfnn.report(hfnn.convert(model, prefer="memory")).left
+    assert "Norm" in model(x).grad_fn.name() and not hfnn.report(model).left
+
+
+class OfATensor(RMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.ones(())
+
+
+def test_a_tensor_that_is_no_parameter_is_no_ground_for_a_proof():
+    model = GatedMLP(nn.SiLU())
+    model.config.factor = torch.ones(())
+    for module in (hfnn.convert(OfATensor()), hfnn.convert(model)):
+        assert module(torch.randn(3, WIDTH)).shape == (3, WIDTH) and not is_converted(module)
+
+
+def test_a_module_that_sets_its_attributes_compiles():
+    class Sets(MyNorm):
+        def __init__(self):
+            super().__init__(WIDTH)
+            self.calls = 0
+
+    class Counted(nn.Sequential):
+        def forward(self, x):
+            self[0].calls = 1
+            return super().forward(x)
+
+    model = hfnn.convert(Counted(Sets()), prefer="memory")
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
 def test_attributes_go_back_to_the_letter():
     model = GatedMLP(nn.SiLU())
     before = {name: dict(vars(m)) for name, m in model.named_modules()}

@@ -57,9 +57,8 @@ class Reads:
     def match(self, module: nn.Module) -> bool:
         """Whether the module holds what was read."""
         state = vars(module)
-        return all(frozen(state.get(name, ABSENT)) == value for name, value in self.attributes) and not self.moved(
-            module
-        )
+        same = all(frozen(state.get(name, ABSENT)) == value for name, value in self.attributes)
+        return same and self.moved(module) is None
 
     def moved(self, module: nn.Module) -> tuple[str, ...] | None:
         """The path of something that is no more what it was, or None."""
@@ -105,6 +104,12 @@ def frozen(value):
     return (type(value), value) if isinstance(value, _VALUES) else (type(value), _Itself(value))
 
 
+def _of_note(value, name: str):
+    if isinstance(value, torch.Tensor):
+        raise Refusal(f"its forward reads {name}, a tensor that is no parameter, which may be written to")
+    return frozen(value)
+
+
 class Notes:
     """What the clones of one module have been asked for."""
 
@@ -121,7 +126,7 @@ class Notes:
         own, module = vars(self.module), self.module
         if name in own:
             if name not in self.attributes:
-                self.attributes[name] = frozen(own[name])
+                self.attributes[name] = _of_note(own[name], name)
                 if isinstance(own[name], CONTAINERS):
                     self.paths[name,] = self.attributes[name]
         elif not any(name in part for part in (module._parameters, module._buffers, module._modules)):
@@ -196,7 +201,7 @@ def _of_path(value, path: tuple[str, ...], notes: Notes):
         if name not in state and any(name in vars(base) for base in type(watched).__mro__):
             return  # of its class
         there, here = vars(value).get(name, ABSENT), (*path, name)
-        notes.paths[here] = frozen(there)
+        notes.paths[here] = _of_note(there, ".".join(here))
         if name not in state or state[name] is not there:
             return
         if isinstance(there, CONTAINERS):
