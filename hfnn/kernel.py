@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 from hfnn import native
 
@@ -374,6 +375,21 @@ def context(*tensors: torch.Tensor | None) -> str | None:
         if x is not None and _wrapped(x):
             return "takes no tensor that a functorch transform left behind"
     return None
+
+
+def is_bare(module) -> bool:
+    """Whether nobody sees that a module is not called, nor has given it another forward: what it computes may run."""
+    return not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
 
 
 def autocasting(x: torch.Tensor) -> bool:

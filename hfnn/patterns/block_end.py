@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from hfnn.kernel import compiling, is_plain
+from hfnn.kernel import compiling, is_bare, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
 from hfnn.patterns import probe
@@ -89,26 +88,9 @@ class Residual:
 
 def _open(drop, norm) -> bool:
     """Whether nobody sees that these two are not called: in their place runs what they are."""
-    if compiling() or type(drop) is not dropout.Dropout or "forward" in vars(drop):
+    if compiling() or type(drop) is not dropout.Dropout or not is_bare(drop):
         return False
-    if norm is not None and (type(norm) is not layer_norm.LayerNorm or "forward" in vars(norm)):
-        return False
-    return not (_hooked(drop) or (norm is not None and _hooked(norm)) or _hooks_everywhere())
-
-
-def _hooked(module) -> bool:
-    return bool(
-        module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def _hooks_everywhere() -> bool:
-    return bool(
-        torch_module._global_forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    return norm is None or (type(norm) is layer_norm.LayerNorm and is_bare(norm))
 
 
 def recognise(module: nn.Module) -> tuple[BlockEnd | None, str | None]:

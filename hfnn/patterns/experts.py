@@ -20,11 +20,11 @@ from torch import nn
 
 from hfnn import recipe
 from hfnn.function import Function
-from hfnn.kernel import compiling, context, is_plain
+from hfnn.kernel import compiling, context, is_bare, is_plain
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.patterns import lookalike, probe, traced
-from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness, watched
+from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness
 from hfnn.patterns.probe import NOTHING, Reads
 from hfnn.testing import error
 
@@ -75,7 +75,7 @@ class MixtureOfExperts:
 def _open(module) -> bool:
     like = module._hfnn_like
     act = module._modules[like.act]
-    return not compiling() and module._hfnn_holds() and not watched(act) and function_of(act) == like.f
+    return not compiling() and module._hfnn_holds() and is_bare(act) and function_of(act) == like.f
 
 
 def loop(module, x_TH, index_TK, weight_TK):

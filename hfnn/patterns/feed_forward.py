@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from hfnn.kernel import compiling, is_plain
+from hfnn.kernel import compiling, is_bare, is_plain
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
@@ -114,7 +113,7 @@ class ReluDropout:
     def forward(self, *args, **kwargs):
         like, parts = self._hfnn_like, self._modules
         drop = parts[like.middle[0]]
-        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like) or watched(drop):
+        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like) or not is_bare(drop):
             return super().forward(*args, **kwargs)
         y = relu_dropout.relu_dropout(parts[like.first[0]](args[0]), drop.p, drop.training, prefer=self.prefer)
         y = parts[like.down](y)
@@ -126,7 +125,9 @@ class ReluDropout:
 def _open(module, like) -> bool:
     """Whether the activation may be computed without its module, and the class's own code has no dtypes to mend."""
     parts = module._modules
-    if compiling() or (like.act is not None and (watched(parts[like.act]) or function_of(parts[like.act]) != like.f)):
+    if compiling() or (
+        like.act is not None and (not is_bare(parts[like.act]) or function_of(parts[like.act]) != like.f)
+    ):
         return False
     if like.down is None:
         return True
@@ -138,21 +139,6 @@ def _open(module, like) -> bool:
 def _dtype(part):
     weight = part._parameters.get("weight")
     return None if weight is None else weight.dtype
-
-
-def watched(part) -> bool:
-    """Whether somebody would see that this module is not called, or has given it another forward."""
-    return bool(
-        part._forward_pre_hooks
-        or part._forward_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        or "forward" in vars(part)
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
 
 
 def recognise(module: nn.Module) -> tuple[FeedForward | None, str | None]:

@@ -15,9 +15,8 @@ import types
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from hfnn.kernel import compiling, context, forced
+from hfnn.kernel import compiling, context, forced, is_bare
 from hfnn.ops.add_layer_norm import add_layer_norm
 from hfnn.ops.attention.multihead import MultiheadAttention
 from hfnn.ops.attention.sdpa import OP
@@ -170,18 +169,7 @@ def _sum(layer, x, residual, drop):
 
 
 def _is_bare(part, cls: type) -> bool:
-    """Whether a part is hfnn's, and nobody sees that it is not called: in its place runs what it computes."""
-    return type(part) is cls and not (
-        part._forward_pre_hooks
-        or part._forward_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        or "forward" in vars(part)
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    return type(part) is cls and is_bare(part)
 
 
 OP.modules[nn.TransformerEncoderLayer] = TransformerEncoderLayer
