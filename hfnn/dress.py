@@ -17,7 +17,7 @@ from torch import nn
 
 from hfnn import ops
 from hfnn.kernel import compiling, log
-from hfnn.patterns.probe import ABSENT, NOTHING, frozen
+from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op: read from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
@@ -95,7 +95,7 @@ def dress(original: type, room: type, like=None) -> type:
     Raises TypeError where the class cannot be derived from.
     """
     reads = getattr(like, "reads", NOTHING)
-    held = [(name, getattr(original, name, ABSENT)) for name in ("forward", *reads.methods)]
+    held = [(name, of_class(original, name)) for name in ("forward", *reads.methods)]
     key = id(original), room, like, *(id(value) for _, value in held)
     found = _dressed.get(key)
     if found is not None:
@@ -124,7 +124,7 @@ def _while_it_holds(cls: type):
 
     def look(self):
         for name, value in held:
-            if getattr(original, name, ABSENT) is not value:
+            if getattr(original, name, ABSENT) is not value and of_class(original, name) is not value:
                 lapse(self, f"{name} of its class was replaced")
         if moved is not None and (path := moved(self)):
             lapse(self, f"its {'.'.join(path)} was set")

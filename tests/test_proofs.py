@@ -35,6 +35,27 @@ class RMSNorm(Registered):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
+class HelpedNorm(RMSNorm):
+    """Takes of its class a property, a class method, a static method and a number."""
+
+    power = 2
+
+    @property
+    def small(self):
+        return self.eps
+
+    @classmethod
+    def squared(cls, x):
+        return x.pow(2)
+
+    @staticmethod
+    def mean(x):
+        return x.mean(-1, keepdim=True)
+
+    def normalised(self, x):
+        return x * torch.rsqrt(self.mean(self.squared(x)) + self.small) ** (self.power - 1)
+
+
 class Sigmoids(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -109,6 +130,7 @@ def sets(path, value):
 
 BUILD = {
     "norm": RMSNorm,
+    "helped": HelpedNorm,
     "mlp": lambda: GatedMLP(nn.SiLU()),
     "mlp of a look-alike": lambda: GatedMLP(MyQuickGELU()),
     "end": Ended,
@@ -123,6 +145,10 @@ CHANGES = {
     "forward": ("norm", replaced(RMSNorm, "forward")),
     "a method": ("norm", replaced(RMSNorm, "normalised")),
     "a method of the instance": ("norm", sets("normalised", torch.abs)),
+    "a class method": ("helped", lambda models, patch: patch.setattr(HelpedNorm, "squared", torch.abs)),
+    "a static method": ("helped", lambda models, patch: patch.setattr(HelpedNorm, "mean", staticmethod(torch.sum))),
+    "a property": ("helped", lambda models, patch: patch.setattr(HelpedNorm, "small", property(lambda self: 0.5))),
+    "a number of the class": ("helped", lambda models, patch: patch.setattr(HelpedNorm, "power", 4)),
     "a configuration": ("mlp", sets("config.factor", 0.5)),
     "a configuration inside": ("mlp", sets("config.inner.factor", 0.5)),
     "another configuration": ("mlp", sets("config", Namespace(factor=0.5, inner=Namespace(factor=2)))),
@@ -149,7 +175,7 @@ def test_what_changed_is_obeyed(change, monkeypatch):
     torch.manual_seed(0)
     stock = BUILD[name]()
     model = hfnn.convert(copy.deepcopy(stock), prefer="memory")
-    assert hfnn.report(model).swapped
+    assert hfnn.report(model).swapped and not any(getattr(m, "_hfnn_lapsed", None) for m in model.modules())
     x = torch.randn(3, WIDTH)
     torch.testing.assert_close(results(model, x), results(stock, x))
     other = pickle.loads(pickle.dumps(model))

@@ -115,7 +115,7 @@ class Notes:
 
     def __init__(self, module: nn.Module):
         self.module, self.cls = module, type(module)
-        self.attributes, self.paths, self.methods = {}, {}, {}
+        self.attributes, self.paths, self.methods = {}, {}, set()
 
     def reads(self) -> Reads:
         in_order = lambda found: tuple(sorted(found.items()))  # noqa: E731
@@ -134,7 +134,7 @@ class Notes:
             if where is None or not where.__module__.startswith(("torch.", "builtins")):
                 self.attributes[name] = frozen(ABSENT)
                 if where is not None:
-                    self.methods[name] = getattr(self.cls, name)
+                    self.methods.add(name)
 
 
 class _NoHook:
@@ -299,25 +299,32 @@ class Proofs:
         """(what `prove(notes)` returned for a module of the class, the key and what was read, what was read)."""
         cls = type(module)
         for known, reads, methods, result in self._known.get(cls, ()):
-            if known == key and reads.match(module) and all(m() is _function(cls, n) for n, m in methods):
+            if known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods):
                 return result, reads
         notes = Notes(module)
         with seclusion():
             result = prove(notes)
         reads = notes.reads()
-        methods = [(name, _weak(_function(cls, name))) for name in ("forward", *reads.methods)]
+        methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
         self._known.setdefault(cls, []).append((key, reads, methods, result))
         return result, reads
 
 
-def _function(cls, name):
-    value = getattr(cls, name, None)
-    return value.fget if isinstance(value, property) else value
+def of_class(cls: type, name: str):
+    """What a class has by a name: of a class method, which is bound anew each time, the function."""
+    value = getattr(cls, name, ABSENT)
+    return getattr(value, "__func__", value)
 
 
-def _weak(value) -> Callable:
-    """A function holds the class that it stands in."""
-    return weakref.ref(value) if isinstance(value, types.FunctionType) else lambda: value
+def _same(value) -> Callable:
+    """Whether it is this one. A function is held weakly, for it holds the class that it stands in."""
+    if isinstance(value, property):
+        same = _same(value.fget)
+        return lambda other: isinstance(other, property) and same(other.fget)
+    if isinstance(value, types.FunctionType):
+        held = weakref.ref(value)
+        return lambda other: other is held()
+    return lambda other: other is value
 
 
 @contextlib.contextmanager
