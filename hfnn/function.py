@@ -47,8 +47,8 @@ def _one_by_one(backward, ctx, grads):
             continue
         if not _has_storage(dy):
             return _of_many(backward, ctx, grads)
-        if _is_zeros(dy) or _is_negated(dy):
-            return _one_by_one(backward, ctx, [None if g is None else _in_memory(g) for g in grads])
+        if type(dy) is torch.Tensor and (_is_zeros(dy) or _is_negated(dy)):
+            return _one_by_one(backward, ctx, [_in_memory(g) if type(g) is torch.Tensor else g for g in grads])
     return backward(ctx, *grads)
 
 
