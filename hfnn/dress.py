@@ -37,13 +37,17 @@ class Dressed:
 
     _hfnn_lapsed = None  # on an instance: what changed
 
+    def _hfnn_look(self):
+        """Lapses, where what is held of the class is another: `_while_it_holds`."""
+
     def __init_subclass__(cls, **kwargs):
         if "_hfnn_original" not in vars(cls):  # somebody derives from ours
             return super().__init_subclass__(**kwargs)
         prepare = getattr(cls._hfnn_room, "prepare", None)
         if prepare is not None:
             prepare(cls)
-        cls.forward = _while_it_holds(cls)
+        if issubclass(cls, nn.Module):  # an optimizer has none
+            cls.forward = _while_it_holds(cls)
         for base in cls.__mro__:
             if base.__module__ in _DERIVE and "__init_subclass__" in vars(base):
                 vars(base)["__init_subclass__"].__get__(None, cls)()
