@@ -60,7 +60,9 @@ def assert_close(result, reference, of, at_most: float = OUTPUTS, name: str = "r
     if result.numel() == 1:  # torch's is a matter of luck, and maybe none at all: it counts as half an ulp
         half_ulp = torch.finfo(result.dtype).eps / 2
         torchs = Error(max(torchs.l2, half_ulp), max(torchs.largest, half_ulp))
-        held = Error(0.0, mine.largest)  # of one element the norm is the element, which is a sum of `terms`
+        # Of one element the norm is the element, which is a sum of `terms`: over 60 draws of linear_distillation the
+        # loss of torch was off by 0.8 half ulps in the median and 3.2 at most, ours by 0.8 and 3.1.
+        held = Error(0.0, mine.largest)
     assert held.within(torchs, result.dtype, at_most, terms), (
         f"{name} {result.dtype} {tuple(result.shape)}: error {mine.l2:.3g} (largest {mine.largest:.3g}), torch's own "
         f"{torchs.l2:.3g} ({torchs.largest:.3g}); at most {at_most:g} times that, or half an ulp "

@@ -63,7 +63,7 @@ def test_fx_traces_a_model():
 def test_compiled_autograd(inside):
     """A step whose backward is compiled, with the forward in its region or before; a new graph in each step."""
     if native.extension is None and not inside:
-        pytest.skip("rooms in Python refuse compiled autograd in forward")
+        pytest.skip("nodes in Python cannot be compiled: their rooms refuse it, where forward can tell")
     torch.manual_seed(0)
     stock = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 16))
     models = stock, hfnn.convert(copy.deepcopy(stock), prefer="memory")
