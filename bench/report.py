@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hfnn import native
+from hfnn.core import native
 
 # fmt: off
 COLUMNS = (

@@ -9,9 +9,11 @@
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores
 
-from hfnn import bits, data, functional, kernel, memory, ops, optim, recipe, tools
+from hfnn import data, functional, memory, ops, optim
+from hfnn.adapters import tools
 from hfnn.convert import convert, revert
-from hfnn.kernel import NoKernel, use
+from hfnn.core import bits, kernel, recipe
+from hfnn.core.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.ops.smooth import QuickGELU
 from hfnn.patch import patch_torch

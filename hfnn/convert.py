@@ -15,10 +15,10 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hfnn import adapters
-from hfnn.dress import FORWARDS, ROOMS, Dressed, dress, is_converted, original, restore, settings
-from hfnn.kernel import PREFERENCES
+from hfnn.core.kernel import PREFERENCES
 from hfnn.optim import swap
 from hfnn.patterns import block_end, experts, feed_forward, linear, lookalike, routed
+from hfnn.patterns.subclass import FORWARDS, ROOMS, Converted, is_converted, make_subclass, original, restore, settings
 
 Filter = str | type | Callable[[str, nn.Module], bool]
 
@@ -100,7 +100,7 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, Dressed) and module._hfnn_lapsed and _why_not_restored(module) is None:
+        if isinstance(module, Converted) and module._hfnn_lapsed and _why_not_restored(module) is None:
             restore(module)  # what it is now is looked at anew
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
@@ -149,7 +149,7 @@ def _revert(model: nn.Module) -> None:
 def _why_not_restored(module) -> str | None:
     if original(type(module)) is None:
         return "its class was changed after hfnn.convert"
-    if isinstance(module, Dressed) and "forward" in vars(module):
+    if isinstance(module, Converted) and "forward" in vars(module):
         return (
             "its forward was replaced on the instance after hfnn.convert (by accelerate, or alike), and goes on to "
             "hfnn's"
@@ -177,7 +177,7 @@ def examine(site: Site) -> Verdict:
     if placed is not None:
         cls, room = placed
         why = _obstacle(site, room)
-        return Verdict(dress(cls, room, None)) if why is None else Verdict(None, why)
+        return Verdict(make_subclass(cls, room, None)) if why is None else Verdict(None, why)
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)
@@ -194,7 +194,7 @@ def examine(site: Site) -> Verdict:
     if cls in ROOMS:
         return Verdict(room)
     try:
-        return Verdict(dress(cls, room, like))
+        return Verdict(make_subclass(cls, room, like))
     except TypeError as error:
         return Verdict(None, f"its class cannot be derived from: {error}")
 

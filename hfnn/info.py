@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from hfnn import native, ops, optim
+from hfnn import ops, optim
+from hfnn.core import native
 from hfnn.ops.attention import backends
 
 # What the kernels are compiled for, and what decides how fast a machine is. The kernel's own names, x86 then Arm.
@@ -28,7 +29,7 @@ VARIABLES = ("HFNN_", "TRITON_", "TORCH", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "
 
 
 @dataclass(frozen=True)
-class Table:
+class Section:
     """One part of the report: `rows` have as many cells as `header`, and the last cell may be long."""
 
     title: str
@@ -44,14 +45,14 @@ def found(look: Callable[[], object]) -> str:
         return f"not found: {str(error) or type(error).__name__}"
 
 
-def tables() -> list[Table]:
+def tables() -> list[Section]:
     """The whole report, as data."""
     return [
-        Table("kernels", ("op", "kernel", "on", "from elements", "dtypes", "here"), list(_kernels())),
-        Table("plain attention", _BACKENDS, backends.table() or [("nothing measured", *[""] * 6)]),
-        Table("software", ("what", "found"), [(name, found(look)) for name, look in _software()]),
-        Table("hardware", ("what", "found"), [(name, found(look)) for name, look in _hardware()]),
-        Table("environment", ("variable", "value"), _environment()),
+        Section("kernels", ("op", "kernel", "on", "from elements", "dtypes", "here"), list(_kernels())),
+        Section("plain attention", _BACKENDS, backends.table() or [("nothing measured", *[""] * 6)]),
+        Section("software", ("what", "found"), [(name, found(look)) for name, look in _software()]),
+        Section("hardware", ("what", "found"), [(name, found(look)) for name, look in _hardware()]),
+        Section("environment", ("variable", "value"), _environment()),
     ]
 
 
@@ -135,7 +136,7 @@ def _environment() -> list[tuple[str, str]]:
     return sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)) or [("none set", "")]
 
 
-def text(parts: list[Table]) -> str:
+def text(parts: list[Section]) -> str:
     """The report in columns of fixed width."""
     lines = []
     for part in parts:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
 
 from hfnn import functional
-from hfnn.kernel import PREFERENCES, compiling
+from hfnn.core.context import compiling
+from hfnn.core.kernel import PREFERENCES
 
 _getframe, _current_backward = sys._getframe, torch._C._current_graph_task_id
 _KEY = "hfnn.patch"  # of the routing, in the state that torch hands on to the threads of a backward pass

@@ -10,17 +10,17 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from hfnn import recipe
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
-from hfnn.dress import is_converted, op_of, original, title
+from hfnn.core import recipe
 from hfnn.ops import linear
 from hfnn.optim import swap
+from hfnn.patterns.subclass import is_converted, op_of, original, title
 
 OPTIMIZER = "(optimizer)"  # in the place of a name
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """One module. to: what it was swapped for, or None; kernel: what runs for inputs of its parameters' device and
     dtype; why: the reason it was left alone, or what else there is to know.
     """
@@ -36,14 +36,14 @@ class Row:
 class Report:
     """`rows` in the order of the model; printed with rows alike but for numbers in their names folded into one."""
 
-    rows: list[Row]
+    rows: list[ModuleRow]
 
     @property
-    def swapped(self) -> list[Row]:
+    def swapped(self) -> list[ModuleRow]:
         return [row for row in self.rows if row.to is not None]
 
     @property
-    def left(self) -> list[Row]:
+    def left(self) -> list[ModuleRow]:
         return [row for row in self.rows if row.to is None]
 
     def __rich__(self) -> Table:
@@ -74,7 +74,7 @@ def report(model: nn.Module | Optimizer) -> Report:
     converted, partly or not at all.
     """
     if isinstance(model, Optimizer):
-        return Report([Row(OPTIMIZER, *swap.explain(model))])
+        return Report([ModuleRow(OPTIMIZER, *swap.explain(model))])
     found = [site for site in sites(model) if not site.module._modules or _is_of_note(site)]
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     return Report([_row(site, first) for site in found])
@@ -86,21 +86,21 @@ def _is_of_note(site) -> bool:
     return verdict is None or verdict.room is not None or verdict.why != NO_OP
 
 
-def _row(site, first) -> Row:
+def _row(site, first) -> ModuleRow:
     module, cls = site.module, type(site.module)
     before = original(cls) or cls
     name, label = site.names[0], f"{before.__module__.split('.')[0]}.{before.__name__}"
     if not is_converted(module):
         verdict = examine(site)
-        return Row(name, label, None, None, verdict.why or "not converted: hfnn.convert would swap it")
+        return ModuleRow(name, label, None, None, verdict.why or "not converted: hfnn.convert would swap it")
     weight = next((p for p in module._parameters.values() if p is not None), first)
     op = op_of(cls)
     kernel, why = (None, "") if op is None else _kernel(module, op, weight)
     if getattr(module, "_hfnn_lapsed", None):
-        return Row(name, label, None, None, f"runs its own forward: {module._hfnn_lapsed} after hfnn.convert")
+        return ModuleRow(name, label, None, None, f"runs its own forward: {module._hfnn_lapsed} after hfnn.convert")
     if hasattr(module, "_hfnn_when"):
         why = module._hfnn_when
-    return Row(name, label, title(cls), kernel, why)
+    return ModuleRow(name, label, title(cls), kernel, why)
 
 
 def _kernel(module, op, weight) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from hfnn import adapters
 from hfnn.convert import convert, revert
-from hfnn.dress import is_converted
 from hfnn.patch import unrouted
+from hfnn.patterns.subclass import is_converted
 from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
 
 # Where torch itself is off by half or more, in float32 by a tenth (a gradient that is zero in theory), its error is
@@ -27,7 +27,7 @@ FEW = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorRow:
     """One output or gradient. difference: largest between the two versions; converted, original: their errors against
     float64 (the original's is the yardstick); at_most: how many times the yardstick is allowed.
     """
@@ -48,7 +48,7 @@ class Row:
 class Verification:
     """`ok` where every row keeps the accuracy rule; print it, or read its `rows`, outputs first."""
 
-    rows: list[Row]
+    rows: list[ErrorRow]
 
     @property
     def ok(self) -> bool:
@@ -108,14 +108,14 @@ def _is_noise(error, tensor) -> bool:
     return error.l2 > (0.1 if torch.finfo(tensor.dtype).eps < 1e-5 else 0.5)
 
 
-def _row(name, ours, theirs, exact, of, least) -> Row:
+def _row(name, ours, theirs, exact, of, least) -> ErrorRow:
     at_most = GRADIENTS if name.startswith("grad ") else OUTPUTS
     if _is_noise(of, ours):
         at_most = NOISE
     else:
         of = Error(max(of.l2, least.l2), max(of.largest, least.largest))
     difference = (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
-    return Row(name, ours.dtype, difference, error(ours, exact), of, at_most)
+    return ErrorRow(name, ours.dtype, difference, error(ours, exact), of, at_most)
 
 
 def _run(model, inputs, kwargs) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from hfnn import functional, ops
-from hfnn.kernel import Kernel, NoKernel, Op, use
+from hfnn.core.kernel import Kernel, NoKernel, Op, use
 from hfnn.ops.attention import backends
 
 WIDTHS = (768, 1024, 1280, 1600, 2048, 4096, 8192)

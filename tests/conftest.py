@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def rebuilt(monkeypatch):
     """Weak references to the tensors that recipes build again from now on, in Python and in C++."""
-    from hfnn import native, recipe
+    from hfnn.core import native, recipe
 
     found, make = [], recipe._Output.make
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfnn
-from hfnn import bits
-from hfnn.kernel import _interpreting
+from hfnn.core import bits
+from hfnn.core.kernel import _interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import native
+from hfnn.core import native
 
 CASES = {
     "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),

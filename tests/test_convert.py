@@ -230,7 +230,7 @@ class RMSNorm(nn.Module):
 
 LOADING = """
 import pickle, hfnn
-from hfnn.dress import is_converted
+from hfnn.patterns.subclass import is_converted
 m = pickle.load(open("model.pickle", "rb"))
 assert all(map(is_converted, m)) and [x.prefer for x in m] == ["memory"] * 3, m
 hfnn.revert(m)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import hfnn
-from hfnn.deferred import Deferred, defer
+from hfnn.deferred.logits import Deferred, defer
 
 F = nn.functional
 ROWS, SEQ, HIDDEN, VOCABULARY = 2, 5, 8, 11

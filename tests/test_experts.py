@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hfnn
-from hfnn.dress import is_converted, title
 from hfnn.patterns import experts
+from hfnn.patterns.subclass import is_converted, title
 
 transformers = pytest.importorskip("transformers")
 

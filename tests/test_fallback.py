@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hfnn import native
+from hfnn.core import native
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -27,6 +27,6 @@ def test_rooms_in_python():
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "native: no" in subprocess.run(
-        [sys.executable, "-c", "from hfnn import native; print('native:', 'yes' if native.extension else 'no')"],
+        [sys.executable, "-c", "from hfnn.core import native; print('native:', 'yes' if native.extension else 'no')"],
         env={**os.environ, "HFNN_AUTOGRAD": "0"}, capture_output=True, text=True,
     ).stdout  # fmt: skip

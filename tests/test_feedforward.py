@@ -9,8 +9,8 @@ from torch import nn
 
 import hfnn
 from hfnn.convert import examine, sites
-from hfnn.dress import is_converted, title
 from hfnn.patterns import feed_forward
+from hfnn.patterns.subclass import is_converted, title
 
 transformers = pytest.importorskip("transformers")
 WIDTH, INNER = 64, 160

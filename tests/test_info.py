@@ -10,7 +10,7 @@ import torch
 
 import hfnn
 from hfnn import info, ops, warmup
-from hfnn.kernel import Kernel
+from hfnn.core.kernel import Kernel
 
 
 def rows(title):
@@ -48,7 +48,7 @@ def test_environment_shows_our_switches(monkeypatch):
 
 
 def test_columns_are_aligned():
-    table = info.Table("title", ("a", "long header", "last"), [("wide cell", "x", "yes"), ("b", "y", "no: why")])
+    table = info.Section("title", ("a", "long header", "last"), [("wide cell", "x", "yes"), ("b", "y", "no: why")])
     title, header, first, second = info.text([table]).splitlines()
     assert title == "title" and first == "  wide cell  x            yes"
     assert header.index("last") == first.index("yes") == second.index("no: why")

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import hfnn
-from hfnn.kernel import FLOATS, Kernel, Op, context
+from hfnn.core.context import context
+from hfnn.core.kernel import FLOATS, Kernel, Op
 
 BROKEN = Kernel("triton", "hfnn.kernels.no_such_op", "cpu")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfnn
-from hfnn.deferred import Deferred
+from hfnn.deferred.logits import Deferred
 from hfnn.testing import GRADIENTS, error
 
 transformers = pytest.importorskip("transformers")

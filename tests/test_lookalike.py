@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hfnn
-from hfnn.dress import is_converted, title
 from hfnn.patterns import lookalike
+from hfnn.patterns.subclass import is_converted, title
 from hfnn.testing import GRADIENTS, OUTPUTS, assert_close
 
 

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import hfnn
-from hfnn.dress import is_converted
+from hfnn.patterns.subclass import is_converted
 
 
 class Product(nn.Linear):

@@ -82,7 +82,7 @@ norm, x = hfnn.LayerNorm(8), torch.randn(2, 8, requires_grad=True)
 with hfnn.use("cpp"):
     y = norm(x)
 assert y.grad_fn.name() == "_LayerNormBackward"
-assert hfnn.native.extension.__file__.startswith(sys.argv[1])
+assert hfnn.core.native.extension.__file__.startswith(sys.argv[1])
 y.sum().backward()
 assert hfreduce.__file__.startswith(sys.argv[1])
 torch.distributed.init_process_group("hfreduce", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfnn
-from hfnn.dress import is_converted
+from hfnn.patterns.subclass import is_converted
 
 WIDTH = 16
 REGISTRY, CALLS = [], []

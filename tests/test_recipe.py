@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hfnn
-from hfnn import recipe
+from hfnn.core import recipe
 
 
 class Block(nn.Module):

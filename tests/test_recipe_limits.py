@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn import native, recipe
+from hfnn.core import native, recipe
 from hfnn.ops import linear as linears
 from hfnn.ops import rope
 

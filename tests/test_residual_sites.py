@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.dress import is_converted, title
 from hfnn.patterns import block_end
+from hfnn.patterns.subclass import is_converted, title
 
 
 class PostNorm(nn.Module):

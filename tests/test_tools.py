@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import hfnn
-from hfnn.dress import is_converted
+from hfnn.patterns.subclass import is_converted
 
 MODULES = {
     "softmax": lambda: nn.Softmax(-1),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hfnn
-from hfnn.deferred import Deferred
+from hfnn.deferred.logits import Deferred
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import dress
 from hfnn.adapters import attention, masks, rotary, views
 from hfnn.ops import rope
 from hfnn.ops.attention import mask as room_mask
+from hfnn.patterns import subclass
 
 from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, build, inputs, padding
 
@@ -222,7 +222,7 @@ def test_rotary(converted_under, monkeypatch):
     monkeypatch.setitem(vars(kernel), "forward", lambda *args: turned.append(args) or function(*args))
     file = transformers.models.llama.modeling_llama
     own = file.apply_rotary_pos_emb
-    monkeypatch.setattr(dress, "_dressed", weakref.WeakValueDictionary())  # nothing is known of the class
+    monkeypatch.setattr(subclass, "_made", weakref.WeakValueDictionary())  # nothing is known of the class
     for known in (rotary._place, rotary.calls):
         monkeypatch.setattr(rotary, known.__name__, known.__wrapped__)
     mine, other, batch = build("llama"), build("llama"), inputs("llama")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.deferred import Deferred, defer
-from hfnn.unread import Gradient
+from hfnn.deferred.graph import Gradient
+from hfnn.deferred.logits import Deferred, defer
 
 F = nn.functional
 ROWS, SEQ, HIDDEN, VOCABULARY = 2, 7, 8, 11

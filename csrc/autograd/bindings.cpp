@@ -1,4 +1,4 @@
-// hfnn._autograd: the calls of rooms in C++, one for each family; hfnn/native.py gives them the tables of ops.
+// hfnn._autograd: the calls of rooms in C++, one for each family; hfnn/core/native.py gives them the tables of ops.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

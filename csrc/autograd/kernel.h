@@ -160,7 +160,7 @@ extern int forced;
 // Whether rooms here take any call; for tests of those in Python.
 extern bool enabled;
 
-// An op of hfnn/kernel.py: which of its kernels takes a call is asked once for each kind of input.
+// An op of hfnn/core/kernel.py: which of its kernels takes a call is asked once for each kind of input.
 class Choices {
  public:
   explicit Choices(py::object op);

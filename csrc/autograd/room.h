@@ -1,7 +1,7 @@
 // Autograd nodes that are their own recipes.
 //
 // A room is a node with one output y that it can build again, bit for bit, from what it keeps for its own backward. A
-// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/recipe.py does the
+// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does the
 // same for nodes in Python; a chain may mix both.
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -178,7 +178,7 @@ inline Tensor as(const Tensor& x, ScalarType dtype) {
 // of them keeps it. Any other tensor may be filled anew by what moves no version.
 Tensor shared_cast(const Tensor& x, ScalarType dtype);
 
-// Python's functions that rare cases go to; see hfnn/native.py.
+// Python's functions that rare cases go to; see hfnn/core/native.py.
 struct Python {
   PyObject *take = nullptr, *batched = nullptr;
   PyObject* watch = nullptr;  // called with what is built, for tests

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from haiscale.fsdp.methods import Mixing
 from haiscale.fsdp.reduce import Reductions
 from haiscale.fsdp.unit import Slot, Unit
-from hfnn.deferred import Deferred
+from hfnn.deferred.logits import Deferred
 
 Count = tuple[int, int]  # (thread, number): autograd counts the nodes that it makes in each thread
 _PLAIN = (int, float, bool, str, bytes, type(None))

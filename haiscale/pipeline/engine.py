@@ -45,7 +45,7 @@ class Work:
 
 
 @dataclass
-class Kept:
+class InFlight:
     """Of one microbatch on one chunk, between its forward and the end of its backward."""
 
     inputs: list[Tensor | None]
@@ -93,7 +93,7 @@ class Engine:
         """All actions of this rank; `work` gets its outputs and losses. Raises what modules and the backend raise."""
         self.schedule, self.work = schedule, work
         self._last = len(schedule.placement) - 1
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._kept: dict[tuple[int, int], InFlight] = {}
         self._arrived: dict[tuple[str, int, int], list] = {}
         self._coming = {peer: deque(messages) for peer, messages in incoming(schedule, self.rank).items()}
         self._source = {what: peer for peer, messages in self._coming.items() for what in messages}
@@ -118,7 +118,7 @@ class Engine:
         inputs = self._take(FORWARD, chunk, microbatch) if chunk else list(self.work.inputs[microbatch])
         grad = torch.is_grad_enabled()
         again = grad and self._recomputes(microbatch)
-        kept = Kept(inputs, None, _random_state(self.device) if again else None)
+        kept = InFlight(inputs, None, _random_state(self.device) if again else None)
         # Not the first microbatch: it may pay for casts that all share.
         seen = chunk in self.activations or not grad or microbatch < min(1, self.schedule.microbatches - 1)
         with self.clock.span(action), backward.without_graph() if again else contextlib.nullcontext():

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from hfnn.adapters import masks, rotary, views
-from hfnn.classes import ByClass, cache_by_class
-from hfnn.kernel import compiling, forced, is_plain
+from hfnn.core.classes import ByClass, cache_by_class
+from hfnn.core.context import compiling, is_plain
+from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
 from hfnn.patterns import routed
 from hfnn.patterns.probe import seclusion

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hfnn.kernel import compiling
+from hfnn.core.context import compiling
 from hfnn.ops import attention
 from hfnn.patterns import routed
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
-from hfnn.kernel import compiling
+from hfnn.core.context import compiling
+from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
-from hfnn.recorded import METADATA, name_of
 
 
 def masking():

@@ -13,7 +13,7 @@ import types
 import torch
 
 from hfnn import functional
-from hfnn.classes import cache_by_class
+from hfnn.core.classes import cache_by_class
 from hfnn.patch import Place, _routed
 from hfnn.patterns import routed
 from hfnn.patterns.probe import seclusion

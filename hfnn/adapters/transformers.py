@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hfnn import ops
-from hfnn.deferred import defer
-from hfnn.kernel import compiling
+from hfnn.core.context import compiling
+from hfnn.deferred.logits import defer
 from hfnn.ops import linear
 
 # What their classes are called; MarianMTModel is BART by another name.

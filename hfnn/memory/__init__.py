@@ -5,8 +5,8 @@ hfnn.memory.saved_bytes(lambda: model(ids)).total
 hfnn.memory.peak_bytes(step, "cuda")
 """
 
-from hfnn.memory.keepers import MemoryReport, Row, report
+from hfnn.memory.keepers import MemoryReport, MemoryRow, report
 from hfnn.memory.peak import peak_bytes
 from hfnn.memory.saved import Saved, saved_bytes
 
-__all__ = ["MemoryReport", "Row", "Saved", "peak_bytes", "report", "saved_bytes"]
+__all__ = ["MemoryReport", "MemoryRow", "Saved", "peak_bytes", "report", "saved_bytes"]

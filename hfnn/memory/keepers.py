@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import nn
 
 from hfnn.convert import convert, revert
-from hfnn.dress import is_converted
-from hfnn.memory.saved import FROM_PYTHON, Kept, Record, nodes, packed, set_aside, storage_of, unpack
+from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, storage_of, unpack
+from hfnn.patterns.subclass import is_converted
 
 CASTS = "casts of weights"
 ASIDE = ", set aside"  # after the op's name: held as an attribute of the node, and not as a saved tensor
@@ -25,7 +25,7 @@ LAYERS = 12
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """Bytes that one op keeps in modules alike, with the original classes (eager) and converted.
 
     module: the name, with * for numbers in it; modules: how many have it; op: of the autograd node.
@@ -46,7 +46,7 @@ class MemoryReport:
     order of the model.
     """
 
-    rows: list[Row]
+    rows: list[MemoryRow]
 
     @property
     def eager(self) -> int:
@@ -168,7 +168,7 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
 Found = dict[tuple[str, str], int]
 
 
-def _rows(model, eager: Found, converted: Found) -> list[Row]:
+def _rows(model, eager: Found, converted: Found) -> list[MemoryRow]:
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     sums: dict[tuple[str, str], list] = {}
     for name, op in sorted({**eager, **converted}, key=lambda key: order[key[0]]):
@@ -178,7 +178,7 @@ def _rows(model, eager: Found, converted: Found) -> list[Row]:
     many: dict[str, set[str]] = {}
     for (folded, _), (modules, *_) in sums.items():
         many.setdefault(folded, set()).update(modules)
-    return [Row(folded, len(many[folded]), op, *both) for (folded, op), (_, *both) in sums.items()]
+    return [MemoryRow(folded, len(many[folded]), op, *both) for (folded, op), (_, *both) in sums.items()]
 
 
 def _fold(name: str) -> str:
@@ -245,7 +245,7 @@ class _Spy:
         finally:
             nn.Module.__call__ = call
 
-    def pack(self, tensor: torch.Tensor) -> Kept:
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
         kept = self.record.pack(tensor)
         kept.module = self._running[-1]
         return kept

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hfnn import native
-from hfnn.kernel import is_plain
+from hfnn.core import native
+from hfnn.core.context import is_plain
 from hfnn.memory.peak import tensors
 
 # In place of an op, for what is in no graph that the result leads to.
@@ -33,7 +33,7 @@ class Saved:
         return "\n".join([f"{self.total:>14,}  bytes kept for backward", *lines])
 
 
-class Kept:
+class SavedTensor:
     """A saved tensor, as packed: the storage is what costs. module: for `hfnn.memory.report`."""
 
     def __init__(self, tensor: torch.Tensor):
@@ -51,12 +51,12 @@ class Record:
     def __init__(self):
         self._refs: list[weakref.ref] = []
 
-    def pack(self, tensor: torch.Tensor) -> Kept:
-        kept = Kept(tensor)
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        kept = SavedTensor(tensor)
         self._refs.append(weakref.ref(kept))
         return kept
 
-    def alive(self, reached) -> list[Kept]:
+    def alive(self, reached) -> list[SavedTensor]:
         """What is kept, in the order in which it was saved; reached: what is known to be, from the graph."""
         kept = [k for k in (ref() for ref in self._refs) if k is not None]
         if any(k not in reached for k in kept):
@@ -96,7 +96,7 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
     return found
 
 
-def unpack(kept: Kept) -> torch.Tensor:
+def unpack(kept: SavedTensor) -> torch.Tensor:
     return kept.tensor
 
 
@@ -107,7 +107,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 def nodes(result) -> Iterator[tuple[str, object]]:
     """(name of the op, node) for every node of the graph behind result, from the outputs down.
 
-    A node may hold a graph of its own, by `inner` nodes (hfnn/unread.py).
+    A node may hold a graph of its own, by `inner` nodes (hfnn/deferred/graph.py).
     """
     queue = [t.grad_fn for t in tensors(result) if t.grad_fn is not None]
     seen = set(queue)
@@ -128,15 +128,15 @@ def leaves(graph) -> Iterator[torch.nn.Parameter]:
             yield leaf
 
 
-def packed(node) -> Iterator[Kept]:
+def packed(node) -> Iterator[SavedTensor]:
     """What a node saved, as it was packed: to unpack it would have a checkpoint compute its part again."""
     if native.extension is not None:
-        yield from (data for data in native.extension.packed(node) if isinstance(data, Kept))
+        yield from (data for data in native.extension.packed(node) if isinstance(data, SavedTensor))
     for attribute in dir(node):
         if attribute.startswith("_raw_saved_"):
             raw = getattr(node, attribute)
             for one in raw if isinstance(raw, (tuple, list)) else (raw,):
-                if isinstance(one.data, Kept):
+                if isinstance(one.data, SavedTensor):
                     yield one.data
 
 

@@ -13,9 +13,9 @@ import math
 import torch
 from torch import nn
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import Op
+from hfnn.core import bits
+from hfnn.core.function import Function
+from hfnn.core.kernel import Op
 from hfnn.ops import max_pool
 from hfnn.ops.avg_pool import Keeps, sizes_of, takes
 

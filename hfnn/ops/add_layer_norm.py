@@ -9,8 +9,9 @@ dropout_add.py says what the sum is, layer_norm.py what y is, add_norm.py how bo
 import torch
 from torch import nn
 
-from hfnn import native
-from hfnn.kernel import FLOATS, Kernel, Op, compiling
+from hfnn.core import native
+from hfnn.core.context import compiling
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import add_norm, dropout_add, layer_norm
 
 

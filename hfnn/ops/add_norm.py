@@ -8,7 +8,7 @@ a seed; y comes with the norm's recipe. The fused kernel's y, mean and rstd are 
 `backward` expect (csrc/add_norm.h).
 """
 
-from hfnn.kernel import is_plain
+from hfnn.core.context import is_plain
 from hfnn.ops import dropout, dropout_add, layer_norm
 
 
@@ -41,7 +41,7 @@ def run(norm, kernel, x, residual, p):
         dropped = dropout_add.OP.select(x, residual, out=residual.dtype, prefer="memory")
         if dropped is None:
             return None
-        drawn = dropout.draw(x)
+        drawn = dropout.philox_seed(x)
     fused = _Summed(kernel, p, drawn)
     total = dropout_add.run(x, residual, p, drawn, dropped, fused.fill)
     return norm(total, fused), total

@@ -12,8 +12,9 @@ import functools
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import PREFERENCES, WORTH_ELEMENTS, Op, autocasting, compiling, context, forced, is_plain
+from hfnn.core.context import autocasting, compiling, context, is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import PREFERENCES, WORTH_ELEMENTS, Op, forced
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 aten = torch.ops.aten

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.core.context import is_plain
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layer_norm import statistics_dtype
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 
-from hfnn import native, recipe
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, compiling
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 
@@ -99,7 +100,7 @@ def _build(p, seed, offset, kernel, strides=None):
     return build
 
 
-def draw(x, counters=None):
+def philox_seed(x, counters=None):
     """(seed, offset, pair) for a mask of x, drawn from torch's default generator of x's device.
 
     counters: how many Philox counters the mask uses; one for four elements of x by default. On CUDA the generator's own
@@ -141,7 +142,7 @@ def _in_python(input, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None:
         return None
-    seed, offset, pair = draw(input)
+    seed, offset, pair = philox_seed(input)
     if torch.is_grad_enabled():
         return _Dropout.apply(input, p, seed, offset, pair, kernel, None)
     return _build(p, seed, offset, kernel)(input, pair)

@@ -10,9 +10,10 @@ by torch's rules of promotion, and dx is in low precision again.
 import torch
 from torch import nn
 
-from hfnn import native
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, compiling
+from hfnn.core import native
+from hfnn.core.context import compiling
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import dropout
 from hfnn.ops.layout import in_rows, like_dy
 
@@ -143,4 +144,4 @@ def _in_python(input, residual, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, residual, out=residual.dtype, prefer=prefer)
     if kernel is None or not fits(input, residual):
         return None
-    return run(input, residual, p, dropout.draw(input), kernel, None)
+    return run(input, residual, p, dropout.philox_seed(input), kernel, None)

@@ -13,8 +13,9 @@ prefer="memory" always.
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced, is_plain
+from hfnn.core.context import compiling, context, is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 
 _embedding_of_torch = nn.functional.embedding
 

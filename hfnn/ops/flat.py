@@ -8,7 +8,7 @@ comes from a node of its own before the Function (`link_before`).
 
 import torch
 
-from hfnn.function import Function
+from hfnn.core.function import Function
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn import native, recipe
-from hfnn.function import Function, double_backward
-from hfnn.kernel import Op, compiling
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Op
 from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
 from hfnn.ops.table import BENCH

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hfnn.kernel import FLOATS, Kernel, Op, compiling, forced, is_plain
+from hfnn.core.context import compiling, is_plain
+from hfnn.core.kernel import FLOATS, Kernel, Op, forced
 
 CHUNKS = 8  # of a wide gradient, and so an eighth of the logits at a time
 # Fewer tokens than these make slow products: (CPU, CUDA).
@@ -133,7 +134,7 @@ def chunks_at_most(share: float, narrow: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Chunks:
     """How the tokens are dealt out: the first `inside`, then chunks of `step`; slabs of the vocabulary, or not."""
 
     inside: int
@@ -143,7 +144,7 @@ class Plan:
 
 def plan_for(
     given: Operands, needs, weight_dtype: torch.dtype, max_bytes: int | None, inside=False, group=None
-) -> Plan:
+) -> Chunks:
     """As many tokens a chunk as `max_bytes` hold; if None, no more than errors and fast products ask for.
 
     inside: whether the first logits may lie in the memory of the weight's gradient. The same on all processes of a
@@ -166,7 +167,7 @@ def plan_for(
         step = step // TILE * TILE if cuda and step > TILE else step
     step = max(1, min(tokens, step))
     by_slabs = narrow and rest > most * step
-    return Plan(0 if by_slabs else first, step, by_slabs)
+    return Chunks(0 if by_slabs else first, step, by_slabs)
 
 
 def vocabulary_sizes(like: torch.Tensor, vocabulary: int, group) -> list[torch.Tensor]:

@@ -12,9 +12,10 @@ import math
 import torch
 from torch import nn
 
-from hfnn import native, recipe
-from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op, compiling
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layout import in_rows
 
 

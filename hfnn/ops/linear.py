@@ -3,7 +3,7 @@
     y = x W^T + b    (`Linear`)          y = x W + b    (`Conv1D` of transformers)
 
 The products are torch's own, on the operands and in the layouts torch uses, so gradients are torch's to the bit. What
-differs is what backward needs: where the input comes with a recipe (hfnn/recipe.py), its sources are kept instead.
+differs is what backward needs: where the input comes with a recipe (hfnn/core/recipe.py), its sources are kept instead.
 Under autocast the input is cast once for all consumers, and the weight's cast is made again instead of kept. With
 recompute=True the output has a recipe, too: its consumers keep nothing, and the product runs again in backward.
 """
@@ -13,10 +13,11 @@ import functools
 import torch
 from torch import nn
 
-from hfnn import native, recipe
-from hfnn.function import Function
-from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context
-from hfnn.recipe import as_dtype
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling, context
+from hfnn.core.function import Function
+from hfnn.core.kernel import WORTH_ELEMENTS, Op
+from hfnn.core.recipe import as_dtype
 
 _linear_of_torch, _autocasting = nn.functional.linear, torch._C._is_any_autocast_enabled
 

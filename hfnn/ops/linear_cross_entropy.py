@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.function import Function, double_backward
-from hfnn.kernel import Kernel, Op
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Kernel, Op
 from hfnn.ops import cross_entropy as logits_room
 from hfnn.ops import head
 from hfnn.ops.linear_log_probs import LOG_PROBS, local_target, sums_of
@@ -68,7 +68,7 @@ OP = Op(
 )
 
 
-class Call(NamedTuple):
+class CrossEntropyCall(NamedTuple):
     """What does not change between forward and backward. `options` are those of the kernels (csrc/cross_entropy.h)."""
 
     options: tuple
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
     kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order
 
 
-def _rows(target, class_weight, token_weight, call: Call) -> Rows:
+def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
     wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
     scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
     kept = (target != call.options[0]).nonzero().view(-1) if call.compact else None
@@ -108,13 +108,13 @@ def _rows(target, class_weight, token_weight, call: Call) -> Rows:
     return Rows(target, share, scale, share.sum(), kept)
 
 
-def _class_weights(target, class_weight, call: Call):
+def _class_weights(target, class_weight, call: CrossEntropyCall):
     """The weight of each token's class, 1 without weights; 0 where ignored."""
     counted = target != call.options[0]
     return counted if class_weight is None else counted * class_weight[target.where(counted, 0)]
 
 
-def _operands(hidden, weight, bias, call: Call, rows: Rows) -> head.Operands:
+def _operands(hidden, weight, bias, call: CrossEntropyCall, rows: Rows) -> head.Operands:
     # A logit of -inf changes no loss and has a gradient of 0, but for smoothing, a cap or another scale.
     _, smoothing, _, logit_scale, softcap = call.options
     pad = call.group is None and not smoothing and not softcap and logit_scale > 0
@@ -122,7 +122,7 @@ def _operands(hidden, weight, bias, call: Call, rows: Rows) -> head.Operands:
     return given if rows.kept is None else replace(given, hidden=given.hidden[rows.kept])
 
 
-def _factor(rows: Rows, call: Call, dy=None):
+def _factor(rows: Rows, call: CrossEntropyCall, dy=None):
     """What the gradient of a row is multiplied by: (T,), or (1,) for one number. dy: that of reduction="none"."""
     factor = rows.total.new_ones(1) if dy is None else dy.reshape(-1).to(rows.total.dtype).contiguous()
     if dy is not None and rows.kept is not None:
@@ -140,7 +140,7 @@ def _part(t, tokens: slice):
 class _Pass:
     """One way through the tokens: losses where `loss_T` is given, gradients where `factor` is."""
 
-    def __init__(self, given: head.Operands, rows: Rows, class_weight, call: Call, needs, weight_dtype):
+    def __init__(self, given: head.Operands, rows: Rows, class_weight, call: CrossEntropyCall, needs, weight_dtype):
         self.given, self.rows, self.class_weight, self.call = given, rows, class_weight, call
         self.pads = given.shape[1] - given.classes
         if self.pads and class_weight is not None:
@@ -240,7 +240,7 @@ class _Pass:
         return gradients.all()
 
 
-def _losses(loss_T, rows: Rows, call: Call, shape):
+def _losses(loss_T, rows: Rows, call: CrossEntropyCall, shape):
     """The result from the losses of the tokens."""
     loss_T = loss_T if rows.scale is None else loss_T * rows.scale
     if call.reduction == "none":
@@ -312,7 +312,7 @@ def _gradients(hidden, weight, bias, target, class_weight, token_weight, call, n
     return _spread(grads[0], rows, hidden), *grads[1:], rows.total
 
 
-def _formula(target, class_weight, token_weight, call: Call):
+def _formula(target, class_weight, token_weight, call: CrossEntropyCall):
     """torch's own ops, in the widest dtype at hand."""
     ignore_index, smoothing, z_loss, logit_scale, softcap = call.options
     options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
@@ -396,7 +396,7 @@ def linear_cross_entropy(
     wanted = any(t is not None and t.requires_grad for t in (input, linear_weight, linear_bias))
     ahead = wanted and torch.is_grad_enabled() and reduction != "none"
     out_dtype = dtype or OP.out_dtype(input)
-    call = Call(options, reduction, product, out_dtype, max_bytes, compact, group, kernel, ahead)
+    call = CrossEntropyCall(options, reduction, product, out_dtype, max_bytes, compact, group, kernel, ahead)
     weight = None if weight is None else weight.detach().contiguous()
     return _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, weight, token_weight, call)
 

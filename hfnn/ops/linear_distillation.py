@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, autocasting, context
+from hfnn.core.context import autocasting, context
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
 
@@ -117,7 +118,7 @@ OP = Op(
 )
 
 
-class Call(NamedTuple):
+class DistillationCall(NamedTuple):
     """What does not change between forward and backward. dtype: of the student's logits; ahead: whether forward makes
     the gradients.
     """
@@ -144,7 +145,7 @@ class Call(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
-def _counted(hidden, target, call: Call):
+def _counted(hidden, target, call: DistillationCall):
     """(1 for each token that counts and 0 for others (T,), how many count), in the dtype of the statistics."""
     wide, tokens = torch.promote_types(call.dtype, torch.float32), hidden.shape[:-1].numel()
     if target is None:
@@ -153,7 +154,7 @@ def _counted(hidden, target, call: Call):
     return counted_T, counted_T.sum()
 
 
-def _pass(student, teacher, counted_T, factor_T, loss_T, needs, weight_dtype, call: Call):
+def _pass(student, teacher, counted_T, factor_T, loss_T, needs, weight_dtype, call: DistillationCall):
     """One way through the tokens: fills `loss_T` where given; (gradients of hidden, weight and bias) for `factor_T`."""
     grads = None
     max_bytes = None if call.max_bytes is None else call.max_bytes // 2  # for both kinds of logits
@@ -240,7 +241,7 @@ class _LinearDistillation(Function):
         return None if dhidden is None else dhidden.view(hidden.shape), *rest, *nothing
 
 
-def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, needs, call: Call):
+def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, needs, call: DistillationCall):
     """The losses where `loss_T` is given, and the gradients of hidden, weight and bias unless forward does without.
 
     dy_T: the gradient of each token's loss, for reduction="none".
@@ -256,7 +257,7 @@ def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, ne
         return _pass(student, taught, counted_T, factor_T, loss_T, needs, head.gradient_dtype(weight, call.dtype), call)
 
 
-def _formula(hidden, weight, bias, teacher, target, call: Call):
+def _formula(hidden, weight, bias, teacher, target, call: DistillationCall):
     """The loss by torch's own ops, in the widest dtype at hand."""
     wide = torch.promote_types(call.dtype, torch.float32)
     with head.no_autocast(hidden):
@@ -315,7 +316,9 @@ def linear_distillation(
     needs = any(t is not None and t.requires_grad for t in (input, linear_weight, linear_bias))
     ahead = torch.is_grad_enabled() and needs and reduction != "none"
     dtypes = (chosen[1], teacher_dtype, OP.out_dtype(input))
-    call = Call(float(beta), float(temperature), ignore_index, reduction, *dtypes, max_bytes, ahead, chosen[0])
+    call = DistillationCall(
+        float(beta), float(temperature), ignore_index, reduction, *dtypes, max_bytes, ahead, chosen[0]
+    )
     return _LinearDistillation.apply(input, linear_weight, linear_bias, *teacher, target, kept, call)
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import cross_entropy, head
 
 

@@ -5,7 +5,7 @@ y = x - lse,    lse = log(sum(exp(x)));    dx = dy - exp(y) * sum(dy)
 
 from torch import nn
 
-from hfnn.kernel import Op
+from hfnn.core.kernel import Op
 from hfnn.ops import softmax
 
 

@@ -12,8 +12,9 @@ What does not count is 0 in y and in the gradient, whatever its x and dy are, an
 
 import torch
 
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, autocasting, is_plain
+from hfnn.core.context import autocasting, is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 
 INF = float("inf")
 

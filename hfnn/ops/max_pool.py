@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core import bits
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
@@ -118,7 +118,7 @@ class _MaxPool(Function):
         packed, link = ctx.saved_tensors
         if dy is None:
             return zeros_or_none(dlink, ctx.how[2]), None, None, None
-        gathered = _Gather.apply if torch.is_grad_enabled() else _gathered
+        gathered = _GatherPooled.apply if torch.is_grad_enabled() else _gathered
         return flat(gathered(dy, packed, *ctx.how), link), None, None, None
 
 
@@ -133,7 +133,7 @@ def _gathered(dy, packed, geometry, layout, shape, kernel):
     return dx
 
 
-class _Gather(Function):
+class _GatherPooled(Function):
     """dx of dy where it is to be differentiated: each output's gradient is that of the element it came from."""
 
     @staticmethod

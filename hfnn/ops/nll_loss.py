@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import _reduction
 
-from hfnn.function import Function, double_backward
-from hfnn.kernel import Op, autocasting, compiling, context, forced
+from hfnn.core.context import autocasting, compiling, context
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Op, forced
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import Op
+from hfnn.core import bits
+from hfnn.core.function import Function
+from hfnn.core.kernel import Op
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn.function import Function
-from hfnn.kernel import Op, is_plain
+from hfnn.core.context import is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import Op
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype

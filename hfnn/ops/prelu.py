@@ -9,9 +9,9 @@ as in a frozen layer, a bit an element and w are enough.
 import torch
 from torch import nn
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core import bits
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import laid

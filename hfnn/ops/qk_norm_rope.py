@@ -10,9 +10,9 @@ In one pass, which keeps its inputs and a number a head. A consumer that would k
 
 import torch
 
-from hfnn import recipe
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core import recipe
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import rms_norm, rope
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.rope import check_layout, choose, columns_dense, heads_first, result, rows_index, table

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from hfnn.function import Function, double_backward
-from hfnn.kernel import Kernel, Op
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Kernel, Op
 from hfnn.ops.layout import _alike, _dense, _flat
 
 KEEPS = ("input", "output")

@@ -9,10 +9,10 @@ keeps anyway, says all that backward needs, where torch keeps relu's result and 
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops import piecewise, table
-from hfnn.ops.dropout import draw
+from hfnn.ops.dropout import philox_seed
 from hfnn.ops.layout import _dense, in_order
 
 
@@ -88,7 +88,7 @@ def relu_dropout(input, p=0.5, training=True, *, prefer="auto"):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None:
         return _by_torch(input, p)
-    drawn = draw(input)
+    drawn = philox_seed(input)
     if torch.is_grad_enabled() and input.requires_grad:
         return _ReluDropout.apply(input, p, drawn, kernel)
     return _compute(input, p, drawn, kernel)

@@ -11,9 +11,10 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 import torch
 from torch import nn
 
-from hfnn import native, recipe
-from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op, compiling
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import FLOATS, Kernel, Op
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 from hfnn.ops.layout import in_rows, like_dy
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from hfnn import recipe
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op, is_plain
+from hfnn.core import recipe
+from hfnn.core.context import is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 
 _HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
 

@@ -11,11 +11,12 @@ is the mean, and the op is leaky_relu.
 import torch
 from torch import nn
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import WORTH_ELEMENTS, Op, compiling, context, forced
+from hfnn.core import bits
+from hfnn.core.context import compiling, context
+from hfnn.core.function import Function
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 from hfnn.ops import piecewise, table
-from hfnn.ops.dropout import draw
+from hfnn.ops.dropout import philox_seed
 
 _rrelu = torch.rrelu
 
@@ -99,7 +100,7 @@ def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, pre
         return nn.functional.rrelu(input, lower, upper, training, True)
     if not lower <= upper or not _takes(input, prefer):
         return _rrelu(input, lower, upper, training)
-    seed, offset, _ = draw(input)
+    seed, offset, _ = philox_seed(input)
     if torch.is_grad_enabled() and input.requires_grad:
         return _RReLU.apply(input, lower, upper, seed, offset)
     return _compute(input, lower, upper, seed, offset)

@@ -8,8 +8,8 @@ and can be differentiated as often as torch's.
 
     y = a where mask, else b;    da = dy where mask, else 0;    db = 0 where mask, else dy
 
-Of a mask torch keeps a byte an element; here it is packed into an eighth of that (hfnn/bits.py), at each call, for a
-mask may be filled anew in between by what moves no version. Of a mask that is broadcast the small one is kept. Values
+Of a mask torch keeps a byte an element; here it is packed into an eighth of that (hfnn/core/bits.py), at each call, for
+a mask may be filled anew in between by what moves no version. Of a mask that is broadcast the small one is kept. Values
 and gradients are torch's own to the bit.
 """
 
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hfnn import bits
-from hfnn.function import Function
-from hfnn.kernel import Op, is_plain
+from hfnn.core import bits
+from hfnn.core.context import is_plain
+from hfnn.core.function import Function
+from hfnn.core.kernel import Op
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none

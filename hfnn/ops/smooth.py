@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn import native, recipe
-from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, Op, compiling, forced
+from hfnn.core import native, recipe
+from hfnn.core.context import compiling
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import FLOATS, Kernel, Op, forced
 from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, in_order, ordered
 from hfnn.ops.table import BENCH, real

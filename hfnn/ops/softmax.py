@@ -11,8 +11,8 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 import torch
 from torch import nn
 
-from hfnn.function import Function
-from hfnn.kernel import FLOATS, Kernel, Op
+from hfnn.core.function import Function
+from hfnn.core.kernel import FLOATS, Kernel, Op
 
 
 def reference(x, dim=None, _stacklevel=3, dtype=None):

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from hfnn.kernel import FLOATS, Kernel
+from hfnn.core.kernel import FLOATS, Kernel
 
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))  # for the contract tests, of every elementwise op
 BENCH = (16384, 8192)

@@ -16,7 +16,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from hfnn.kernel import FLOATS, Kernel
+from hfnn.core.kernel import FLOATS, Kernel
 from hfnn.optim import formats
 from hfnn.optim.fused import Fused
 from hfnn.optim.reference import MAXIMIZE

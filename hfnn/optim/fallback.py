@@ -9,7 +9,7 @@ from torch import Tensor
 from hfnn.optim import reference
 from hfnn.optim.distributed import total_squares
 from hfnn.optim.state import OPTIONS, States
-from hfnn.optim.table import Plan, fit, local, sharding
+from hfnn.optim.table import StepPlan, fit, local, sharding
 
 log = logging.getLogger("hfnn")
 
@@ -23,7 +23,7 @@ class Fallback(States):
     _ran: tuple[str, ...] = ()
     _norm: Tensor | None = None
 
-    def _fall_back(self, plan: Plan, wanted: list[Tensor] | None) -> None:
+    def _fall_back(self, plan: StepPlan, wanted: list[Tensor] | None) -> None:
         """torch's own step, or, where that does not know what is kept, the definition in plain torch."""
         self._ran = ("torch",)
         if plan.refusal != ASKED and plan.refusal not in _logged:

@@ -9,16 +9,16 @@ of torch becomes one of hfnn by `optimizer.__class__ = hfnn.optim.AdamW`.
 import torch
 from torch import Tensor
 
-from hfnn import kernel as kernels
-from hfnn import product
-from hfnn.kernel import FLOATS, Kernel, NoKernel
-from hfnn.ops.dropout import draw
+from hfnn.core import kernel as kernels
+from hfnn.core.kernel import FLOATS, Kernel, NoKernel
+from hfnn.deferred import product
+from hfnn.ops.dropout import philox_seed
 from hfnn.optim import formats
 from hfnn.optim.distributed import check_one_mesh, total_squares
 from hfnn.optim.fallback import ASKED, Fallback
 from hfnn.optim.memory import Memory, memory
 from hfnn.optim.state import OPTIONS
-from hfnn.optim.table import NORM, TILE, Plan, Settings, Table, capturing, clashing, dense, fit, local, sharding
+from hfnn.optim.table import NORM, TILE, Settings, StepPlan, Table, capturing, clashing, dense, fit, local, sharding
 
 KERNELS = (
     Kernel("triton", "hfnn.kernels.optim", "cuda"),
@@ -159,7 +159,7 @@ class Fused(Fallback):
             names,
         )
 
-    def _plan(self, params: list[Tensor], options: tuple, wanted, settings: dict) -> Plan:
+    def _plan(self, params: list[Tensor], options: tuple, wanted, settings: dict) -> StepPlan:
         """The tables for these parameters, as far as they have gradients, or why there are none."""
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         if foreign := [p for p in params if id(p) not in numbers]:
@@ -169,7 +169,7 @@ class Fused(Fallback):
         if self.max_grad_norm is not None:
             check_one_mesh(params_with)
         refusal = self._refusal(list(zip(params_with, grads, strict=True)))
-        plan = Plan(params, options, which, refusal)
+        plan = StepPlan(params, options, which, refusal)
         if refusal is None:
             fitted = list(map(fit, grads, params_with))
             if self.counts:
@@ -226,7 +226,7 @@ class Fused(Fallback):
 
     # What a step does.
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: StepPlan) -> None:
         tables = plan.tables
         numbers = [self._numbers(group) for group in self.param_groups]
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -252,7 +252,7 @@ class Fused(Fallback):
                 for table in tables:
                     table.written()
 
-    def _forget_unwritten(self, plan: Plan) -> None:
+    def _forget_unwritten(self, plan: StepPlan) -> None:
         """Drop the states that the first step was to fill, so that whatever comes next finds none, as under torch."""
         for table, places in zip(plan.tables, plan.places, strict=True):
             for entry, i in zip(table.entries, places.tolist(), strict=True):
@@ -274,7 +274,7 @@ class Fused(Fallback):
         decay = -1.0 if self.ema_decay is None else self.ema_decay
         if not self.stochastic_rounding:
             return decay, -1, 0
-        seed, offset, pair = draw(rows, counters)
+        seed, offset, pair = philox_seed(rows, counters)
         if pair is not None:
             raise RuntimeError("stochastic_rounding=True cannot be captured in a CUDA graph: its seed would be frozen")
         return decay, seed, offset

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from hfnn.kernel import FLOATS, Kernel
+from hfnn.core.kernel import FLOATS, Kernel
 from hfnn.optim.distributed import total_squares
 from hfnn.optim.fused import COUNTERS, Fused, check_numbers
 from hfnn.optim.reference import DECOUPLED, MAXIMIZE

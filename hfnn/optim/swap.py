@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _get_scalar_dtype
 
 from hfnn import optim
-from hfnn.dress import dress
-from hfnn.kernel import log
+from hfnn.core.kernel import log
 from hfnn.optim.fused import Fused
 from hfnn.optim.state import OPTIONS
+from hfnn.patterns.subclass import make_subclass
 
 
 def _torch_class(cls: type) -> type | None:
@@ -108,7 +108,7 @@ def examine(optimizer: Optimizer) -> tuple[type | None, str]:
             return None, f"its class defines {', '.join(sorted(own))}, which hfnn.optim.{room.__name__} does too"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None, "differentiable=True, where autograd follows torch's own step"
-    return (room if cls is base else dress(cls, room, None)), ""
+    return (room if cls is base else make_subclass(cls, room, None)), ""
 
 
 def explain(optimizer: Optimizer) -> tuple[str, str | None, str | None, str]:

@@ -1,6 +1,6 @@
 """What a step works on, as `csrc/optim.h` wants it: made when an address, a layout or an option changes, then kept.
 
-A `Plan` is all that one call of `step` needs, checked against the present tensors in one pass (`look.py`). It has a
+A `StepPlan` is all that one call of `step` needs, checked against the present tensors in one pass (`look.py`). It has a
 `Table` for each device and sharding: the rows. `Settings`, one for each device, hold what changes without a
 table changing: the numbers of the groups, and what a GradScaler found.
 """
@@ -212,7 +212,7 @@ class Table:
             self.rows[:, column].copy_(upload(values, self.rows.device))
 
 
-class Plan:
+class StepPlan:
     """The tables of one call of `step`, and all that they were made for.
 
     `refusal` says why no kernel takes them; `which` are the numbers of the parameters that have a gradient, and

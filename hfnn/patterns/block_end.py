@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn.kernel import compiling, is_bare, is_plain
+from hfnn.core.context import compiling, is_bare, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
 from hfnn.patterns import probe

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn import recipe
-from hfnn.function import Function
-from hfnn.kernel import compiling, context, is_bare, is_plain
+from hfnn.core import recipe
+from hfnn.core.context import compiling, context, is_bare, is_plain
+from hfnn.core.function import Function
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
 from hfnn.patterns import lookalike, probe, traced

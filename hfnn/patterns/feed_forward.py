@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn.kernel import compiling, is_bare, is_plain
+from hfnn.core.context import compiling, is_bare, is_plain
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.kernel import compiling, is_plain
+from hfnn.core.context import compiling, is_plain
 from hfnn.ops import linear
 from hfnn.patterns import probe
 from hfnn.patterns.probe import NOTHING, Reads

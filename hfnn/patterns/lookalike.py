@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hfnn import ops
-from hfnn.kernel import autocasting, is_plain
+from hfnn.core.context import autocasting, is_plain
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patterns import probe
 from hfnn.patterns.probe import NOTHING, Reads

@@ -4,7 +4,7 @@ A module's own `forward` is run on a clone of it: another object of its class, w
 random parts on the CPU and no hooks. What the clone holds by reference it gets a copy of when that is first read, so
 that nothing is shared with the module. What is read of the clone, `Reads`, is all of the module that the proof depends
 on: attributes of the instance, attributes of objects that it holds (`self.config.x`), and functions of its class. A
-proof is given again to a module of which these are the same, and lapses once they change (hfnn/dress.py).
+proof is given again to a module of which these are the same, and lapses once they change (hfnn/patterns/subclass.py).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.kernel import forcing
+from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
 
 CONTAINERS = (list, dict, set)

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.classes import cache_by_class
-from hfnn.kernel import PREFERENCES, compiling
+from hfnn.core.classes import cache_by_class
+from hfnn.core.context import compiling
+from hfnn.core.kernel import PREFERENCES
 from hfnn.patch import PLACES, Place, here, install, uninstall
 
 
 @dataclass(frozen=True)
-class Inside:
+class RoutedCalls:
     """How a module is to be read whose own code calls functions that hfnn has."""
 
     names: tuple[str, ...]
@@ -81,12 +82,12 @@ class Calls:
     where: str
 
 
-def recognise(module: nn.Module) -> tuple[Inside | None, str | None]:
+def recognise(module: nn.Module) -> tuple[RoutedCalls | None, str | None]:
     """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it makes none."""
     found = calls(type(module))
     if isinstance(found, str):
         return None, found
-    return (Inside(tuple(sorted({place.name for place in found.places}))), None) if found else (None, None)
+    return (RoutedCalls(tuple(sorted({place.name for place in found.places}))), None) if found else (None, None)
 
 
 # Of torch, and of those who compute with the parts of a model in their own way.

@@ -44,7 +44,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Call:
+class PartCall:
     name: str
     x: torch.Tensor
     y: torch.Tensor
@@ -53,7 +53,7 @@ class Call:
 class _Map(nn.Linear):
     def forward(self, input):
         y = nn.functional.linear(input, self.weight, self.bias)
-        self.log.append(Call(self.name, input, y))
+        self.log.append(PartCall(self.name, input, y))
         return y
 
 
@@ -64,7 +64,7 @@ class _Activation(nn.Module):
 
     def forward(self, input):
         y = type(self.part).forward(self.part, input)
-        self.log.append(Call(self.name, input, y))
+        self.log.append(PartCall(self.name, input, y))
         return y
 
 
@@ -72,7 +72,7 @@ class _Other(nn.Module):
     def forward(self, input):
         places = torch.arange(input.shape[-1], dtype=torch.float64, device=input.device) + len(self.name)
         y = input * places.cos().to(input.dtype) + input.roll(self.number, -1)
-        self.log.append(Call(self.name, input, y))
+        self.log.append(PartCall(self.name, input, y))
         return y
 
 
@@ -104,7 +104,7 @@ def _hidden(maps) -> int | None:
     return None
 
 
-def small(module, notes, kinds, dtype, training, seed) -> tuple[nn.Module, list[Call]]:
+def small(module, notes, kinds, dtype, training, seed) -> tuple[nn.Module, list[PartCall]]:
     """(a small instance of the module's class, what its parts note)."""
     sizes, log = widths(kinds), []
     generator = torch.Generator("cpu").manual_seed(seed)

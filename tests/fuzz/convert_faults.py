@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import dress, kernel, native, recipe
+from hfnn.core import kernel, native, recipe
 from hfnn.ops import embedding, layer_norm, linear, smooth
+from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
 FAULTS = {}
@@ -257,5 +258,5 @@ def _shallow(reduce):
     return run
 
 
-_plant("what was proved is believed for ever", dress, "lapse", lambda lapse: lambda module, why: None)
-_plant("copies are in training", dress.Dressed, "__reduce_ex__", _shallow)
+_plant("what was proved is believed for ever", subclass, "lapse", lambda lapse: lambda module, why: None)
+_plant("copies are in training", subclass.Dressed, "__reduce_ex__", _shallow)

@@ -8,7 +8,7 @@ from convert_session import EPS, coarsest
 from engine import Known, Raised, Tensor, first_difference
 
 import hfnn
-from hfnn import native
+from hfnn.core import native
 
 UNSEEN = ("data", "numpy", "set")  # writes that move no version
 ATTENTION = ("multihead", "encoder_layer", "decoder_layer")

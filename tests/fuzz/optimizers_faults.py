@@ -95,7 +95,7 @@ def _no_closure(own):
 
 
 FAULTS = {
-    "versions are not moved": _patch(table.Plan, "remember", _remember),
+    "versions are not moved": _patch(table.StepPlan, "remember", _remember),
     "options are those of the first step": _patch(table.Settings, "set", _first_numbers),
     "the gradients' scale is left out": _patch(table.Settings, "set", _without_scale),
     "a step that overflows is taken": _patch(table.Settings, "set", _without_overflow),

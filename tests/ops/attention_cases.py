@@ -10,7 +10,7 @@ import torch
 
 import hfnn
 from hfnn import testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import dropout
 from hfnn.ops.attention.reference import reference
 
@@ -148,7 +148,7 @@ def keep_of(case, name="keep"):
         return {}
     query, keys = case.inputs["query"], case.inputs["key"].shape[2]
     torch.manual_seed(SEED)
-    seed, offset, _ = dropout.draw(query, 1)
+    seed, offset, _ = dropout.philox_seed(query, 1)
     mask = dropout_mask(seed, offset, *query.shape[:3], keys, round(p * 65536))
     if "cu_seqlens" in case.options:
         both = [starts.tolist() for starts in case.options["cu_seqlens"]]

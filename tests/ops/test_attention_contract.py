@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import testing
-from hfnn.kernel import NoKernel
+from hfnn.core.kernel import NoKernel
 from hfnn.ops.attention.reference import reference
 
 from .attention_cases import CUDA, DEVICE, NAMES, Case, attention, case, cotangents, keep_of, ran_ours, run

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hfnn import bits, testing
+from hfnn import testing
+from hfnn.core import bits
 from hfnn.ops.attention import mask
 from hfnn.ops.attention.reference import reference
 

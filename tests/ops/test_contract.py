@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfnn
-from hfnn import native, recipe, testing
-from hfnn.kernel import NoKernel, _interpreting
+from hfnn import testing
+from hfnn.core import native, recipe
+from hfnn.core.kernel import NoKernel, _interpreting
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 INTERPRETED_ELEMENTS = 8192  # the interpreter runs a program at a time, in numpy

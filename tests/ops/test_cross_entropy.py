@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hfnn
 from hfnn import testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 from hfnn.ops.cross_entropy import OP, reference
 
 F = torch.nn.functional

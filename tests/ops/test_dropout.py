@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 KERNELS = ("cuda", "triton") if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 

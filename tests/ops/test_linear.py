@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
 import hfnn
-from hfnn import recipe
+from hfnn.core import recipe
 from hfnn.functional import gelu, layer_norm
 from hfnn.memory import saved_bytes
 

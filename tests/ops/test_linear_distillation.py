@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.kernel import NoKernel, _interpreting
+from hfnn.core.kernel import NoKernel, _interpreting
 from hfnn.ops import head
 from hfnn.ops import linear_distillation as room
 from hfnn.ops.linear_distillation import linear_distillation

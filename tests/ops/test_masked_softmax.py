@@ -5,7 +5,7 @@ import torch
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 F = hfnn.functional
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

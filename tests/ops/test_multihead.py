@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn import recipe, testing
+from hfnn import testing
+from hfnn.core import recipe
 from hfnn.ops.attention import multihead
 
 E, H, B, T, S = 24, 4, 3, 5, 7

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

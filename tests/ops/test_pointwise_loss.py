@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import OPS
 
 names = "mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 # Torch's own backward of some pools adds atomically on the GPU, and says so where determinism is asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation")

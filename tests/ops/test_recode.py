@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn import memory, recipe
-from hfnn.kernel import _interpreting
+from hfnn import memory
+from hfnn.core import recipe
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import recode
 
 KERNELS = ("cuda", "triton") if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

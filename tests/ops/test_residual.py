@@ -8,8 +8,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn import recipe, testing
-from hfnn.kernel import _interpreting
+from hfnn import testing
+from hfnn.core import recipe
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import add_layer_norm, add_rms_norm, dropout_add
 
 F = hfnn.functional

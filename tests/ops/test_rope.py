@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hfnn
-from hfnn import recipe, testing
-from hfnn.kernel import _interpreting
+from hfnn import testing
+from hfnn.core import recipe
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import qk_norm_rope, rope
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 from hfnn.ops import rrelu as rrelu_room
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 F = hfnn.functional
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

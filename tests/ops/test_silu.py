@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfnn
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative to the value

@@ -10,7 +10,7 @@ from torch import nn
 
 import hfnn
 from hfnn import memory, ops, testing
-from hfnn.kernel import _interpreting
+from hfnn.core.kernel import _interpreting
 from hfnn.patterns import lookalike
 
 KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)

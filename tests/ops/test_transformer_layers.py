@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn import recipe, testing
+from hfnn import testing
+from hfnn.core import recipe
 from hfnn.ops.attention import transformer
 
 D, H, FF, B, T, S = 16, 2, 40, 3, 6, 5

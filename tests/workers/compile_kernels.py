@@ -180,7 +180,8 @@ def launch_rooms(dtype, ones):
 
     With ones, of one element too: Triton takes an argument of 1 for a constant.
     """
-    from hfnn import functional, kernel, ops, recipe, warmup
+    from hfnn import functional, ops, warmup
+    from hfnn.core import kernel, recipe
 
     def choose(op, *_, **__):
         source = next(k.source for k in op.kernels if k.name == "triton")

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hfnn
-from hfnn.deferred import Deferred
+from hfnn.deferred.logits import Deferred
 
 SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 257, "n_positions": 64}
 

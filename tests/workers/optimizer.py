@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import hfnn
-from hfnn import kernel, optim
+from hfnn import optim
+from hfnn.core import kernel
 from hfnn.optim.fused import Fused
 
 SAME = {"rtol": 0, "atol": 0}

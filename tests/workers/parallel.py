@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hfnn
-from hfnn import recipe
+from hfnn.core import recipe
 
 
 class Block(nn.Module):

@@ -21,8 +21,9 @@ import logging
 import torch
 from torch._C import _SDPBackend
 
-from hfnn import kernel
-from hfnn.kernel import FLOATS, compiling, context
+from hfnn.core import kernel
+from hfnn.core.context import compiling, context
+from hfnn.core.kernel import FLOATS
 from hfnn.ops.attention import backend_times
 from hfnn.ops.attention.backend_times import BUCKETS, MEASURED, NUMBERS, Kind, get_order, in_order, lock, set_order
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses import FakeTensor
 
-from hfnn import bits
+from hfnn.core import bits
 
 TILE = 128
 NONE, MIXED, FULL = 0, 1, 2  # of a tile's pairs

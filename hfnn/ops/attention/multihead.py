@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` without the matrix of weights that nobody reads.
+"""`torch.nn.MultiheadAttention` called with `need_weights=False`.
 
     q, k, v = x_q W_q^T + b_q, x_k W_k^T + b_k, x_v W_v^T + b_v           one product where the inputs are one tensor
     y = concat_h(softmax(q_h k_h^T / sqrt(D) + mask) v_h) W_o^T + b_o
@@ -7,36 +7,32 @@ Vaswani et al., "Attention Is All You Need", 2017. https://arxiv.org/abs/1706.03
 
 The products are hfnn's (hfnn/ops/linear.py), so that the norm before them is not kept; they work on the inputs as they
 are, and heads are views of what they return, where torch copies q, k, v before attention and its result after it.
-Attention is sdpa.py's. By default torch's module returns the weights as well, B x T x S numbers: they are computed
-where somebody can read them. Nobody can in `y, _ = attn(x, x, x)` or `attn(x, x, x)[0]`, as the byte code shows.
+Attention is sdpa.py's. By default torch's module returns the weights as well, B x T x S numbers: they are torch's then,
+and all that follows from them. Pass `need_weights=False` where nobody reads them.
 
 Letters: B batch, T queries, S keys, H heads, D their width, E = H D.
 """
 
-import dis
 import functools
-import sys
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from hfnn.kernel import autocasting, compiling, context, forced
+from hfnn.core.context import autocasting, compiling, context
+from hfnn.core.kernel import forced
 from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
 from hfnn.ops.linear import linear
-
-_CALLS = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`: the same arguments, defaults, state dict and results.
 
-    For weights that are read torch's own code runs, and in eval where nothing wants a gradient. With `y, _ = attn(...)`
-    and `attn(...)[0]` the weights are not computed, and None is in their place. `prefer` is set by `hfnn.convert`.
+    With `need_weights=True`, the default, torch's own code runs, and in eval where nothing wants a gradient.
+    `hfnn.convert` sets `prefer`.
     """
 
     prefer = "auto"
-    _hfnn_when = "its weights are computed where the caller can read them, by torch"
+    _hfnn_when = "where it is called with need_weights=False"
 
     @property
     def _hfnn_cols(self) -> int:
@@ -56,8 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ):
         # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
         ours = (self.training or torch.is_grad_enabled()) and not compiling()
-        ours = ours and (not need_weights or _are_unread(self, sys._getframe(1)))
-        if ours and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):
+        if ours and not need_weights and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):
             return _attend(self, query, key, value, key_padding_mask, attn_mask, is_causal), None
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -209,56 +204,6 @@ def _merged(module, batch, key_padding_mask, attn_mask, extra):
     if mask is not None and extra:
         mask = nn.functional.pad(mask, (0, extra), value=mask.dtype is torch.bool)
     return mask
-
-
-def _are_unread(module, frame) -> bool:
-    """Whether the code that called the module, of whose forward `frame` is the caller, drops the second result."""
-    for code in _CALLS:
-        if frame is None or frame.f_code is not code:
-            return False
-        frame = frame.f_back
-    hooks = module._forward_hooks, module._backward_hooks, torch_module._global_forward_hooks
-    if frame is None or any(hooks) or torch_module._global_backward_hooks:
-        return False
-    # By identity: the hash of code is that of all its constants.
-    code, at = frame.f_code, frame.f_lasti
-    if (id(code), at) not in _verdicts:
-        _verdicts[id(code), at] = code, _drops_second(code, at)
-    return _verdicts[id(code), at][1]
-
-
-_verdicts: dict[tuple[int, int], tuple] = {}  # with the code itself, which keeps its identity from being another's
-
-
-def _drops_second(code, at: int) -> bool:
-    """Whether, of the pair that the call at byte `at` returns, the code reads the first alone.
-
-    Either it takes [0], or it unpacks the pair into names of which it never reads the second.
-    """
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "NOP", "CACHE")]
-    after = [(i.opname, i.argval, i.argrepr) for i in instructions if i.offset > at][:3]
-    if len(after) < 3:
-        return False
-    (first, value, _), (second, stored, symbol), (third, last, _) = after
-    if first in ("LOAD_CONST", "LOAD_SMALL_INT"):
-        subscripts = second == "BINARY_SUBSCR" or (second == "BINARY_OP" and symbol == "[]")
-        return subscripts and type(value) is int and value == 0
-    if first != "UNPACK_SEQUENCE" or value != 2:
-        return False
-    if second == "STORE_FAST_STORE_FAST":
-        name = stored[1]
-    elif second == "STORE_FAST" and third == "STORE_FAST":
-        name = last
-    else:
-        return False
-    if {"locals", "vars", "eval", "exec", "_getframe", "currentframe"} & set(code.co_names):
-        return False
-    return not any(_reads(i, name) for i in instructions)
-
-
-def _reads(instruction, name: str) -> bool:
-    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return "LOAD_FAST" in instruction.opname and name in names
 
 
 OP.modules[nn.MultiheadAttention] = MultiheadAttention

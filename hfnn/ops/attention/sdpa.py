@@ -15,8 +15,9 @@ import math
 
 import torch
 
-from hfnn.function import Function, double_backward
-from hfnn.kernel import FLOATS, Kernel, NoKernel, Op, compiling, forced
+from hfnn.core.context import compiling
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import FLOATS, Kernel, NoKernel, Op, forced
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
@@ -231,7 +232,7 @@ def _compute(asked, query, key, value, kernel):
     numbers, pair = asked.numbers(query.shape[-1]), None
     if asked.dropout_p > 0:
         counters = math.prod(query.shape[:3]) * (-(-key.shape[2] // 8))
-        seed, offset, pair = dropout.draw(query, counters)
+        seed, offset, pair = dropout.philox_seed(query, counters)
         numbers = numbers._replace(threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
     return _Attention.apply(
         query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel

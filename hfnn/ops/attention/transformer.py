@@ -16,7 +16,8 @@ import types
 import torch
 from torch import nn
 
-from hfnn.kernel import compiling, context, forced, is_bare
+from hfnn.core.context import compiling, context, is_bare
+from hfnn.core.kernel import forced
 from hfnn.ops.add_layer_norm import add_layer_norm
 from hfnn.ops.attention.multihead import MultiheadAttention
 from hfnn.ops.attention.sdpa import OP

@@ -12,9 +12,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hfnn.kernel import compiling
+from hfnn.core.context import compiling
+from hfnn.deferred.graph import again, keeps_graph
 from hfnn.ops.head import no_autocast
-from hfnn.unread import again, keeps_graph
 
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the weights of a "

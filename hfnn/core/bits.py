@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from hfnn.kernel import Kernel, Op, context
+from hfnn.core.context import context
+from hfnn.core.kernel import Kernel, Op
 
 WIDTHS = (1, 2, 4, 5, 8)  # bits of a code
 

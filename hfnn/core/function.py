@@ -13,11 +13,11 @@ _REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMod
 
 
 class Function(torch.autograd.Function):
-    """`apply` is C++'s, without torch's Python for functorch, which `kernel.context` has excluded: half the price.
+    """`apply` is C++'s, without torch's Python for functorch, which `context` has excluded: half the price.
 
     Backward may leave gradients in another dtype than the inputs': the engine casts them. It is called for each of the
     gradients that a batched one stands for (`is_grads_batched=True`, or a backward inside `torch.func.vmap`), for
-    kernels take memory. After the last of them ends what the node keeps for recipes (hfnn/recipe.py).
+    kernels take memory. After the last of them ends what the node keeps for recipes (hfnn/core/recipe.py).
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]

@@ -14,9 +14,9 @@ import weakref
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hfnn.function import Function
-from hfnn.kernel import context
-from hfnn.recorded import METADATA, name_of
+from hfnn.core.context import context
+from hfnn.core.function import Function
+from hfnn.deferred.recorded import METADATA, name_of
 
 # Whether the graph is there for another backward after the one that runs.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -86,7 +86,7 @@ class Step(Function):
         return None, None, None, dy
 
 
-class Loss(Function):
+class DeferredLoss(Function):
     """A loss of logits, without them. fused(hidden, weight, bias): the loss; composed(logits): the same from them."""
 
     @staticmethod

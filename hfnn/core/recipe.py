@@ -10,8 +10,8 @@ keeps that node instead of y, and in backward has it build y again:
     backward    x = token.tensor()                     # shared by siblings, freed by the last one
 
 A room that keeps its input is a consumer, too: `save` keeps a token in place of a tensor that has one, and `saved`
-gives all tensors. `Function` (hfnn/function.py) calls `finish` at the end of each backward: unless the graph is kept,
-tokens end there, and a producer builds once more what somebody still has a token for.
+gives all tensors. `Function` (function.py) calls `finish` at the end of each backward: unless the graph is kept, tokens
+end there, and a producer builds once more what somebody still has a token for.
 
 `take` gives a token only while the output and all that its node saved are what they were, and only where saved tensors
 have the same hooks as at the producer: a checkpoint repeats both then, and the repeated forward saves what the first
@@ -28,8 +28,8 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
-from hfnn.function import of_many
-from hfnn.native import extension as native
+from hfnn.core.function import of_many
+from hfnn.core.native import extension as native
 
 _hooks, _at_the_end = torch._C._autograd._top_saved_tensors_default_hooks, torch.autograd.Variable._execution_engine
 _task, _retained = torch._C._current_graph_task_id, torch._C._autograd._get_current_graph_task_keep_graph

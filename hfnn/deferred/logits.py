@@ -7,8 +7,8 @@ logits: it has their shape, dtype and device, but no memory. What models do betw
 reshapes, indices of the leading dimensions, factors, a soft cap, a constant row) is recorded, and
 `torch.nn.functional.cross_entropy` of a Deferred becomes `hfnn.functional.linear_cross_entropy`, which never holds the
 logits. Anything else computes them, once, as forward would have done, and goes on with those. They have their graph
-from the beginning (hfnn/unread.py), and are those of their forward when they are read after an optimizer's step
-(hfnn/product.py).
+from the beginning (hfnn/deferred/graph.py), and are those of their forward when they are read after an optimizer's step
+(hfnn/deferred/product.py).
 """
 
 import functools
@@ -22,12 +22,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hfnn import functional, kernel
+from hfnn import functional
+from hfnn.core import kernel
+from hfnn.core.context import autocasting, context
+from hfnn.deferred.graph import ComputedLogits, DeferredLoss, Logits, Step, computed
+from hfnn.deferred.product import Product
+from hfnn.deferred.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
 from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
-from hfnn.product import Product
-from hfnn.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
-from hfnn.unread import ComputedLogits, Logits, Loss, Step, computed
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,21 +41,21 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
     and transforms, where `_version` cannot be read (inference tensors), and for what torch would refuse.
     """
     given = [t for t in (hidden, weight, bias) if t is not None]
-    if hidden.is_meta or kernel.forced() == "torch" or kernel.context(*given) is not None:
+    if hidden.is_meta or kernel.forced() == "torch" or context(*given) is not None:
         return None
     if any(type(t) not in PLAIN or t.is_inference() or not t.is_floating_point() for t in given):
         return None
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel() or hidden.dim() < 2:
         return None
     dtypes = {t.dtype for t in given}
-    autocast = kernel.autocasting(hidden)
+    autocast = autocasting(hidden)
     if len({t.device for t in given}) > 1 or (len(dtypes) > 1 and (not autocast or torch.float64 in dtypes)):
         return None
     dtype = hidden.dtype if hidden.dtype is torch.float64 else product_dtype(hidden)
     product = Product(hidden, weight, bias, dtype, torch.is_grad_enabled(), compact, prefer)
     with no_autocast(hidden):
         meta = nn.functional.linear(*(_meta(t, dtype) for t in (hidden, weight)))
-    return Deferred.of(Plan(product, meta, product.grad and any(t.requires_grad for t in given)))
+    return Deferred.of(Epilogue(product, meta, product.grad and any(t.requires_grad for t in given)))
 
 
 def _meta(x, dtype=None):
@@ -62,7 +64,7 @@ def _meta(x, dtype=None):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Epilogue:
     """How a Deferred follows from its product: z = after tanh(before (hidden weight^T + bias + row)), or without tanh.
 
     meta: shape and strides, on the device "meta"; grad: whether the logits require grad; rows: what makes the rows of
@@ -79,7 +81,7 @@ class Plan:
     capped: bool = False
     steps: tuple[Callable, ...] = field(default=(), repr=False)
 
-    def then(self, step, meta=None, **changes) -> "Plan":
+    def then(self, step, meta=None, **changes) -> "Epilogue":
         meta = step(self.meta) if meta is None else meta
         # What is made outside grad mode has no graph.
         grad = self.grad and torch.is_grad_enabled()
@@ -118,7 +120,7 @@ class Plan:
             with no_autocast(y):
                 return CROSS_ENTROPY(y.to(out), target, weight, **options)
 
-        return Loss.apply(self, fused, composed, logits)
+        return DeferredLoss.apply(self, fused, composed, logits)
 
     def _fused(self, hidden, matrix, bias, target, weight, out, options):
         product = self.product
@@ -172,7 +174,7 @@ class Deferred(torch.Tensor):
     """A tensor that is computed when it is looked at."""
 
     @staticmethod
-    def of(plan: Plan, parent: "Deferred | None" = None) -> "Deferred":
+    def of(plan: Epilogue, parent: "Deferred | None" = None) -> "Deferred":
         product = plan.product
         make = functools.partial(_empty, plan)
         if not plan.grad:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hfnn.convert import revert
-from hfnn.dress import ROOMS, Dressed, is_converted, original, restore
-from hfnn.kernel import log
+from hfnn.core.kernel import log
+from hfnn.patterns.subclass import ROOMS, Converted, is_converted, original, restore
 
 _QUANTIZE = "torch.ao.quantization.quantize"
 _said: set[str] = set()
@@ -68,5 +68,5 @@ def install() -> None:
         own = quantize.propagate_qconfig_
         for place in (quantize, torch.ao.quantization):
             place.propagate_qconfig_ = _quantisable(own)
-    for cls in (Dressed, *ROOMS.values()):
+    for cls in (Converted, *ROOMS.values()):
         cls.__prepare_scriptable__ = _prepare_scriptable

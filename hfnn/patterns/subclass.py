@@ -16,7 +16,8 @@ import weakref
 from torch import nn
 
 from hfnn import ops
-from hfnn.kernel import compiling, log
+from hfnn.core.context import compiling
+from hfnn.core.kernel import log
 from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op: read from the index of ops.
@@ -32,8 +33,8 @@ SETTINGS = ("prefer", "recompute", "keep")
 _DERIVE = ("transformers.modeling_layers",)
 
 
-class Dressed:
-    """What classes made by `dress` have in common. Attributes: `_hfnn_original`, `_hfnn_room` and `_hfnn_like`."""
+class Converted:
+    """The base of classes made by `make_subclass`. They have `_hfnn_original`, `_hfnn_room` and `_hfnn_like`."""
 
     _hfnn_lapsed = None  # on an instance: what changed
 
@@ -67,7 +68,7 @@ class Dressed:
         return _again, (cls._hfnn_original, cls._hfnn_room, cls._hfnn_like, *reduced[1][1:]), *reduced[2:]
 
 
-class Proved(Dressed):
+class Proved(Converted):
     """What was proved by what its forward read of attributes: `_hfnn_reads`, by name."""
 
     def __setattr__(self, name, value):
@@ -83,16 +84,16 @@ class Proved(Dressed):
 
 
 def _again(original, room, like, *args):
-    cls = dress(original, room, like)
+    cls = make_subclass(original, room, like)
     return cls.__new__(cls, *args)
 
 
 # By the numbers of the original and of what is held of it, which are there for as long as a class made of them is.
 # Nobody but their modules keeps these.
-_dressed: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()
 
 
-def dress(original: type, room: type, like=None) -> type:
+def make_subclass(original: type, room: type, like=None) -> type:
     """The subclass of `original` whose forward is that of `room`; it keeps the name, for what is told by names.
 
     `like` says where the room finds its numbers in a module of this class (hfnn/patterns), if it needs telling.
@@ -101,7 +102,7 @@ def dress(original: type, room: type, like=None) -> type:
     reads = getattr(like, "reads", NOTHING)
     held = [(name, of_class(original, name)) for name in ("forward", *reads.methods)]
     key = id(original), room, like, *(id(value) for _, value in held)
-    found = _dressed.get(key)
+    found = _made.get(key)
     if found is not None:
         return found
     names = {
@@ -115,8 +116,8 @@ def dress(original: type, room: type, like=None) -> type:
         "_hfnn_reads": dict(reads.attributes),
         "_hfnn_dtypes": {},  # what hfnn/patterns/lookalike.py asks but once
     }
-    base = Proved if reads.attributes else Dressed
-    made = _dressed[key] = type(original)(original.__name__, (base, room, original), names)
+    base = Proved if reads.attributes else Converted
+    made = _made[key] = type(original)(original.__name__, (base, room, original), names)
     return made
 
 
@@ -178,7 +179,7 @@ def settings(cls: type) -> list[str]:
 
 def is_converted(module: nn.Module) -> bool:
     """Whether a room computes the module's forward; also where `fully_shard` or alike derived from its class since."""
-    return isinstance(module, (Dressed, *_TORCH))
+    return isinstance(module, (Converted, *_TORCH))
 
 
 def original(cls: type) -> type | None:
