@@ -18,6 +18,8 @@ from hfnn import adapters
 from hfnn.core.kernel import PREFERENCES
 from hfnn.optim import swap
 from hfnn.patterns import block_end, experts, feed_forward, linear, lookalike, routed
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match
 from hfnn.patterns.subclass import FORWARDS, ROOMS, Converted, is_converted, make_subclass, original, restore, settings
 
 Filter = str | type | Callable[[str, nn.Module], bool]
@@ -42,8 +44,8 @@ class Verdict:
 
 NO_OP = "no op of hfnn computes this"
 
-# Each takes a module whose class is not known and gives (how it is to be read, None), (None, why not) where something
-# hints at its own, or (None, None). A reading has the `mixin` that goes before the module's class, and its `op` if any.
+# Each takes a module whose class is not known and returns a `Match`, a `Refusal` where something hints at its pattern,
+# or None (hfnn/patterns/proof.py).
 RECOGNISERS = (
     lookalike.recognise,
     linear.recognise,
@@ -181,8 +183,9 @@ def examine(site: Site) -> Verdict:
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)
-    like, why = _recognise(module) if room is None else (None, None)
-    if room is None and like is None:
+    like = _recognise(module) if room is None else None
+    if room is None and not isinstance(like, Match):
+        why = like and str(like)
         if why is None and base is not None:
             of = "another forward than torch's" if cls is base else "a forward of its own"
             why = f"{cls.__name__} has {of}, which {base.__name__}'s room does not know"
@@ -199,15 +202,15 @@ def examine(site: Site) -> Verdict:
         return Verdict(None, f"its class cannot be derived from: {error}")
 
 
-def _recognise(module):
-    """The first reading that any of RECOGNISERS has, else the first reason against one."""
-    reason = None
+def _recognise(module) -> Match | Refusal | None:
+    """The first match of any of RECOGNISERS, else the first refusal."""
+    refusal = None
     for recognise in RECOGNISERS:
-        like, why = recognise(module)
-        if like is not None:
-            return like, None
-        reason = reason or why
-    return None, reason
+        like = recognise(module)
+        if isinstance(like, Match):
+            return like
+        refusal = refusal or like
+    return refusal
 
 
 def _room(cls: type) -> tuple[type | None, type | None]:

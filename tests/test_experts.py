@@ -5,6 +5,7 @@ import torch
 
 import hfnn
 from hfnn.patterns import experts
+from hfnn.patterns.probe import Refusal
 from hfnn.patterns.subclass import is_converted, title
 
 transformers = pytest.importorskip("transformers")
@@ -44,7 +45,7 @@ def test_experts_with_a_gate_of_their_own_are_left_alone():
         def _apply_gate(self, gate_up_out):
             return super()._apply_gate(gate_up_out.clamp(max=1))
 
-    assert experts.recognise(module)[0] is not None
+    assert isinstance(experts.recognise(module), experts.Experts)
     module.__class__ = Clamped
-    like, why = experts.recognise(module)
-    assert like is None and "off the formula" in why
+    why = experts.recognise(module)
+    assert isinstance(why, Refusal) and "its product is off by" in str(why)

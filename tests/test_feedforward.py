@@ -137,14 +137,14 @@ def test_gated_networks_are_read_and_computed(make):
 
 
 def test_readings():
-    like, _ = feed_forward.read(Packed())
+    like = feed_forward.read(Packed())
     assert (like.f, like.gate_first, like.middle, like.last) == ("gelu_tanh", False, ("drop", "norm"), ("out",))
-    assert feed_forward.read(Swapped())[0].first == ("w3", "w1")
-    assert feed_forward.read(Functional())[0].act is None
-    assert feed_forward.read(Timm(nn.GELU))[0].last == ("drop2",)
-    assert feed_forward.recognise(Timm(nn.GELU)) == (None, None)  # needs no forward of its own
+    assert feed_forward.read(Swapped()).first == ("w3", "w1")
+    assert feed_forward.read(Functional()).act is None
+    assert feed_forward.read(Timm(nn.GELU)).last == ("drop2",)
+    assert feed_forward.recognise(Timm(nn.GELU)) is None  # needs no forward of its own
     for act, f in ((nn.GELU(), "gelu"), (nn.ReLU(), "relu"), (nn.Sigmoid(), "sigmoid")):
-        assert feed_forward.read(Llama(act))[0].f == f
+        assert feed_forward.read(Llama(act)).f == f
 
 
 def lying(change):
@@ -185,7 +185,7 @@ def test_liars_are_left_alone_with_a_reason(forward):
 
 def test_activations_that_are_none_of_ours():
     model = Llama(nn.Tanh())
-    assert feed_forward.recognise(model)[0] is None
+    assert feed_forward.recognise(model) is None
     hfnn.convert(model)
     assert type(model) is Llama
 
@@ -199,7 +199,7 @@ def test_the_proof_moves_nothing():
         part.register_forward_hook(lambda *_: calls.append(1))
     state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     with torch.no_grad(), torch.autocast("cpu"):
-        assert feed_forward.recognise(model)[0] is not None
+        assert feed_forward.recognise(model) is not None
     assert not calls and torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(weights[name], p) for name, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

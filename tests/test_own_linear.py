@@ -50,7 +50,7 @@ def test_a_product_keeps_its_inputs_recipe(bias, amp):
     torch.testing.assert_close(*results, **({"rtol": 0.02, "atol": 0.02} if amp else {}))
 
 
-@pytest.mark.parametrize("cls, why", [(Promoting, "under autocast"), (Scaled, "off x W^T"), (Turned, "raises")])
+@pytest.mark.parametrize("cls, why", [(Promoting, "under autocast"), (Scaled, "against x W^T"), (Turned, "raises")])
 def test_what_is_no_linear_map_is_left_alone(cls, why):
     model = hfnn.convert(cls(16, 16), prefer="memory")
     assert not is_converted(model) and why in hfnn.report(model).rows[0].why

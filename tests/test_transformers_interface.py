@@ -15,6 +15,7 @@ from hfnn.adapters import attention, masks, rotary, views
 from hfnn.ops import rope
 from hfnn.ops.attention import mask as room_mask
 from hfnn.patterns import subclass
+from hfnn.patterns.probe import Refusal
 
 from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, build, inputs, padding
 
@@ -168,8 +169,8 @@ def _through_file(model):
 def test_refusals():
     """What is not transformers' attention is left alone, and the report says why."""
     model = build("gpt2", attn_implementation="eager")
-    like, why = attention.recognise(model.transformer.h[0].attn)
-    assert like is None and "something else where the implementation is 'eager'" in why
+    why = attention.recognise(model.transformer.h[0].attn)
+    assert isinstance(why, Refusal) and "something else where the implementation is 'eager'" in str(why)
     hfnn.convert(model)
     assert model.config._attn_implementation == "eager"
 
@@ -191,8 +192,8 @@ def test_eager_attention_is_proved(monkeypatch):
     monkeypatch.setattr(file, "eager_attention_forward", eager_attention_forward)
     monkeypatch.setattr(attention, "_proofs", {})
     monkeypatch.setattr(attention, "eager_of", attention.eager_of.__wrapped__)  # nothing is kept of it
-    like, why = attention.recognise(model.model.layers[0].self_attn)
-    assert like is None and "computes something else" in why
+    why = attention.recognise(model.model.layers[0].self_attn)
+    assert isinstance(why, Refusal) and "computes something else" in str(why)
 
 
 def test_report():

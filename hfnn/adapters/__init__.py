@@ -6,6 +6,8 @@ No library is imported here: where the user has not imported it, a model cannot 
 from torch import nn
 
 from hfnn.adapters import attention, diffusers, transformers
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match
 
 
 def rooms() -> dict[type, type]:
@@ -18,12 +20,9 @@ def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | N
     return transformers.room_of(module, around)
 
 
-def recognise(module: nn.Module) -> tuple[object | None, str | None]:
-    """(how the module's class is to be read, None), (None, why not), or (None, None), for classes that use a library's
-    own interface.
-    """
-    like, why = attention.recognise(module)
-    return diffusers.recognise(module) if like is None and why is None else (like, why)
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How a class that uses a library's own interface is to be read, or why it is left alone."""
+    return attention.recognise(module) or diffusers.recognise(module)
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:

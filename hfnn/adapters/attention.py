@@ -24,7 +24,8 @@ from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
 from hfnn.patterns import routed
-from hfnn.patterns.probe import seclusion
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match, seclusion
 
 NAME = views.NAME
 BASES = ("sdpa", "eager")  # those that a model is moved from; any other was chosen for a reason
@@ -36,20 +37,6 @@ def register() -> None:
     if modeling is not None and masking is not None:
         modeling.AttentionInterface.register(NAME, attention)
         masking.AttentionMaskInterface.register(NAME, masks.mask)
-
-
-@dataclass(frozen=True)
-class AttentionLike:
-    """How a module is to be read that looks attention up by its config's name for it."""
-
-    op = room.OP
-
-    @property
-    def mixin(self):
-        return Attention
-
-    def __str__(self) -> str:
-        return f"hfnn {self.op.name}"
 
 
 class Attention:
@@ -67,17 +54,27 @@ class Attention:
             made._hfnn_when = "apply_rotary_pos_emb inside, too"
 
 
-def recognise(module: nn.Module) -> tuple[AttentionLike | None, str | None]:
-    """(how the module is to be read, None), (None, why it is left alone), or (None, None): it looks no attention up."""
+@dataclass(frozen=True)
+class AttentionLike(Match):
+    """Looks attention up by its config's name for it."""
+
+    mixin, op = Attention, room.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name}"
+
+
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module is to be read, or why it is left alone; None where it looks no attention up."""
     config = vars(module).get("config")
     forward = routed._unwrapped(type(module).forward)
     if config is None or forward is None or not _looks_up(forward) or not views.is_config(config):
-        return None, None
+        return None
     base = views.implementation(config)
     why = _unfit(type(module), forward, base)
     if why is None and base == "eager":
         why = _differs(module)
-    return (AttentionLike(), None) if why is None else (None, why)
+    return AttentionLike() if why is None else Refusal(why)
 
 
 def _looks_up(forward) -> bool:

@@ -14,22 +14,8 @@ from torch import nn
 from hfnn.core.context import compiling
 from hfnn.ops import attention
 from hfnn.patterns import routed
-
-
-@dataclass(frozen=True)
-class Processing:
-    """How such a module is to be read."""
-
-    @property
-    def mixin(self):
-        return Processed
-
-    @property
-    def op(self):
-        return attention.OP
-
-    def __str__(self) -> str:
-        return f"hfnn {self.op.name} in its processor"
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match
 
 
 class Processed:
@@ -45,6 +31,14 @@ class Processed:
     @staticmethod
     def prepare(made: type) -> None:
         made.forward = _with_processor(made._hfnn_original)
+
+
+@dataclass(frozen=True)
+class Processing(Match):
+    mixin, op = Processed, attention.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} in its processor"
 
 
 def _with_processor(original: type) -> Callable:
@@ -93,14 +87,14 @@ def _functions(processor: type) -> Iterator[tuple]:
             yield native, 0  # its helpers are for tensors spread over devices
 
 
-def recognise(module: nn.Module) -> tuple[Processing | None, str | None]:
-    """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it is no such."""
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module is to be read, or why its calls cannot be routed; None where it is no such."""
     if not isinstance(module, _classes()) or not hasattr(module, "processor"):
-        return None, None
+        return None
     own = routed.calls(type(module))
     if isinstance(own, str):
-        return None, own
-    return (Processing(), None) if _calls(type(module), type(module.processor)) else (None, None)
+        return Refusal(own)
+    return Processing() if _calls(type(module), type(module.processor)) else None
 
 
 def _classes() -> tuple[type, ...]:

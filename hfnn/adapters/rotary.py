@@ -16,7 +16,7 @@ from hfnn import functional
 from hfnn.core.classes import cache_by_class
 from hfnn.patch import Place, _routed
 from hfnn.patterns import routed
-from hfnn.patterns.probe import seclusion
+from hfnn.patterns.proof import seclusion
 
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]

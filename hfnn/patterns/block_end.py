@@ -9,9 +9,8 @@ gradients equal to the bit, in float64, float32 and bfloat16, in eval, in traini
 training with it.
 """
 
-import inspect
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,48 +19,13 @@ from hfnn.core.context import compiling, is_bare, is_plain
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
 from hfnn.patterns import probe
-from hfnn.patterns.probe import NOTHING, Reads
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match, Proofs, arguments, check
 
 WIDTH = 16
 CASES = tuple(
     itertools.product((torch.float64, torch.float32, torch.bfloat16), ((False, 0.5), (True, 0.0), (True, 0.5)))
 )
-
-
-@dataclass(frozen=True)
-class BlockEnd:
-    """dense, dropout, norm: the names of the parts; norm is None where the sum is the result."""
-
-    dense: str
-    dropout: str
-    norm: str | None
-    reads: Reads = NOTHING
-
-    @property
-    def mixin(self):
-        return Residual
-
-    @property
-    def op(self):
-        return dropout_add.OP if self.norm is None else add_layer_norm.OP
-
-    def __str__(self) -> str:
-        return f"hfnn {self.op.name} of {self.dense}"
-
-    def parts(self, module):
-        """(dense, dropout, norm) of a module as it is now."""
-        modules = module._modules
-        return modules[self.dense], modules[self.dropout], None if self.norm is None else modules[self.norm]
-
-    def exact(self, module, x, residual):
-        """The definition, in torch's ops."""
-        dense, drop, norm = self.parts(module)
-        total = (
-            nn.functional.dropout(nn.functional.linear(x, dense.weight, dense.bias), drop.p, drop.training) + residual
-        )
-        if norm is None:
-            return total
-        return nn.functional.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 class Residual:
@@ -93,19 +57,48 @@ def _open(drop, norm) -> bool:
     return norm is None or (type(norm) is layer_norm.LayerNorm and is_bare(norm))
 
 
-def recognise(module: nn.Module) -> tuple[BlockEnd | None, str | None]:
-    """(where its parts are, None), or (None, why not); (None, None) where the parts are others."""
+@dataclass(frozen=True)
+class BlockEnd(Match):
+    """dense, dropout, norm: the names of the parts; norm is None where the sum is the result."""
+
+    dense: str
+    dropout: str
+    norm: str | None
+    mixin = Residual
+
+    @property
+    def op(self):
+        return dropout_add.OP if self.norm is None else add_layer_norm.OP
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} of {self.dense}"
+
+    def parts(self, module):
+        """(dense, dropout, norm) of a module as it is now."""
+        modules = module._modules
+        return modules[self.dense], modules[self.dropout], None if self.norm is None else modules[self.norm]
+
+    def exact(self, module, x, residual):
+        """The definition, in torch's ops."""
+        dense, drop, norm = self.parts(module)
+        total = (
+            nn.functional.dropout(nn.functional.linear(x, dense.weight, dense.bias), drop.p, drop.training) + residual
+        )
+        if norm is None:
+            return total
+        return nn.functional.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """Where its parts are, or why they are no end of a block; None where the parts are others."""
     end = _read(module)
     if end is None:
-        return None, None
-    key = end, _options(module, end)
-    why, reads = _proofs.of(module, key, lambda notes: _prove(module, notes, end))
-    if why is not None:
-        return None, f"it has the parts of a residual connection, but {why}"
-    return replace(end, reads=reads), None
+        return None
+    key, but = (end, _options(module, end)), "it has the parts of a residual connection, but "
+    return _proofs.of(module, key, lambda notes: _prove(module, notes, end), but)
 
 
-_proofs = probe.Proofs()
+_proofs = Proofs()
 
 
 def _options(module, end):
@@ -127,7 +120,7 @@ def _read(module) -> BlockEnd | None:
         if kind is None or kind in names:
             return None
         names[kind] = name
-    if not {"dense", "dropout"} <= names.keys() or not _takes_two(cls):
+    if not {"dense", "dropout"} <= names.keys() or arguments(cls) != 2:
         return None
     return BlockEnd(names["dense"], names["dropout"], names.get("norm"))
 
@@ -139,59 +132,15 @@ _PARTS = {
 }
 
 
-def _takes_two(cls) -> bool:
-    """Whether its forward needs two arguments, which can be given by place."""
-    try:
-        arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
-    except (TypeError, ValueError):  # compiled code
-        return False
-    required = [a for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-    return len(required) == 2 and all(a.kind is not a.KEYWORD_ONLY for a in required)
-
-
-def _prove(module, notes, end) -> str | None:
-    """Why the module's own code is not the formula, or None."""
+def _prove(module, notes, end) -> BlockEnd:
     for number, (dtype, (training, p)) in enumerate(CASES):
-        setting = f"{dtype}, {'training' if training else 'eval'}, p {p:g}"
-        try:
-            what = _compare(module, notes, end, number, dtype, training, p)
-        except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-            return probe.reason(error)
-        if what is not None:
-            return f"{what} ({setting})"
-    return None
-
-
-def _compare(module, notes, end, number, dtype, training, p) -> str | None:
-    """What differs between the module's own code and the formula in one case, or None."""
-    generator = torch.Generator("cpu").manual_seed(number)
-    clone = _fresh(module, notes, end, dtype, training, p, generator)
-    shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
-    x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    own = type(clone).forward
-    results = []
-    for function in (own, end.exact, own):
-        torch.manual_seed(number)
-        inputs = [t.clone().requires_grad_() for t in (x, residual)]
-        y = function(clone, *inputs)
-        if not isinstance(y, torch.Tensor):
-            return f"its forward returns a {type(y).__name__}"
-        grads = torch.autograd.grad(y, [*inputs, *clone.parameters()], dy.to(y.dtype), allow_unused=True)
-        results.append((y, *grads))
-    torch.manual_seed(number)
-    with torch.no_grad():
-        results.append((own(clone, x, residual),))
-    if probe.changes(clone):
-        return "its forward changes attributes of the module"
-    names = "output", "gradient of its input", "gradient of the residual", *(n for n, _ in clone.named_parameters())
-    for what, first, wanted, again in zip(names, *results[:3], strict=True):
-        if first is None or first.dtype is not wanted.dtype or not torch.equal(first, wanted):
-            return f"{what} is not that of {_formula(end)}"
-        if not torch.equal(first, again):
-            return "its forward depends on how often it was called"
-    if not torch.equal(results[3][0], results[0][0]):
-        return "its forward depends on grad mode"
-    return None
+        generator = torch.Generator("cpu").manual_seed(number)
+        clone = _fresh(module, notes, end, dtype, training, p, generator)
+        shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
+        inputs = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        setting = f"against {_formula(end)}, {dtype}, {'training' if training else 'eval'}, p {p:g}"
+        check(clone, inputs, end.exact, 0.0, setting, wide=False, dtype=dtype, names=("its input", "the residual"))
+    return end
 
 
 def _formula(end) -> str:

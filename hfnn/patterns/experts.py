@@ -23,33 +23,13 @@ from hfnn.core.context import compiling, context, is_bare, is_plain
 from hfnn.core.function import Function
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
-from hfnn.patterns import lookalike, probe, traced
+from hfnn.patterns import probe
 from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness
-from hfnn.patterns.probe import NOTHING, Reads
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match, Proofs, bound, check
 from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
-WITHIN = {torch.float64: traced.EXACT, torch.bfloat16: lookalike.bound(torch.bfloat16)}  # in L2 norm
-
-
-@dataclass(frozen=True)
-class Experts:
-    """f: of GATES; act: the name of the activation's module."""
-
-    f: str
-    act: str = "act_fn"
-    reads: Reads = NOTHING
-
-    @property
-    def mixin(self):
-        return MixtureOfExperts
-
-    @property
-    def op(self):
-        return PRODUCTS[self.f]
-
-    def __str__(self) -> str:
-        return f"hfnn {self.op.name} of experts"
 
 
 class MixtureOfExperts:
@@ -70,6 +50,22 @@ class MixtureOfExperts:
         if not own or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return loop(self, hidden_states, top_k_index, top_k_weights)
+
+
+@dataclass(frozen=True)
+class Experts(Match):
+    """f: of GATES; act: the name of the activation's module."""
+
+    f: str
+    act: str = "act_fn"
+    mixin = MixtureOfExperts
+
+    @property
+    def op(self):
+        return PRODUCTS[self.f]
+
+    def __str__(self) -> str:
+        return f"hfnn {self.op.name} of experts"
 
 
 def _open(module) -> bool:
@@ -115,19 +111,20 @@ class _Rows(Function):
         return dx_TH.index_put((recipe.raw(ctx)[-1],), dx_NH, accumulate=True), None
 
 
-def recognise(module: nn.Module) -> tuple[Experts | None, str | None]:
-    """(how the module is to be read, None), or (None, why not); (None, None) where its names are others."""
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module is to be read, or why not; None where its names are others."""
     kind = _kind(module)
     if kind is None:
-        return None, None
-    why, reads = _proofs.of(module, (kind,), lambda notes: _prove(module, notes, kind))
-    if why is not None:
-        return None, f"it has the parameters of experts, but {why}"
+        return None
+    but = "it has the parameters of experts, but "
+    like = _proofs.of(module, (kind,), lambda notes: _prove(module, notes, kind), but)
+    if not isinstance(like, Match):
+        return like
     # What depends on the configuration is asked for at each call.
-    return Experts(kind, reads=replace(reads, paths=(), methods=(*reads.methods, "_apply_gate"))), None
+    return replace(like, reads=replace(like.reads, paths=(), methods=(*like.reads.methods, "_apply_gate")))
 
 
-_proofs = probe.Proofs()
+_proofs = Proofs()
 
 
 def _kind(module) -> str | None:
@@ -148,30 +145,18 @@ def _kind(module) -> str | None:
     return function_of(parts["act_fn"]) or likeness(parts["act_fn"])
 
 
-def _prove(module, notes, f) -> str | None:
-    """What differs between the module's own code and the formula, or None."""
-    try:
-        return next((why for dtype in WITHIN if (why := _compare(module, notes, f, dtype))), None)
-    except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-        return probe.reason(error)
-
-
-def _compare(module, notes, f, dtype) -> str | None:
-    clone, x, index, weight = _small(module, notes, dtype)
-    own = getattr(type(module), "_hfnn_original", type(module))
-    tensors = [x, weight, clone.gate_up_proj, clone.down_proj]
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    y, grads = _differentiate(own.forward(clone, x, index, weight), tensors)
-    y64, grads64 = _differentiate(_formula(f, index, *wide), wide)
-    packed = torch.cat([x, x * 0.5, x + 1], 1).detach()
-    gate, up = packed.double().chunk(2, -1)
-    pairs = [(y, y64), *zip(grads, grads64, strict=True)]
-    pairs.append((own._apply_gate(clone, packed), GATES[f].reference(gate) * up))
-    for given, wanted in pairs:
-        off = error(given, wanted).l2
-        if not off <= WITHIN[dtype]:
-            return f"its code is off the formula by {off:.1e} in L2 norm ({dtype})"
-    return None
+def _prove(module, notes, f) -> Experts:
+    for dtype in (torch.float64, torch.bfloat16):
+        clone, x, index, weight = _small(module, notes, dtype)
+        setting = f"against the formula, {dtype}"
+        formula = functools.partial(_formula, f)
+        check(clone, (x, index, weight), formula, bound(dtype), setting, names=("the input", "the weights"))
+        packed = torch.cat([x, x * 0.5, x + 1], 1)
+        gate, up = packed.double().chunk(2, -1)
+        off = error(type(clone)._apply_gate(clone, packed), GATES[f].reference(gate) * up).l2
+        if not off <= bound(dtype):
+            raise Refusal(f"its product is off by {off:.1e} in L2 norm ({dtype})")
+    return Experts(f)
 
 
 def _small(module, notes, dtype):
@@ -179,8 +164,7 @@ def _small(module, notes, dtype):
     generator = torch.Generator("cpu").manual_seed(3)
 
     def draw(*shape, scale=1.0):
-        drawn = torch.randn(shape, generator=generator) * scale
-        return drawn.to(dtype).requires_grad_()
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
     experts, hidden, inner = module.down_proj.shape
     sizes = {experts: EXPERTS, hidden: HIDDEN, inner: INNER, 2 * inner: 2 * INNER}
@@ -188,7 +172,7 @@ def _small(module, notes, dtype):
     changed |= {"config": types.SimpleNamespace(_experts_implementation="eager"), "_is_expert_parallel": False}
     act = module._modules["act_fn"]
     parts = {"act_fn": probe.clone(act, probe.Notes(act), act.training, {})}
-    up = draw(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5).detach()
+    up = draw(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5)
     down = draw(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5).detach()
     parameters = {"gate_up_proj": nn.Parameter(up), "down_proj": nn.Parameter(down)}
     clone = probe.clone(module, notes, module.training, parameters, parts, changed)
@@ -197,12 +181,8 @@ def _small(module, notes, dtype):
     return clone, draw(TOKENS, HIDDEN), index, draw(TOKENS, TOP)
 
 
-def _formula(f, index_TK, x_TH, weight_TK, up_EFH, down_EHI):
+def _formula(f, module, x_TH, index_TK, weight_TK):
     """Every token by every expert of its own, all at once."""
-    gate, up = torch.einsum("th,tkfh->tkf", x_TH, up_EFH[index_TK]).chunk(2, -1)
-    return torch.einsum("tki,tkhi,tk->th", GATES[f].reference(gate) * up, down_EHI[index_TK], weight_TK)
-
-
-def _differentiate(y, tensors):
-    dy = torch.randn(y.shape, generator=torch.Generator("cpu").manual_seed(1)).bfloat16()
-    return y, torch.autograd.grad(y, tensors, dy.to(y.dtype))
+    gate, up = torch.einsum("th,tkfh->tkf", x_TH, module.gate_up_proj[index_TK]).chunk(2, -1)
+    product = GATES[f].reference(gate) * up
+    return torch.einsum("tki,tkhi,tk->th", product, module.down_proj[index_TK], weight_TK)

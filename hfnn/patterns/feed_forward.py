@@ -13,8 +13,7 @@ A gated product gets a forward of its own: the parts are called as before, and w
 The other form needs none, but for relu with a dropout after it. `settings` are what `convert` sets on its parts.
 """
 
-import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,8 +22,9 @@ from hfnn.core.context import compiling, is_bare, is_plain
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.patterns import lookalike, probe, traced
-from hfnn.patterns.probe import NOTHING, Reads
+from hfnn.patterns import lookalike, traced
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import EXACT, Differs, Match, Proofs, arguments, reason
 from hfnn.patterns.traced import Activation, Map, Other
 
 # f -> the op that the report names.
@@ -42,7 +42,7 @@ TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(Match):
     """How a module computes. f: of GATES; gated: whether f(gate) * up, else f alone; first: the maps of x, (gate, up),
     (gate_up,) where packed, (fc1,); down: the last map, or None; act: the activation's module, or None where the
     module's own code computes it; middle, last: modules called on what enters the last map and on what leaves it.
@@ -56,7 +56,6 @@ class FeedForward:
     middle: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     gate_first: bool = True
-    reads: Reads = NOTHING
 
     @property
     def mixin(self):
@@ -141,12 +140,10 @@ def _dtype(part):
     return None if weight is None else weight.dtype
 
 
-def recognise(module: nn.Module) -> tuple[FeedForward | None, str | None]:
-    """(how the module is to be read, None), or (None, why not); (None, None) where it needs no forward of ours."""
-    like, why = read(module)
-    if like is None:
-        return None, why
-    return (like, None) if like.gated or _drops_after_relu(module, like) else (None, None)
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module is to be read, or why not; None where it needs no forward of ours."""
+    like = read(module)
+    return like if not isinstance(like, Match) or like.gated or _drops_after_relu(module, like) else None
 
 
 def _drops_after_relu(module, like) -> bool:
@@ -172,9 +169,9 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
             return {}
         return {module._modules[name]: {"recompute": recompute == "gemm"} for name in module._hfnn_first}
     like = getattr(type(module), "_hfnn_like", None)
-    like = like if isinstance(like, FeedForward) else read(module)[0]
+    like = like if isinstance(like, FeedForward) else read(module)
     parts = module._modules
-    if like is None:
+    if not isinstance(like, FeedForward):
         return {part: {"keep": "output"} for part in parts.values() if isinstance(part, nn.ReLU) and _has_pair(parts)}
     if like.gated or (like.f != "relu" and like.act is not None):
         return {parts[name]: {"recompute": recompute == "gemm"} for name in like.first}
@@ -190,16 +187,15 @@ def _has_pair(parts) -> bool:
     return any(shape[::-1] in shapes and shape[0] < shape[1] for shape in shapes)
 
 
-def read(module: nn.Module) -> tuple[FeedForward | None, str | None]:
-    """(how the module computes, None), or (None, why not); (None, None) where its parts are others."""
+def read(module: nn.Module) -> FeedForward | Refusal | None:
+    """How the module computes, or why it is no such network; None where its parts are others."""
     kinds = _kinds(module)
     if kinds is None:
-        return None, None
-    (like, why), reads = _proofs.of(module, tuple(kinds.items()), lambda notes: _prove(module, notes, kinds))
-    return (None, why) if like is None else (replace(like, reads=reads), None)
+        return None
+    return _proofs.of(module, tuple(kinds.items()), lambda notes: _prove(module, notes, kinds))
 
 
-_proofs = probe.Proofs()
+_proofs = Proofs()
 
 
 def _kinds(module) -> dict[str, Map | Activation | Other] | None:
@@ -209,12 +205,7 @@ def _kinds(module) -> dict[str, Map | Activation | Other] | None:
         return None
     if module._buffers or any(p is not None for p in module._parameters.values()):
         return None
-    try:
-        arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError):  # compiled code
-        return None
-    required = [p for p in arguments if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) > 1:
+    if arguments(type(module)) not in (0, 1):
         return None
     kinds = {name: _map(part) or _kind(part) for name, part in parts.items()}
     return None if None in kinds.values() or traced.widths(kinds) is None else kinds
@@ -249,7 +240,7 @@ def function_of(part) -> str | None:
 
 def likeness(part) -> str | None:
     """Which of GATES a module computes in its own words, before `convert` swaps it."""
-    return _form(lookalike.recognise(part)[0])
+    return _form(lookalike.recognise(part))
 
 
 def _form(like) -> str | None:
@@ -258,21 +249,22 @@ def _form(like) -> str | None:
     return "quick_gelu" if like.room == "quick_gelu" else FORMS.get((like.room, like.form))
 
 
-def _prove(module, notes, kinds):
-    """(the reading that passes every case, None), or (None, why there is none)."""
+def _prove(module, notes, kinds) -> FeedForward | None:
+    """The reading that passes every case."""
+    why = Refusal("it puts its parts together in another way")
     try:
-        why = "it puts its parts together in another way"
         for like in _readings(module, notes, kinds):
-            compute = lambda parts, x, like=like: like.compute(parts, x, like.exact)  # noqa: E731
-            why = traced.differs(module, notes, kinds, compute)
-            if why is None:
-                return like, None
-    except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-        why = probe.reason(error)
+            try:
+                traced.check_all(module, notes, kinds, lambda parts, x, like=like: like.compute(parts, x, like.exact))
+                return like
+            except Differs as difference:
+                why = difference
+    except Exception as error:
+        why = error
     counts = {kind: sum(isinstance(k, kind) for k in kinds.values()) for kind in (Map, Activation)}
     if counts[Map] == 1 or counts[Activation] == 0:
-        return None, None  # parts that many other modules have
-    return None, f"it has the parts of a feed-forward network, but {why}"
+        return None  # parts that many other modules have
+    raise Refusal(f"it has the parts of a feed-forward network, but {reason(why)}")
 
 
 def _readings(module, notes, kinds):
@@ -309,4 +301,4 @@ def _forms(f, first, packed, down, act, middle, last):
 
 
 def _same(a, b) -> bool:
-    return a is b or (a.shape == b.shape and bool((a - b).abs().max() <= traced.EXACT * b.abs().max()))
+    return a is b or (a.shape == b.shape and bool((a - b).abs().max() <= EXACT * b.abs().max()))

@@ -8,7 +8,6 @@ for then that is left to it. What fails, raises or changes itself is refused.
 """
 
 import functools
-import inspect
 import itertools
 from dataclasses import dataclass, replace
 
@@ -19,14 +18,12 @@ from hfnn import ops
 from hfnn.core.context import autocasting, is_plain
 from hfnn.ops import layer_norm, rms_norm
 from hfnn.patterns import probe
-from hfnn.patterns.probe import NOTHING, Reads
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Differs, Match, Proofs, arguments, bound, check
 
 # Tried where no attribute is called eps: what authors write into the formula itself.
 CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
-# Errors in ulps, of the L2 norm of a row: of all processors alike, for no single element decides. Honest code was
-# measured to stay below 2.5 (float32) and 1 (bfloat16).
-ULPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
 # What a class is named like: a norm, or one of these. The longest name comes first: QuickGELU is no GELU.
 ACTIVATIONS = {op.name: op for op in sorted(ops.ALL, key=lambda op: -len(op.name)) if op.likes}
 # (dtype of the parameters, of the input), training, factor of eps
@@ -37,26 +34,42 @@ CASES = (
 HALF = tuple(itertools.product([(torch.float16, torch.float16), (torch.float32, torch.float16)], (True, False), [1.0]))
 
 
+class LookAlike:
+    """Goes before the class of a look-alike: the room where a kernel takes the call, else the class's own code."""
+
+    prefer = "auto"
+    _hfnn_one_input = True  # to which the op's floor applies
+
+    def forward(self, input):
+        if not torch.compiler.is_compiling() and is_plain(input):
+            like, out = self._hfnn_like, _out_dtype(self, input)
+            # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
+            if (out is input.dtype or out is torch.float32) and (like.half or input.dtype is not torch.float16):
+                y = like.fused(self, input, out)
+                if y is not None:
+                    return y
+        return super().forward(input)
+
+
 @functools.cache
 def _op(name: str):
     return next(op for op in ops.ALL if op.name == name)
 
 
 @dataclass(frozen=True)
-class NormLike:
-    """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number."""
+class NormLike(Match):
+    """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number.
+
+    half: whether it is the op in float16, too.
+    """
 
     room: str
     weight: str | None
     bias: str | None
     eps: str | float
     offset: float = 0.0
-    reads: Reads = NOTHING
-    half: bool = True  # whether it is the op in float16, too
-
-    @property
-    def mixin(self):
-        return LookAlike
+    half: bool = True
+    mixin = LookAlike
 
     @property
     def op(self):
@@ -76,27 +89,22 @@ class NormLike:
             return rms_norm.fused(x, weight, eps, self.offset, out, module.prefer)
         return layer_norm.fused(x, weight, bias, eps, out, module.prefer)
 
-    def exact(self, x, parameters, eps):
-        """The definition, on parameters by name."""
-        weight, bias = parameters.get(self.weight), parameters.get(self.bias)
+    def exact(self, module, x, eps):
+        weight, bias = module._parameters.get(self.weight), module._parameters.get(self.bias)
         if self.room == "rms_norm":
             return rms_norm.reference(x, x.shape[-1:], weight, eps, self.offset)
         return layer_norm.reference(x, x.shape[-1:], weight, bias, eps)
 
 
 @dataclass(frozen=True)
-class ActivationLike:
-    """An activation without parameters. form: one of the op's `likes`."""
+class ActivationLike(Match):
+    """An activation without parameters. form: one of the op's `likes`; half: as NormLike's."""
 
     room: str
     form: str
-    reads: Reads = NOTHING
-    half: bool = True  # as NormLike's
+    half: bool = True
     eps = 1e-4  # only sets how small the smallest probes are
-
-    @property
-    def mixin(self):
-        return LookAlike
+    mixin = LookAlike
 
     @property
     def op(self):
@@ -108,25 +116,8 @@ class ActivationLike:
     def fused(self, module, x, out):
         return self.op.fused(x, out, module.prefer, **self.op.likes[self.form])
 
-    def exact(self, x, parameters, eps):
+    def exact(self, module, x, eps):
         return self.op.reference(x, **self.op.likes[self.form])
-
-
-class LookAlike:
-    """Goes before the class of a look-alike: the room where a kernel takes the call, else the class's own code."""
-
-    prefer = "auto"
-    _hfnn_one_input = True  # to which the op's floor applies
-
-    def forward(self, input):
-        if not torch.compiler.is_compiling() and is_plain(input):
-            like, out = self._hfnn_like, _out_dtype(self, input)
-            # Every kernel widens to float32; other mixtures (a float32 input rounded to its weight's dtype) are rare.
-            if (out is input.dtype or out is torch.float32) and (like.half or input.dtype is not torch.float16):
-                y = like.fused(self, input, out)
-                if y is not None:
-                    return y
-        return super().forward(input)
 
 
 def _out_dtype(module, x) -> torch.dtype | None:
@@ -148,26 +139,24 @@ def _out_dtype(module, x) -> torch.dtype | None:
     return known[key]
 
 
-def recognise(module: nn.Module) -> tuple[NormLike | ActivationLike | None, str | None]:
-    """(how the module's class is to be read, None), or (None, why not); (None, None) where nothing hints at an op."""
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module's class is to be read, or why it is none of those that its name hints at."""
     cls = type(module)
     name = cls.__name__.lower().replace("_", "")
     kind = next((kind for kind in (*ACTIVATIONS, "norm") if kind.replace("_", "") in name), None)
     if kind is None or cls.__module__.startswith(("torch.", "hfnn.")):
-        return None, None
+        return None
+    but = f"named like a {kind}, but "
     why = _unlike(module, kind)
     if why is not None:
-        return None, f"named like a {kind}, but {why}"
+        return Refusal(but + why)
     floats = tuple(name for name, value in probe.attributes(module).items() if isinstance(value, float))
-    (like, why), reads = _proofs.of(module, (kind, _shapes(module), floats), lambda notes: _prove(module, kind, notes))
-    if like is None:
-        return None, why
+    like = _proofs.of(module, (kind, _shapes(module), floats), lambda notes: _prove(module, kind, notes), but)
     # eps is read by the room at each call, and two values of it were tried.
-    reads = replace(reads, attributes=tuple(r for r in reads.attributes if r[0] != getattr(like, "eps", None)))
-    return replace(like, reads=reads), None
+    return replace(like, reads=like.reads.without(like.eps)) if isinstance(like, Match) else like
 
 
-_proofs = probe.Proofs()
+_proofs = Proofs()
 
 
 def _unlike(module, kind) -> str | None:
@@ -176,13 +165,9 @@ def _unlike(module, kind) -> str | None:
         return "it has modules inside"
     if module._buffers or any(isinstance(value, torch.Tensor) for value in vars(module).values()):
         return "it holds tensors that are no parameters"
-    try:
-        arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError):  # compiled code
-        return "its forward does not tell its arguments"
-    required = [p for p in arguments if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) != 1 or required[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        return f"its forward needs {len(required)} arguments, not one tensor"
+    needed = arguments(type(module))
+    if needed != 1:
+        return f"its forward needs {needed} arguments, not one tensor"
     shapes = _shapes(module)
     if kind in ACTIVATIONS:
         return "it has parameters" if shapes else None
@@ -221,51 +206,34 @@ def _candidates(module, kind):
     return [*rms, *plain, *shifted]
 
 
-def _prove(module, kind, notes):
-    """The first candidate that passes every case, or the reason why none does."""
-    best = None
+def _prove(module, kind, notes) -> Match:
+    """The first candidate that passes every case."""
+    best = -1, None, None
     for like in _candidates(module, kind):
-        found = None
         for number, case in enumerate((*CASES, *HALF)):
             try:
-                found = _compare(module, notes, like, number, *case)
-            except Exception as error:  # the author's code, run by us: whatever it raises is a reason
-                if case not in HALF:
-                    return None, f"named like a {kind}, but {probe.reason(error)}"
-                found = "not implemented in float16"
-            if found is not None:
+                _check(module, notes, like, number, *case)
+            except Exception as why:
+                if case in HALF:
+                    return replace(like, half=False)
+                if not isinstance(why, Differs):
+                    raise
+                best = max(best, (number, like, str(why)), key=lambda found: found[0])
                 break
-        if found is None or case in HALF:
-            return replace(like, half=found is None), None
-        if best is None or number > best[0]:
-            best = number, like, found
-    return None, f"named like a {kind}, but no op of hfnn: unlike {str(best[1]).removeprefix('hfnn ')}, {best[2]}"
+        else:
+            return like
+    raise Refusal(f"no op of hfnn: unlike {str(best[1]).removeprefix('hfnn ')}, {best[2]}")
 
 
-def _compare(module, notes, like, number, dtypes, training, factor) -> str | None:
-    """What differs between the module's own code and a reading of it in one case, or None."""
+def _check(module, notes, like, number, dtypes, training, factor) -> None:
+    """Raises Differs where the module's own code differs from a reading of it in one case."""
     generator = torch.Generator("cpu").manual_seed(number)
     clone, eps = _fresh(module, notes, like, dtypes[0], training, factor, generator)
-    x, dy = _probe(_cols(module), eps, 2 + number % 3, generator, 3e4 if dtypes[1] is not torch.float16 else 3e3)
-    x, dy = x.to(dtypes[1]).requires_grad_(), dy.to(dtypes[1])
-    own = type(clone).forward
-    y, grads = _differentiate(lambda x, _: own(clone, x), x, clone._parameters, dy)
-    with torch.no_grad():
-        again, empty = own(clone, x), own(clone, x[:0])
-    if probe.changes(clone):
-        return "its forward changes attributes of the module"
-    if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, x[:0].shape):
-        return "its forward depends on more than its input (grad mode, number of rows or of calls)"
-    exact = {name: p.detach().double().requires_grad_() for name, p in clone._parameters.items() if p is not None}
-    y64, grads64 = _differentiate(lambda x, p: like.exact(x, p, eps), x.detach().double().requires_grad_(), exact, dy)
+    large = 3e4 if dtypes[1] is not torch.float16 else 3e3
+    x = _probe(_cols(module), eps, 2 + number % 3, generator, large).to(dtypes[1])
     setting = f"input {dtypes[1]}, parameters {dtypes[0]}, {'training' if training else 'eval'}"
     setting += "" if factor == 1 else f", eps times {factor:g}"
-    names = ("output", "gradient of the input", *(f"gradient of {name}" for name in exact))
-    for what, given, wanted in zip(names, (y, *grads), (y64, *grads64), strict=True):
-        error = float("inf") if given is None else _row_error(given, wanted)
-        if not error <= bound(dtypes[1]):
-            return f"{what} off by {error:.1e} in L2 norm of a row ({setting})"
-    return None
+    check(clone, (x,), lambda wide, x: like.exact(wide, x, eps), bound(dtypes[1]), setting, off=_row_error)
 
 
 def _fresh(module, notes, like, dtype, training, factor, generator):
@@ -281,26 +249,11 @@ def _fresh(module, notes, like, dtype, training, factor, generator):
 
 
 def _probe(cols, eps, dims, generator, large):
-    """(x, dy): rows of ordinary values, one of very large, and rows so small that eps decides; none centred on 0."""
+    """Rows of ordinary values, one of very large, and rows so small that eps decides; none centred on 0."""
     small = eps**0.5 if eps > 0 else 1e-3
     scales = torch.tensor([1.0, large, 3.0, 0.5, small, 0.1 * small])
     x = (torch.randn(6, cols, generator=generator) + 0.5) * scales[:, None]
-    dy = torch.randn(6, cols, generator=generator)
-    shape = {2: (6, cols), 3: (3, 2, cols), 4: (2, 3, 1, cols)}[dims]
-    return x.view(shape), dy.view(shape)
-
-
-def _differentiate(function, x, parameters, dy):
-    wanted = [x, *(p for p in parameters.values() if p is not None)]
-    y = function(x, parameters)
-    if y.shape != x.shape:
-        raise ValueError(f"returns shape {tuple(y.shape)} for {tuple(x.shape)}")
-    return y, torch.autograd.grad(y, wanted, dy.to(y.dtype), allow_unused=True)
-
-
-def bound(dtype) -> float:
-    """The largest relative error of honest code."""
-    return ULPS[dtype] * torch.finfo(dtype).eps
+    return x.view({2: (6, cols), 3: (3, 2, cols), 4: (2, 3, 1, cols)}[dims])
 
 
 def _row_error(result, exact) -> float:

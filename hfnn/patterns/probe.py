@@ -1,26 +1,21 @@
-"""Proofs that a module computes an op, and what they depend on.
+"""Clones on which a module's forward is tried, and what is read of them.
 
 A module's own `forward` is run on a clone of it: another object of its class, with the module's attributes, small
 random parts on the CPU and no hooks. What the clone holds by reference it gets a copy of when that is first read, so
 that nothing is shared with the module. What is read of the clone, `Reads`, is all of the module that the proof depends
 on: attributes of the instance, attributes of objects that it holds (`self.config.x`), and functions of its class. A
-proof is given again to a module of which these are the same, and lapses once they change (hfnn/patterns/subclass.py).
+proof is given again to a module of which these are the same (proof.py), and lapses once they change (subclass.py).
 """
 
-import contextlib
 import enum
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-
-from hfnn.core.kernel import forcing
-from hfnn.patch import unrouted
 
 CONTAINERS = (list, dict, set)
 MODULE_STATE = frozenset(vars(nn.Module()))
@@ -32,12 +27,7 @@ class ABSENT:
 
 
 class Refusal(Exception):
-    """Why a module is not what it looks like."""
-
-
-def reason(error: Exception) -> str:
-    """Of what came of running an author's code, whatever it raised."""
-    return str(error) if isinstance(error, Refusal) else f"its forward raises on the probe: {error}"
+    """Why a module is not what it looks like: raised by a proof, and returned by a pattern."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +43,10 @@ class Reads:
 
     def __hash__(self):  # values need not be hashable
         return hash((tuple(name for name, _ in self.attributes), tuple(path for path, _ in self.paths), self.methods))
+
+    def without(self, name: str | None) -> "Reads":
+        """All but one attribute."""
+        return replace(self, attributes=tuple(read for read in self.attributes if read[0] != name))
 
     def match(self, module: nn.Module) -> bool:
         """Whether the module holds what was read."""
@@ -289,55 +283,7 @@ def _differ(value, made) -> bool:
     )
 
 
-class Proofs:
-    """What was proved of modules, by their classes, which it does not keep alive."""
-
-    def __init__(self):
-        self._known: weakref.WeakKeyDictionary[type, list] = weakref.WeakKeyDictionary()
-
-    def of(self, module: nn.Module, key: tuple, prove: Callable[[Notes], object]) -> tuple[object, Reads]:
-        """(what `prove(notes)` returned for a module of the class, the key and what was read, what was read)."""
-        cls = type(module)
-        for known, reads, methods, result in self._known.get(cls, ()):
-            if known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods):
-                return result, reads
-        notes = Notes(module)
-        with seclusion():
-            result = prove(notes)
-        reads = notes.reads()
-        methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
-        self._known.setdefault(cls, []).append((key, reads, methods, result))
-        return result, reads
-
-
 def of_class(cls: type, name: str):
     """What a class has by a name: of a class method, which is bound anew each time, the function."""
     value = getattr(cls, name, ABSENT)
     return getattr(value, "__func__", value)
-
-
-def _same(value) -> Callable:
-    """Whether it is this one. A function is held weakly, for it holds the class that it stands in."""
-    if isinstance(value, property):
-        same = _same(value.fget)
-        return lambda other: isinstance(other, property) and same(other.fget)
-    if isinstance(value, types.FunctionType):
-        held = weakref.ref(value)
-        return lambda other: other is held()
-    return lambda other: other is value
-
-
-@contextlib.contextmanager
-def seclusion():
-    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(unrouted())
-        stack.enter_context(forcing(None))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        yield

@@ -23,21 +23,8 @@ from hfnn.core.classes import cache_by_class
 from hfnn.core.context import compiling
 from hfnn.core.kernel import PREFERENCES
 from hfnn.patch import PLACES, Place, here, install, uninstall
-
-
-@dataclass(frozen=True)
-class RoutedCalls:
-    """How a module is to be read whose own code calls functions that hfnn has."""
-
-    names: tuple[str, ...]
-    op = None
-
-    @property
-    def mixin(self):
-        return Routed
-
-    def __str__(self) -> str:
-        return f"hfnn {', '.join(self.names)} inside"
+from hfnn.patterns.probe import Refusal
+from hfnn.patterns.proof import Match
 
 
 class Routed:
@@ -73,6 +60,17 @@ def _within(forward: Callable, found: "Calls") -> Callable:
     return run
 
 
+@dataclass(frozen=True)
+class RoutedCalls(Match):
+    """names: of the functions that the module's own code calls."""
+
+    names: tuple[str, ...]
+    mixin = Routed
+
+    def __str__(self) -> str:
+        return f"hfnn {', '.join(self.names)} inside"
+
+
 @dataclass(frozen=True, eq=False)
 class Calls:
     """The calls of functions that hfnn has in a class's own code."""
@@ -82,12 +80,12 @@ class Calls:
     where: str
 
 
-def recognise(module: nn.Module) -> tuple[RoutedCalls | None, str | None]:
-    """(how the module is to be read, None), (None, why its calls cannot be routed), or (None, None): it makes none."""
+def recognise(module: nn.Module) -> Match | Refusal | None:
+    """How the module is to be read, or why its calls cannot be routed; None where it makes none."""
     found = calls(type(module))
-    if isinstance(found, str):
-        return None, found
-    return (RoutedCalls(tuple(sorted({place.name for place in found.places}))), None) if found else (None, None)
+    if not isinstance(found, Calls):
+        return found and Refusal(found)
+    return RoutedCalls(tuple(sorted({place.name for place in found.places})))
 
 
 # Of torch, and of those who compute with the parts of a model in their own way.

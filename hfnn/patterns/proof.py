@@ -1,0 +1,175 @@
+"""The engine behind all patterns: what a proof is, how it is made, and how long it is kept.
+
+A pattern gives a module's clone (probe.py), inputs and a definition; `check` holds the clone's own forward against the
+definition, output and gradients, and asks whether it depends on anything but its input. `Proofs` keeps what came of it
+for all modules of the class of which the same was read.
+"""
+
+import contextlib
+import copy
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from hfnn.core.kernel import forcing
+from hfnn.patch import unrouted
+from hfnn.patterns import probe
+from hfnn.patterns.probe import NOTHING, Reads, Refusal, of_class
+from hfnn.testing import error
+
+# Errors in ulps, of the L2 norm of a row or a tensor: of all processors alike, for no single element decides. Honest
+# code was measured to stay below 2.5 (float32) and 1.1 (bfloat16).
+ULPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
+EXACT = 1e-9  # in float64, where two computations may differ in their order alone
+
+
+def bound(dtype: torch.dtype) -> float:
+    """The largest relative error of honest code."""
+    return EXACT if dtype is torch.float64 else ULPS[dtype] * torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """How a module is to be read. `mixin` goes before its class; `op` is the report's, if any; `str(match)` its words.
+
+    reads: what the proof depends on.
+    """
+
+    reads: Reads = NOTHING
+    mixin = op = None
+
+
+class Differs(Refusal):
+    """A forward is not the definition that it was held against."""
+
+
+class Proofs:
+    """What was proved of modules, by their classes, which it does not keep alive."""
+
+    def __init__(self):
+        self._known: weakref.WeakKeyDictionary[type, list] = weakref.WeakKeyDictionary()
+
+    def of(self, module: nn.Module, key: tuple, prove: Callable, but: str = "") -> Match | Refusal | None:
+        """What `prove(notes)` returned for a module of the class, the key and what was read of it.
+
+        What it raises becomes a refusal, whose reason begins with `but`.
+        """
+        cls = type(module)
+        for known, reads, methods, found in self._known.get(cls, ()):
+            if known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods):
+                return found
+        notes = probe.Notes(module)
+        with seclusion():
+            try:
+                found = prove(notes)
+            except Exception as why:  # the author's code, run by us: whatever it raises is a reason
+                found = Refusal(but + reason(why))
+        reads = notes.reads()
+        methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
+        found = replace(found, reads=reads) if isinstance(found, Match) else found
+        self._known.setdefault(cls, []).append((key, reads, methods, found))
+        return found
+
+
+def reason(why: Exception) -> str:
+    return str(why) if isinstance(why, Refusal) else f"its forward raises on the probe: {why}"
+
+
+def _same(value) -> Callable:
+    """Whether it is this one. A function is held weakly, for it holds the class that it stands in."""
+    if isinstance(value, property):
+        same = _same(value.fget)
+        return lambda other: isinstance(other, property) and same(other.fget)
+    if isinstance(value, types.FunctionType):
+        held = weakref.ref(value)
+        return lambda other: other is held()
+    return lambda other: other is value
+
+
+def check(
+    clone: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    definition: Callable,
+    within: float,
+    setting: str,
+    *,
+    wide: bool = True,
+    dtype: torch.dtype | None = None,
+    off: Callable = lambda given, wanted: error(given, wanted).l2,
+    names: tuple[str, ...] = ("the input",),
+) -> None:
+    """Raises Differs where a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
+
+    Output and gradients, of the inputs (`names`) and of all parameters, are at most `within` from those of the
+    definition in float64, as `off` measures it; wide=False: in the clone's dtypes. dtype: of the output, if it matters.
+    setting: words for the case.
+    """
+    own, parts = type(clone).forward, nn.Module()
+    parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
+    copied = copy.deepcopy(parts).double() if wide else parts
+    y, *grads = _run(own, clone, inputs)
+    want, *wanted = _run(definition, copied, [_widened(x) for x in inputs] if wide else inputs)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        again, empty = own(clone, *inputs), own(clone, *(x[:0] for x in inputs))
+    if probe.changes(clone):
+        raise Differs("its forward changes attributes of the module")
+    if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, y[:0].shape):
+        raise Differs("its forward depends on more than its input (grad mode, number of rows or of calls)")
+    if y.shape != want.shape or (dtype is not None and y.dtype is not dtype):
+        raise Differs(f"it returns {y.dtype} {tuple(y.shape)} for {inputs[0].dtype} {tuple(inputs[0].shape)}")
+    of = *names, *(name for name, _ in clone.named_parameters())
+    what = "output", *(f"gradient of {x}" for x in of)
+    for name, given, exact in zip(what, (y, *grads), (want, *wanted), strict=True):
+        distance = float("inf") if given is None else off(given, exact)
+        if not distance <= within:
+            raise Differs(f"{name} off by {distance:.1e} in L2 norm ({setting})")
+
+
+def _widened(x):
+    return x.double() if x.is_floating_point() else x
+
+
+def _run(function, module, inputs):
+    """(output, gradients of the floating inputs and of all parameters)"""
+    torch.manual_seed(0)
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    y = function(module, *leaves)
+    if not isinstance(y, torch.Tensor):
+        raise Differs(f"its forward returns a {type(y).__name__}")
+    wanted = [*(x for x in leaves if x.requires_grad), *module.parameters()]
+    # Of eight bits, for all dtypes alike.
+    dy = torch.randn(y.shape, generator=torch.Generator("cpu").manual_seed(1)).bfloat16().to(y.dtype)
+    return y, *torch.autograd.grad(y, wanted, dy, allow_unused=True)
+
+
+def arguments(cls: type) -> int | None:
+    """How many arguments a class's forward needs, all of which may go by their places; None where that is not told."""
+    try:
+        given = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # compiled code
+        return None
+    needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return None if any(p.kind is p.KEYWORD_ONLY for p in needed) else len(needed)
+
+
+@contextlib.contextmanager
+def seclusion():
+    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(unrouted())
+        stack.enter_context(forcing(None))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
