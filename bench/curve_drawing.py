@@ -53,10 +53,9 @@ def table(rows: list[dict]) -> int:
         means = [statistics.fmean(of.values()) for of in (stock, ours)]
         grid.add_row("mean", *(f"{mean:.4f}" for mean in means), f"{means[1] - means[0]:+.4f}")
         grid.add_row("spread", *(f"{spread(of.values()):.4f}" for of in (stock, ours)), "")
-    peaks = [
-        max((float(r["peak_gib"] or 0) for r in rows if r["provider"] == provider), default=0) for provider in found
-    ]
-    grid.add_row("GiB at most", *(f"{peak:.2f}" if peak else "" for peak in peaks), "")
+    peaks = [max([float(r["peak_gib"] or 0) for r in rows if r["provider"] == p], default=0) for p in found]
+    if any(peaks):
+        grid.add_row("GiB at most", *(f"{peak:.2f}" for peak in peaks), "")
     report.put(grid)
     wrong = [f"{r['provider']} seed {r['seed']}: {r['error']}" for r in rows if r["error"]]
     for provider, of in found.items():
@@ -87,17 +86,19 @@ def draw(folder: Path, target: Path) -> int:
 
 
 def picture(rows: list[dict], machine: str) -> str:
-    """SVG: the training loss on the left, of every run a line; on the right the validation loss, from a third on."""
+    """SVG: on the left the training loss, a line for each run; on the right the validation loss, from steps / 3 on."""
     r, steps = rows[-1], int(rows[-1]["steps"])
     name = "GPT-2 small" if "tiny" not in r["case"] else "a tiny GPT-2"
     batch, length = r["case"].split("x")[:2]
     title = f"{name}, {batch} x {length} tokens a step, bfloat16 autocast; {machine}, torch {r['torch']}"
-    style = "text { font: 13px sans-serif; fill: #24292f } .t { font-size: 11px; fill: #57606a }"
+    style = (
+        "text { font: 13px sans-serif; fill: #24292f } .t { font-size: 11px; fill: #57606a } .b { font-weight: bold }"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         f"<title>Losses of stock and converted runs: {title}</title>",
         f'<style>{style}</style><rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="52" y="26" font-weight="bold">{title}</text>',
+        f'<text x="52" y="26" class="b">{title}</text>',
     ]
     parts += panel("training loss", 52, 430, curves(rows, "train", 0), (0, steps), dots=False)
     parts += panel("validation loss", 505, 883, curves(rows, "validation", steps / 3), (steps / 3, steps), dots=True)
@@ -111,7 +112,7 @@ def picture(rows: list[dict], machine: str) -> str:
 
 
 def curves(rows: list[dict], name: str, begin: float) -> list[tuple[str, list]]:
-    """(provider, [(step, loss), ...]) of every run, those of stock first, for the others are drawn over them."""
+    """(provider, [(step, loss), ...]) of every run; stock ones first, so that the others lie on top."""
     found = {(p, seed): [] for p in STYLES for seed in dict.fromkeys(r["seed"] for r in rows)}
     for r in rows:
         if r["pass"] == name and int(r["step"]) >= begin and math.isfinite(float(r["loss"])):

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU in one call:   bench/gpu.sh [test|bench|head|small|models|all]...
+# Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|curve|all]...
 #
 # Nothing is fetched: python3 has torch, triton, pytest and what pyproject.toml needs for a build. Wheels of rivals that
 # it lacks (liger-kernel, quack-kernels) are installed apart from it, from $WHEELS. Logs and result files go to $OUT.
 # Every part has its own limit, in seconds, so that one that hangs leaves the others their time; together 9 minutes.
-# The part models takes so long that it is not among all. LIMIT_<part>=seconds in the environment gives a part more where not all are asked for.
+# The parts models and curve take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
+# part more where not all are asked for.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 LIMIT_BUILD=${LIMIT_BUILD:-90} LIMIT_TEST=${LIMIT_TEST:-150} LIMIT_BENCH=${LIMIT_BENCH:-140}
 LIMIT_SMALL=${LIMIT_SMALL:-40} LIMIT_HEAD=${LIMIT_HEAD:-120} LIMIT_MODELS=${LIMIT_MODELS:-480}
+LIMIT_CURVE=${LIMIT_CURVE:-490}
 # quack can only be imported from a folder "site-packages".
 export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/rivals/site-packages} WORKERS=${WORKERS:-12}
 export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper
@@ -54,7 +56,13 @@ models() {
   python3 bench/models.py --depth --results "$OUT" && python3 bench/models.py ${MODELS:-} --results "$OUT"
 }
 
-export -f install_rivals build tests bench small heads models
+# CURVE: arguments of curve.py, as "--steps 300".
+curve() {
+  # shellcheck disable=SC2086 # words of their own
+  python3 bench/curve.py ${CURVE:-} --results "$OUT"
+}
+
+export -f install_rivals build tests bench small heads models curve
 failed=0 summary=
 
 # part <function> <limit> <lines>: runs it with its output in a log, and shows the last lines. SIGINT first: the
@@ -77,5 +85,6 @@ wants small && part small $LIMIT_SMALL 40
 wants bench && part bench $LIMIT_BENCH 80
 wants head && part heads $LIMIT_HEAD 80
 [[ $what == *" models "* ]] && part models $LIMIT_MODELS 80
+[[ $what == *" curve "* ]] && part curve $LIMIT_CURVE 20
 printf '%s' "$summary"
 exit $failed

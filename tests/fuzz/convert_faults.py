@@ -259,4 +259,4 @@ def _shallow(reduce):
 
 
 _plant("what was proved is believed for ever", subclass, "lapse", lambda lapse: lambda module, why: None)
-_plant("copies are in training", subclass.Dressed, "__reduce_ex__", _shallow)
+_plant("copies are in training", subclass.Converted, "__reduce_ex__", _shallow)
