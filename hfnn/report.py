@@ -2,7 +2,7 @@
 
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -12,17 +12,22 @@ from torch.optim import Optimizer
 
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.core import recipe
+from hfnn.memory.keepers import costs
 from hfnn.ops import linear
 from hfnn.optim import swap
 from hfnn.patterns.subclass import is_converted, op_of, original, title
 
 OPTIMIZER = "(optimizer)"  # in the place of a name
+OF_NOTE = (
+    0.005  # a share of the bytes or of the time for which a module gets a row though hfnn has nothing to say of it
+)
 
 
 @dataclass(frozen=True)
 class ModuleRow:
     """One module. to: what it was swapped for, or None; kernel: what runs for inputs of its parameters' device and
-    dtype; why: the reason it was left alone, or what else there is to know.
+    dtype; why: the reason it was left alone, or what else there is to know. kept, time: what it takes, without the
+    modules inside, of the bytes that a forward keeps and of its time, where `report` was given inputs.
     """
 
     name: str
@@ -30,6 +35,8 @@ class ModuleRow:
     to: str | None
     kernel: str | None
     why: str
+    kept: float | None = None
+    time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,17 @@ class Report:
         caption = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone; "
         caption += f"in this process {counter.taken} recipes taken, {counter.rebuilt} tensors rebuilt"
         of_modules = any(row.name != OPTIMIZER for row in self.rows)
-        table = Table("module", "from", "to", "kernel", "why", caption=caption if of_modules else None)
-        folded: dict[tuple, list[str]] = {}
+        shown = ("kept", "time") if any(row.kept is not None for row in self.rows) else ()
+        columns = "module", "from", "to", "kernel", *shown, "why"
+        table = Table(*columns, caption=caption if of_modules else None)
+        folded: dict[tuple, list[ModuleRow]] = {}
         for row in self.rows:
             key = re.sub(r"\b\d+\b", "*", row.name), row.original, row.to or "-", row.kernel or "-", row.why
-            folded.setdefault(key, []).append(row.name or "(model)")
-        for (pattern, *rest), names in folded.items():
-            table.add_row(names[0] if len(names) == 1 else f"{pattern}  x{len(names)}", *rest)
+            folded.setdefault(key, []).append(row)
+        for (pattern, *rest, why), rows in folded.items():
+            shares = (f"{sum(getattr(row, cost) or 0.0 for row in rows):.1%}" for cost in shown)
+            name = rows[0].name or "(model)"
+            table.add_row(name if len(rows) == 1 else f"{pattern}  x{len(rows)}", *rest, *shares, why)
         return table
 
     def __str__(self) -> str:
@@ -66,18 +77,31 @@ class Report:
         return file.getvalue()
 
 
-def report(model: nn.Module | Optimizer) -> Report:
+def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
     """Every module without modules inside, and of the others those that are converted, or nearly were; or an optimizer.
 
     Print it, or read its `rows`. Kernels are those for contiguous inputs of the device and dtype of the module's
     parameters (of the model's first parameter where it has none), outside torch.compile. Works on models that are
     converted, partly or not at all.
+
+    With inputs, `model(*inputs, **kwargs)` runs twice, forward only, and each row says what the module takes of it: of
+    the bytes kept for backward, and of the time. So what is left alone can be told by what it costs. The model, its
+    buffers and torch's generators are afterwards as they were. Raises what the forward raises.
     """
     if isinstance(model, Optimizer):
         return Report([ModuleRow(OPTIMIZER, *swap.explain(model))])
-    found = [site for site in sites(model) if not site.module._modules or _is_of_note(site)]
+    shares = costs(model, inputs, kwargs) if inputs or kwargs else {}
+    found = [
+        site
+        for site in sites(model)
+        if not site.module._modules or max(shares.get(site.names[0], (0.0,))) >= OF_NOTE or _is_of_note(site)
+    ]
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return Report([_row(site, first) for site in found])
+    rows = [_row(site, first) for site in found]
+    if not shares:
+        return Report(rows)
+    of_row = (shares.get(row.name, (0.0, 0.0)) for row in rows)
+    return Report([replace(row, kept=kept, time=time) for row, (kept, time) in zip(rows, of_row, strict=True)])
 
 
 def _is_of_note(site) -> bool:

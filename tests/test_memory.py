@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
@@ -278,3 +279,29 @@ def test_bad_arguments(model, x):
         hfnn.memory.report(lambda x: x, x)
     with pytest.raises(ValueError, match="prefer"):
         hfnn.memory.report(model, x, prefer="always")
+
+
+def test_report_says_what_each_module_costs():
+    """Bytes and time by `hfnn.report(model, input)`: of a forward in plain Python, too; and the model is as it was."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.lin = nn.LayerNorm(64), nn.Linear(64, 64)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return (self.lin(self.norm(x)).exp().sigmoid() * 2).relu()  # three tensors of its own
+
+    model = hfnn.convert(Own(), prefer="memory")
+    x, state = torch.randn(32, 64, requires_grad=True), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = {row.name: row for row in hfnn.report(model, x).rows}
+    assert sum(row.kept for row in rows.values()) == pytest.approx(1)
+    assert sum(row.time for row in rows.values()) == pytest.approx(1)
+    assert rows[""].kept > 0.7 and rows["norm"].kept > 0.2 and rows["lin"].kept < 0.01
+    assert all(row.time > 0 for row in rows.values())
+    assert "kept" in str(hfnn.report(model, x)) and "kept" not in str(hfnn.report(model)).split("norm")[0]
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

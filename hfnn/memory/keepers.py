@@ -1,8 +1,10 @@
 """`report`: which module and which op keeps how much between forward and backward, as it was and converted."""
 
 import contextlib
+import functools
 import io
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +166,24 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
     return MemoryReport(_rows(model, eager, converted))
 
 
+def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[float, float]]:
+    """What each module takes of a forward of the model as it is: {name: (share of the bytes kept, of the time)}.
+
+    Modules inside have shares of their own. The forward runs twice, the second time by the clock; else as in `report`.
+    """
+    with _left_as_it_was(model):
+        kept = _forward(model, inputs, kwargs)
+        spy = _Spy(model, clock=True)
+        with _same_randomness(model), torch.enable_grad(), spy.watching():
+            spy.timed("", model, inputs, kwargs)
+    by_module: dict[str, int] = {}
+    for (name, _), size in kept.items():
+        by_module[name] = by_module.get(name, 0) + size
+    size, seconds = sum(by_module.values()) or 1, sum(spy.seconds.values()) or 1.0
+    names = dict.fromkeys((*by_module, *spy.seconds))
+    return {name: (by_module.get(name, 0) / size, spy.seconds.get(name, 0.0) / seconds) for name in names}
+
+
 # {(name of the module, op): bytes}, in the order in which they came
 Found = dict[tuple[str, str], int]
 
@@ -220,9 +240,12 @@ class _Spy:
     where there are any (hfnn's deferred logits, the fast paths of torch's transformer layers).
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, clock: bool = False):
         self._names = {module: name for name, module in model.named_modules()}
         self._running = [""]
+        self._clock, self._waits = clock, any(p.is_cuda for p in model.parameters())
+        self._inner = [0.0]  # seconds in modules inside the running one, by depth
+        self.seconds: dict[str, float] = {}  # of each module, without those inside
         self.record = Record()
 
     @contextlib.contextmanager
@@ -235,7 +258,7 @@ class _Spy:
                 return call(module, *args, **kwargs)
             self._running.append(name)
             try:
-                return call(module, *args, **kwargs)
+                return self.timed(name, functools.partial(call, module), args, kwargs)
             finally:
                 self._running.pop()
 
@@ -244,6 +267,24 @@ class _Spy:
             yield
         finally:
             nn.Module.__call__ = call
+
+    def timed(self, name: str, call, args, kwargs):
+        """call(*args, **kwargs), and what it takes of the time."""
+        if not self._clock:
+            return call(*args, **kwargs)
+        self._inner.append(0.0)
+        start = self._now()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            spent = self._now() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
+            self._inner[-1] += spent
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         kept = self.record.pack(tensor)
