@@ -4,6 +4,8 @@ import contextlib
 import copy
 import io
 import re
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -262,3 +264,22 @@ def test_compiled():
         wanted = model(**batch).logits
         found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
         torch.testing.assert_close(found, wanted)
+
+
+WITHOUT_MASKS = """
+import sys, torch, transformers, hfnn
+config = transformers.TimesFmConfig(
+    hidden_size=64, num_hidden_layers=1, intermediate_size=64, num_attention_heads=4, head_dim=16, patch_length=32,
+    context_length=512, horizon_length=128,
+)
+model, x = transformers.TimesFmModelForPrediction(config), [torch.randn(512), torch.randn(400)]
+assert "transformers.masking_utils" not in sys.modules
+want = model(past_values=x, freq=[0, 0]).mean_predictions
+got = hfnn.convert(model)(past_values=x, freq=[0, 0]).mean_predictions
+torch.testing.assert_close(got, want)
+"""
+
+
+def test_a_model_with_masks_of_its_own():
+    """Its file does not import transformers' masks: the name of the attention is known all the same."""
+    subprocess.run([sys.executable, "-c", WITHOUT_MASKS], check=True, timeout=120)

@@ -34,8 +34,9 @@ BASES = ("sdpa", "eager")  # those that a model is moved from; any other was cho
 def register() -> None:
     """Make the name "hfnn" known to transformers. No model uses it for that alone."""
     modeling, masking = views.modeling(), masks.masking()
-    if modeling is not None and masking is not None:
+    if modeling is not None:
         modeling.AttentionInterface.register(NAME, attention)
+    if masking is not None:  # files of models that make masks of their own do not import it
         masking.AttentionMaskInterface.register(NAME, masks.mask)
 
 
