@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hfnn import adapters
 from hfnn.core.kernel import PREFERENCES
 from hfnn.optim import swap
-from hfnn.patterns import block_end, experts, feed_forward, linear, lookalike, routed
+from hfnn.patterns import block_end, experts, feed_forward, gated_norm, linear, lookalike, routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 from hfnn.patterns.subclass import FORWARDS, ROOMS, Converted, is_converted, make_subclass, original, restore, settings
@@ -47,6 +47,7 @@ NO_OP = "no op of hfnn computes this"
 # Each takes a module whose class is not known and returns a `Match`, a `Refusal` where something hints at its pattern,
 # or None (hfnn/patterns/proof.py).
 RECOGNISERS = (
+    gated_norm.recognise,
     lookalike.recognise,
     linear.recognise,
     block_end.recognise,

@@ -139,7 +139,9 @@ def _prove(module, notes, end) -> BlockEnd:
         shape = ((6, WIDTH), (2, 3, WIDTH), (2, 3, 1, WIDTH))[number % 3]
         inputs = tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
         setting = f"against {_formula(end)}, {dtype}, {'training' if training else 'eval'}, p {p:g}"
-        check(clone, inputs, end.exact, 0.0, setting, wide=False, dtype=dtype, names=("its input", "the residual"))
+        check(
+            clone, inputs, end.exact, setting, within=0.0, wide=False, dtype=dtype, names=("its input", "the residual")
+        )
     return end
 
 

@@ -4,14 +4,16 @@
 
 Mixtral, Qwen3-MoE, DeepSeek and their kin hold the experts' weights as two parameters, gate_up_proj (E, 2I, H) and
 down_proj (E, H, I). transformers computes them in one of several ways, named by the configuration. All but "eager"
-call the module's `_apply_gate`, which is ours where it is theirs. "eager" is the class's own loop, run here with
-recipes: the rows that an expert is given are kept as their numbers, and the product not at all.
+call the module's `_apply_gate`, which is ours where it is theirs. "eager", the class's own loop, and "grouped_mm", one
+product for all experts, are run here with recipes: the rows that an expert is given are kept as their numbers, and the
+gated product not at all.
 
 Recognised by these names, then proved: on a small instance both `_apply_gate` and the loop are held against the
 formula, in float64 and in bfloat16, output and gradients.
 """
 
 import functools
+import sys
 import types
 from dataclasses import dataclass, replace
 
@@ -46,10 +48,12 @@ class MixtureOfExperts:
     def forward(self, hidden_states, top_k_index, top_k_weights):
         # Older versions of transformers do not have the attribute, and in such a group the same loop.
         parallel = getattr(self, "_is_expert_parallel", False)
-        own = self.config._experts_implementation == "eager" and not parallel
-        if not own or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
+        compute = None if parallel else _WAYS.get(self.config._experts_implementation)
+        if compute is None or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        return loop(self, hidden_states, top_k_index, top_k_weights)
+        if compute is grouped and not _has_grouped(hidden_states, self.gate_up_proj):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return compute(self, hidden_states, top_k_index, top_k_weights)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,51 @@ def loop(module, x_TH, index_TK, weight_TK):
         h_NH = project(product(project(x_NH, module.gate_up_proj[e])), module.down_proj[e])
         y_TH.index_add_(0, token, (h_NH * weight_TK[token, slot, None]).to(y_TH.dtype))
     return y_TH
+
+
+def _has_grouped(x, weight) -> bool:
+    """Whether transformers would compute these by torch's product of groups."""
+    asked = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
+    return asked is not None and x.dtype is weight.dtype and asked(x, weight, None)
+
+
+def grouped(module, x_TH, index_TK, weight_TK):
+    """The sum over the experts, of S = T K pairs in the order of experts, whose groups end at `offsets`."""
+    up_EFH, (tokens, top) = module.gate_up_proj, index_TK.shape
+    number_S, pair_S = torch.sort(index_TK.reshape(-1))
+    # histc does not wait for the GPU; on the CPU it takes floats alone.
+    counts = torch.histc(number_S.int() if x_TH.is_cuda else number_S.float(), len(up_EFH), 0, len(up_EFH) - 1)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    h_SI = module._apply_gate(_of_groups(_rows(x_TH, pair_S // top, up_EFH), up_EFH, offsets))
+    y_SH = _of_groups(h_SI, module.down_proj, offsets) * weight_TK.reshape(-1)[pair_S].unsqueeze(-1)
+    place_S = torch.empty_like(pair_S)
+    place_S[pair_S] = torch.arange(len(pair_S), device=pair_S.device)
+    return y_SH[place_S].view(tokens, top, -1).sum(1).to(x_TH.dtype)
+
+
+def _of_groups(x_SI, weight_EOI, offsets):
+    """x W_e^T of the rows of each expert e, keeping the token of x in its place."""
+    token = recipe.take(x_SI) if torch.is_grad_enabled() and weight_EOI.requires_grad else None
+    if token is None:
+        return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
+    return _OfGroups.apply(x_SI, weight_EOI, offsets, token)
+
+
+class _OfGroups(Function):
+    @staticmethod
+    def forward(ctx, x_SI, weight_EOI, offsets, token):
+        ctx.save_for_backward(weight_EOI, offsets)
+        ctx.recipe = recipe.Kept({0: token})
+        return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
+
+    @staticmethod
+    def backward(ctx, dy_SO):
+        (weight_EOI, offsets), token, dy_SO = ctx.saved_tensors, ctx.recipe.tokens[0], dy_SO.contiguous()
+        dweight = nn.functional.grouped_mm(dy_SO.t(), token.tensor(), offs=offsets)
+        return nn.functional.grouped_mm(dy_SO, weight_EOI, offs=offsets), dweight, None, None
+
+
+_WAYS = {"eager": loop, "grouped_mm": grouped}
 
 
 def _rows(x_TH, token, weight):
@@ -150,7 +199,7 @@ def _prove(module, notes, f) -> Experts:
         clone, x, index, weight = _small(module, notes, dtype)
         setting = f"against the formula, {dtype}"
         formula = functools.partial(_formula, f)
-        check(clone, (x, index, weight), formula, bound(dtype), setting, names=("the input", "the weights"))
+        check(clone, (x, index, weight), formula, setting, names=("the input", "the weights"))
         packed = torch.cat([x, x * 0.5, x + 1], 1)
         gate, up = packed.double().chunk(2, -1)
         off = error(type(clone)._apply_gate(clone, packed), GATES[f].reference(gate) * up).l2

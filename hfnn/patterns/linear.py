@@ -14,7 +14,7 @@ from hfnn.core.context import compiling, is_plain
 from hfnn.ops import linear
 from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
-from hfnn.patterns.proof import Match, Proofs, bound, check
+from hfnn.patterns.proof import Match, Proofs, check
 
 INPUTS, OUTPUTS = 24, 16
 
@@ -64,7 +64,7 @@ def _prove(module, notes, bias) -> OwnLinear:
             parameters = {"weight": nn.Parameter(weight), "bias": nn.Parameter(b) if bias else None}
             widths = {"in_features": INPUTS, "out_features": OUTPUTS}
             clone = probe.clone(module, notes, training, parameters, changed=widths)
-            check(clone, (x,), _definition, bound(dtype), f"against x W^T + b, {dtype}", dtype=dtype)
+            check(clone, (x,), _definition, f"against x W^T + b, {dtype}", dtype=dtype)
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 low = type(clone).forward(clone, x).dtype
                 if low is not _definition(clone, x).dtype:

@@ -96,9 +96,9 @@ def check(
     clone: nn.Module,
     inputs: tuple[torch.Tensor, ...],
     definition: Callable,
-    within: float,
     setting: str,
     *,
+    within: float | None = None,
     wide: bool = True,
     dtype: torch.dtype | None = None,
     off: Callable = lambda given, wanted: error(given, wanted).l2,
@@ -106,11 +106,11 @@ def check(
 ) -> None:
     """Raises Differs where a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
 
-    Output and gradients, of the inputs (`names`) and of all parameters, are at most `within` from those of the
-    definition in float64, as `off` measures it; wide=False: in the clone's dtypes. dtype: of the output, if it matters.
-    setting: words for the case.
+    Output and gradients, of the inputs (`names`) and of all parameters, are at most `within`, by default `bound` of the
+    first input's dtype, from those of the definition in float64, as `off` measures it; wide=False: in the clone's
+    dtypes. dtype: of the output, if it matters. setting: words for the case.
     """
-    own, parts = type(clone).forward, nn.Module()
+    own, parts, within = type(clone).forward, nn.Module(), bound(inputs[0].dtype) if within is None else within
     parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
     copied = copy.deepcopy(parts).double() if wide else parts
     y, *grads = _run(own, clone, inputs)
