@@ -14,20 +14,17 @@ import argparse
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import attention_calls
 import check
+import cli
 import report
 import rivals
 import timing
 import torch
 from attention_calls import CASES, Case, Problem
-from rich import box
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfnn
@@ -289,8 +286,10 @@ def row(case: Case, dtype, name: str, columns: dict, i: int, clocks, flops: floa
 def compare(options) -> int:
     """Time the cases; exit status."""
     check.say.cache_clear()
-    path, rows, red = report.path(options.results, options.device, "-attention"), [], False
-    try:
+    path, red = report.path(options.results, options.device, "-attention"), False
+    with report.shown(
+        table, f"{path.stem}: TFLOP/s of the pairs that count; most memory of a step above its inputs"
+    ) as rows:
         for name in options.case:
             case = CASES[name].tiny() if options.tiny else CASES[name]
             for dtype in options.dtype:
@@ -299,19 +298,14 @@ def compare(options) -> int:
                 red = red or not right
                 if options.device == "cuda":
                     torch.cuda.empty_cache()
-    finally:  # an interrupted run shows what it has
-        if rows:
-            table(rows, f"{path.stem}: TFLOP/s of the pairs that count; most memory of a step above its inputs")
     return int(red)
 
 
 def table(rows: list[dict], title: str) -> None:
     """A line for each case, dtype and provider."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("case", "dtype", "provider", "kernel"):
-        found.add_column(heading)
-    for heading in ("forward", "TFLOP/s", "backward", "TFLOP/s", "peak", "errors"):
-        found.add_column(heading, justify="right")
+    found = report.grid(
+        title, ("case", "dtype", "provider", "kernel"), ("forward", "TFLOP/s", "backward", "TFLOP/s", "peak", "errors")
+    )
     lines, last = {}, None
     for r in rows:
         lines.setdefault((r["case"], r["dtype"], r["provider"]), {})[r["pass"]] = r
@@ -335,18 +329,12 @@ def _cells(r: dict) -> tuple[str, str]:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, seconds="spent on each provider and pass", tiny="calls of next to no size")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--against", nargs="*", default=list(AGAINST), choices=AGAINST)
     add("--kernel", nargs="*", choices=rivals.OURS, help="hfnn's; auto is its own choice")
     add("--dtype", nargs="*", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, float32 on the CPU")
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=0.3, help="spent on each provider and pass")
-    add("--tiny", action="store_true", help="calls of next to no size")
-    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
     add("--packing", action="store_true", help="training steps of a small Llama on ragged batches, padded and packed")
     options = parser.parse_args(argv)
     usual = ("bfloat16", ["auto", "triton"]) if options.device == "cuda" else ("float32", ["auto", "cpp"])
@@ -365,7 +353,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    cli.run(main)

@@ -12,8 +12,6 @@ import functools
 import report
 import timing
 import torch
-from rich import box
-from rich.table import Table
 
 import hfnn
 
@@ -123,9 +121,9 @@ def kept(name: str, dtype: str, layers: int, device: str) -> list[tuple[str, dic
 
 def compare(options) -> int:
     """A row for each model, dtype and mode; exit status."""
-    path, rows = report.path(options.results, options.device, "-depth"), []
+    path = report.path(options.results, options.device, "-depth")
     batch, tokens, width = SHAPES[options.device]
-    try:
+    with report.shown(table, f"{path.stem}: bytes that a layer keeps for each token and feature") as rows:
         for name in MODELS:
             for dtype in DTYPES:
                 few, many = (kept(name, dtype, layers, options.device) for layers in LAYERS)
@@ -138,22 +136,13 @@ def compare(options) -> int:
                     case = (batch, tokens, width)
                     found.append(report.row(name, case, dtype, mode, "layer", none, None, columns))
                 rows += report.append(path, found)
-    finally:
-        if rows:
-            table(rows, f"{path.stem}: bytes that a layer keeps for each token and feature")
     return 0
 
 
 def table(rows: list[dict], title: str) -> None:
     """A line for each model and dtype: both modes by both ways of counting, what casts have of it, and their ratio."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("model", "dtype"):
-        found.add_column(heading)
-    for mode in MODES:
-        for heading in ("requested", "by hooks", "weight casts"):
-            found.add_column(f"{mode} {heading}", justify="right")
-    found.add_column("eager / hfnn", justify="right")
-    found.add_column("without casts", justify="right")
+    counts = [f"{mode} {heading}" for mode in MODES for heading in ("requested", "by hooks", "weight casts")]
+    found = report.grid(title, ("model", "dtype"), [*counts, "eager / hfnn", "without casts"])
     for eager, ours in zip(rows[::2], rows[1::2], strict=True):
         cells = [_u(r[f"{way}_u"]) for r in (eager, ours) for way in ("requested", "hooks", "casts")]
         whole, bare = (_total(eager, c) / _total(ours, c) for c in (True, False))

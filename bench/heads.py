@@ -15,8 +15,6 @@ import report
 import rivals
 import timing
 import torch
-from rich import box
-from rich.table import Table
 
 import hfnn
 from hfnn import testing
@@ -257,9 +255,11 @@ def measure(head: Head, found: list[rivals.Provider], options) -> list[dict] | N
 def compare(options) -> int:
     """Time the heads; exit status."""
     check.say.cache_clear()
-    path, rows, red = report.path(options.results, options.device, "-heads"), [], False
+    path, red = report.path(options.results, options.device, "-heads"), False
     found = providers(options)
-    try:
+    with report.shown(
+        table, f"{path.stem}: a step's time, most memory above its inputs, errors (times torch's)"
+    ) as rows:
         for make in cases(options):
             measured = measure(make(), found, options)
             red = red or measured is None
@@ -267,19 +267,14 @@ def compare(options) -> int:
                 rows += report.append(path, measured)
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-    finally:  # an interrupted run shows what it has
-        if rows:
-            table(rows, f"{path.stem}: a step's time, most memory above its inputs, errors (times torch's)")
     return int(red)
 
 
 def table(rows: list[dict], title: str) -> None:
     """A line for each provider and case."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("T x H x V", "dtype", "provider", "kernel"):
-        found.add_column(heading)
-    for heading in ("time", "spread", "TFLOP/s", "peak", "loss", "dX", "dW"):
-        found.add_column(heading, justify="right")
+    found = report.grid(
+        title, ("T x H x V", "dtype", "provider", "kernel"), ("time", "spread", "TFLOP/s", "peak", "loss", "dX", "dW")
+    )
     last = None
     for r in rows:
         key = r["case"], r["dtype"]

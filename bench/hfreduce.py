@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import hfreduce_gpu as gpu
 import report
 import torch
@@ -29,7 +30,6 @@ sys.path.pop(0)  # the folder of this file, which has the package's name and wou
 
 from hfreduce import api, plan, tune
 
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SIZES = "4K 16K 64K 256K 1M 4M 16M 64M 256M"
 PROVIDERS = ("gloo", "hfreduce", "direct")
 PATIENCE = 120  # seconds that a group waits for a rank
@@ -247,36 +247,25 @@ def plot(rows: list[dict], target: Path) -> list[Path]:
 # Command line
 
 
-def size(text: str) -> int:
-    unit = UNITS.get(text[-1:].upper(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"a size is a number of bytes, or of K, M or G of them, got {text!r}")
-    return int(digits) * unit
-
-
 def parse(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, seconds="spent on each provider and case")
+    parser.set_defaults(device="cpu", rounds=7)
     add = parser.add_argument
     add("ops", nargs="*", default=[], metavar="OP", help=f"of {', '.join(BUS)}; all_reduce by default")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--p2p", choices=("on", "off"), default="on", help="whether GPUs may use each other's memory")
     add("--hosts", type=int, default=1, help="GPUs: as if they were of so many hosts, which talk over TCP")
     add("--overlap", action="store_true", help="time a backward on GPUs beside collectives")
     add("--batch", type=int, nargs="+", default=[4, 16], help="--overlap: sequences of 1024 tokens a GPU")
     add("--ranks", type=int, nargs="+", help="2 and 4; on GPUs as many as there are")
-    add("--sizes", type=size, nargs="+", metavar="BYTES")
+    add("--sizes", type=cli.size, nargs="+", metavar="BYTES")
     add("--provider", nargs="+", help=f"of {', '.join(PROVIDERS)}; on GPUs of {', '.join(gpu.PROVIDERS)}")
-    add("--rounds", type=int, default=7)
-    add("--seconds", type=float, default=0.3, help="spent on each provider and case")
-    add("--results", type=Path, default=Path(__file__).resolve().parent / "results", help="folder of the CSV file")
     add("--table", action="store_true", help="print the newest rows")
     add("--plot", action="store_true", help="write PNG files beside the CSV file")
     options = parser.parse_args(argv)
     options.ops = options.ops or ["all_reduce"]
     on_gpus = options.device == "cuda"
     options.ranks = options.ranks or ([torch.cuda.device_count()] if on_gpus else [2, 4])
-    options.sizes = options.sizes or [size(text) for text in (gpu.SIZES if on_gpus else SIZES).split()]
+    options.sizes = options.sizes or [cli.size(text) for text in (gpu.SIZES if on_gpus else SIZES).split()]
     known = gpu.PROVIDERS if on_gpus else PROVIDERS
     options.provider = options.provider or known
     if unknown := [name for name in options.provider if name not in known]:

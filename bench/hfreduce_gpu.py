@@ -102,17 +102,9 @@ class Clock:
 
     def __call__(self, call, count: int) -> tuple[float, float]:
         """Milliseconds of the device, and of the host, for one of `count` calls."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        torch.cuda._sleep(int(self.cycles * self.ahead))
-        begin.record()
-        started = time.perf_counter()
-        for _ in range(count):
-            call()
-        host = 1e3 * (time.perf_counter() - started)
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / count, host / count
+        from hfreduce import tune_device
+
+        return tune_device.timed(call, count, self.ahead, self.cycles)
 
     ahead = 1.0  # milliseconds that the device sleeps
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import report
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ sys.path.pop(0)  # the folder of this file, in which there is another hfreduce.p
 from hfreduce import api, cost, plan, tune
 
 HERE = Path(__file__).resolve().parent
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 CHECKED = {"all_reduce": plan.BETWEEN, "reduce_scatter": ("direct", "ring"), "broadcast": ("tree",)}
 
 
@@ -191,14 +191,6 @@ def measure_link(group: api.Group) -> tuple[float, float]:
 # Command line
 
 
-def size(text: str) -> int:
-    unit = UNITS.get(text[-1:].upper(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"a size is a number of bytes, or of K, M or G of them, got {text!r}")
-    return int(digits) * unit
-
-
 def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -208,9 +200,9 @@ def parse(argv=None) -> argparse.Namespace:
     add("--memory", type=float, default=cost.Link.memory, help="bytes a second through a host's shared memory")
     add("--local", type=int, default=8, help="ranks on each host")
     add("--hosts", type=int, nargs="+", default=[1 << k for k in range(11)])
-    add("--sizes", type=size, nargs="+", metavar="BYTES", help="default: 64K 1M 16M 256M; of --check: 4K 256K 4M")
+    add("--sizes", type=cli.size, nargs="+", metavar="BYTES", help="default: 64K 1M 16M 256M; of --check: 4K 256K 4M")
     add("--plot", action="store_true", help="write a PNG file into the folder of results")
-    add("--results", type=Path, default=HERE / "results")
+    add("--results", type=Path, default=cli.RESULTS)
     add("--check", action="store_true", help="measure on network namespaces beside the prediction")
     add("--checked", type=int, nargs="+", default=[2, 4], help="hosts of --check")
     add("--rate", type=float, default=4e8, help="bits a second of the links of --check")
@@ -219,7 +211,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--rank-of-check", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.sizes = options.sizes or [
-        size(text) for text in ("4K 256K 4M" if options.check else "64K 1M 16M 256M").split()
+        cli.size(text) for text in ("4K 256K 4M" if options.check else "64K 1M 16M 256M").split()
     ]
     return options
 

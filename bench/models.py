@@ -27,12 +27,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import cli
 import report
 import rivals
 import timing
 import torch
-from rich import box
-from rich.table import Table
 from zoo import MODELS, Model
 
 import hfnn
@@ -228,8 +227,10 @@ def versions() -> dict:
 
 def compare(options) -> int:
     """Measure the models; exit status: 1 where hfnn failed, or learnt something else than eager."""
-    path, rows = report.path(options.results, options.device, "-models"), []
-    try:
+    path = report.path(options.results, options.device, "-models")
+    with report.shown(
+        table, f"{path.stem}: a training step; GiB at most and kept by autograd, above weights and states"
+    ) as rows:
         for name in options.models:
             for mode in options.modes:
                 begin = time.perf_counter()
@@ -240,9 +241,6 @@ def compare(options) -> int:
                 rows += report.append(path, [row(name, mode, found, options)])
                 said = found.get("error") or f"{float(rows[-1]['device_us']) / 1e3:.1f} ms a step"
                 print(f"{name} {mode}: {said}  ({time.perf_counter() - begin:.0f} s in all)", flush=True)
-    finally:  # an interrupted run shows what it has
-        if rows:
-            table(rows, f"{path.stem}: a training step; GiB at most and kept by autograd, above weights and states")
     wrong = list(faults(rows))
     for line in wrong:
         print(f"RED: {line}")
@@ -266,11 +264,7 @@ def faults(rows: list[dict]):
 
 def table(rows: list[dict], title: str) -> None:
     """A line for each model and mode; in brackets, the share of eager's."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("model", "case", "mode"):
-        found.add_column(heading)
-    for heading in ("time", "spread", "peak", "saved", "by hooks", "loss"):
-        found.add_column(heading, justify="right")
+    found = report.grid(title, ("model", "case", "mode"), ("time", "spread", "peak", "saved", "by hooks", "loss"))
     last, eager = None, {r["op"]: r for r in rows if r["provider"] == "eager"}
     for r in rows:
         if last not in (None, r["op"]):
@@ -295,17 +289,13 @@ def _share(r: dict, eager: dict, column: str) -> str:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, tiny="models and batches of next to no size")
     add = parser.add_argument
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
     add("--modes", nargs="*", default=list(MODES), choices=MODES)
     add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
     add("--layers", type=int, help="another number of layers than the model has")
-    add("--tiny", action="store_true", help="models and batches of next to no size")
     add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
     add("--pairs", action="store_true", help="converted beside stock in one process, at batch sizes 1, 4 and its own")
     add("--depth", action="store_true", help="bytes kept for each layer, in place of steps")
     add("--child", type=Path, help=argparse.SUPPRESS)
@@ -328,7 +318,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    cli.run(main)

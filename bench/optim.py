@@ -11,15 +11,12 @@ counted: parameters, gradients and states read, parameters and states written.
 
 import argparse
 import functools
-import sys
-from pathlib import Path
 
+import cli
 import report
 import rivals
 import timing
 import torch
-from rich import box
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 import hfnn
@@ -193,11 +190,9 @@ def compare(options) -> int:
 
 
 def table(rows: list[dict], title: str) -> None:
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("case", "dtype", "mode"):
-        found.add_column(heading)
-    for heading in ("time", "of copy", "host", "launches", "bytes of state", "error"):
-        found.add_column(heading, justify="right")
+    found = report.grid(
+        title, ("case", "dtype", "mode"), ("time", "of copy", "host", "launches", "bytes of state", "error")
+    )
     for r in rows:
         host = f"{float(r['host_us']):,.0f} us" if r["host_us"] else ""
         cells = f"{float(r['device_us']):,.0f} us", f"{float(r['pct_of_copy']):.0f}%", host, str(r["launches"])
@@ -206,17 +201,11 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, seconds="spent on each mode", tiny="parameters of next to no size")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--mode", nargs="*", default=list(MODES), choices=MODES)
     add("--dtype", nargs="*", default=["float32", "bfloat16"], choices=("float32", "bfloat16", "float16"))
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=0.3, help="spent on each mode")
-    add("--tiny", action="store_true", help="parameters of next to no size")
-    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
     options = parser.parse_args(argv)
     options.dtype = [getattr(torch, name) for name in options.dtype]
     return options
@@ -227,7 +216,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    cli.run(main)

@@ -11,8 +11,6 @@ import attention_calls
 import report
 import timing
 import torch
-from rich import box
-from rich.table import Table
 
 import hfnn
 
@@ -117,10 +115,7 @@ def faults(found: dict[str, dict]):
 
 
 def table(rows: list[dict], title: str) -> None:
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    found.add_column("mode")
-    for heading in ("time", "tokens/s", "peak", "loss"):
-        found.add_column(heading, justify="right")
+    found = report.grid(title, ("mode",), ("time", "tokens/s", "peak", "loss"))
     for r in rows:
         if r["error"]:
             found.add_row(r["provider"], r["error"][:80])

@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli
 import torch
-from rich import box
-from rich.table import Table
 
 sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: hfreduce.py beside this is not the package
 
@@ -114,16 +113,13 @@ def faults(rows: list[dict]):
 
 def compare(options) -> int:
     """Measure all cases; exit status: 1 where something of ours failed, or learnt something else."""
-    path, rows = report.path(options.results, options.device, "-parallel"), []
-    try:
+    path = report.path(options.results, options.device, "-parallel")
+    with report.shown(table, f"{path.stem}: a training step on {options.nproc} ranks") as rows:
         for case in options.case:
             wanted = entries(case, options)
             found, failed = ask(case, wanted, options)
             made = [row(case, entry, found.get(entry, {}), failed.get(entry), found, options) for entry in wanted]
             rows += report.append(path, made) if made else []
-    finally:  # an interrupted run shows what it has
-        if rows:
-            table(rows, f"{path.stem}: a training step on {options.nproc} ranks")
     wrong = list(faults(rows))
     for line in wrong:
         print(f"RED: {line}")
@@ -131,11 +127,11 @@ def compare(options) -> int:
 
 
 def table(rows: list[dict], title: str) -> None:
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("case", "batch", "provider", "backend"):
-        found.add_column(heading)
-    for heading in ("time", "spread", "predicted", "exposed", "peak", "static", "loss"):
-        found.add_column(heading, justify="right")
+    found = report.grid(
+        title,
+        ("case", "batch", "provider", "backend"),
+        ("time", "spread", "predicted", "exposed", "peak", "static", "loss"),
+    )
     for r in rows:
         who = (r["op"], r["case"], r["provider"], r["kernel"])
         if r["error"]:
@@ -151,8 +147,7 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, tiny="models and batches of next to no size")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--provider", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
@@ -161,9 +156,6 @@ def parse(argv=None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help="in a round")
     add("--rounds", type=int, default=5)
     add("--limit", type=int, default=400, help="seconds for all providers of a case, whenever they begin")
-    add("--tiny", action="store_true", help="models and batches of next to no size")
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--results", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV files")
     add("--table", action="store_true", help="print the newest rows, measure nothing")
     return parser.parse_args(argv)
 
@@ -178,7 +170,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    cli.run(main)

@@ -3,6 +3,7 @@
 A file only ever grows. Tables and plots take the newest row of each (op, case, dtype, provider, kernel, pass).
 """
 
+import contextlib
 import csv
 import datetime
 import functools
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -156,14 +158,31 @@ def table(rows: list[dict], title: str, column: str = "time") -> None:
     for r in rows:
         label = labels.setdefault(_label(r), _label(r))
         lines.setdefault(tuple(r[k] for k in ("op", "case", "dtype", "pass")), {})[label] = _cell(r, column)
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("op", "case", "dtype", "pass"):
-        found.add_column(heading)
-    for label in labels:
-        found.add_column(label, justify="right")
+    found = grid(title, ("op", "case", "dtype", "pass"), labels)
     for key, cells in lines.items():
         found.add_row(*key, *(cells.get(label, "") for label in labels))
     put(found)
+
+
+def grid(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
+    """A table to be filled; words are in the columns on the left, numbers in those on the right."""
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in left:
+        found.add_column(heading)
+    for heading in right:
+        found.add_column(heading, justify="right")
+    return found
+
+
+@contextlib.contextmanager
+def shown(table: Callable, title: str) -> Iterator[list[dict]]:
+    """Rows to be added to, of which a table is shown at the end: an interrupted run shows what it has."""
+    rows = []
+    try:
+        yield rows
+    finally:
+        if rows:
+            table(rows, title)
 
 
 def put(table: Table) -> None:

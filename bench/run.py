@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import check
+import cli
 import heads
 import report
 import rivals
@@ -114,8 +115,8 @@ def compare(options) -> int:
     """Time the ops asked for; exit status."""
     check.say.cache_clear()
     options.copy = timing.copy_call(options.device)
-    path, rows, red = report.path(options.results, options.device), [], False
-    try:
+    path, red = report.path(options.results, options.device), False
+    with report.shown(table, f"{path.stem}: time and per cent of the bandwidth of a copy") as rows:
         for op in options.ops or OPS.values():
             if not op.kernels:
                 print(f"skipped: {op.name}: has no kernels of its own")
@@ -128,11 +129,11 @@ def compare(options) -> int:
                     red = red or found is None
                     if found:
                         rows += report.append(path, found)
-    finally:  # an interrupted run shows what it has
-        if rows:
-            copy = rows[-1]["copy_gbps"]
-            report.table(rows, f"{path.stem}: time and per cent of the bandwidth of a copy ({copy} GB/s)")
     return int(red)
+
+
+def table(rows: list[dict], title: str) -> None:
+    report.table(rows, f"{title} ({rows[-1]['copy_gbps']} GB/s)")
 
 
 # Command line
@@ -161,8 +162,7 @@ def _number(text: str):
 
 
 def parse(argv=None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.parser(__doc__, seconds="spent on each provider and pass")
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", type=_op, help=f"of {', '.join(OPS)}; all of them by default")
     add("--against", nargs="*", default=["torch"], choices=rivals.AGAINST)
@@ -170,12 +170,8 @@ def parse(argv=None) -> argparse.Namespace:
     add("--case", nargs="*", type=_case, help="8192x1024, 8192x1024xtanh: as in the op's room")
     add("--sweep", action="store_true", help="each case also with its rows divided by 16, 256, ...")
     add("--dtype", nargs="*", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU")
-    add("--device", default="cuda" if cuda else "cpu", choices=("cuda", "cpu"))
-    add("--rounds", type=int, default=5)
-    add("--seconds", type=float, default=0.3, help="spent on each provider and pass")
     add("--threads", type=int, help="of a CPU; torch's default otherwise")
     add("--tests", action="store_true", help="run the op's own tests first")
-    add("--results", type=Path, default=ROOT / "bench" / "results", help="folder of the CSV files")
     add("--head", action="store_true", help="linear_cross_entropy; cases are tokens x hidden x vocabulary")
     add("--small", action="store_true", help="the rule for small shapes")
     add("--crossover", action="store_true", help="the smallest size worth a kernel")
@@ -206,7 +202,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    cli.run(main)

@@ -300,23 +300,15 @@ static void expect_all(const Tensor& rows, const Tensor& shapes, const Tensor& o
   expect("work", work, {work.shape[0]}, Dtype::float64);
 }
 
-static void sums(const Tensor& rows, const Tensor& shapes, const Tensor& tile_row, const Tensor& hyper,
-                 const Tensor& control, const Tensor& squares, const Tensor& work, int64_t threads) {
-  expect_all(rows, shapes, tile_row, hyper, control, squares, work);
+// sums of tiles, factors of blocks. owner: the row of each.
+template <auto pass>
+static void statistics(const Tensor& rows, const Tensor& shapes, const Tensor& owner, const Tensor& hyper,
+                       const Tensor& control, const Tensor& squares, const Tensor& work, int64_t threads) {
+  expect_all(rows, shapes, owner, hyper, control, squares, work);
   if (found_inf(control)) return;
   float norm;
-  const Call call{rows, shapes, tile_row, hyper, work, gradient_factor(control, squares, &norm)};
-  split(tile_row.shape[0], work_of(rows), threads, [&](int64_t begin, int64_t end) { sums_tiles(call, begin, end); });
-}
-
-static void factors(const Tensor& rows, const Tensor& shapes, const Tensor& block_row, const Tensor& hyper,
-                    const Tensor& control, const Tensor& squares, const Tensor& work, int64_t threads) {
-  expect_all(rows, shapes, block_row, hyper, control, squares, work);
-  if (found_inf(control)) return;
-  float norm;
-  const Call call{rows, shapes, block_row, hyper, work, gradient_factor(control, squares, &norm)};
-  split(block_row.shape[0], work_of(rows), threads,
-        [&](int64_t begin, int64_t end) { factors_blocks(call, begin, end); });
+  const Call call{rows, shapes, owner, hyper, work, gradient_factor(control, squares, &norm)};
+  split(owner.shape[0], work_of(rows), threads, [&](int64_t begin, int64_t end) { pass(call, begin, end); });
 }
 
 static void norms(const Tensor& rows, const Tensor& shapes, const Tensor& tile_row, const Tensor& hyper,
@@ -369,6 +361,6 @@ static void update(const Tensor& rows, const Tensor& shapes, const Tensor& tile_
         [&](int64_t begin, int64_t end) { update_tiles(call, scales.as<double>(), keeping, begin, end); });
 }
 
-const Adafactor adafactor_cpu = {sums, factors, norms, scale, update};
+const Adafactor adafactor_cpu = {statistics<sums_tiles>, statistics<factors_blocks>, norms, scale, update};
 
 }  // namespace hfnn

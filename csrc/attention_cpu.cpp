@@ -151,27 +151,21 @@ HFNN_INLINE void stored_rows(const Tensor& t, int64_t b, int64_t h, int64_t begi
   for (int64_t r = 0; r < rows; ++r) stored_row(t, base + (begin + r) * t.strides[2], n, W(factor), in + r * padded(n));
 }
 
-HFNN_CLONES void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,
-                           float* out) {
-  loaded_rows(t, b, h, begin, rows, factor, out);
-}
-HFNN_CLONES void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,
-                           double* out) {
-  loaded_rows(t, b, h, begin, rows, factor, out);
-}
-HFNN_CLONES void store_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,
-                            float* in) {
-  stored_rows(t, b, h, begin, rows, factor, in);
-}
-HFNN_CLONES void store_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,
-                            double* in) {
-  stored_rows(t, b, h, begin, rows, factor, in);
-}
-HFNN_CLONES void store_row(const Tensor& t, int64_t at, int64_t n, float factor, float* in) {
-  stored_row(t, at, n, factor, in);
-}
-HFNN_CLONES void store_row(const Tensor& t, int64_t at, int64_t n, double factor, double* in) {
-  stored_row(t, at, n, factor, in);
-}
+// Clones of templates do not exist.
+#define HFNN_ROWS(W)                                                                                             \
+  HFNN_CLONES void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,  \
+                             W* out) {                                                                           \
+    loaded_rows(t, b, h, begin, rows, factor, out);                                                              \
+  }                                                                                                              \
+  HFNN_CLONES void store_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor, \
+                              W* in) {                                                                           \
+    stored_rows(t, b, h, begin, rows, factor, in);                                                               \
+  }                                                                                                              \
+  HFNN_CLONES void store_row(const Tensor& t, int64_t at, int64_t n, W factor, W* in) {                          \
+    stored_row(t, at, n, factor, in);                                                                            \
+  }
+HFNN_ROWS(float)
+HFNN_ROWS(double)
+#undef HFNN_ROWS
 
 }  // namespace hfnn::attention

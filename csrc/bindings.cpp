@@ -1,4 +1,5 @@
-// hfnn._C: `_C.cpu.<op>` and, when built with nvcc, `_C.cuda.<op>`; one bind() per op, whatever the device.
+// hfnn._C: `_C.cpu.<op>` and, when built with nvcc, `_C.cuda.<op>`; each op's functions by their names, whatever the
+// device.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -41,169 +42,62 @@ const char* cuda_refusal();  // device.cu
 }
 #endif
 
-// For hfnn._autograd, which calls kernels by their pointers.
-template <class Functions>
-static void lend(py::module_ m, const char* name, const Functions& op, const char* attribute = "functions") {
-  m.attr(attribute) = py::capsule(&op, name);
+// What hfnn._autograd calls by pointers, by the names under which it asks for them.
+template <class Op>
+constexpr const char* kLent = nullptr;
+#define HFNN_LENT(Op) \
+  template <>         \
+  constexpr const char* kLent<Op> = "hfnn::" #Op;
+HFNN_LENT(LayerNorm)
+HFNN_LENT(RmsNorm)
+HFNN_LENT(AddLayerNorm)
+HFNN_LENT(AddRmsNorm)
+HFNN_LENT(Gelu)
+HFNN_LENT(Silu)
+HFNN_LENT(Dropout)
+HFNN_LENT(Gated)
+HFNN_LENT(Unary)
+#undef HFNN_LENT
+
+// All names of functions of ops.
+#define HFNN_NAMES(F)                                                                                         \
+  F(partials)                                                                                                 \
+  F(forward) F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack) F(encode) F(decode) F(prepare) \
+      F(moments) F(sums) F(factors) F(norms) F(scale) F(update)
+
+// def_<name>(m, op, 0) defines a function of an op under its name, where the op has one of that name.
+#define HFNN_DEF(name)                                                                   \
+  template <class Op>                                                                    \
+  static auto def_##name(py::module_& m, const Op& op, int) -> decltype(void(op.name)) { \
+    m.def(#name, op.name, Unlocked());                                                   \
+  }                                                                                      \
+  template <class Op>                                                                    \
+  static void def_##name(py::module_&, const Op&, long) {}
+HFNN_NAMES(HFNN_DEF)
+#undef HFNN_DEF
+
+template <class Op>
+static void bind(py::module_ m, const Op& op, const char* functions = "functions") {
+  if (kLent<Op>) m.attr(functions) = py::capsule(&op, kLent<Op>);
+#define HFNN_CALL(name) def_##name(m, op, 0);
+  HFNN_NAMES(HFNN_CALL)
+#undef HFNN_CALL
 }
 
-static void bind(py::module_ m, const LayerNorm& op) {
-  lend(m, "hfnn::LayerNorm", op);
-  m.def("partials", op.partials);
-  m.def("forward", op.forward, Unlocked());
-  m.def("rebuild", op.rebuild, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const RmsNorm& op) {
-  lend(m, "hfnn::RmsNorm", op);
-  m.def("partials", op.partials);
-  m.def("forward", op.forward, Unlocked());
-  m.def("rebuild", op.rebuild, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Gelu& op) {
-  lend(m, "hfnn::Gelu", op);
-  m.def("forward", op.forward, Unlocked());
-  m.def("rebuild", op.rebuild, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Silu& op) {
-  lend(m, "hfnn::Silu", op);
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Dropout& op) {
-  lend(m, "hfnn::Dropout", op);
-  m.def("forward", op.forward, Unlocked());
-  m.def("add", op.add, Unlocked());
-}
-
-static void bind(py::module_ m, const AddLayerNorm& op) {
-  lend(m, "hfnn::AddLayerNorm", op, "add_functions");
-  m.def("add", op.add, Unlocked());
-}
-
-static void bind(py::module_ m, const AddRmsNorm& op) {
-  lend(m, "hfnn::AddRmsNorm", op, "add_functions");
-  m.def("add", op.add, Unlocked());
-}
-
-static void bind(py::module_ m, const Softmax& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const MaskedSoftmax& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const CrossEntropy& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-  m.def("fused", op.fused, Unlocked());
-}
-
-static void bind(py::module_ m, const LogProbs& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Distillation& op) { m.def("fused", op.fused, Unlocked()); }
-
-static void bind(py::module_ m, const PointwiseLoss& op) {
-  m.def("partials", op.partials);
-  m.def("forward", op.forward, Unlocked());
-}
-
-static void bind(py::module_ m, const Bits& op) {
-  m.def("pack", op.pack, Unlocked());
-  m.def("unpack", op.unpack, Unlocked());
-}
-
-static void bind(py::module_ m, const Piecewise& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Scale& op) { m.def("forward", op.forward, Unlocked()); }
-
-static void bind(py::module_ m, const Pool& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Compare& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Gated& op) {
-  lend(m, "hfnn::Gated", op);
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Unary& op) {
-  lend(m, "hfnn::Unary", op);
-  m.def("forward", op.forward, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Rope& op) { m.def("forward", op.forward, Unlocked()); }
-
-static void bind(py::module_ m, const QkNormRope& op) {
-  m.def("partials", op.partials);
-  m.def("forward", op.forward, Unlocked());
-  m.def("rebuild", op.rebuild, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Recode& op) {
-  m.def("encode", op.encode, Unlocked());
-  m.def("decode", op.decode, Unlocked());
-}
-
-static void bind(py::module_ m, const Attention& op) {
-  m.def("forward", op.forward, Unlocked());
-  m.def("delta", op.delta, Unlocked());
-  m.def("backward", op.backward, Unlocked());
-}
-
-static void bind(py::module_ m, const Optim& op) {
-  m.def("partials", op.partials);
-  m.def("prepare", op.prepare, Unlocked());
-  m.def("update", op.update, Unlocked());
-}
-
-static void bind(py::module_ m, const Lamb& op) {
-  m.def("partials", optim_cpu.partials);
-  m.def("prepare", optim_cpu.prepare, Unlocked());
-  m.def("moments", op.moments, Unlocked());
-  m.def("norms", op.norms, Unlocked());
-  m.def("update", op.update, Unlocked());
-}
-
-static void bind(py::module_ m, const Adafactor& op) {
-  m.def("partials", optim_cpu.partials);
-  m.def("prepare", optim_cpu.prepare, Unlocked());
-  m.def("sums", op.sums, Unlocked());
-  m.def("factors", op.factors, Unlocked());
-  m.def("norms", op.norms, Unlocked());
-  m.def("scale", op.scale, Unlocked());
-  m.def("update", op.update, Unlocked());
+// For the optimizers that have partial sums and what comes before a step from optim.cpp.
+template <class Op>
+static void bind_optimizer(py::module_ m, const Op& op) {
+  def_partials(m, optim_cpu, 0);
+  def_prepare(m, optim_cpu, 0);
+  bind(m, op);
 }
 
 PYBIND11_MODULE(_C, m) {
   py::module_ cpu = m.def_submodule("cpu");
   bind(cpu.def_submodule("layer_norm"), layer_norm_cpu);
-  bind(cpu.def_submodule("layer_norm"), add_layer_norm_cpu);
+  bind(cpu.def_submodule("layer_norm"), add_layer_norm_cpu, "add_functions");
   bind(cpu.def_submodule("rms_norm"), rms_norm_cpu);
-  bind(cpu.def_submodule("rms_norm"), add_rms_norm_cpu);
+  bind(cpu.def_submodule("rms_norm"), add_rms_norm_cpu, "add_functions");
   bind(cpu.def_submodule("gelu"), gelu_cpu);
   bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);
@@ -224,8 +118,8 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("bits"), bits_cpu);
   bind(cpu.def_submodule("piecewise"), piecewise_cpu);
   bind(cpu.def_submodule("attention"), attention_cpu);
-  bind(cpu.def_submodule("lamb"), lamb_cpu);
-  bind(cpu.def_submodule("adafactor"), adafactor_cpu);
+  bind_optimizer(cpu.def_submodule("lamb"), lamb_cpu);
+  bind_optimizer(cpu.def_submodule("adafactor"), adafactor_cpu);
   bind(cpu.def_submodule("optim"), optim_cpu);
   py::module_ tables = m.def_submodule("optim");  // on the host, whatever the device
   tables.def("look", detail::look, py::arg("params"), py::arg("grads") = py::none());

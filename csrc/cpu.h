@@ -28,6 +28,15 @@
 #define HFNN_CLONES
 #endif
 
+// Clones of templates do not exist: for a kind of a family, plain functions around its forward_runs and backward_runs.
+#define HFNN_PASSES(kind)                                                                 \
+  HFNN_CLONES static void forward_##kind(const Call& call, int64_t begin, int64_t end) {  \
+    forward_runs<kind>(call, begin, end);                                                 \
+  }                                                                                       \
+  HFNN_CLONES static void backward_##kind(const Call& call, int64_t begin, int64_t end) { \
+    backward_runs<kind>(call, begin, end);                                                \
+  }
+
 namespace hfnn {
 
 struct bfloat16 {

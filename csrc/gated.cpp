@@ -121,19 +121,12 @@ HFNN_INLINE void backward_runs(const Call& call, int64_t begin, int64_t end) {
   });
 }
 
-#define HFNN_GATE(kind)                                                                \
-  HFNN_CLONES static void forward_##kind(const Call& c, int64_t begin, int64_t end) {  \
-    forward_runs<kind>(c, begin, end);                                                 \
-  }                                                                                    \
-  HFNN_CLONES static void backward_##kind(const Call& c, int64_t begin, int64_t end) { \
-    backward_runs<kind>(c, begin, end);                                                \
-  }
-HFNN_GATE(silu)
-HFNN_GATE(gelu_erf)
-HFNN_GATE(gelu_tanh)
-HFNN_GATE(relu)
-HFNN_GATE(sigmoid)
-HFNN_GATE(quick_gelu)
+HFNN_PASSES(silu)
+HFNN_PASSES(gelu_erf)
+HFNN_PASSES(gelu_tanh)
+HFNN_PASSES(relu)
+HFNN_PASSES(sigmoid)
+HFNN_PASSES(quick_gelu)
 
 static constexpr Work kForward[kinds] = {forward_silu, forward_gelu_erf, forward_gelu_tanh,
                                          forward_relu, forward_sigmoid,  forward_quick_gelu};

@@ -5,15 +5,7 @@
 
 namespace hfnn {
 
-HFNN_CLONES static void forward_rows(const Norm& n, int64_t begin, int64_t end) {
-  norm_forward<true, false>(n, begin, end);
-}
-HFNN_CLONES static void rebuild_rows(const Norm& n, int64_t begin, int64_t end) {
-  norm_forward<true, true>(n, begin, end);
-}
-HFNN_CLONES static void backward_chunks(const Norm& n, int64_t begin, int64_t end) {
-  norm_backward<true>(n, begin, end);
-}
+HFNN_NORM(true)
 
 static void forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y, const Tensor& mean,
                     const Tensor& rstd, double eps, int64_t threads) {

@@ -148,6 +148,18 @@ inline void norm_sum_partials(const Tensor& partials, int64_t plane, const Tenso
 
 // Runs rows(n, begin, end) over the rows, or the chunks of rows, of a call.
 using NormRows = void (*)(const Norm& n, int64_t begin, int64_t end);
+// Clones of templates do not exist.
+#define HFNN_NORM(kCentred)                                                            \
+  HFNN_CLONES static void forward_rows(const Norm& n, int64_t begin, int64_t end) {    \
+    norm_forward<kCentred, false>(n, begin, end);                                      \
+  }                                                                                    \
+  HFNN_CLONES static void rebuild_rows(const Norm& n, int64_t begin, int64_t end) {    \
+    norm_forward<kCentred, true>(n, begin, end);                                       \
+  }                                                                                    \
+  HFNN_CLONES static void backward_chunks(const Norm& n, int64_t begin, int64_t end) { \
+    norm_backward<kCentred>(n, begin, end);                                            \
+  }
+
 inline void norm_run(NormRows rows, const Norm& n, int64_t count, int64_t threads) {
   split(count, n.rows() * n.cols(), threads, [&](int64_t begin, int64_t end) { rows(n, begin, end); });
 }

@@ -25,40 +25,23 @@ struct Call {
 }  // namespace
 
 HFNN_CLONES static void forward_blocks(const Call& call, int64_t begin, int64_t end) {
-  const Tensor& q = call.x[0];
-  const int64_t rotary = call.angles.rotary, dims = q.shape[3];
-  with_runs(q.dtype, call.y[0].dtype, [&](auto in, auto out) HFNN_FLAT {
-    using W = Wide<decltype(in)>;
-    Runs<decltype(in)> reads[] = {{q, dims}, {call.x[1], dims}};
-    Runs<decltype(out)> writes[] = {{call.y[0], dims}, {call.y[1], dims}};
-    const std::unique_ptr<W[]> memory(new W[2 * kTokens * rotary + dims]);
-    W *own = memory.get(), *other = own + kTokens * rotary, *normed = other + kTokens * rotary;
-    for (int64_t block = begin; block < end; ++block) {
-      const Tokens tokens(q, block);
-      fill_factors(call.angles, tokens, own, other);
-      for (int64_t i = 0; i < call.heads(); ++i) {
-        const int64_t key = i >= q.shape[1], h = key ? i - q.shape[1] : i;
-        const W* weight = call.weight[key]->as<W>();
-        W* rstds = call.rstd[key].as<W>();
-        for (int64_t s = tokens.first; s < tokens.end; ++s) {
-          const auto* x = reads[key].read(row_of(call.x[key], tokens.batch, h, s), dims);
-          const int64_t at = call.statistic(key, tokens.batch, h, s), to = row_of(call.y[key], tokens.batch, h, s);
-          W rstd;
-          if (call.rebuild) {
-            rstd = rstds[at];
-          } else {
-            const W squares = sum<W>(dims, [=](int64_t c) HFNN_FLAT { return load(x[c]) * load(x[c]); });
-            rstd = 1 / std::sqrt(squares / W(dims) + W(call.eps));
-            if (rstds) rstds[at] = rstd;
-          }
-#pragma omp simd
-          for (int64_t c = 0; c < dims; ++c) normed[c] = load(x[c]) * rstd * weight[c];
-          const int64_t turn = (s - tokens.first) * rotary;
-          rope_turn(normed, own + turn, other + turn, writes[key].open(to), rotary, dims, call.angles.interleaved);
-          writes[key].close(to, dims);
-        }
-      }
+  const int64_t dims = call.x[0].shape[3];
+  turn_blocks(call, begin, end, [&](auto* x, int64_t key, int64_t b, int64_t h, int64_t s, auto* normed) HFNN_FLAT {
+    using W = std::remove_pointer_t<decltype(normed)>;
+    const W* weight = call.weight[key]->as<W>();
+    W* at = call.rstd[key].as<W>();
+    if (at) at += call.statistic(key, b, h, s);
+    W rstd;
+    if (call.rebuild) {
+      rstd = *at;
+    } else {
+      const W squares = sum<W>(dims, [=](int64_t c) HFNN_FLAT { return load(x[c]) * load(x[c]); });
+      rstd = 1 / std::sqrt(squares / W(dims) + W(call.eps));
+      if (at) *at = rstd;
     }
+#pragma omp simd
+    for (int64_t c = 0; c < dims; ++c) normed[c] = load(x[c]) * rstd * weight[c];
+    return normed;
   });
 }
 

@@ -5,15 +5,7 @@
 
 namespace hfnn {
 
-HFNN_CLONES static void forward_rows(const Norm& n, int64_t begin, int64_t end) {
-  norm_forward<false, false>(n, begin, end);
-}
-HFNN_CLONES static void rebuild_rows(const Norm& n, int64_t begin, int64_t end) {
-  norm_forward<false, true>(n, begin, end);
-}
-HFNN_CLONES static void backward_chunks(const Norm& n, int64_t begin, int64_t end) {
-  norm_backward<false>(n, begin, end);
-}
+HFNN_NORM(false)
 
 static void forward(const Tensor& x, const Tensor& weight, const Tensor& y, const Tensor& rstd, double eps,
                     double offset, int64_t threads) {

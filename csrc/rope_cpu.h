@@ -91,6 +91,35 @@ HFNN_INLINE int64_t row_of(const Tensor& t, int64_t b, int64_t h, int64_t s) {
   return b * t.strides[0] + h * t.strides[1] + s * t.strides[2];
 }
 
+// y of the tokens of blocks, all heads: each row as row(x, key, b, h, s, scratch) gives it, turned. call: x[2] and
+// y[2], of the queries and of the keys, and angles; scratch: room for a row.
+template <class Call, class Row>
+HFNN_INLINE void turn_blocks(const Call& call, int64_t begin, int64_t end, Row row) {
+  const Tensor& q = call.x[0];
+  const int64_t rotary = call.angles.rotary, dims = q.shape[3];
+  with_runs(q.dtype, call.y[0].dtype, [&](auto in, auto out) HFNN_FLAT {
+    using W = Wide<decltype(in)>;
+    Runs<decltype(in)> reads[] = {{q, dims}, {call.x[1], dims}};
+    Runs<decltype(out)> writes[] = {{call.y[0], dims}, {call.y[1], dims}};
+    const std::unique_ptr<W[]> memory(new W[2 * kTokens * rotary + dims]);
+    W *own = memory.get(), *other = own + kTokens * rotary, *scratch = other + kTokens * rotary;
+    for (int64_t block = begin; block < end; ++block) {
+      const Tokens tokens(q, block);
+      fill_factors(call.angles, tokens, own, other);
+      for (int64_t i = 0; i < q.shape[1] + call.x[1].shape[1]; ++i) {
+        const int64_t key = i >= q.shape[1], h = key ? i - q.shape[1] : i;
+        for (int64_t s = tokens.first; s < tokens.end; ++s) {
+          const auto* x = reads[key].read(row_of(call.x[key], tokens.batch, h, s), dims);
+          const int64_t at = (s - tokens.first) * rotary, to = row_of(call.y[key], tokens.batch, h, s);
+          rope_turn(row(x, key, tokens.batch, h, s, scratch), own + at, other + at, writes[key].open(to), rotary, dims,
+                    call.angles.interleaved);
+          writes[key].close(to, dims);
+        }
+      }
+    }
+  });
+}
+
 inline int64_t count_token_blocks(const Tensor& q) { return q.shape[0] * ((q.shape[2] + kTokens - 1) / kTokens); }
 
 // (B, any heads, S, D) on the CPU with a last stride of 1.

@@ -19,6 +19,7 @@ enum Kind {
   kMish,
   kHardswish,
   kQuickGelu,
+  kReluSquared,
 };
 
 // Forward: x is the input and y the output. Backward: x is what was kept and y is dx. limit: what elu tends to, as the
@@ -87,6 +88,10 @@ HFNN_INLINE T value(T x, const Options<T>& o) {
     const T above = x + 3, inner = above < 0 ? 0 : above;
     return x >= 3 ? x : x * inner * T(1 / 6.0);  // x * 6 would overflow
   }
+  if constexpr (kKind == kReluSquared) {
+    const T r = x < 0 ? 0 : x;  // a NaN stays one
+    return r * r;
+  }
   return x / (1 + exp_minus(T(kQuick) * x));
 }
 
@@ -115,6 +120,7 @@ HFNN_INLINE T gradient(T dy, T kept, const Options<T>& o) {
     return dy * (m.w * m.share + kept * (kept > kMishEnd<T> ? 0 : bend));
   }
   if constexpr (kKind == kHardswish) return dy * (kept >= 3 ? 1 : kept <= -3 ? 0 : kept * T(1 / 3.0) + T(0.5));
+  if constexpr (kKind == kReluSquared) return kept <= 0 ? 0 : dy * (2 * kept);
   const T e = exp_minus(T(kQuick) * kept), s = 1 / (1 + e), rest = kept > 0 ? e * s : 1 - s;  // without cancellation
   return dy * (s + kept * s * (T(kQuick) * rest));
 }
@@ -156,42 +162,41 @@ HFNN_INLINE void backward_runs(const Call& call, int64_t begin, int64_t end) {
   });
 }
 
-// Clones of templates do not exist: a pair of plain functions for each kind.
-#define HFNN_UNARY(kind)                                                                  \
-  HFNN_CLONES static void forward_##kind(const Call& call, int64_t begin, int64_t end) {  \
-    forward_runs<kind>(call, begin, end);                                                 \
-  }                                                                                       \
-  HFNN_CLONES static void backward_##kind(const Call& call, int64_t begin, int64_t end) { \
-    backward_runs<kind>(call, begin, end);                                                \
-  }
-HFNN_UNARY(kSigmoid)
-HFNN_UNARY(kTanh)
-HFNN_UNARY(kSoftplus)
-HFNN_UNARY(kLogSigmoid)
-HFNN_UNARY(kElu)
-HFNN_UNARY(kSoftsign)
-HFNN_UNARY(kExp)
-HFNN_UNARY(kSqrt)
-HFNN_UNARY(kMish)
-HFNN_UNARY(kHardswish)
-HFNN_UNARY(kQuickGelu)
-#undef HFNN_UNARY
+HFNN_PASSES(kSigmoid)
+HFNN_PASSES(kTanh)
+HFNN_PASSES(kSoftplus)
+HFNN_PASSES(kLogSigmoid)
+HFNN_PASSES(kElu)
+HFNN_PASSES(kSoftsign)
+HFNN_PASSES(kExp)
+HFNN_PASSES(kSqrt)
+HFNN_PASSES(kMish)
+HFNN_PASSES(kHardswish)
+HFNN_PASSES(kQuickGelu)
+HFNN_PASSES(kReluSquared)
 
-using Pass = void (*)(const Call& call, int64_t begin, int64_t end);
+// Of each kind, in the order of the kinds.
+struct Passes {
+  void (*forward)(const Call& call, int64_t begin, int64_t end);
+  void (*backward)(const Call& call, int64_t begin, int64_t end);
+};
 
-static Pass forward_of(int64_t kind) {
-  const Pass all[] = {forward_kSigmoid, forward_kTanh,      forward_kSoftplus, forward_kLogSigmoid,
-                      forward_kElu,     forward_kSoftsign,  forward_kExp,      forward_kSqrt,
-                      forward_kMish,    forward_kHardswish, forward_kQuickGelu};
-  HFNN_CHECK(kind >= kSigmoid && kind <= kQuickGelu);
-  return all[kind];
-}
-
-static Pass backward_of(int64_t kind) {
-  const Pass all[] = {backward_kSigmoid, backward_kTanh,      backward_kSoftplus, backward_kLogSigmoid,
-                      backward_kElu,     backward_kSoftsign,  backward_kExp,      backward_kSqrt,
-                      backward_kMish,    backward_kHardswish, backward_kQuickGelu};
-  HFNN_CHECK(kind >= kSigmoid && kind <= kQuickGelu);
+static const Passes& passes_of(int64_t kind) {
+  static const Passes all[] = {
+      {forward_kSigmoid, backward_kSigmoid},
+      {forward_kTanh, backward_kTanh},
+      {forward_kSoftplus, backward_kSoftplus},
+      {forward_kLogSigmoid, backward_kLogSigmoid},
+      {forward_kElu, backward_kElu},
+      {forward_kSoftsign, backward_kSoftsign},
+      {forward_kExp, backward_kExp},
+      {forward_kSqrt, backward_kSqrt},
+      {forward_kMish, backward_kMish},
+      {forward_kHardswish, backward_kHardswish},
+      {forward_kQuickGelu, backward_kQuickGelu},
+      {forward_kReluSquared, backward_kReluSquared},
+  };
+  HFNN_CHECK(kind >= kSigmoid && kind <= kReluSquared);
   return all[kind];
 }
 
@@ -209,7 +214,7 @@ static void forward(const Tensor& x, const Tensor& y, int64_t kind, double a, do
   expect_floating("x", x.dtype);
   expect_alike("x", x, x);
   expect_alike("y", y, x);
-  const Pass pass = forward_of(kind);
+  const auto pass = passes_of(kind).forward;
   const Call call{{}, x, y, a, b, c, 0};
   split_runs(x.numel(), threads, [&](int64_t begin, int64_t end) { pass(call, begin, end); });
 }
@@ -220,7 +225,7 @@ static void backward(const Tensor& dy, const Tensor& kept, const Tensor& dx, int
   expect_alike("kept", kept, kept);
   expect_alike("dy", dy, kept);
   expect_alike("dx", dx, kept);
-  const Pass pass = backward_of(kind);
+  const auto pass = passes_of(kind).backward;
   const Call call{dy, kept, dx, a, b, c, rounded(-a * b, kept.dtype)};
   split_runs(kept.numel(), threads, [&](int64_t begin, int64_t end) { pass(call, begin, end); });
 }

@@ -14,6 +14,7 @@
 //   8 mish           x tanh(log(1 + exp(x)))                         of x
 //   9 hardswish      x min(max(x + 3, 0), 6) / 6                     of x: 0 below -3, 1 above 3, else (2 x + 3) / 6
 //  10 quick_gelu     x / (1 + exp(-1.702 x))                         of x
+//  11 relu_squared   max(x, 0)^2                                     of x
 //
 // A slope whose y has reached its limit in the dtype (elu's -a b) is 0; hardswish's is 0 at -3 and 1 at 3, as torch's.
 // Both the values and the derivatives are free of cancellation: 1 - exp(y) is -expm1(y). x, y, dy, dx and `kept` (y for

@@ -15,7 +15,7 @@ from hfnn.convert import convert, revert
 from hfnn.core import bits, kernel, recipe
 from hfnn.core.kernel import NoKernel, use
 from hfnn.ops.mlp import MLP, GatedMLP
-from hfnn.ops.smooth import QuickGELU
+from hfnn.ops.smooth import QuickGELU, ReLUSquared
 from hfnn.patch import patch_torch
 from hfnn.report import report
 from hfnn.verify import verify
@@ -32,6 +32,7 @@ __all__ = [
     "MLP",
     "NoKernel",
     "QuickGELU",
+    "ReLUSquared",
     "bits",
     "convert",
     "data",

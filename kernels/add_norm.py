@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from . import dropout, rows
-from .dropout import _four
+from .dropout import _four, pair_of
 from .launch import launch
-from .rows import _columns, _load_bias, _load_scale, _mean, _normalise, _rows
+from .rows import _norm_tile, _tile
 
 # As rows.FORWARD, with more threads: the words of a tile take registers besides its elements.
 TABLE = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16))
@@ -39,37 +39,18 @@ def add_norm_kernel(
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    tile = tl.program_id(0)
-    row, exists = _rows(tile, R, BLOCK_R)
-    col, in_row = _columns(0, C, EVEN, BLOCK_C)
-    start = tile.to(tl.int64) * BLOCK_R * C
-    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    row, exists, col, in_row, start, inside = _tile(tl.program_id(0), 0, R, C, EVEN, BLOCK_R, BLOCK_C)
     x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
     residual = tl.load(residual_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
     if DROP:
-        if pair_2 is not None:
-            seed = tl.load(pair_2)
-            first = tl.load(pair_2 + 1)
+        seed, first = pair_of(pair_2, seed, first)
         words = _tile_words(seed.to(tl.int64), first.to(tl.int64), row, col, C, UNIT, BLOCK_R, BLOCK_C)
         x = tl.where(words >= threshold.to(tl.uint32), x, 0.0) * scale
     # The norm is of the sum as it is stored: what backward rebuilds y from.
     stored = (residual + x).to(sum_RC.dtype.element_ty)
     tl.store(sum_RC + start + inside, stored, mask=exists & in_row)
     s = stored.to(tl.float32)
-    mean = 0.0
-    d = s
-    if CENTER:
-        mean = _mean(tl.sum(s, 1)[:, None], C)
-        d = tl.where(in_row, s - mean, 0.0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(_mean(tl.sum(d * d, 1)[:, None], C) + eps))
-    weight = _load_scale(w_C, offset, col, in_row, CENTER)
-    bias = _load_bias(b_C, col, in_row)
-    y = _normalise(s, mean, rstd, weight, bias, CENTER, w_C is not None, b_C is not None)
-    tl.store(y_RC + start + inside, y.to(y_RC.dtype.element_ty), mask=exists & in_row)
-    if mean_R is not None:
-        tl.store(mean_R + row, mean, mask=exists)
-    if rstd_R is not None:
-        tl.store(rstd_R + row, rstd, mask=exists)
+    _norm_tile(s, w_C, b_C, y_RC, mean_R, rstd_R, eps, offset, C, start, inside, row, exists, col, in_row, CENTER)
 
 
 def add(x, residual, sum, weight, bias, y, mean, rstd, eps, offset, center, threshold, scale, seed, first, pair):

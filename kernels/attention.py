@@ -22,14 +22,18 @@ from .attention_tile import (
     LOG2E,
     TILE,
     keeps,
+    lengths,
     place,
     rows,
     scores,
     seen_keys,
     sequence,
+    span,
     store_rows,
+    stretch,
     visible,
 )
+from .dropout import pair_of
 from .launch import launch
 
 # Blocks by the padded width of keys or values, whichever is more: (up to, queries, keys, warps, stages). Those of 64
@@ -99,17 +103,11 @@ def forward_kernel(
     m, q0, k0, all_queries, all_keys = block * M, 0, 0, T, S
     if starts_q is not None:
         s, m = sequence(block, starts_q, n, M)
-        q0 = tl.load(starts_q + s)
-        k0 = tl.load(starts_k + s)
-        T = tl.load(starts_q + s + 1) - q0
-        S = tl.load(starts_k + s + 1) - k0
+        q0, k0, T, S = lengths(starts_q, starts_k, s)
         if m >= T:
             return
     first_row = (b * H + h).to(tl.int64) * all_queries + q0
-    first, last = 0, S
-    if bounds is not None:
-        first = tl.maximum(tl.load(bounds + 2 * b), 0)
-        last = tl.minimum(tl.load(bounds + 2 * b + 1), S)
+    first, last = span(bounds, b, S)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_b + h * slopes_h)
@@ -118,9 +116,7 @@ def forward_kernel(
     if bits is not None:
         bits += b.to(tl.int64) * bits_b + h.to(tl.int64) * bits_h
         tiles += b.to(tl.int64) * tiles_b + h.to(tl.int64) * tiles_h + (m // TILE).to(tl.int64) * tiles_t
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
+    seed, offset = pair_of(pair_2, seed, offset)
     groups = ((all_keys + 7) // 8).to(tl.int64)
     i = m + tl.arange(0, M)
     row = first_row + i
@@ -148,8 +144,7 @@ def forward_kernel(
                 )  # fmt: skip
     else:
         for part in tl.static_range(3):
-            begin = low if part == 0 else (full if part == 1 else full_end)
-            end = tl.minimum(full, high) if part == 0 else (full_end if part == 1 else high)
+            begin, end = stretch(part, low, full, full_end, high)
             if part > 0 or LEFT or bounds is not None:
                 for at in tl.range(begin, end, N, num_stages=STAGES):
                     acc, norm, top = _online(

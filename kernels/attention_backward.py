@@ -7,15 +7,19 @@ from .attention_tile import (
     LOG2E,
     TILE,
     keeps,
+    lengths,
     place,
     rows,
     scores,
     seeing_queries,
     seen_keys,
     sequence,
+    span,
     store_rows,
+    stretch,
     visible,
 )
+from .dropout import pair_of
 
 
 @triton.jit
@@ -92,19 +96,11 @@ def keys_kernel(
     at, q0, k0, all_queries, all_keys = block * N, 0, 0, T, S
     if starts_q is not None:
         s, at = sequence(block, starts_k, n, N)
-        q0 = tl.load(starts_q + s)
-        k0 = tl.load(starts_k + s)
-        T = tl.load(starts_q + s + 1) - q0
-        S = tl.load(starts_k + s + 1) - k0
+        q0, k0, T, S = lengths(starts_q, starts_k, s)
         if at >= S:
             return
-    first, last = 0, S
-    if bounds is not None:
-        first = tl.maximum(tl.load(bounds + 2 * b), 0)
-        last = tl.minimum(tl.load(bounds + 2 * b + 1), S)
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
+    first, last = span(bounds, b, S)
+    seed, offset = pair_of(pair_2, seed, offset)
     groups = ((all_keys + 7) // 8).to(tl.int64)
     share = 65536.0 / (65536 - threshold).to(tl.float32)
     j = at + tl.arange(0, N)[:, None]
@@ -147,8 +143,7 @@ def keys_kernel(
                     )  # fmt: skip
         else:
             for part in tl.static_range(3):
-                begin = low if part == 0 else (full if part == 1 else full_end)
-                end = tl.minimum(full, high) if part == 0 else (full_end if part == 1 else high)
+                begin, end = stretch(part, low, full, full_end, high)
                 if part > 0 or RIGHT:
                     for m in tl.range(begin, end, M, num_stages=STAGES):
                         dk_ND, dv_NE = _add_keys(
@@ -208,17 +203,11 @@ def queries_kernel(
     m, q0, k0, all_queries, all_keys = block * M, 0, 0, T, S
     if starts_q is not None:
         s, m = sequence(block, starts_q, n, M)
-        q0 = tl.load(starts_q + s)
-        k0 = tl.load(starts_k + s)
-        T = tl.load(starts_q + s + 1) - q0
-        S = tl.load(starts_k + s + 1) - k0
+        q0, k0, T, S = lengths(starts_q, starts_k, s)
         if m >= T:
             return
     row = (b * H + h).to(tl.int64) * all_queries + q0
-    first, last = 0, S
-    if bounds is not None:
-        first = tl.maximum(tl.load(bounds + 2 * b), 0)
-        last = tl.minimum(tl.load(bounds + 2 * b + 1), S)
+    first, last = span(bounds, b, S)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + b * slopes_b + h * slopes_h)
@@ -227,9 +216,7 @@ def queries_kernel(
     if bits is not None:
         bits += b.to(tl.int64) * bits_b + h.to(tl.int64) * bits_h
         tiles += b.to(tl.int64) * tiles_b + h.to(tl.int64) * tiles_h + (m // TILE).to(tl.int64) * tiles_t
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
+    seed, offset = pair_of(pair_2, seed, offset)
     groups = ((all_keys + 7) // 8).to(tl.int64)
     share = 65536.0 / (65536 - threshold).to(tl.float32)
     i = m + tl.arange(0, M)
@@ -262,8 +249,7 @@ def queries_kernel(
                 )  # fmt: skip
     else:
         for part in tl.static_range(3):
-            begin = low if part == 0 else (full if part == 1 else full_end)
-            end = tl.minimum(full, high) if part == 0 else (full_end if part == 1 else high)
+            begin, end = stretch(part, low, full, full_end, high)
             if part > 0 or LEFT or bounds is not None:
                 for at in tl.range(begin, end, N, num_stages=STAGES):
                     dq_MD = _add_queries(
@@ -296,9 +282,7 @@ def bias_kernel(
     own_b = (z // H if OF_HEAD else z) if OF_BATCH else 0
     groups = ((S + 7) // 8).to(tl.int64)
     share = 65536.0 / (65536 - threshold).to(tl.float32)
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
+    seed, offset = pair_of(pair_2, seed, offset)
     i = m + tl.arange(0, M)
     j = n + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
@@ -306,10 +290,7 @@ def bias_kernel(
         b = own_b if OF_BATCH else (other if OF_HEAD else other // H)
         h = own_h if OF_HEAD else other % H
         b, h = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
-        first, last = 0, S
-        if bounds is not None:
-            first = tl.maximum(tl.load(bounds + 2 * b), 0)
-            last = tl.minimum(tl.load(bounds + 2 * b + 1), S)
+        first, last = span(bounds, b, S)
         slope, bits_, kind = None, None, 2
         if slopes is not None:
             slope = tl.load(slopes + b * slopes_b + h * slopes_h)

@@ -39,6 +39,34 @@ def sequence(block, starts, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def lengths(starts_q, starts_k, s):
+    """The first query and key of sequence s, and how many it has of each."""
+    q0 = tl.load(starts_q + s)
+    k0 = tl.load(starts_k + s)
+    return q0, k0, tl.load(starts_q + s + 1) - q0, tl.load(starts_k + s + 1) - k0
+
+
+@triton.jit
+def span(bounds, b, S):
+    """The first key of a batch that counts, and the end of those that do."""
+    if bounds is not None:
+        return tl.maximum(tl.load(bounds + 2 * b), 0), tl.minimum(tl.load(bounds + 2 * b + 1), S)
+    else:
+        return 0, S
+
+
+@triton.jit
+def stretch(part: tl.constexpr, low, full, full_end, high):
+    """Where a part of what a block goes through begins and ends: before (0) and behind (2) what needs no mask (1)."""
+    if part == 0:
+        return low, tl.minimum(full, high)
+    elif part == 1:
+        return full, full_end
+    else:
+        return full_end, high
+
+
+@triton.jit
 def rows(
     x, b, h, first, count, x_b, x_h, x_t,
     C: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,

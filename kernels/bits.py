@@ -25,34 +25,35 @@ def parted(packed, W: tl.constexpr, BLOCK: tl.constexpr):
     return tl.reshape((packed.to(tl.int32)[:, None] >> shifts[None, :]) & ((1 << W) - 1), [BLOCK])
 
 
+@triton.jit
+def _block(codes_N, packed_B, n, PER: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's codes and bytes begin, both numbered, and how many codes there are from there on."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    return codes_N + start, packed_B + start // PER, tl.arange(0, BLOCK), tl.arange(0, BLOCK // PER), n - start
+
+
 # Only the last program is masked, so that the others load whole vectors whatever n is.
 @triton.jit(do_not_specialize=["n"])
 def pack_kernel(codes_N, packed_B, n, W: tl.constexpr, BLOCK: tl.constexpr):
     PER: tl.constexpr = 8 // W
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i, b = tl.arange(0, BLOCK), tl.arange(0, BLOCK // PER)
-    codes_N += start
-    packed_B += start // PER
-    if start + BLOCK <= n:
+    codes_N, packed_B, i, b, left = _block(codes_N, packed_B, n, PER, BLOCK)
+    if left >= BLOCK:
         codes = tl.load(codes_N + i).to(tl.int32) & ((1 << W) - 1)
         tl.store(packed_B + b, joined(codes, W, BLOCK))
     else:
-        codes = tl.load(codes_N + i, mask=i < n - start, other=0).to(tl.int32) & ((1 << W) - 1)
-        tl.store(packed_B + b, joined(codes, W, BLOCK), mask=b * PER < n - start)
+        codes = tl.load(codes_N + i, mask=i < left, other=0).to(tl.int32) & ((1 << W) - 1)
+        tl.store(packed_B + b, joined(codes, W, BLOCK), mask=b * PER < left)
 
 
 @triton.jit(do_not_specialize=["n"])
 def unpack_kernel(packed_B, codes_N, n, W: tl.constexpr, BLOCK: tl.constexpr):
     PER: tl.constexpr = 8 // W
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i, b = tl.arange(0, BLOCK), tl.arange(0, BLOCK // PER)
-    codes_N += start
-    packed_B += start // PER
-    if start + BLOCK <= n:
+    codes_N, packed_B, i, b, left = _block(codes_N, packed_B, n, PER, BLOCK)
+    if left >= BLOCK:
         tl.store(codes_N + i, parted(tl.load(packed_B + b), W, BLOCK).to(tl.uint8))
     else:
-        packed = tl.load(packed_B + b, mask=b * PER < n - start, other=0)
-        tl.store(codes_N + i, parted(packed, W, BLOCK).to(tl.uint8), mask=i < n - start)
+        packed = tl.load(packed_B + b, mask=b * PER < left, other=0)
+        tl.store(codes_N + i, parted(packed, W, BLOCK).to(tl.uint8), mask=i < left)
 
 
 # Five bits divide no byte: eight codes are a number of 40 bits, and five bytes.

@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 
 from .launch import launch
-from .logits import LOWEST, add_block, add_lanes, columns, exp, logits, plan_for, split
+from .logits import (
+    LOWEST,
+    add_block,
+    add_lanes,
+    block_of_tile,
+    columns,
+    exp,
+    launch_rows,
+    logits,
+    plan_for,
+    split,
+    tile_at,
+)
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile. Fused, blocks of
 # a wide row are read again for the gradient: one program of 32 warps a multiprocessor leaves its row in the L2 cache.
@@ -36,6 +48,16 @@ def _class(target_R, weight_C, row, exists, ignore_index, C):
     if weight_C is not None:
         w = tl.load(weight_C + t, mask=counts & valid, other=0.0).to(tl.float32)
     return t, counts, tl.where(counts, tl.where(valid, w, float("nan")), 0.0)
+
+
+@triton.jit
+def _target(target, weight_C, start, row, exists, ignore_index, C, PROBS: tl.constexpr):
+    """Of rows that begin at `start`: their targets, and what _class says of them, as if probabilities were class 0."""
+    if PROBS:
+        return target + start, 0, exists, tl.where(exists, 1.0, 0.0)
+    else:
+        t, counts, w = _class(target, weight_C, row, exists, ignore_index, C)
+        return target, t, counts, w
 
 
 @triton.jit
@@ -101,18 +123,9 @@ def tile_kernel(
 ):  # fmt: skip
     """Forward, and the gradient where dx_RC is given, of a tile of whole rows, which stay in registers."""
     C = units * UNIT
-    tile = tl.program_id(0)
-    row = tile * T + tl.arange(0, T)[:, None]
-    exists = row < R
-    col, in_row = columns(0, C, False, BLOCK_C, 1)
-    start = tile.to(tl.int64) * T * C
+    row, exists, col, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, T, BLOCK_C)
     x_RC += start
-    inside = tl.arange(0, T)[:, None] * C + col
-    if PROBS:
-        t, counts, w = 0, exists, tl.where(exists, 1.0, 0.0)
-        target += start
-    else:
-        t, counts, w = _class(target, weight_C, row, exists, ignore_index, C)
+    target, t, counts, w = _target(target, weight_C, start, row, exists, ignore_index, C, PROBS)
     x = tl.load(x_RC + inside, mask=counts & in_row, other=0.0).to(tl.float32)
     z, _ = logits(x, scale, softcap, SCALED, CAPPED, CHEAP)
     z = tl.where(in_row, z, float("-inf"))
@@ -190,11 +203,7 @@ def wide_kernel(
     row = tl.program_id(0)
     start = row.to(tl.int64) * C
     x_RC += start
-    t, counts, w = 0, True, 1.0
-    if PROBS:
-        target += start
-    else:
-        t, counts, w = _class(target, weight_C, row, True, ignore_index, C)
+    target, t, counts, w = _target(target, weight_C, start, row, True, ignore_index, C, PROBS)
     # An ignored row has no columns to read.
     end = tl.where(counts, C, 0)
     even = end // (G * L) * (G * L)
@@ -245,19 +254,8 @@ def backward_kernel(
     FACTORS: tl.constexpr, UNIT: tl.constexpr, T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    # Column blocks of a tile before the next tile: programs in the order of memory.
-    blocks = tl.cdiv(C, BLOCK_C)
-    tile = tl.program_id(0) // blocks
-    row = tile * T + tl.arange(0, T)[:, None]
-    exists = row < R
-    col, in_row = columns(tl.program_id(0) % blocks * BLOCK_C, C, False, BLOCK_C, 1)
-    start = tile.to(tl.int64) * T * C
-    inside = tl.arange(0, T)[:, None] * C + col
-    t, counts, w = 0, exists, 1.0
-    if PROBS:
-        target += start
-    else:
-        t, counts, w = _class(target, weight_C, row, exists, ignore_index, C)
+    row, exists, col, in_row, start, inside = block_of_tile(tl.program_id(0), R, C, T, BLOCK_C)
+    target, t, counts, w = _target(target, weight_C, start, row, exists, ignore_index, C, PROBS)
     x = tl.load(x_RC + start + inside, mask=counts & in_row, other=0.0).to(tl.float32)
     b = 0.0
     if PROBS or SMOOTH:
@@ -304,18 +302,10 @@ def fused(
     plan = plan_for(C, x.element_size(), SUMS if more else FORWARD if dx is None else FUSED)
     factors = factor is not None and factor.numel() > 1
     tensors = x, target, weight, loss, share, lse, slope, factor, dx
-    if plan.wide:
-        launch(
-            wide_kernel, (R,),
-            *tensors, ignore_index, *numbers, plan.units, *flags, factors, plan.unit, plan.groups, plan.lanes,
-            num_warps=plan.warps, maxnreg=REGISTERS if more else None, enable_fp_fusion=False,
-        )  # fmt: skip
-    else:
-        launch(
-            tile_kernel, (-(-R // plan.rows),),
-            *tensors, ignore_index, *numbers, R, plan.units, *flags, factors, plan.unit, plan.rows, plan.block,
-            num_warps=plan.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch_rows(
+        tile_kernel, wide_kernel, plan, R, (*tensors, ignore_index, *numbers), (*flags, factors),
+        wide_registers=REGISTERS if more else None,
+    )  # fmt: skip
 
 
 def backward(

@@ -57,40 +57,51 @@ def _words(seed, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _tile(x_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def pair_of(pair_2, seed, offset):
+    """Seed and offset: those in memory, which a captured graph reads anew, or the ones given."""
+    if pair_2 is not None:
+        return tl.load(pair_2), tl.load(pair_2 + 1)
+    else:
+        return seed, offset
+
+
+@triton.jit
+def _tile(x_N, residual_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     x = tl.load(x_N, mask=mask)  # on its way while the words are made
+    if residual_N is not None:
+        residual = tl.load(residual_N, mask=mask).to(tl.float32)
     keep = _words(seed, first, BLOCK, WIDE) >= threshold
     # Dropped before it is scaled: after, the compiler would select among packed 16-bit numbers, one by one.
-    tl.store(y_N, (tl.where(keep, x.to(tl.float32), 0.0) * scale).to(y_N.dtype.element_ty), mask=mask)
+    y = tl.where(keep, x.to(tl.float32), 0.0) * scale
+    if residual_N is not None:
+        y = residual + y
+    tl.store(y_N, y.to(y_N.dtype.element_ty), mask=mask)
 
 
 # Only the last program is masked, so that the others load whole vectors whatever n is.
+@triton.jit
+def _program(x_N, residual_N, y_N, n, threshold, scale, seed, offset, pair_2, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    seed, offset = pair_of(pair_2, seed, offset)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    first = offset + start // 4
+    i = tl.arange(0, BLOCK)
+    x_N += start + i
+    if residual_N is not None:
+        residual_N += start + i
+    y_N += start + i
+    least, key = threshold.to(tl.uint32), seed.to(tl.int64)
+    if start + BLOCK <= n:
+        _tile(x_N, residual_N, y_N, None, least, scale, key, first, WIDE, BLOCK)
+    else:
+        _tile(x_N, residual_N, y_N, i < n - start, least, scale, key, first, WIDE, BLOCK)
+
+
 @triton.jit(do_not_specialize=["n", "threshold", "seed", "offset"])
 def forward_kernel(
     x_N, y_N, n, threshold: tl.uint32, scale, seed: tl.int64, offset: tl.int64, pair_2,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    first = offset + start // 4
-    i = tl.arange(0, BLOCK)
-    x_N += start + i
-    y_N += start + i
-    if start + BLOCK <= n:
-        _tile(x_N, y_N, None, threshold.to(tl.uint32), scale, seed.to(tl.int64), first, WIDE, BLOCK)
-    else:
-        _tile(x_N, y_N, i < n - start, threshold.to(tl.uint32), scale, seed.to(tl.int64), first, WIDE, BLOCK)
-
-
-@triton.jit
-def _add_tile(x_N, residual_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    x = tl.load(x_N, mask=mask)
-    residual = tl.load(residual_N, mask=mask).to(tl.float32)
-    keep = _words(seed, first, BLOCK, WIDE) >= threshold
-    kept = tl.where(keep, x.to(tl.float32), 0.0) * scale
-    tl.store(y_N, (residual + kept).to(y_N.dtype.element_ty), mask=mask)
+    _program(x_N, None, y_N, n, threshold, scale, seed, offset, pair_2, WIDE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "threshold", "seed", "offset"])
@@ -98,20 +109,7 @@ def add_kernel(
     x_N, residual_N, y_N, n, threshold: tl.uint32, scale, seed: tl.int64, offset: tl.int64, pair_2,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if pair_2 is not None:
-        seed = tl.load(pair_2)
-        offset = tl.load(pair_2 + 1)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    first = offset + start // 4
-    i = tl.arange(0, BLOCK)
-    x_N += start + i
-    residual_N += start + i
-    y_N += start + i
-    least, key = threshold.to(tl.uint32), seed.to(tl.int64)
-    if start + BLOCK <= n:
-        _add_tile(x_N, residual_N, y_N, None, least, scale, key, first, WIDE, BLOCK)
-    else:
-        _add_tile(x_N, residual_N, y_N, i < n - start, least, scale, key, first, WIDE, BLOCK)
+    _program(x_N, residual_N, y_N, n, threshold, scale, seed, offset, pair_2, WIDE, BLOCK)
 
 
 def forward(x, y, threshold, scale, seed, offset, pair, queue):

@@ -9,6 +9,7 @@ the cancellation of 1 + tanh(u) at negative x.
 import triton
 import triton.language as tl
 
+from .elementwise import apply
 from .launch import launch
 
 BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
@@ -64,46 +65,24 @@ def _value(x, TANH: tl.constexpr, CHEAP: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, TANH: tl.constexpr, CHEAP: tl.constexpr):
+def _gradient(dy, x, TANH: tl.constexpr, CHEAP: tl.constexpr):
     if TANH:
         s, e = _sigmoid_2u(x, CHEAP)
         rest = tl.where(x > 0, e * s, 1.0 - s)  # 1 - s without cancellation
-        return tl.fma(x * s * rest, tl.fma(x * x, 0.2140644, 1.5957691), s)
+        return dy * tl.fma(x * s * rest, tl.fma(x * x, 0.2140644, 1.5957691), s)
     else:
         cdf, pdf = _normal(x, CHEAP)
-        return tl.fma(x, pdf, cdf)
+        return dy * tl.fma(x, pdf, cdf)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(x_N, y_N, n, TANH: tl.constexpr, CHEAP: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = tl.arange(0, BLOCK)
-    x_N += start
-    y_N += start
-    if start + BLOCK <= n:
-        x = tl.load(x_N + i).to(tl.float32)
-        tl.store(y_N + i, _value(x, TANH, CHEAP).to(y_N.dtype.element_ty))
-    else:
-        x = tl.load(x_N + i, mask=i < n - start).to(tl.float32)
-        tl.store(y_N + i, _value(x, TANH, CHEAP).to(y_N.dtype.element_ty), mask=i < n - start)
+    apply(None, x_N, y_N, n, _value, (TANH, CHEAP), BLOCK)
 
 
 @triton.jit(do_not_specialize=["n"])
 def backward_kernel(dy_N, x_N, dx_N, n, TANH: tl.constexpr, CHEAP: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = tl.arange(0, BLOCK)
-    dy_N += start
-    x_N += start
-    dx_N += start
-    if start + BLOCK <= n:
-        x = tl.load(x_N + i).to(tl.float32)
-        dy = tl.load(dy_N + i).to(tl.float32)
-        tl.store(dx_N + i, (dy * _slope(x, TANH, CHEAP)).to(dx_N.dtype.element_ty))
-    else:
-        x = tl.load(x_N + i, mask=i < n - start).to(tl.float32)
-        dy = tl.load(dy_N + i, mask=i < n - start).to(tl.float32)
-        tl.store(dx_N + i, (dy * _slope(x, TANH, CHEAP)).to(dx_N.dtype.element_ty), mask=i < n - start)
+    apply(dy_N, x_N, dx_N, n, _gradient, (TANH, CHEAP), BLOCK)
 
 
 # Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.

@@ -21,8 +21,6 @@ from .optim import (
     MAXIMIZE,
     NUMEL,
     OPTIONS,
-    SCALE,
-    STATE,
     STEP,
     TILE,
     WARPS,
@@ -32,11 +30,12 @@ from .optim import (
     _load_state,
     _powers,
     _store_parameter,
+    _store_state,
     _vector,
     partials,  # noqa: F401  with prepare, a part of what a room asks of a kernel
     prepare,  # noqa: F401
 )
-from .optim_formats import BFLOAT16, BLOCK, FLOAT16, FLOAT32, INT4, INT8, index, load, store, store_codes
+from .optim_formats import BLOCK, FLOAT32, index, load, store
 
 BIAS_CORRECTION, SUM, ALWAYS = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64)
 SPAN = tl.constexpr(1024)  # elements in registers at a time
@@ -89,25 +88,6 @@ def _direction(p, m, v, root1, root2, shrink, eps):
 
 
 @triton.jit
-def _keep_state(
-    x, at, k: tl.constexpr, start, left, S: tl.constexpr, SIGNED: tl.constexpr, BLOCKS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Writes a state; what later steps will read."""
-    if S == INT8:
-        return store_codes(x, at[STATE + k], at[SCALE + k], start, left, 8, SIGNED, BLOCKS, VECTOR)
-    elif S == INT4:
-        return store_codes(x, at[STATE + k], at[SCALE + k], start, left, 4, SIGNED, BLOCKS, VECTOR)
-    store(x, at[STATE + k], start, left, S, BLOCKS, VECTOR)
-    if S == BFLOAT16:
-        return x.to(tl.bfloat16).to(tl.float32)
-    elif S == FLOAT16:
-        return x.to(tl.float16).to(tl.float32)
-    else:
-        return x
-
-
-@triton.jit
 def _moments_span(
     at, start, left, numbers, coefficient, b1, share, b2, c2, eps, CODE: tl.constexpr, MASTER: tl.constexpr,
     BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -119,8 +99,8 @@ def _moments_span(
     g = load(at[GRAD], start, left, CODE >> 4 & 15, BLOCKS, VECTOR) * coefficient + pull * p
     m = b1 * _load_state(at, 0, start, left, S, True, BLOCKS, VECTOR) + share * g
     v = b2 * _load_state(at, 1, start, left, S, False, BLOCKS, VECTOR) + c2 * g * g
-    m = _keep_state(m, at, 0, start, left, S, True, BLOCKS, VECTOR)
-    v = _keep_state(v, at, 1, start, left, S, False, BLOCKS, VECTOR)
+    m = _store_state(m, at, 0, start, left, S, True, BLOCKS, VECTOR)
+    v = _store_state(v, at, 1, start, left, S, False, BLOCKS, VECTOR)
     u = _direction(p, m, v, root1, root2, shrink, eps)
     if not VECTOR:
         u = tl.where(index(BLOCKS) < left, u, 0.0)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from . import rows
 from .launch import launch
-from .logits import LOWEST, add_block, add_lanes, columns, exp, logits, plan_for, split
+from .logits import LOWEST, add_block, add_lanes, block_of_tile, columns, exp, logits, plan_for, split
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile.
 FORWARD = ((1024, 1024, 2), (8192, 8192, 8))
@@ -105,14 +105,7 @@ def backward_kernel(
     UNIT: tl.constexpr, T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    # Column blocks of a tile before the next tile: programs in the order of memory.
-    blocks = tl.cdiv(C, BLOCK_C)
-    tile = tl.program_id(0) // blocks
-    row = tile * T + tl.arange(0, T)[:, None]
-    exists = row < R
-    col, in_row = columns(tl.program_id(0) % blocks * BLOCK_C, C, False, BLOCK_C, 1)
-    start = tile.to(tl.int64) * T * C
-    inside = tl.arange(0, T)[:, None] * C + col
+    row, exists, col, in_row, start, inside = block_of_tile(tl.program_id(0), R, C, T, BLOCK_C)
     x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
     given = tl.load(target_R + row, mask=exists, other=-1)
     target = tl.where((given >= 0) & (given < C), given, -1).to(tl.int32)

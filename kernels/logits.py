@@ -12,6 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .launch import launch
+
 MAX_COLS = 1 << 20  # no kernel here has a limit; wider rows than this are not tested
 
 # What the online maximum begins with. It is finite, so that no infinity is subtracted from itself in a row that begins
@@ -28,6 +30,22 @@ def columns(column, C, EVEN: tl.constexpr, L: tl.constexpr, G: tl.constexpr):
     """Columns from `column` on, (G, L), and which of them exist: a constant, and so free, when all do."""
     col = column + tl.arange(0, G)[:, None] * L + tl.arange(0, L)[None, :]
     return col, tl.full([1, 1], True, tl.int1) if EVEN else col < C
+
+
+@triton.jit
+def tile_at(tile, column, R, C, T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of a tile of T rows, its columns from `column` on: the rows (T, 1) and which of them exist, the columns
+    (1, BLOCK_C) and which of them exist, the element where the tile begins, and the elements from there on."""
+    row = tile * T + tl.arange(0, T)[:, None]
+    col, in_row = columns(column, C, False, BLOCK_C, 1)
+    return row, row < R, col, in_row, tile.to(tl.int64) * T * C, tl.arange(0, T)[:, None] * C + col
+
+
+@triton.jit
+def block_of_tile(program, R, C, T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """`tile_at` where a program has one block of columns: those of a tile before the next tile, as memory goes."""
+    blocks = tl.cdiv(C, BLOCK_C)
+    return tile_at(program // blocks, program % blocks * BLOCK_C, R, C, T, BLOCK_C)
 
 
 @triton.jit
@@ -138,3 +156,19 @@ def plan_for(cols, size, table, rows=True):
         padded > block, max(1, tile // block) if rows else 1, block, block // lanes, lanes, -(-cols // block), warps,
         unit, cols // unit,
     )  # fmt: skip
+
+
+def launch_rows(tile_kernel, wide_kernel, plan, R, arguments, constants, tile_registers=None, wide_registers=None):
+    """Launches whichever kernel a plan for R rows asks for; registers: of a thread, at most."""
+    if plan.wide:
+        launch(
+            wide_kernel, (R,),
+            *arguments, plan.units, *constants, plan.unit, plan.groups, plan.lanes,
+            num_warps=plan.warps, maxnreg=wide_registers, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        launch(
+            tile_kernel, (-(-R // plan.rows),),
+            *arguments, R, plan.units, *constants, plan.unit, plan.rows, plan.block,
+            num_warps=plan.warps, maxnreg=tile_registers, enable_fp_fusion=False,
+        )  # fmt: skip

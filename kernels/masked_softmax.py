@@ -10,8 +10,7 @@ step_n, step_h, step_t are what the mask's elements lie apart along these. What 
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
+from .logits import LOWEST, add_block, add_lanes, columns, exp, launch_rows, plan_for, tile_at
 from .softmax import BACKWARD
 
 # As there, with more threads: each has a mask's elements besides. The last line is for blocks of wider rows.
@@ -69,17 +68,13 @@ def forward_kernel(
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    col, in_row = columns(0, C, False, BLOCK_C, 1)
-    start = tl.program_id(0).to(tl.int64) * ROWS * C
-    inside = tl.arange(0, ROWS)[:, None] * C + col
-    exists = (row < R) & in_row
-    counts = (row < R) & (col < _limit(row, T, shift, C, CAUSAL))
+    row, exists, col, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, ROWS, BLOCK_C)
+    counts = exists & (col < _limit(row, T, shift, C, CAUSAL))
     x = tl.load(x_RC + start + inside, mask=counts, other=0.0)
     z = _scores(x, mask, _before(row, H, T, step_n, step_h, step_t), col, counts, scale, BOOL, STEP)
     m = tl.maximum(tl.max(z, 1)[:, None], LOWEST)
     s = tl.sum(exp(z - m, CHEAP), 1)[:, None]
-    tl.store(y_RC + start + inside, _value(z, m, s, _of_sum(s), CHEAP).to(y_RC.dtype.element_ty), mask=exists)
+    tl.store(y_RC + start + inside, _value(z, m, s, _of_sum(s), CHEAP).to(y_RC.dtype.element_ty), mask=exists & in_row)
 
 
 @triton.jit(do_not_specialize=["H", "T", "shift", "units"])
@@ -131,15 +126,11 @@ def backward_kernel(
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    col, in_row = columns(0, C, False, BLOCK_C, 1)
-    start = tl.program_id(0).to(tl.int64) * ROWS * C
-    inside = tl.arange(0, ROWS)[:, None] * C + col
-    exists = (row < R) & in_row
-    counts = (row < R) & (col < _limit(row, T, shift, C, CAUSAL))
+    row, exists, col, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, ROWS, BLOCK_C)
+    counts = exists & (col < _limit(row, T, shift, C, CAUSAL))
     dy, y = _load_both(dy_RC + start, y_RC + start, inside, counts)
     sum = tl.sum(dy * y, 1)[:, None]
-    tl.store(dx_RC + start + inside, _slope(dy, y, sum, scale).to(dx_RC.dtype.element_ty), mask=exists)
+    tl.store(dx_RC + start + inside, _slope(dy, y, sum, scale).to(dx_RC.dtype.element_ty), mask=exists & in_row)
 
 
 @triton.jit(do_not_specialize=["T", "shift", "units"])
@@ -172,18 +163,7 @@ def _launch(tile_kernel, wide_kernel, table, arguments, x, size, constants):
     if R == 0 or C == 0:
         return
     plan = plan_for(C, size, table)
-    if plan.wide:
-        launch(
-            wide_kernel, (R,),
-            *arguments, plan.units, *constants, plan.unit, plan.groups, plan.lanes,
-            num_warps=plan.warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    else:
-        launch(
-            tile_kernel, (-(-R // plan.rows),),
-            *arguments, R, plan.units, *constants, plan.unit, plan.rows, plan.block,
-            num_warps=plan.warps, enable_fp_fusion=False, maxnreg=REGISTERS,
-        )  # fmt: skip
+    launch_rows(tile_kernel, wide_kernel, plan, R, arguments, constants, tile_registers=REGISTERS)
 
 
 def forward(x, mask, y, scale, causal, shift, queue):

@@ -161,12 +161,18 @@ def _store_state(
     x, at, k: tl.constexpr, start, left, FORMAT: tl.constexpr, SIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """What later steps will read of it."""
     if FORMAT == INT8:
-        store_codes(x, at[STATE + k], at[SCALE + k], start, left, 8, SIGNED, BLOCKS, VECTOR)
+        return store_codes(x, at[STATE + k], at[SCALE + k], start, left, 8, SIGNED, BLOCKS, VECTOR)
     elif FORMAT == INT4:
-        store_codes(x, at[STATE + k], at[SCALE + k], start, left, 4, SIGNED, BLOCKS, VECTOR)
+        return store_codes(x, at[STATE + k], at[SCALE + k], start, left, 4, SIGNED, BLOCKS, VECTOR)
+    store(x, at[STATE + k], start, left, FORMAT, BLOCKS, VECTOR)
+    if FORMAT == BFLOAT16:
+        return x.to(tl.bfloat16).to(tl.float32)
+    elif FORMAT == FLOAT16:
+        return x.to(tl.float16).to(tl.float32)
     else:
-        store(x, at[STATE + k], start, left, FORMAT, BLOCKS, VECTOR)
+        return x
 
 
 @triton.jit

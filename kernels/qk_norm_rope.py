@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import rows
 from .launch import launch
-from .rope import PROGRAMS, WARPS, _angles, _pair, _store_pair, _tokens, _turn, batch_stride, cut, strides
+from .rope import WARPS, _pair, _store_pair, _tokens_and_angles, _turn, batch_stride, cut, dealt_out, strides
 
 BACKWARD_PROGRAMS = 3  # of one multiprocessor, which all run at once
 BACKWARD_REGISTERS = 168  # of a thread, at most, for that
@@ -83,11 +83,10 @@ def forward_kernel(
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """y of x; GIVEN: by the rstd that forward left."""
-    batch, token, exists, row, known = _tokens(tl.program_id(0), S, positions_S, batch_positions, P, BLOCK_S)
-    table = batch * batch_table
-    cos_a, cos_b, sin_a, sin_b = _angles(
-        cos + table, sin + table, row, known, N, NARROW, PAIRS, False, BLOCK_S, BLOCK_N
-    )
+    batch, token, exists, cos_a, cos_b, sin_a, sin_b = _tokens_and_angles(
+        tl.program_id(0), S, positions_S, batch_positions, P, cos, sin, batch_table,
+        N, NARROW, PAIRS, False, BLOCK_S, BLOCK_N,
+    )  # fmt: skip
     first = tl.program_id(1) * heads
     last = first + heads
     _forward_heads(
@@ -161,11 +160,10 @@ def backward_kernel(
     k_b = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
     k_rest = tl.zeros([BLOCK_S, BLOCK_REST], tl.float32)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
-        batch, token, exists, row, known = _tokens(block, S, positions_S, batch_positions, P, BLOCK_S)
-        table = batch * batch_table
-        cos_a, cos_b, sin_a, sin_b = _angles(
-            cos + table, sin + table, row, known, N, NARROW, PAIRS, True, BLOCK_S, BLOCK_N
-        )
+        batch, token, exists, cos_a, cos_b, sin_a, sin_b = _tokens_and_angles(
+            block, S, positions_S, batch_positions, P, cos, sin, batch_table,
+            N, NARROW, PAIRS, True, BLOCK_S, BLOCK_N,
+        )  # fmt: skip
         q_a, q_b, q_rest = _backward_heads(
             dyq + batch * dyq_batch, q + batch * q_batch, wq_D, rstd_q, dq + batch * dq_batch, H,
             token * dyq_token, token * q_token, token * dq_token, batch * S + token, dyq_head, q_head, dq_head,
@@ -205,8 +203,7 @@ def _forward(q, k, wq, wk, cos, sin, positions, yq, yk, rstd_q, rstd_k, eps, off
     programs = B * -(-S // blocks.tokens)
     if programs == 0 or H + G == 0:
         return
-    groups = min(-(-(H + G) // 4), -(-PROGRAMS // programs))
-    heads = -(-(H + G) // groups)
+    heads = dealt_out(programs, H + G)
     launch(
         forward_kernel, (programs, -(-(H + G) // heads)),
         q, k, wq, wk, cos, sin, positions, yq, yk, rstd_q, rstd_k,

@@ -83,6 +83,20 @@ def _angles(cos, sin, row, known, N: tl.constexpr, NARROW: tl.constexpr, PAIRS: 
 
 
 @triton.jit
+def _tokens_and_angles(
+    block, S, positions_S, batch_positions, P, cos, sin, batch_table, N: tl.constexpr, NARROW: tl.constexpr,
+    PAIRS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A block's batch, its tokens, which of them exist, and their angles, as from `_angles`."""
+    batch, token, exists, row, known = _tokens(block, S, positions_S, batch_positions, P, BLOCK_S)
+    table = batch * batch_table
+    cos_a, cos_b, sin_a, sin_b = _angles(
+        cos + table, sin + table, row, known, N, NARROW, PAIRS, TRANSPOSED, BLOCK_S, BLOCK_N
+    )
+    return batch, token, exists, cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
 def _turn(a, b, cos_a, cos_b, sin_a, sin_b):
     """Compiled without fusing: the bits of torch's formula in float32."""
     return a * cos_a - b * sin_a, b * cos_b + a * sin_b
@@ -115,11 +129,10 @@ def forward_kernel(
     N: tl.constexpr, D: tl.constexpr, NARROW: tl.constexpr, PAIRS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    batch, token, exists, row, known = _tokens(tl.program_id(0), S, positions_S, batch_positions, P, BLOCK_S)
-    table = batch * batch_table
-    cos_a, cos_b, sin_a, sin_b = _angles(
-        cos + table, sin + table, row, known, N, NARROW, PAIRS, TRANSPOSED, BLOCK_S, BLOCK_N
-    )
+    batch, token, exists, cos_a, cos_b, sin_a, sin_b = _tokens_and_angles(
+        tl.program_id(0), S, positions_S, batch_positions, P, cos, sin, batch_table,
+        N, NARROW, PAIRS, TRANSPOSED, BLOCK_S, BLOCK_N,
+    )  # fmt: skip
     first = tl.program_id(1) * heads
     last = first + heads
     _turn_heads(
@@ -158,15 +171,20 @@ def batch_stride(t):
     return 0 if t is None or t.shape[0] == 1 else t.stride(0)
 
 
+def dealt_out(programs, heads):
+    """Of so many heads, how many a program has: as many as leave enough programs; with fewer than four, angles would
+    be most of the loads."""
+    groups = min(-(-heads // 4), -(-PROGRAMS // programs))
+    return -(-heads // groups)
+
+
 def forward(q, k, cos, sin, positions, yq, yk, rotary, interleaved, transposed, queue):
     (B, H, S, D), G = q.shape, 0 if k is None else k.shape[1]
     blocks = cut(D, rotary)
     programs = B * -(-S // blocks.tokens)
     if programs == 0 or H + G == 0:
         return
-    # As many heads in one program as leave enough programs; with fewer than four, angles would be most of the loads.
-    groups = min(-(-(H + G) // 4), -(-PROGRAMS // programs))
-    heads = -(-(H + G) // groups)
+    heads = dealt_out(programs, H + G)
     launch(
         forward_kernel, (programs, -(-(H + G) // heads)),
         q, k, cos, sin, positions, yq, yk, *strides(q), *strides(k), *strides(yq), *strides(yk),

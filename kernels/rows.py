@@ -42,6 +42,14 @@ def _rows(tile, R, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
+def _tile(tile, column, R, C, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """_rows and _columns of a tile, the element where it begins, and the elements (BLOCK_R, BLOCK_C) from there on."""
+    row, exists = _rows(tile, R, BLOCK_R)
+    col, in_row = _columns(column, C, EVEN, BLOCK_C)
+    return row, exists, col, in_row, tile.to(tl.int64) * BLOCK_R * C, tl.arange(0, BLOCK_R)[:, None] * C + col
+
+
+@triton.jit
 def _load_scale(w_C, offset, col, exists, CENTER: tl.constexpr):
     if w_C is not None:
         w = tl.load(w_C + col, mask=exists, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -90,18 +98,11 @@ def _normalise(x, mean, rstd, scale, bias, CENTER: tl.constexpr, SCALE: tl.const
     return xhat * scale if SCALE else xhat
 
 
-@triton.jit(do_not_specialize=["R", "units"])
-def forward_kernel(
-    x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, R, units,
-    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    C = units * UNIT
-    tile = tl.program_id(0)
-    row, exists = _rows(tile, R, BLOCK_R)
-    col, in_row = _columns(0, C, EVEN, BLOCK_C)
-    start = tile.to(tl.int64) * BLOCK_R * C
-    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
-    x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+@triton.jit
+def _norm_tile(
+    x, w_C, b_C, y_RC, mean_R, rstd_R, eps, offset, C, start, inside, row, exists, col, in_row, CENTER: tl.constexpr
+):
+    """Stores y, mean and rstd of a tile of whole rows."""
     mean = 0.0
     d = x
     if CENTER:
@@ -116,6 +117,17 @@ def forward_kernel(
         tl.store(mean_R + row, mean, mask=exists)
     if rstd_R is not None:
         tl.store(rstd_R + row, rstd, mask=exists)
+
+
+@triton.jit(do_not_specialize=["R", "units"])
+def forward_kernel(
+    x_RC, w_C, b_C, y_RC, mean_R, rstd_R, eps: tl.float32, offset: tl.float32, R, units,
+    CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    C = units * UNIT
+    row, exists, col, in_row, start, inside = _tile(tl.program_id(0), 0, R, C, EVEN, BLOCK_R, BLOCK_C)
+    x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
+    _norm_tile(x, w_C, b_C, y_RC, mean_R, rstd_R, eps, offset, C, start, inside, row, exists, col, in_row, CENTER)
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -163,11 +175,8 @@ def rebuild_kernel(
     C = units * UNIT
     # Column blocks of a tile before the next tile: programs in the order of memory.
     blocks = tl.cdiv(C, BLOCK_C)
-    tile = tl.program_id(0) // blocks
-    row, exists = _rows(tile, R, BLOCK_R)
-    col, in_row = _columns(tl.program_id(0) % blocks * BLOCK_C, C, EVEN, BLOCK_C)
-    start = tile.to(tl.int64) * BLOCK_R * C
-    inside = tl.arange(0, BLOCK_R)[:, None] * C + col
+    tile, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_C
+    row, exists, col, in_row, start, inside = _tile(tile, column, R, C, EVEN, BLOCK_R, BLOCK_C)
     x = tl.load(x_RC + start + inside, mask=exists & in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
     mean = tl.load(mean_R + row, mask=exists, other=0.0) if CENTER else 0.0
     rstd = tl.load(rstd_R + row, mask=exists, other=0.0)

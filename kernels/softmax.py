@@ -9,8 +9,7 @@ Letters: R rows, C columns, T rows of a tile; a wide row goes by blocks of G gro
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
+from .logits import LOWEST, add_block, add_lanes, columns, exp, launch_rows, plan_for, tile_at
 
 # (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile, and are read
 # twice: one program of 32 warps a multiprocessor finds its row in the L2 cache the second time.
@@ -49,11 +48,7 @@ def forward_kernel(
     LOG: tl.constexpr, CHEAP: tl.constexpr, UNIT: tl.constexpr, T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    tile = tl.program_id(0)
-    exists = tile * T + tl.arange(0, T)[:, None] < R
-    col, in_row = columns(0, C, False, BLOCK_C, 1)
-    start = tile.to(tl.int64) * T * C
-    inside = tl.arange(0, T)[:, None] * C + col
+    _, exists, _, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, T, BLOCK_C)
     x = tl.load(x_RC + start + inside, mask=exists & in_row, other=float("-inf")).to(tl.float32)
     m = tl.max(x, 1)[:, None]
     s = tl.sum(exp(x - m, CHEAP), 1)[:, None]
@@ -109,11 +104,7 @@ def backward_kernel(
     LOG: tl.constexpr, CHEAP: tl.constexpr, UNIT: tl.constexpr, T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    tile = tl.program_id(0)
-    exists = tile * T + tl.arange(0, T)[:, None] < R
-    col, in_row = columns(0, C, False, BLOCK_C, 1)
-    start = tile.to(tl.int64) * T * C
-    inside = tl.arange(0, T)[:, None] * C + col
+    _, exists, _, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, T, BLOCK_C)
     y = tl.load(y_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
     dy = tl.load(dy_RC + start + inside, mask=exists & in_row, other=0.0).to(tl.float32)
     sum = tl.sum(_part(dy, y, LOG), 1)[:, None]
@@ -154,18 +145,7 @@ def _launch(tile_kernel, wide_kernel, table, tensors, log, cheap):
     if R == 0 or C == 0:
         return
     plan = plan_for(C, tensors[0].element_size(), table)
-    if plan.wide:
-        launch(
-            wide_kernel, (R,),
-            *tensors, plan.units, log, cheap, plan.unit, plan.groups, plan.lanes,
-            num_warps=plan.warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    else:
-        launch(
-            tile_kernel, (-(-R // plan.rows),),
-            *tensors, R, plan.units, log, cheap, plan.unit, plan.rows, plan.block,
-            num_warps=plan.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch_rows(tile_kernel, wide_kernel, plan, R, tensors, (log, cheap))
 
 
 def forward(x, y, log, queue):

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .elementwise import apply
 from .launch import launch
 from .logits import _tanh, exp
 from .pointwise_loss import _log1p
@@ -11,8 +12,8 @@ from .silu import _sigmoid
 BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
 WARPS = 4
 
-SIGMOID, TANH, SOFTPLUS, LOGSIGMOID, ELU, SOFTSIGN, EXP, SQRT, MISH, HARDSWISH, QUICK_GELU = (
-    tl.constexpr(kind) for kind in range(11)
+SIGMOID, TANH, SOFTPLUS, LOGSIGMOID, ELU, SOFTSIGN, EXP, SQRT, MISH, HARDSWISH, QUICK_GELU, RELU_SQUARED = (
+    tl.constexpr(kind) for kind in range(12)
 )
 
 
@@ -130,6 +131,9 @@ def _value(x, a, b, c, KIND: tl.constexpr, CHEAP: tl.constexpr):
     elif KIND == HARDSWISH:
         above = x + 3.0
         return tl.where(x >= 3.0, x, x * tl.where(above < 0, 0.0, above) * 0.16666667)  # x * 6 would overflow
+    elif KIND == RELU_SQUARED:
+        r = tl.where(x < 0, 0.0, x)  # a NaN stays one
+        return r * r
     else:
         s, _ = _sigmoid(x * 1.702, CHEAP)
         return x * s
@@ -164,28 +168,20 @@ def _gradient(dy, kept, a, b, c, limit, KIND: tl.constexpr, CHEAP: tl.constexpr)
     elif KIND == HARDSWISH:
         inner = kept * 0.33333333 + 0.5
         return dy * tl.where(kept >= 3.0, 1.0, tl.where(kept <= -3.0, 0.0, inner))
+    elif KIND == RELU_SQUARED:
+        return tl.where(kept <= 0, 0.0, dy * (2.0 * kept))
     else:
         s, e = _sigmoid(kept * 1.702, CHEAP)
         rest = tl.where(kept > 0, e * s, 1.0 - s)  # 1 - s without cancellation
         return dy * tl.fma(kept * s, 1.702 * rest, s)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(
     x_N, y_N, n, a: tl.float32, b: tl.float32, c: tl.float32,
     KIND: tl.constexpr, CHEAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = tl.arange(0, BLOCK)
-    x_N += start
-    y_N += start
-    if start + BLOCK <= n:
-        x = tl.load(x_N + i).to(tl.float32)
-        tl.store(y_N + i, _value(x, a, b, c, KIND, CHEAP).to(y_N.dtype.element_ty))
-    else:
-        x = tl.load(x_N + i, mask=i < n - start).to(tl.float32)
-        tl.store(y_N + i, _value(x, a, b, c, KIND, CHEAP).to(y_N.dtype.element_ty), mask=i < n - start)
+    apply(None, x_N, y_N, n, _value, (a, b, c, KIND, CHEAP), BLOCK)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -194,21 +190,7 @@ def backward_kernel(
     KIND: tl.constexpr, CHEAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     limit = tl.full([1], -(a * b), tl.float32).to(kept_N.dtype.element_ty).to(tl.float32)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = tl.arange(0, BLOCK)
-    dy_N += start
-    kept_N += start
-    dx_N += start
-    if start + BLOCK <= n:
-        kept = tl.load(kept_N + i).to(tl.float32)
-        dy = tl.load(dy_N + i).to(tl.float32)
-        tl.store(dx_N + i, _gradient(dy, kept, a, b, c, limit, KIND, CHEAP).to(dx_N.dtype.element_ty))
-    else:
-        inside = i < n - start
-        kept = tl.load(kept_N + i, mask=inside).to(tl.float32)
-        dy = tl.load(dy_N + i, mask=inside).to(tl.float32)
-        dx = _gradient(dy, kept, a, b, c, limit, KIND, CHEAP)
-        tl.store(dx_N + i, dx.to(dx_N.dtype.element_ty), mask=inside)
+    apply(dy_N, kept_N, dx_N, n, _gradient, (a, b, c, limit, KIND, CHEAP), BLOCK)
 
 
 # Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.

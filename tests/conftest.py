@@ -1,11 +1,13 @@
 """Whole-suite settings: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
 
 import collections
+import csv
 import functools
 import gc
 import importlib.util
 import itertools
 import os
+import pathlib
 import weakref
 
 import torch
@@ -38,6 +40,48 @@ def rebuilt(monkeypatch):
         yield found
     finally:
         native.extension.watch(None)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Of torch's, for all tests of a module."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def restored():
+    """Whatever a test does, torch is as it was when the test ends, and where it asks, by a call."""
+    from hfnn import patch
+
+    originals = {place: place.original for place in patch.PLACES.values()}
+
+    def check():
+        assert all(getattr(place.owner, place.name) is original for place, original in originals.items())
+        assert patch.here.state is None and not patch.here.patches
+        assert not any(place.users for place in originals)
+
+    yield check
+    check()
+
+
+@pytest.fixture
+def bench_script(monkeypatch, tmp_path):
+    """`bench_script(name)` -> a function of arguments that runs bench/<name>.py, tiny: (exit status, rows)."""
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "bench")
+
+    def load(name):
+        def main(*arguments):
+            common = ["--device", "cpu", "--tiny", "--rounds", "3", "--seconds", "0.01", "--results", str(tmp_path)]
+            status = main.script.main([*arguments, *common])
+            return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
+
+        main.script = importlib.import_module(name)
+        return main
+
+    return load
 
 
 def repair_interpreter():

@@ -18,17 +18,10 @@ needs_kernel = pytest.mark.skipif(KERNEL is None, reason="no kernel for the CPU 
 
 
 @pytest.fixture
-def attention(monkeypatch, tmp_path):
+def attention(bench_script):
     """`attention(*arguments)` -> (exit status, rows), with bench/attention.py and its cases as attributes."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
-    script = importlib.import_module("attention")
-
-    def main(*arguments):
-        common = ["--device", "cpu", "--tiny", "--rounds", "3", "--seconds", "0.01", "--results", str(tmp_path)]
-        status = script.main([*arguments, *common])
-        return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
-
-    main.script, main.calls = script, importlib.import_module("attention_calls")
+    main = bench_script("attention")
+    main.calls = importlib.import_module("attention_calls")
     return main
 
 

@@ -1,9 +1,5 @@
 """bench/optim.py on next to no parameters: who is timed, what is counted, and that a wrong optimizer is not timed."""
 
-import csv
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,18 +7,9 @@ import hfnn
 
 
 @pytest.fixture
-def optim(monkeypatch, tmp_path):
+def optim(bench_script):
     """`optim(*arguments)` -> (exit status, rows), with bench/optim.py as an attribute."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
-    script = importlib.import_module("optim")
-
-    def main(*arguments):
-        common = ["--device", "cpu", "--tiny", "--rounds", "3", "--seconds", "0.01", "--results", str(tmp_path)]
-        status = script.main([*arguments, *common])
-        return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
-
-    main.script = script
-    return main
+    return bench_script("optim")
 
 
 def test_every_mode(optim, capsys):

@@ -1,7 +1,6 @@
 """bench/parallel.py on next to no model: every provider's row, and what becomes of one that fails or hangs."""
 
 import csv
-import importlib.util
 import os
 import subprocess
 import sys
@@ -56,9 +55,7 @@ def script(monkeypatch):
     monkeypatch.delitem(sys.modules, "wrappers", raising=False)
     import spawned
 
-    spec = importlib.util.spec_from_file_location("bench_parallel", SCRIPT)  # the workers have a parallel.py as well
-    parallel = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(parallel)
+    parallel = ranks.loaded(SCRIPT, "bench_parallel")  # the workers have a parallel.py as well
     monkeypatch.setattr(parallel.wrappers, "measure", spawned.measures)
     monkeypatch.setattr(launch, "LAST_WORDS", 0.5)
     return parallel

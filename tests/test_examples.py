@@ -1,6 +1,5 @@
 """examples/train_gpt.py: what it writes, resuming bit for bit, and what it says of bad input."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 
 pytest.importorskip("transformers")
@@ -22,20 +22,14 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def script():
+def script(one_thread):
     """The script as a module: one import of transformers for all tests, on one thread, for the model is tiny."""
-    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # With this folder on the path, transformers takes our `kernels` for the package of that name.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             sys, "path", [str(SCRIPT.parent), *(p for p in sys.path if Path(p).resolve() != SCRIPT.parents[1])]
         )
-        spec.loader.exec_module(module)
-        yield module
-    torch.set_num_threads(threads)
+        yield ranks.loaded(SCRIPT)
 
 
 @pytest.fixture

@@ -13,24 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn import patch
 from hfnn.convert import NO_OP
 
-ORIGINALS = {place: place.original for place in patch.PLACES.values()}
 MEMORY = functools.partial(hfnn.patch_torch, prefer="memory")
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    """Whatever a test does, torch is as it was."""
-    yield
-    assert_restored()
-
-
-def assert_restored():
-    assert all(getattr(place.owner, place.name) is original for place, original in ORIGINALS.items())
-    assert patch.here.state is None and not patch.here.patches
-    assert not any(place.users for place in ORIGINALS)
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def nodes(*results):
@@ -151,7 +137,7 @@ def build(cls):
 
 
 @pytest.mark.parametrize("cls", RECOGNISED)
-def test_recognised(cls):
+def test_recognised(cls, restored):
     to, why, ours = RECOGNISED[cls]
     module = build(cls)
     before = vars(module).copy()
@@ -160,7 +146,7 @@ def test_recognised(cls):
     assert isinstance(module, cls) and type(module).__name__ == cls.__name__
     found = nodes(module(tensor(4, 8)))
     assert {name for name in found if name.startswith("_")} == ours
-    assert_restored()
+    restored()
     assert type(hfnn.revert(module)) is cls and vars(module) == before
     assert not any(name.startswith("_") for name in nodes(module(tensor(4, 8))))
 
@@ -203,11 +189,11 @@ def test_outside_training():
         assert torch.equal(hfnn.revert(model)(x), theirs)
 
 
-def test_an_error_inside():
+def test_an_error_inside(restored):
     model = hfnn.convert(Layer(), prefer="memory")
     with pytest.raises(RuntimeError):
         model(tensor(4, 9))
-    assert_restored()
+    restored()
 
 
 def test_autocast():

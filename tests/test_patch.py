@@ -16,21 +16,8 @@ import hfnn
 from hfnn import ops, patch
 from hfnn.patterns.probe import Refusal
 
-ORIGINALS = {place: place.original for place in patch.PLACES.values()}
+pytestmark = pytest.mark.usefixtures("restored")
 OPS = {op.name: op for op in ops.ALL if op.name in patch.NAMES}
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    """Whatever a test does, torch is as it was."""
-    yield
-    assert_restored()
-
-
-def assert_restored():
-    assert all(getattr(place.owner, place.name) is original for place, original in ORIGINALS.items())
-    assert patch.here.state is None and not patch.here.patches
-    assert not any(place.users for place in ORIGINALS)
 
 
 def is_ours(y):
@@ -141,7 +128,7 @@ def test_block_call_and_decorator():
         patched.stop()
 
 
-def test_an_error_leaves_torch_as_it_was():
+def test_an_error_leaves_torch_as_it_was(restored):
     with pytest.raises(ZeroDivisionError), MEMORY():
         _ = 1 / 0
     with pytest.raises(ValueError, match="approximate"), MEMORY():  # torch's own, from within a routed call
@@ -150,7 +137,7 @@ def test_an_error_leaves_torch_as_it_was():
         except RuntimeError as error:
             assert patch.here.state[0]
             raise ValueError(str(error)) from error
-    assert_restored()
+    restored()
 
 
 def test_only_some():

@@ -12,18 +12,14 @@ namespace hfreduce::local {
 void all_reduce_one_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                          int64_t chunk, const Watch& watch) {
   const int64_t size = size_of(dtype);
-  const int64_t most = piece(std::min<int64_t>(chunk, team.slot_bytes()), 1, size);
-  int64_t done = 0;
-  do {
-    const int64_t now = std::min(most, count - done);
+  for_chunks(team, count, size, chunk, [&](int64_t done, int64_t now) {
     copy(team.mine(), at(in, done * size), now * size);
     team.arrive(watch);
     Inputs inputs(team, 0, reduction);
     inputs.memory[team.rank()] = at(in, done * size);
     inputs.reduce(at(out, done * size), now, dtype, reduction.op, team.size());
     team.next();
-    done += now;
-  } while (done < count);
+  });
 }
 
 }  // namespace hfreduce::local

@@ -28,6 +28,18 @@ inline int64_t piece(size_t bytes, int n, int64_t size) {
   return std::max<int64_t>(1, static_cast<int64_t>(bytes) / n / kLine) * kLine / size;
 }
 
+// f(first, count) for one chunk of a message after the other, of what fits into a slot; an empty message has one.
+template <class F>
+void for_chunks(const Team& team, int64_t count, int64_t size, int64_t chunk, F f) {
+  const int64_t most = piece(std::min<int64_t>(chunk, team.slot_bytes()), 1, size);
+  int64_t done = 0;
+  do {
+    const int64_t now = std::min(most, count - done);
+    f(done, now);
+    done += now;
+  } while (done < count);
+}
+
 // All ranks' inputs of a reduction: their slots at this byte, and their factors.
 struct Inputs {
   Inputs(const Team& team, int64_t byte, Reduction reduction) {

@@ -14,6 +14,7 @@
 #include <stdexcept>
 
 #include "mismatch.h"
+#include "pause.h"
 
 namespace hfreduce {
 
@@ -26,14 +27,6 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 }
 
 void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Steps wrap around; two ranks are never more than one apart.
 bool reached(uint32_t there, uint32_t wanted) { return static_cast<int32_t>(there - wanted) >= 0; }

@@ -35,13 +35,9 @@ void chunk_two_shot(Team& team, const void* in, void* out, int64_t count, DType 
 void two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
               int64_t chunk, const Watch& watch) {
   const int64_t size = size_of(dtype);
-  const int64_t most = piece(std::min<int64_t>(chunk, team.slot_bytes()), 1, size);
-  int64_t done = 0;
-  do {
-    const int64_t now = std::min(most, count - done);
+  for_chunks(team, count, size, chunk, [&](int64_t done, int64_t now) {
     chunk_two_shot(team, at(in, done * size), at(out, done * size), now, dtype, reduction, here, watch);
-    done += now;
-  } while (done < count);
+  });
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ themselves (two tags). Neighbours in the list may overlap where the later does n
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +94,16 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name}={count!r} is not accepted: give an integer of at least 1")
+
+
+def scheduled(name: str, placement: Callable, order: Callable, stages: int, microbatches: int) -> Schedule:
+    """A schedule by placement(stages), and by order(rank, stages, microbatches), the actions of a rank.
+
+    Raises ValueError for counts below one.
+    """
+    check_counts(stages=stages, microbatches=microbatches)
+    orders = tuple(order(rank, stages, microbatches) for rank in range(stages))
+    return Schedule(name, microbatches, placement(stages), orders)
 
 
 def in_turn(stages: int, chunks: int = 1) -> tuple[int, ...]:

@@ -16,14 +16,12 @@ Sources: DeepSeek, DualPipe, 2025, https://github.com/deepseek-ai/DualPipe (Dual
 2024, https://arxiv.org/abs/2412.19437; the half that suffices was pointed out by Sea AI Lab, the authors of ZB-V.
 """
 
-from haiscale.pipeline.actions import Order, Schedule, check_counts, v_shape
+from haiscale.pipeline.actions import Order, Schedule, scheduled, v_shape
 
 
 def schedule(stages: int, microbatches: int) -> Schedule:
     """Two chunks on each rank, r and 2 * stages - 1 - r. Raises ValueError for counts below one."""
-    check_counts(stages=stages, microbatches=microbatches)
-    orders = tuple(_order(rank, stages, microbatches) for rank in range(stages))
-    return Schedule("DualPipeV", microbatches, v_shape(stages), orders)
+    return scheduled("DualPipeV", v_shape, _order, stages, microbatches)
 
 
 def _order(rank, stages, microbatches):

@@ -7,21 +7,12 @@ Sources: Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Trai
 Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503
 """
 
-from haiscale.pipeline.actions import Order, Schedule, check_counts, in_turn
+from dataclasses import replace
+
+from haiscale.pipeline import interleaved
+from haiscale.pipeline.actions import Schedule
 
 
 def schedule(stages: int, microbatches: int) -> Schedule:
     """One chunk on each rank. Raises ValueError for counts below one."""
-    check_counts(stages=stages, microbatches=microbatches)
-    orders = tuple(_order(rank, stages, microbatches) for rank in range(stages))
-    return Schedule("1F1B", microbatches, in_turn(stages), orders)
-
-
-def _order(rank, stages, microbatches):
-    order = Order(microbatches, [rank])
-    for _ in range(stages - 1 - rank):
-        order.forward(rank)
-    for _ in range(microbatches):
-        order.forward(rank)
-        order.backward(rank)
-    return tuple(order.actions)
+    return replace(interleaved.schedule(stages, microbatches, 1), name="1F1B")

@@ -15,14 +15,12 @@ Sources: Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/ab
 Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362
 """
 
-from haiscale.pipeline.actions import Order, Schedule, check_counts, in_turn, v_shape
+from haiscale.pipeline.actions import Order, Schedule, in_turn, scheduled, v_shape
 
 
 def h1(stages: int, microbatches: int) -> Schedule:
     """One chunk on each rank. Raises ValueError for counts below one."""
-    check_counts(stages=stages, microbatches=microbatches)
-    orders = tuple(_h1_order(rank, stages, microbatches) for rank in range(stages))
-    return Schedule("ZB-H1", microbatches, in_turn(stages), orders)
+    return scheduled("ZB-H1", in_turn, _h1_order, stages, microbatches)
 
 
 def _h1_order(rank, stages, microbatches):
@@ -42,9 +40,7 @@ def _h1_order(rank, stages, microbatches):
 
 def zbv(stages: int, microbatches: int) -> Schedule:
     """Two chunks on each rank, r and 2 * stages - 1 - r. Raises ValueError for counts below one."""
-    check_counts(stages=stages, microbatches=microbatches)
-    orders = tuple(_zbv_order(rank, stages, microbatches) for rank in range(stages))
-    return Schedule("ZB-V", microbatches, v_shape(stages), orders)
+    return scheduled("ZB-V", v_shape, _zbv_order, stages, microbatches)
 
 
 def _zbv_order(rank, stages, microbatches):

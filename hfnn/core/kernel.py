@@ -175,6 +175,19 @@ class Kernel:
         return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else torch.get_num_threads()
 
 
+def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_cols: int | None = None):
+    """The kernels of an op that has one in Triton and one in C++, `first` before them.
+
+    source: their file; floor, cuda: from how many elements on they are faster than torch, in C++ and in Triton;
+    max_cols: the longest row in Triton.
+    """
+    return (
+        *first,
+        Kernel("triton", f"hfnn.kernels.{source}", "cuda", max_cols=max_cols, min_elements=cuda),
+        Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", (*FLOATS, torch.float64), min_elements=floor),
+    )
+
+
 # Functions of numbers, which tell a room the size of what a kernel needs; all others are launches.
 _SIZES = ("partials", "column_splits")
 

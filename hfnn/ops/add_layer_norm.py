@@ -11,7 +11,7 @@ from torch import nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import add_norm, dropout_add, layer_norm
 
 
@@ -38,10 +38,7 @@ OP = Op(
     "add_layer_norm",
     reference,
     _torch,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 17),
-    ),
+    kernels=kernels("layer_norm", 1 << 17, max_cols=65536),
     sample=sample,
     cases=tuple((*shape, p) for shape in ((1, 1), (3, 769), (64, 1024), (0, 4)) for p in (0.0, 0.1)),
     traffic=(4, 5),

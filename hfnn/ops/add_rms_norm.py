@@ -11,7 +11,7 @@ from torch import nn
 
 from hfnn.core import native
 from hfnn.core.context import compiling
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import add_norm, dropout_add, rms_norm
 
 
@@ -40,10 +40,7 @@ OP = Op(
     "add_rms_norm",
     reference,
     _torch,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.rms_norm", "cuda", max_cols=65536, min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.rms_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 14),
-    ),
+    kernels=kernels("rms_norm", 1 << 14, max_cols=65536),
     sample=sample,
     cases=tuple((*shape, p) for shape in ((1, 1), (3, 769), (64, 1024), (0, 4)) for p in (0.0, 0.1)),
     traffic=(4, 5),

@@ -19,7 +19,7 @@ from torch.nn import _reduction
 
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layer_norm import statistics_dtype
 
 
@@ -84,10 +84,11 @@ OP = Op(
     "cross_entropy",
     reference,
     nn.functional.cross_entropy,
-    kernels=(
+    kernels=kernels(
+        "cross_entropy",
+        1 << 15,
         Kernel("cuda", "hfnn._C:cuda.cross_entropy", "cuda", min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.cross_entropy", "cuda", max_cols=1 << 20, min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.cross_entropy", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+        max_cols=1 << 20,
     ),
     sample=sample,
     cases=((30, 257), (10, 769), (5, 3, 64), (257, 1024), (0, 8), (8, 8192), (33, 10)),

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
 
 
@@ -36,11 +36,7 @@ OP = Op(
     "dropout",
     reference,
     torch.dropout,
-    kernels=(
-        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
-    ),
+    kernels=kernels("dropout", 1 << 13, Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24)),
     sample=sample,
     cases=tuple((*shape, p) for shape in ((1,), (3, 769), (64, 1024), (0, 4)) for p in (0.1, 0.5)),
     traffic=(2, 2),

@@ -13,7 +13,7 @@ from torch import nn
 from hfnn.core import native
 from hfnn.core.context import compiling
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops import dropout
 from hfnn.ops.layout import in_rows, like_dy
 
@@ -40,10 +40,8 @@ OP = Op(
     "dropout_add",
     reference,
     _torch,
-    kernels=(
-        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", out=False, min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
+    kernels=kernels(
+        "dropout", 1 << 13, Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", out=False, min_elements=1 << 24)
     ),
     sample=sample,
     cases=dropout.OP.cases,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import smooth, table
 from hfnn.ops.layout import in_rows, like_dy
 from hfnn.ops.table import BENCH
@@ -171,7 +171,7 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
 
 
 # The product with any f of GATES, for modules that compute it in their own words; the rooms have tables of their own.
-OP = Op("gated", formula, formula, table.kernels("gated", 1 << 17), _pair)
+OP = Op("gated", formula, formula, kernels("gated", 1 << 17), _pair)
 _passes = OP.passes
 
 
@@ -217,7 +217,7 @@ def _row(name, text, activation, crossover=1 << 17, forms=None):
 
     values = tuple((form,) for form in choices) if forms else ((),)
     op = Op(
-        name, reference, torchs, table.kernels("gated", crossover), sample,
+        name, reference, torchs, kernels("gated", crossover), sample,
         cases=table.cases(values), small=(3, 5, *values[0]),
         bench=tuple((*BENCH, *form) for form in values), traffic=(3, 5), probe=lambda x: (x,),
     )  # fmt: skip
@@ -267,7 +267,7 @@ def _glu(x, dim=-1):
 # Its output does have a recipe. The contract's consumers take outputs as wide as the input, which this is not: the
 # recipe has its tests in tests/ops/test_gated.py.
 GLU_OP = _Halves(
-    "glu", _glu, F.glu, table.kernels("gated", 1 << 17),
+    "glu", _glu, F.glu, kernels("gated", 1 << 17),
     table.sampler(lambda shape, generator: torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(2), ()),
     cases=table.cases(((),)), small=(3, 5), bench=(BENCH,), traffic=(1.5, 2.5), recipe=False, like_input=False,
     probe=lambda x: (0,),  # the empty input has one column, and no rows to halve

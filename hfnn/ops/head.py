@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from hfnn.core.context import compiling, is_plain
-from hfnn.core.kernel import FLOATS, Kernel, Op, forced
+from hfnn.core.kernel import Op, forced, kernels
 
 CHUNKS = 8  # of a wide gradient, and so an eighth of the logits at a time
 # Fewer tokens than these make slow products: (CPU, CUDA).
@@ -357,10 +357,7 @@ SCALE = Op(
     "scale",
     torch.mul,
     torch.mul,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.scale", "cuda"),
-        Kernel("cpp", "hfnn._C:cpu.scale", "cpu", (*FLOATS, torch.float64)),
-    ),
+    kernels=kernels("scale", 0, cuda=0),
     sample=lambda *_: None,
 )
 

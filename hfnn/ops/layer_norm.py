@@ -15,7 +15,7 @@ from torch import nn
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layout import in_rows
 
 
@@ -39,10 +39,11 @@ OP = Op(
     "layer_norm",
     reference,
     torch.layer_norm,
-    kernels=(
+    kernels=kernels(
+        "layer_norm",
+        1 << 17,
         Kernel("cuda", "hfnn._C:cuda.layer_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.layer_norm", "cuda", max_cols=65536, min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 17),
+        max_cols=65536,
     ),
     sample=sample,
     cases=((1, 257), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),

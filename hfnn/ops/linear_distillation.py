@@ -27,7 +27,7 @@ from torch import nn
 
 from hfnn.core.context import autocasting, context
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import head
 from hfnn.ops.layer_norm import statistics_dtype
 
@@ -103,10 +103,7 @@ OP = Op(
     "linear_distillation",
     reference,
     composed,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.distillation", "cuda", max_cols=1 << 20),
-        Kernel("cpp", "hfnn._C:cpu.distillation", "cpu", (*FLOATS, torch.float64)),
-    ),
+    kernels=kernels("distillation", 0, cuda=0, max_cols=1 << 20),
     sample=sample,
     cases=((1, 64), (3, 769), (5, 3, 64), (257, 40), (0, 8)),
     traffic=(0, 0),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import cross_entropy, head
 
 
@@ -42,10 +42,7 @@ LOG_PROBS = Op(
     "linear_log_probs",
     reference,
     reference,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.log_probs", "cuda", max_cols=1 << 20),
-        Kernel("cpp", "hfnn._C:cpu.log_probs", "cpu", (*FLOATS, torch.float64)),
-    ),
+    kernels=kernels("log_probs", 0, cuda=0, max_cols=1 << 20),
     sample=lambda *_: None,
 )
 

@@ -14,7 +14,7 @@ import torch
 
 from hfnn.core.context import autocasting, is_plain
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import FLOATS, Op, kernels
 
 INF = float("inf")
 
@@ -59,10 +59,7 @@ OP = Op(
     "masked_softmax",
     reference,
     reference,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.masked_softmax", "cuda", max_cols=1 << 20, min_elements=1 << 18),
-        Kernel("cpp", "hfnn._C:cpu.masked_softmax", "cpu", (*FLOATS, torch.float64)),
-    ),
+    kernels=kernels("masked_softmax", 0, cuda=1 << 18, max_cols=1 << 20),
     sample=sample,
     cases=tuple(
         (*shape, 0.125) for shape in ((30, 257), (10, 769), (2, 3, 5, 64), (257, 1024), (0, 4), (8, 8192), (1,))

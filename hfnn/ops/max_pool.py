@@ -16,7 +16,7 @@ from torch import nn
 
 from hfnn.core import bits
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
@@ -236,10 +236,7 @@ def _op(dims: int, empty: tuple, bench: tuple) -> Op:
         f"max_pool{dims}d",
         functools.partial(reference, dims),
         getattr(torch, f"max_pool{dims}d"),
-        kernels=(
-            Kernel("triton", "hfnn.kernels.pool", "cuda", min_elements=1 << 26),
-            Kernel("cpp", "hfnn._C:cpu.pool", "cpu", (*FLOATS, torch.float64), min_elements=1 << 18),
-        ),
+        kernels=kernels("pool", 1 << 18, cuda=1 << 26),
         sample=functools.partial(sample, dims),
         cases=(*((*shape, form) for form in FORMS for shape in (empty, (3, 769), (64, 1024))), (1, "halves")),
         traffic=(1.4, 1.4),

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hfnn.core import bits
 from hfnn.core.function import Function
-from hfnn.core.kernel import Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import _dense, in_order, laid, result_strides
@@ -149,7 +149,7 @@ def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambd
         name, reference, torchs, sample=table.sampler(
             lambda shape, generator, *options: crossing(shape, generator, kinks(*options)), names[: len(values[0])]
         ),
-        kernels=table.kernels("piecewise", floor),
+        kernels=kernels("piecewise", floor),
         numbers=numbers, cases=table.cases(values), small=(3, 5, *values[0]), traffic=(2, 2), recipe=False,
         **{"bench": ((*BENCH, *values[0]),), **more},
     )  # fmt: skip

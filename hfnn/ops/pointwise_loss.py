@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function
-from hfnn.core.kernel import Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype
@@ -214,7 +214,7 @@ def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_
 
     op = Loss(
         torchs.__name__, of_all, torchs,
-        kernels=table.kernels("pointwise_loss", floor),
+        kernels=kernels("pointwise_loss", floor),
         sample=sample, cases=table.cases((("mean",), ("sum",))), probe=lambda x: (x,), small=(3, 5, "mean"),
         bench=((*BENCH, "mean"),), recipe=False, like_input=False, kind=kind, numbers=numbers,
         **{"traffic": (3, 2), **more},

@@ -11,7 +11,7 @@ from torch import nn
 
 from hfnn.core import bits
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import laid
@@ -39,10 +39,7 @@ OP = Op(
     reference,
     _prelu,
     # The products are torch's own; a kernel packs the bits.
-    kernels=(
-        Kernel("triton", "hfnn.kernels.bits", "cuda", min_elements=1 << 62),
-        Kernel("cpp", "hfnn._C:cpu.bits", "cpu", (*FLOATS, torch.float64), min_elements=1 << 62),
-    ),
+    kernels=kernels("bits", 1 << 62, cuda=1 << 62),
     sample=sample,
     cases=((1, "one"), *((*shape, how) for shape in table.SHAPES[1:] for how in ("one", "channels"))),
     traffic=(2, 2),

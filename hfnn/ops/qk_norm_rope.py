@@ -12,7 +12,7 @@ import torch
 
 from hfnn.core import recipe
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import rms_norm, rope
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.rope import check_layout, choose, columns_dense, heads_first, result, rows_index, table
@@ -70,10 +70,7 @@ OP = Op(
     "qk_norm_rope",
     reference,
     _torch,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.qk_norm_rope", "cuda", min_elements=1 << 20),
-        Kernel("cpp", "hfnn._C:cpu.qk_norm_rope", "cpu", (*FLOATS, torch.float64), min_elements=1 << 9),
-    ),
+    kernels=kernels("qk_norm_rope", 1 << 9, cuda=1 << 20),
     sample=sample,
     cases=rope.OP.cases,
     small=rope.OP.small,

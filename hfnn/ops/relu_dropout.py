@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
 from hfnn.ops.layout import _dense, in_order
@@ -36,11 +36,7 @@ OP = Op(
     "relu_dropout",
     reference,
     _by_torch,
-    kernels=(
-        Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.dropout", "cuda", min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.dropout", "cpu", (*FLOATS, torch.float64), min_elements=1 << 13),
-    ),
+    kernels=kernels("dropout", 1 << 13, Kernel("cuda", "hfnn._C:cuda.dropout", "cuda", min_elements=1 << 24)),
     sample=sample,
     cases=tuple((*shape, p) for shape in table.SHAPES for p in (0.1, 0.5)),
     traffic=(2, 3),

@@ -14,7 +14,7 @@ from torch import nn
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
 from hfnn.ops.layout import in_rows, like_dy
 
@@ -37,10 +37,11 @@ OP = Op(
     "rms_norm",
     reference,
     torch.rms_norm,
-    kernels=(
+    kernels=kernels(
+        "rms_norm",
+        1 << 15,
         Kernel("cuda", "hfnn._C:cuda.rms_norm", "cuda", max_cols=65536, out=False, min_elements=1 << 24),
-        Kernel("triton", "hfnn.kernels.rms_norm", "cuda", max_cols=65536, min_elements=1 << 24),
-        Kernel("cpp", "hfnn._C:cpu.rms_norm", "cpu", (*FLOATS, torch.float64), min_elements=1 << 15),
+        max_cols=65536,
     ),
     sample=sample,
     cases=((1, 257), (3, 769), (5, 3, 64), (257, 1024), (0, 8), (2, 8192)),

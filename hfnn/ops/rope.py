@@ -17,7 +17,7 @@ import torch
 from hfnn.core import recipe
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function
-from hfnn.core.kernel import FLOATS, Kernel, Op
+from hfnn.core.kernel import Op, kernels
 
 _HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
 
@@ -96,10 +96,7 @@ OP = Op(
     "rope",
     reference,
     reference,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.rope", "cuda", min_elements=1 << 20),
-        Kernel("cpp", "hfnn._C:cpu.rope", "cpu", (*FLOATS, torch.float64), min_elements=1 << 9),
-    ),
+    kernels=kernels("rope", 1 << 9, cuda=1 << 20),
     sample=sample,
     cases=(
         (2, 4, 2, 9, 16, 16, False), (2, 3, 1, 17, 96, 96, False), (1, 4, 4, 5, 80, 32, False),

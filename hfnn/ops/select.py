@@ -22,7 +22,7 @@ import torch
 from hfnn.core import bits
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function
-from hfnn.core.kernel import Op
+from hfnn.core.kernel import Op, kernels
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
@@ -116,7 +116,7 @@ def compare(a, b, kind, kernel):
 
 
 # The codes of two tensors (kind CODES), and their slopes, for rooms whose first kernel is another one.
-ORDER = Op("compare", torch.sub, torch.sub, table.kernels("compare", 0), sample=lambda *_: None)
+ORDER = Op("compare", torch.sub, torch.sub, kernels("compare", 0), sample=lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ result has their shape and dtype. prefer: "auto" | "memory" | "speed" (`hfnn.con
 
 def _extreme(name, reference, kind):
     op = Compare(
-        f"{name}imum", reference, getattr(torch, f"{name}imum"), table.kernels("compare", 1 << 14), _apart,
+        f"{name}imum", reference, getattr(torch, f"{name}imum"), kernels("compare", 1 << 14), _apart,
         cases=SHAPES, traffic=(3.125, 4.25), probe=lambda x: (x,), small=(3, 5), bench=(BENCH,), recipe=False,
         kind=kind, like_input=False,  # as far as tests with another x go: the others have its shape
     )  # fmt: skip
@@ -173,7 +173,7 @@ def _away_from_0(shape, generator):
 
 
 ABS_OP = Compare(
-    "abs", lambda x: x.where(x > 0, -x), torch.abs, table.kernels("compare", 1 << 20),
+    "abs", lambda x: x.where(x > 0, -x), torch.abs, kernels("compare", 1 << 20),
     table.sampler(_away_from_0, ()), cases=SHAPES, traffic=(2.125, 2.125), small=(3, 5), bench=(BENCH,), recipe=False,
 )  # fmt: skip
 abs = table.function(
@@ -191,7 +191,7 @@ abs = table.function(
 
 NEVER = 1 << 62  # elements from which this is faster: it is smaller, and takes a launch more
 # The choice is torch's; a kernel packs the mask.
-_KERNELS = table.kernels("bits", NEVER)
+_KERNELS = kernels("bits", NEVER)
 
 
 def _pack(mask):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import FLOATS, Kernel, Op, forced
+from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
 from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, in_order, ordered
 from hfnn.ops.table import BENCH, real
@@ -231,7 +231,7 @@ def _row(
     parameters = list(inspect.signature(numbers).parameters.values())
     names = [p.name for p in parameters]
     kept = more.get("keeps_output", False)
-    defaults = {"kernels": table.kernels("unary", floor), "bench": ((*BENCH, *values[0]),)}
+    defaults = {"kernels": kernels("unary", floor), "bench": ((*BENCH, *values[0]),)}
     label, base = (base, nn.Module) if isinstance(base, str) else (base.__name__ if base else name, base)
     op = Smooth(
         name, reference, torchs, label=label, sample=table.sampler(draw, names[: len(values[0])]), numbers=numbers,
@@ -416,6 +416,21 @@ quick_gelu, QuickGELU = _row(
     formula=_without_numbers(_quick_gelu),
 )  # fmt: skip
 
+
+def _relu_squared(x):
+    return torch.square(F.relu(x))
+
+
+relu_squared, ReLUSquared = _row(
+    "relu_squared",
+    """max(x, 0)^2, in one op; without a kernel by torch's two, of which both keep a tensor.
+
+    So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
+    https://arxiv.org/abs/2109.08668""",
+    _relu_squared, "ReLUSquared", _relu_squared, 1 << 15, _kind(11), likes={"": {}},
+    formula=_without_numbers(_relu_squared),
+)  # fmt: skip
+
 # Kernels of their own.
 
 
@@ -435,7 +450,7 @@ gelu, GELU = _row(
     {_HENDRYCKS}""",
     F.gelu, nn.GELU, _gelu, 1 << 15, named=True, numbers=lambda approximate="none": _FORMS.get(approximate), keep=True,
     values=(("none",), ("tanh",)), likes={"erf form": {"approximate": "none"}, "tanh form": {"approximate": "tanh"}},
-    kernels=table.kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
+    kernels=kernels("gelu", 1 << 15, Kernel("cuda", "hfnn._C:cuda.gelu", "cuda", min_elements=1 << 24)),
     bench=((*BENCH, "none"), (*BENCH, "tanh")), casts=True,
     formula=lambda x, by_tanh: _nn.gelu(x, approximate="tanh" if by_tanh else "none"),
 )  # fmt: skip
@@ -448,7 +463,7 @@ silu, SiLU = _row(
     Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in Reinforcement
     Learning", 2017. https://arxiv.org/abs/1702.03118""",
     F.silu, nn.SiLU, lambda x: x * torch.sigmoid(x), 1 << 18, lambda inplace=False: None if inplace else (), keep=True,
-    likes={"": {}}, kernels=table.kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
+    likes={"": {}}, kernels=kernels("silu", 1 << 18), bench=((16384, 14336),), formula=_nn.silu,
 )  # fmt: skip
 
 OPS = tuple(_OPS)

@@ -4,22 +4,10 @@ import inspect
 import linecache
 import sys
 
-import torch
 from torch import nn
-
-from hfnn.core.kernel import FLOATS, Kernel
 
 SHAPES = ((1,), (3, 769), (64, 1024), (0, 4))  # for the contract tests, of every elementwise op
 BENCH = (16384, 8192)
-
-
-def kernels(source: str, floor: int, *first: Kernel) -> tuple[Kernel, ...]:
-    """Those of a family. source: its file of kernels; floor: from how many elements on the C++ kernel is faster."""
-    return (
-        *first,
-        Kernel("triton", f"hfnn.kernels.{source}", "cuda", min_elements=1 << 24),
-        Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", (*FLOATS, torch.float64), min_elements=floor),
-    )
 
 
 def numbers(op, *arguments):

@@ -3,7 +3,6 @@
 Who saved what is in the folder's name: layout, optimizer, ranks. The result of a case is what is wrong, or None.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -35,15 +34,9 @@ SOURCES = [f"{layout}-{optimizer}-4" for layout, optimizer in SAVED_ON_4]
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker(one_thread):
     """The worker's functions in this process: one rank, without a process group."""
-    spec = importlib.util.spec_from_file_location("checkpoints", WORKER)
-    module = importlib.util.module_from_spec(spec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    spec.loader.exec_module(module)
-    yield module
-    torch.set_num_threads(threads)
+    return ranks.loaded(WORKER)
 
 
 @pytest.fixture(scope="module")

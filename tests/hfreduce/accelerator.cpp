@@ -185,9 +185,7 @@ void world(F f) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  EXPECT(argc == 3);
-  const int rounds = std::atoi(argv[1]);
-  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  const Given given(argc, argv);
   setenv("HFREDUCE_DEVICE_MESSAGES", "1", 1);
   for (bool peers : {true, false}) {
     setenv("HFREDUCE_P2P", peers ? "1" : "0", 1);
@@ -204,7 +202,7 @@ int main(int argc, char** argv) {
       // Copies that are let go of read what is being written: this is of no harm either.
       if (*fault && paths.gather == gpu::Path::copies) continue;
 #endif
-      world([&](Store& store, const Config& config) { rank(store, config, paths, rounds, seed, fault); });
+      world([&](Store& store, const Config& config) { rank(store, config, paths, given.rounds, given.seed, fault); });
     }
   }
   std::puts("ok");

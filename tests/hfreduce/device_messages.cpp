@@ -309,12 +309,10 @@ void job(const std::string& what, unsigned seed) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  EXPECT(argc == 3);
-  const int rounds = std::atoi(argv[1]);
-  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
-  for (int i = 0; i < rounds; ++i)
+  const Given given(argc, argv);
+  for (int i = 0; i < given.rounds; ++i)
     for (const char* const what :
          {"pairs", "single", "anybody", "overtaken", "left", "size", "late", "stuck", "stuck large", "abort"})
-      job(what, seed + i);
+      job(what, given.seed + i);
   std::puts("ok");
 }

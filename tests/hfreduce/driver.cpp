@@ -174,11 +174,9 @@ void turns() {
 }
 
 int main(int argc, char** argv) {
-  EXPECT(argc == 3);
+  const Given given(argc, argv);
   turns();
-  const int rounds = std::atoi(argv[1]);
-  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
-  job(3, 1, rounds, seed);
-  job(4, 2, rounds, seed);
+  job(3, 1, given.rounds, given.seed);
+  job(4, 2, given.rounds, given.seed);
   std::puts("ok");
 }

@@ -191,9 +191,7 @@ void processes(int number) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  EXPECT(argc == 3);
-  const int rounds = std::atoi(argv[1]);
-  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  const Given given(argc, argv);
   setenv("HFREDUCE_P2P", "0", 1);
   for (int number : {SIGKILL, SIGSTOP})
     if (kFaults) processes(number);
@@ -203,7 +201,7 @@ int main(int argc, char** argv) {
       Notes store;
       std::vector<std::thread> ranks;
       for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
-        ranks.emplace_back([&, rank] { thread(store, config_of(hosts, rank), rounds, seed, fault); });
+        ranks.emplace_back([&, rank] { thread(store, config_of(hosts, rank), given.rounds, given.seed, fault); });
       for (std::thread& rank : ranks) rank.join();
     }
   std::puts("ok");

@@ -11,6 +11,7 @@
 
 #include "fake_gpu.h"
 #include "kernel_cases.h"
+#include "threads.h"
 
 namespace hfreduce::gpu {
 void on_stream(Stream, std::function<void()> work) { work(); }
@@ -21,14 +22,6 @@ using cases::Case;
 using cases::Kernel;
 
 namespace {
-
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                \
-    }                                                                              \
-  } while (0)
 
 // The handles of all ranks, for each of them.
 class Table {
@@ -185,12 +178,10 @@ void mismatch(Kernel mine, Kernel theirs, Memory memory = Memory::device) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  EXPECT(argc == 3);
-  const int calls = std::atoi(argv[1]);
-  const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
+  const Given given(argc, argv);
   for (int size : {2, 3, 4}) {
-    random_calls(size, Memory::device, calls, seed + size);
-    random_calls(size, Memory::host, calls / 2, seed + size);
+    random_calls(size, Memory::device, given.rounds, given.seed + size);
+    random_calls(size, Memory::host, given.rounds / 2, given.seed + size);
   }
   limits();
   for (Kernel kernel :

@@ -158,15 +158,20 @@ def reached(store, name, rank=None):
 _rank = None  # of this process, where it is one
 
 
+def loaded(path, name=None):
+    """A file as a module."""
+    spec = importlib.util.spec_from_file_location(name or Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _main(worker, function, size, store, rank, arguments):
     global _rank
     _rank = int(rank)
     sys.modules["ranks"] = sys.modules[__name__]  # this file, for the worker to import
     sys.path[:0] = [str(Path(worker).parent), str(Path(__file__).parent)]
-    spec = importlib.util.spec_from_file_location(Path(worker).stem, worker)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = getattr(module, function)(_rank, int(size), store, **json.loads(arguments))
+    result = getattr(loaded(worker), function)(_rank, int(size), store, **json.loads(arguments))
     Path(f"{store}.result.{rank}").write_text(json.dumps(result))
 
 

@@ -1,7 +1,6 @@
 """The plan: its defaults, its file, what is told about it, what is counted for it, and how it is measured."""
 
 import csv
-import importlib.util
 import json
 import math
 import os
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import loaded
 
 from hfreduce import _C, api, cost, plan, tune, tune_device
 
@@ -377,9 +377,7 @@ def test_the_benchmark_compares_measures_and_keeps_rows(tmp_path):
 
 def test_the_benchmark_sees_wrong_elements(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "bench"), *sys.path])
-    spec = importlib.util.spec_from_file_location("bench_hfreduce", ROOT / "bench" / "hfreduce.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = loaded(ROOT / "bench" / "hfreduce.py", "bench_hfreduce")
     for op in bench.BUS:
         case = bench.Case(op, 4096, "out of place", 0, 2)
         case.fill()

@@ -20,6 +20,17 @@
 
 namespace hfreduce {
 
+// The arguments of a program: how many rounds, and a seed.
+struct Given {
+  Given(int argc, char** argv) {
+    EXPECT(argc == 3);
+    rounds = std::atoi(argv[1]);
+    seed = static_cast<unsigned>(std::atoi(argv[2]));
+  }
+  int rounds;
+  unsigned seed;
+};
+
 class Notes : public Store {
  public:
   void set(const std::string& key, const std::string& value) override {

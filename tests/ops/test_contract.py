@@ -277,13 +277,18 @@ def test_gradcheck(op, kernel, device, dtype, case):
         assert torch.autograd.gradgradcheck(fn, tensors(args))
 
 
-@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
-def test_batched_gradients(op, kernel, device, dtype, case):
-    """What `is_grads_batched` and vmap ask for at once is what backward gives one after another."""
+def small(op, kernel, device, dtype):
+    """Leaves, and what the op makes of them."""
     args, kwargs = op.sample(op.small, dtype, device)
     args = leaves(args)
     with hfnn.use(kernel.name):
-        y = function(op)(*args, **kwargs)
+        return args, function(op)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
+def test_batched_gradients(op, kernel, device, dtype, case):
+    """What `is_grads_batched` and vmap ask for at once is what backward gives one after another."""
+    args, y = small(op, kernel, device, dtype)
     dys = torch.randn(3, *y.shape, generator=torch.Generator().manual_seed(1)).to(y)
 
     def gradients(dy, **batched):
@@ -297,10 +302,7 @@ def test_batched_gradients(op, kernel, device, dtype, case):
 @pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
 def test_gradients_of_what_is_not_in_memory_as_it_is(op, kernel, device, dtype, case):
     """Zeros without memory, which second derivatives make, and what is negated when it is read."""
-    args, kwargs = op.sample(op.small, dtype, device)
-    args = leaves(args)
-    with hfnn.use(kernel.name):
-        y = function(op)(*args, **kwargs)
+    args, y = small(op, kernel, device, dtype)
     z = torch.randn(y.shape, dtype=torch.complex64, device=y.device)
     for dy in (torch._efficientzerotensor(y.shape, device=y.device), z.conj().imag):
         found = torch.autograd.grad(y, tensors(args), dy, retain_graph=True)

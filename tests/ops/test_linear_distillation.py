@@ -7,16 +7,15 @@ from hypothesis import strategies as st
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.core.kernel import NoKernel, _interpreting
+from hfnn.core.kernel import NoKernel
 from hfnn.ops import head
 from hfnn.ops import linear_distillation as room
 from hfnn.ops.linear_distillation import linear_distillation
 
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
+from .kernels import DTYPES, KERNELS, kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("input", "linear_weight", "linear_bias")
-kernels = pytest.mark.parametrize("kernel", KERNELS)
 betas = pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 

@@ -5,14 +5,10 @@ import torch
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.core.kernel import _interpreting
+
+from .kernels import DTYPES, INF, NAN, dtypes, kernels
 
 F = hfnn.functional
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-INF, NAN = float("inf"), float("nan")
 # The last is wider than a tile of any kernel's.
 SHAPES = ((2, 3, 5, 7), (1, 2, 4, 769), (3, 64), (2, 1, 2, 3, 33), (7,), (2, 16500))
 

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core.kernel import _interpreting
+
+from .kernels import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INF, NAN = math.inf, math.nan
 
@@ -39,8 +40,6 @@ EACH = [pytest.param(name, options, id=f"{name}-{options}") for name in MAPS for
 # torch's own function, where torch.nn.functional has none.
 TORCHS = {"clamp": torch.clamp}
 each = pytest.mark.parametrize("name, options", EACH)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def ours(name):

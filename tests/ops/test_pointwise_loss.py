@@ -12,13 +12,12 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.core.kernel import _interpreting
 from hfnn.ops import OPS
+
+from .kernels import DTYPES, KERNELS, kernels
 
 names = "mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"
 mse_loss, huber_loss, smooth_l1_loss, bce = map(OPS.get, names)
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = [
     pytest.param(op, options, id="-".join([op.name, *(f"{k}={v}" for k, v in options.items())]))
     for op, options in (
@@ -35,7 +34,6 @@ FORMS = [
 forms = pytest.mark.parametrize("op, options", FORMS)
 ops = pytest.mark.parametrize("op", [mse_loss, huber_loss, smooth_l1_loss, bce], ids=lambda op: op.name)
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
-kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def function(op):

@@ -12,18 +12,14 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.core.kernel import _interpreting
+
+from .kernels import DTYPES, INF, KERNELS, NAN, dtypes, kernels
 
 # Torch's own backward of some pools adds atomically on the GPU, and says so where determinism is asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation")
 
 F = hfnn.functional
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 dimensions = pytest.mark.parametrize("dims", [1, 2, 3])
-INF, NAN = float("inf"), float("nan")
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
@@ -57,6 +53,14 @@ def exact(name):
     return not torch.cuda.is_available() or "avg" not in name.lower() or "adaptive" not in name.lower()
 
 
+@st.composite
+def shapes(draw, least=1, longest=9):
+    """(dims, sizes of batch and channels, sizes). longest: what a size is at most where there is but one."""
+    dims = draw(st.integers(1, 3))
+    lead = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return dims, lead, draw(st.lists(st.integers(least, longest if dims == 1 else 9), min_size=dims, max_size=dims))
+
+
 def values(shape, dtype, device):
     """Few different ones, so that there are ties, and NaNs; no -inf, which has a test of its own."""
     x = torch.randint(-3, 4, shape).float()
@@ -71,9 +75,7 @@ def values(shape, dtype, device):
 @st.composite
 def calls(draw):
     """(dims, shape, format, kernel_size, stride, padding, dilation, ceil_mode), each window with a place inside."""
-    dims = draw(st.integers(1, 3))
-    lead = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    sizes = draw(st.lists(st.integers(1, 9 if dims > 1 else 40), min_size=dims, max_size=dims))
+    dims, lead, sizes = draw(shapes(longest=40))
     window, stride, dilation, padding = [], [], [], []
     for size in sizes:
         window.append(draw(st.integers(1, 4)))
@@ -232,9 +234,7 @@ def test_forms_of_the_arguments(dims, given, device):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_random_adaptive_max_pools_are_torchs(kernel, data, dtype):
-    dims = data.draw(st.integers(1, 3))
-    lead = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    sizes = data.draw(st.lists(st.integers(1, 9 if dims > 1 else 60), min_size=dims, max_size=dims))
+    dims, lead, sizes = data.draw(shapes(longest=60))
     output = tuple(data.draw(st.integers(1, 7)) for _ in range(dims))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = values((*lead, *sizes), dtype, device)
@@ -272,9 +272,7 @@ def test_adaptive_max_pools_twice(dims):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), dtype=st.sampled_from((*DTYPES, torch.float64)))
 def test_random_average_pools_are_torchs(data, dtype):
-    dims = data.draw(st.integers(1, 3))
-    lead = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    sizes = data.draw(st.lists(st.integers(4, 9), min_size=dims, max_size=dims))
+    dims, lead, sizes = data.draw(shapes(least=4))
     window = [data.draw(st.integers(1, 4)) for _ in range(dims)]
     stride = data.draw(st.sampled_from((None, [data.draw(st.integers(1, 3)) for _ in range(dims)], 2)))
     padding = [data.draw(st.integers(0, n // 2)) for n in window]
@@ -295,9 +293,7 @@ def test_random_average_pools_are_torchs(data, dtype):
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data(), dtype=st.sampled_from((*DTYPES, torch.float64)))
 def test_random_adaptive_average_pools_are_torchs(data, dtype):
-    dims = data.draw(st.integers(1, 3))
-    lead = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    sizes = data.draw(st.lists(st.integers(1, 9), min_size=dims, max_size=dims))
+    dims, lead, sizes = data.draw(shapes())
     output = data.draw(st.sampled_from((3, 1, tuple(data.draw(st.integers(1, 5)) for _ in range(dims)))))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(*lead, *sizes).to(dtype).to(device)

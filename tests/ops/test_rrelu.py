@@ -9,15 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
-from hfnn.core.kernel import _interpreting
 from hfnn.ops import rrelu as rrelu_room
 
+from .kernels import kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INF, NAN = math.inf, math.nan
-kernels = pytest.mark.parametrize("kernel", KERNELS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+INF, NAN = math.inf, math.nan
 
 
 def skip_unless_taken(kernel, dtype):

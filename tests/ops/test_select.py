@@ -8,14 +8,10 @@ from torch._subclasses import FakeTensorMode
 
 import hfnn
 from hfnn import memory
-from hfnn.core.kernel import _interpreting
+
+from .kernels import DTYPES, INF, NAN, dtypes, kernels
 
 F = hfnn.functional
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-INF, NAN = float("inf"), float("nan")
 SPECIAL = (NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.0**-24, -3.5)
 
 

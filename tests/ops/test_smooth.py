@@ -10,24 +10,34 @@ from torch import nn
 
 import hfnn
 from hfnn import memory, ops, testing
-from hfnn.core.kernel import _interpreting
 from hfnn.patterns import lookalike
 from hfnn.patterns.probe import Refusal
 
-KERNELS = ("triton",) if torch.cuda.is_available() else ("cpp", "triton") if _interpreting() else ("cpp",)
+from .kernels import kernels
+
 HALF_ULP = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of numbers below 1, relative to 1
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 INF, NAN = math.inf, math.nan
 
 SAME = ("sigmoid", "tanh", "exp", "sqrt")  # torch keeps y too
-KEEP_INPUT = ("softplus", "logsigmoid", "elu", "selu", "celu", "softsign", "mish", "hardswish", "quick_gelu")
+KEEP_INPUT = (
+    "softplus",
+    "logsigmoid",
+    "elu",
+    "selu",
+    "celu",
+    "softsign",
+    "mish",
+    "hardswish",
+    "quick_gelu",
+    "relu_squared",
+)
 ALL = (*SAME, *KEEP_INPUT)
 MODULES = {
     "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "softplus": nn.Softplus, "logsigmoid": nn.LogSigmoid, "elu": nn.ELU,
     "selu": nn.SELU, "celu": nn.CELU, "softsign": nn.Softsign, "mish": nn.Mish, "hardswish": nn.Hardswish,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", ALL)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def op(name):
@@ -313,7 +323,11 @@ def test_look_alikes():
 
 def test_look_alikes_of_transformers():
     activations = pytest.importorskip("transformers.activations")
-    for cls, title in {"QuickGELUActivation": "hfnn quick_gelu", "MishActivation": "hfnn mish"}.items():
+    for cls, title in {
+        "QuickGELUActivation": "hfnn quick_gelu",
+        "MishActivation": "hfnn mish",
+        "ReLUSquaredActivation": "hfnn relu_squared",
+    }.items():
         assert str(lookalike.recognise(getattr(activations, cls)())) == title
 
 

@@ -14,6 +14,16 @@ TILE, BLOCK, HYPER = 4096, 256, 8
 FORMATS = {F32: 0, torch.bfloat16: 1, torch.float16: 2, F64: 3, "8bit": 4, "4bit": 5}
 MAXIMIZE, DECOUPLED, AMSGRAD, NESTEROV = 1, 2, 4, 8
 ADAM, SGD, LION = 0, 1, 2
+# (rule, options, numbers): each option with one that it goes with, and each moment left out.
+OPTIONS = [
+    (ADAM, 0, {}),
+    (ADAM, MAXIMIZE | AMSGRAD, {}),
+    (ADAM, AMSGRAD | DECOUPLED, {"weight_decay": 0.0}),
+    (SGD, NESTEROV, {"beta2": 0.0}),
+    (SGD, MAXIMIZE | DECOUPLED, {}),
+    (SGD, 0, {"beta1": 0.0}),
+    (LION, MAXIMIZE, {}),
+]
 SIGNED = {ADAM: (True, False, False), SGD: (True,), LION: (True,)}
 
 

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hfnn
 from hfnn.optim import Adafactor
 
+from .whole import assert_masters, clipped, difference, halved, on_threads
+
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [("cpp", "cpu"), ("triton", GPU)]
@@ -35,12 +37,6 @@ def gradients(params, seed):
     for p in params:
         g = torch.randn(p.shape, generator=generator, dtype=F64) * (1 + seed % 3)
         p.grad = g.to(p.device, p.dtype)
-
-
-def difference(a, b):
-    """The largest distance of two lists of tensors, each relative to the largest number of the second one."""
-    pairs = [(x.double().cpu(), y.double().cpu()) for x, y in zip(a, b, strict=True) if y.numel()]
-    return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).item() for x, y in pairs)
 
 
 def tensors(optimizer):
@@ -99,20 +95,13 @@ def test_each_step(dtype, bound, kernel, device, options):
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_do_not_show(threads):
-    def run(count):
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            params = parameters(SHAPES, F32)
-            optimizer = Adafactor(params)
-            for step in range(3):
-                gradients(params, step)
-                optimizer.step()
-        finally:
-            torch.set_num_threads(before)
+    def run():
+        params = parameters(SHAPES, F32)
+        optimizer = Adafactor(params)
+        steps(optimizer, params, 3)
         return tensors(optimizer)
 
-    assert all(map(torch.equal, run(1), run(threads)))
+    assert all(map(torch.equal, on_threads(1, run), on_threads(threads, run)))
 
 
 @pytest.mark.parametrize("kernel, device", KERNELS)
@@ -121,11 +110,7 @@ def test_scaler_and_norm(kernel, device, found):
     params, plain = parameters(FEW, F32, device), parameters(FEW, F32, device)
     ours, theirs = Adafactor(params, max_grad_norm=2.0), torch.optim.Adafactor(plain, foreach=False)
     gradients(plain, 1)
-    for p, q in zip(params, plain, strict=True):
-        p.grad = q.grad * 1024
-    norm = torch.nn.utils.clip_grad_norm_(plain, 2.0)
-    ours.grad_scale, ours.found_inf = torch.tensor(1024.0, device=device), torch.tensor(found, device=device)
-    before = [p.detach().clone() for p in params]
+    norm, before = clipped(params, plain, ours, found)
     with hfnn.use(kernel):
         ours.step()
     if found:
@@ -167,9 +152,7 @@ def test_state_goes_to_torch_and_back(dtype):
 def test_float32_states_and_master(kernel, device):
     """bfloat16 parameters with a remainder and float32 states are float32 parameters, bit for bit."""
     masters = parameters(FEW, F32, device)
-    halves = [torch.nn.Parameter(p.detach().bfloat16()) for p in masters]
-    for p, q in zip(masters, halves, strict=True):
-        p.data.copy_(q.data)
+    halves = halved(masters)
     eps = (2.0**-23, 1e-3)
     full = Adafactor(masters, eps=eps, ema_decay=0.9)
     ours = Adafactor(halves, eps=eps, ema_decay=0.9, state_dtype=F32, master="remainder")
@@ -180,10 +163,7 @@ def test_float32_states_and_master(kernel, device):
                 p.grad = q.grad.float()
             full.step()
             ours.step()
-    for p, q in zip(masters, halves, strict=True):
-        low = ours.state[q]["remainder"].int()
-        assert torch.equal((q.detach().view(torch.int16).int() << 16) + low, p.detach().view(torch.int32))
-        assert all(torch.equal(full.state[p][n], ours.state[q][n]) for n in full.state[p])
+    assert_masters(full, masters, ours, halves)
 
 
 @pytest.mark.parametrize("kernel, device", KERNELS)

@@ -118,18 +118,7 @@ def test_step_in_float64(rule, state):
     compare(draw_rows(rule, F64, F64, state), rule, RATES)
 
 
-@pytest.mark.parametrize(
-    "rule, options, numbers",
-    [
-        (ADAM, 0, {}),
-        (ADAM, MAXIMIZE | AMSGRAD, {}),
-        (ADAM, AMSGRAD | DECOUPLED, {"weight_decay": 0.0}),
-        (SGD, NESTEROV, {"beta2": 0.0}),
-        (SGD, MAXIMIZE | DECOUPLED, {}),
-        (SGD, 0, {"beta1": 0.0}),
-        (LION, MAXIMIZE, {}),
-    ],
-)
+@pytest.mark.parametrize("rule, options, numbers", reference.OPTIONS)
 @pytest.mark.parametrize("dtype, state", [(F32, F32), (F32, "8bit"), (BF16, BF16), (F64, F64)], ids=str)
 def test_options(rule, options, numbers, dtype, state):
     rows = draw_rows(rule, dtype, dtype, state, amsgrad=bool(options & AMSGRAD))

@@ -9,6 +9,8 @@ import torch
 import hfnn
 from hfnn.optim import LAMB
 
+from .whole import assert_masters, clipped, difference, halved, on_threads
+
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [("cpp", "cpu"), ("triton", GPU)]
@@ -64,12 +66,6 @@ def gradients(params, seed):
         g = torch.randn(p.shape, generator=generator, dtype=F64) * (1 + seed % 3)
         p.grad = None if (seed, i) == (3, 1) else g.to(p.device, p.dtype)
     return [None if p.grad is None else p.grad.double().cpu() for p in params]
-
-
-def difference(a, b):
-    """The largest distance of two lists of tensors, each relative to the largest number of the second one."""
-    pairs = [(x.detach().double().cpu(), y.detach().double().cpu()) for x, y in zip(a, b, strict=True) if y.numel()]
-    return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).item() for x, y in pairs)
 
 
 def tensors(optimizer):
@@ -154,11 +150,7 @@ def test_scaler_and_norm(kernel, device, found):
     params, plain = parameters(F32, device), parameters(F32, device)
     ours, other = LAMB(params, max_grad_norm=2.0), LAMB(plain)
     gradients(plain, 1)
-    for p, q in zip(params, plain, strict=True):
-        p.grad = q.grad * 1024
-    norm = torch.nn.utils.clip_grad_norm_(plain, 2.0)
-    ours.grad_scale, ours.found_inf = torch.tensor(1024.0, device=device), torch.tensor(found, device=device)
-    before = [p.detach().clone() for p in params]
+    norm, before = clipped(params, plain, ours, found)
     with hfnn.use(kernel):
         ours.step()
         other.step()
@@ -173,9 +165,7 @@ def test_scaler_and_norm(kernel, device, found):
 def test_master_and_average(kernel, device):
     """bfloat16 parameters with a remainder are float32 parameters, bit for bit."""
     masters = parameters(F32, device)
-    halves = [torch.nn.Parameter(p.detach().bfloat16()) for p in masters]
-    for p, q in zip(masters, halves, strict=True):
-        p.data.copy_(q.data)
+    halves = halved(masters)
     full = LAMB(masters, ema_decay=0.9)
     ours = LAMB(halves, ema_decay=0.9, state_dtype=F32, master="remainder")
     with hfnn.use(kernel):
@@ -185,10 +175,7 @@ def test_master_and_average(kernel, device):
                 p.grad = None if q.grad is None else q.grad.float()
             full.step()
             ours.step()
-    for p, q in zip(masters, halves, strict=True):
-        low = ours.state[q]["remainder"].int()
-        assert torch.equal((q.detach().view(torch.int16).int() << 16) + low, p.detach().view(torch.int32))
-        assert all(torch.equal(full.state[p][n], ours.state[q][n]) for n in full.state[p])
+    assert_masters(full, masters, ours, halves)
 
 
 @pytest.mark.parametrize("kernel, device", KERNELS)
@@ -240,17 +227,12 @@ def test_errors(options):
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_do_not_show(threads):
-    def run(count):
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            params = parameters(F32, shapes=[(300, 300), (5,), (4097,)])
-            optimizer = LAMB(params, max_grad_norm=1.0)
-            for step in range(3):
-                gradients(params, step)
-                optimizer.step()
-        finally:
-            torch.set_num_threads(before)
+    def run():
+        params = parameters(F32, shapes=[(300, 300), (5,), (4097,)])
+        optimizer = LAMB(params, max_grad_norm=1.0)
+        for step in range(3):
+            gradients(params, step)
+            optimizer.step()
         return tensors(optimizer)
 
-    assert all(map(torch.equal, run(1), run(threads)))
+    assert all(map(torch.equal, on_threads(1, run), on_threads(threads, run)))

@@ -121,6 +121,15 @@ def pointers(rank, size, store):
     return {"stable": all(place == places[0] for place in places), "inside": inside, "counts": sorted(counts)}
 
 
+def averaged(model, alone):
+    """Whether the model's gradients are the averages over ranks of those of a model that is alone."""
+    equal = []
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(q.grad, dist.ReduceOp.AVG)
+        equal.append(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7))
+    return all(equal)
+
+
 @case
 def backwards(rank, size, store):
     """Two losses of one forward, each with a backward of its own, and one backward twice: averages of the sums."""
@@ -134,9 +143,7 @@ def backwards(rank, size, store):
             y.sin().mean().backward(retain_graph=step == 1)
             if step == 1:
                 y.sin().mean().backward()
-        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-            dist.all_reduce(q.grad, dist.ReduceOp.AVG)
-            equal.append(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7))
+        equal.append(averaged(model, alone))
     return {"equal": all(equal)}
 
 
@@ -151,9 +158,7 @@ def recomputed(rank, size, store):
                 m.zero_grad()
                 batches = [x.requires_grad_() for k in range(2) for x in vectors(2 * step + k, rank)]
                 sum(checkpoint(m, x, use_reentrant=reentrant).square().mean() for x in batches).backward()
-            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                dist.all_reduce(q.grad, dist.ReduceOp.AVG)
-                equal.append(torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7))
+            equal.append(averaged(model, alone))
     return {"equal": all(equal)}
 
 

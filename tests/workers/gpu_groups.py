@@ -325,9 +325,15 @@ def death(rank, size, store, count, number, gathers=False):
     torch.cuda.synchronize()
     ranks.reached(store, "works")
 
+    return until_death(rank, number, lambda: call(x, async_op=True).wait())
+
+
+def until_death(rank, number, call):
+    """Calls again and again, until rank 1 gets the signal; what the others are told, and how soon all has ended."""
+
     def runs():
         for _ in range(1_000_000):
-            call(x, async_op=True).wait()
+            call()
             torch.cuda.synchronize()
 
     if rank == 1:
@@ -336,7 +342,7 @@ def death(rank, size, store, count, number, gathers=False):
     with pytest.raises(dist.DistBackendError) as caught:
         runs()
     begun = time.monotonic()
-    torch.cuda.synchronize()  # kernels have ended
+    torch.cuda.synchronize()  # kernels have ended, and streams have been let go of
     again = failing(dist.barrier)
     dist.destroy_process_group()
     return {"message": str(caught.value), "again": again[0], "seconds": time.monotonic() - begun}

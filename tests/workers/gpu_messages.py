@@ -1,15 +1,12 @@
 """What each rank sends from its GPU, and receives: see tests/hfreduce/test_gpu_messages.py, of the same names."""
 
-import os
-import threading
 import time
 from datetime import timedelta
 
-import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from gpu_groups import layouts, of, same, start
+from gpu_groups import layouts, of, same, start, until_death
 from process_faults import failing
 
 import hfreduce
@@ -180,20 +177,9 @@ def death(rank, size, store, count, number):
     torch.cuda.synchronize()
     ranks.reached(store, "works")
 
-    def runs():
-        for _ in range(1_000_000):
-            work = dist.isend(x, (rank + 1) % size)
-            dist.recv(y, (rank - 1) % size)
-            work.wait()
-            torch.cuda.synchronize()
+    def call():
+        work = dist.isend(x, (rank + 1) % size)
+        dist.recv(y, (rank - 1) % size)
+        work.wait()
 
-    if rank == 1:
-        threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
-        runs()
-    with pytest.raises(dist.DistBackendError) as caught:
-        runs()
-    begun = time.monotonic()
-    torch.cuda.synchronize()  # streams have been let go of
-    again = failing(dist.barrier)
-    dist.destroy_process_group()
-    return {"message": str(caught.value), "again": again[0], "seconds": time.monotonic() - begun}
+    return until_death(rank, number, call)

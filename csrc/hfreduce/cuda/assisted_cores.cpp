@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 
+#include "pause.h"
 #include "reduce.h"
 
 namespace hfreduce::gpu {
@@ -26,14 +27,6 @@ constexpr int64_t kPiece = 32 << 10;
 constexpr std::chrono::microseconds kSpin{200}, kNap{50};
 // How often it asks whether the communicator has failed.
 constexpr milliseconds kAsk{1};
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // The processors of a NUMA node among those that this process may use: "0-31,64-95". What cannot be found out, or is
 // not allowed, is left as it is.

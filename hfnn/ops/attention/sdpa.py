@@ -17,7 +17,7 @@ import torch
 
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import FLOATS, Kernel, NoKernel, Op, forced
+from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
 from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
@@ -36,10 +36,7 @@ OP = Op(
     "scaled_dot_product_attention",
     reference,
     _torch,
-    kernels=(
-        Kernel("triton", "hfnn.kernels.attention", "cuda", max_cols=256, min_elements=1 << 18),
-        Kernel("cpp", "hfnn._C:cpu.attention", "cpu", (*FLOATS, torch.float64), min_elements=1 << 12),
-    ),
+    kernels=kernels("attention", 1 << 12, cuda=1 << 18, max_cols=256),
     sample=sample,
     cases=((1, 2, 17, 16), (2, 2, 17, 16)),
     recipe=False,
