@@ -23,6 +23,7 @@ from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
+from hfnn.ops.attention import backends, sdpa
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
@@ -196,6 +197,9 @@ def attention(module, query, key, value, attention_mask=None, **options):
     four dimensions, boolean or added. Options are those that transformers' modules give: scaling, dropout, is_causal,
     softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k, and any more, which are ignored as sdpa does.
     """
+    out = _plain(module, query, key, value, attention_mask, options)
+    if out is not None:
+        return out.transpose(1, 2).contiguous(), None
     config = getattr(module, "config", None)
     base = views.base(config)
     if base == "sdpa" and not views.by_name(config):
@@ -218,6 +222,28 @@ def attention(module, query, key, value, attention_mask=None, **options):
     )
     out = out.transpose(1, 2)
     return (out if out.shape[0] == batch else out.reshape(batch, -1, *out.shape[2:])).contiguous(), None
+
+
+_PLAIN_OPTIONS = frozenset(("dropout", "scaling", "is_causal", "sliding_window"))
+
+
+def _plain(module, query, key, value, attention_mask, options):
+    """What torch's own op computes, with the fewest questions: most calls are such, and many small. None otherwise."""
+    if attention_mask is not None or compiling() or type(query) is not torch.Tensor or forced() is not None:
+        return None
+    config = module.__dict__.get("config")
+    if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa":
+        return None
+    if any(value is not None and name not in _PLAIN_OPTIONS for name, value in options.items()):
+        return None
+    causal, queries = options.get("is_causal"), query.shape[2]
+    causal, dropout = getattr(module, "is_causal", True) if causal is None else causal, options.get("dropout", 0.0)
+    if queries == 1 or (causal and key.shape[2] > queries) or torch._C._get_tracing_state() is not None:
+        return None
+    if not sdpa.suffices(query, None, dropout, getattr(module, "prefer", "auto")):
+        return None
+    groups = query.shape[1] != key.shape[1]
+    return backends.plain(query, key, value, dropout, bool(causal), options.get("scaling"), groups)
 
 
 def _as_sdpa(options: dict) -> dict:

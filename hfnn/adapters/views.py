@@ -10,8 +10,11 @@ import sys
 import types
 import weakref
 
+from hfnn.core.context import compiling
+
 NAME = "hfnn"
 _REPLACED = ("sdpa", "eager")
+INTERNAL = "_attn_implementation_internal"  # where a config keeps the name
 
 
 def modeling():
@@ -43,12 +46,17 @@ def base(config) -> str:
 
     Read from where a view and its config keep it, which Dynamo can follow.
     """
-    return "eager" if getattr(config, "_attn_implementation_internal", None) == "eager" else "sdpa"
+    return "eager" if getattr(config, INTERNAL, None) == "eager" else "sdpa"
 
 
 def by_name(config) -> bool:
     """Whether "hfnn" is what the config itself says."""
-    return getattr(config, "_attn_implementation_internal", None) == NAME
+    return getattr(config, INTERNAL, None) == NAME
+
+
+def attributes(config) -> dict:
+    """Of a config, without its own look-up of names, which takes longer than a small op."""
+    return object.__getattribute__(config, "__dict__")
 
 
 _views: dict[int, weakref.ref] = {}
@@ -77,9 +85,10 @@ def _derived(cls: type) -> type:
     own = cls._attn_implementation
 
     def _attn_implementation(self, own=own.fget):
-        name = own(self)
+        state = self.__dict__ if compiling() else attributes(self)
+        name = own(self) if compiling() else state.get(INTERNAL)
         # Whoever has the config return attention weights wants his own implementation.
-        return NAME if name in _REPLACED and not self.__dict__.get("_output_attentions") else name
+        return NAME if name in _REPLACED and not state.get("_output_attentions") else name
 
     names = {
         "__module__": cls.__module__,

@@ -53,8 +53,11 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
         return None
     dtype = hidden.dtype if hidden.dtype is torch.float64 else product_dtype(hidden)
     product = Product(hidden, weight, bias, dtype, torch.is_grad_enabled(), compact, prefer)
-    with no_autocast(hidden):
-        meta = nn.functional.linear(*(_meta(t, dtype) for t in (hidden, weight)))
+    if hidden.is_contiguous():
+        meta = torch.empty(*hidden.shape[:-1], weight.shape[0], dtype=dtype, device="meta")
+    else:  # torch knows the strides of its result, and takes its time
+        with no_autocast(hidden):
+            meta = nn.functional.linear(*(_meta(t, dtype) for t in (hidden, weight)))
     return Deferred.of(Epilogue(product, meta, product.grad and any(t.requires_grad for t in given)))
 
 

@@ -123,7 +123,7 @@ def _rows(x):
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _torch_suffices(query, attn_mask, dropout_p, prefer) -> bool:
+def suffices(query, attn_mask, dropout_p, prefer) -> bool:
     """Whether torch's op is as fast, and keeps as little: it has no kernel for a mask that wants a gradient, on the CPU
     none for dropout, and on CUDA none that reads a mask which is not expanded.
     """
@@ -176,7 +176,7 @@ def scaled_dot_product_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
     )
     ordinary = asked.ordinary and not return_lse
-    if ordinary and _torch_suffices(query, attn_mask, dropout_p, prefer):
+    if ordinary and suffices(query, attn_mask, dropout_p, prefer):
         if attn_mask is None:
             return backends.plain(query, key, value, dropout_p, is_causal, scale, enable_gqa)
         return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
