@@ -1,36 +1,45 @@
-"""The least bytes that a forward must keep for an exact backward in which no product runs twice.
+"""The least that a forward must keep for an exact backward in which no product runs twice.
 
-The forward is written down op by op. What backward needs is either kept or made again of what is kept, by ops that are
-no products; the cheapest choice is a minimum cut, as in the partitioner of torch.compile.
+The forward is written down op by op. Whatever backward needs is either kept, or made again of what is kept by ops that
+are no products; the cheapest choice is a minimum cut of that graph, as in the partitioner of torch.compile.
 """
 
 import itertools
-import re
+from dataclasses import dataclass
 
 import networkx
 import torch
+from torch import nn
 from torch._functorch.partitioners import get_default_op_list
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfnn.memory.keepers import _Spy
 from hfnn.memory.peak import tensors
-from hfnn.memory.saved import Record, nodes, packed, unpack
+from hfnn.memory.saved import nodes, packed, unpack
 
-PRODUCTS = {packet.__name__ for packet in get_default_op_list().compute_intensive_ops} | {
-    "baddbmm", "addbmm", "addmv", "mv", "dot", "_grouped_mm", "_scaled_grouped_mm", "_ctc_loss", "_cdist_forward",
-    "sort", "topk", "_unique2", "grid_sampler_2d", "mkldnn_rnn_layer", "_embedding_bag", "deform_conv2d",
+# What that partitioner makes again, and what it sees taken apart into such ops.
+AGAIN = {packet.__name__ for packet in get_default_op_list().recomputable_ops} | {
+    "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm",
+    "_native_batch_norm_legit_no_training", "_softmax", "_log_softmax", "_safe_softmax", "log_sigmoid_forward",
+    "hardswish", "hardswish_", "_weight_norm_interface", "linalg_vector_norm", "cat", "stack", "repeat", "unfold",
+    "constant_pad_nd", "roll", "flip", "copy_", "detach", "split_with_sizes", "tril", "masked_fill_", "fill_", "zero_",
+    "unbind", "transpose", "index_select", "cumsum", "logsumexp", "prod", "glu", "norm", "diagonal", "ones_like",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
 }  # fmt: skip
-PRODUCT = re.compile(r"_scaled_dot_product_.*|upsample_.*|_thnn_fused_.*|_fft_.*|linalg_.*|.*convolution.*|.*quantize.*")
-# A loss is one number: forward can make its gradient instead, so what it is made of is not kept.
+# A loss is one number: forward can go on to the gradient of what the last product was made of.
 LOSSES = {"NllLoss", "NllLoss2D", "LogSoftmax"}
 
 
 class Written(TorchDispatchMode):
-    """What made each tensor: of what, and whether that may be repeated. A tensor is (its storage, writes to it)."""
+    """What made each tensor: (whether that may be repeated, of what, in which module). A tensor is (its storage, how
+    often that was written to).
+    """
 
-    def __init__(self, free):
+    def __init__(self, spy, free):
         super().__init__()
-        self.free = {t.untyped_storage()._cdata for t in free}
-        self.held, self.writes, self.made = {}, {}, {}
+        self.spy, self.free = spy, {t.untyped_storage()._cdata for t in free}
+        self.held, self.writes, self.made, self.ops = {}, {}, {}, {}
 
     def place(self, tensor):
         storage = tensor.untyped_storage()
@@ -38,73 +47,105 @@ class Written(TorchDispatchMode):
         self.held.setdefault(key, storage)  # while it is held, no other gets its address
         return key, self.writes.get(key, 0)
 
+    def size(self, place):
+        return 0 if place[0] in self.free else self.held[place[0]].nbytes()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = {self.place(t) for t in tensors((args, kwargs))}
         result = func(*args, **kwargs)
         for argument, value in itertools.zip_longest(func._schema.arguments, args):
-            if argument is None or argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for t in tensors(kwargs.get(argument.name, value)):
-                key, count = self.place(t)
-                self.writes[key] = count + 1
-        again = not self._is_product(func)
+            if argument is not None and argument.alias_info is not None and argument.alias_info.is_write:
+                for t in tensors(kwargs.get(argument.name, value)):
+                    key, count = self.place(t)
+                    self.writes[key] = count + 1
+        name = func.overloadpacket.__name__
         for t in tensors(result):
             place = self.place(t)
             if place not in inputs:
-                self.made[place] = (again, inputs)
+                self.made[place] = name in AGAIN, inputs, self.spy._running[-1]
+                self.ops[place] = name
         return result
 
-    def _is_product(self, func):
-        name = func.overloadpacket.__name__
-        tags = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-        return name in PRODUCTS or bool(PRODUCT.fullmatch(name)) or not tags.isdisjoint(func.tags)
+
+@dataclass
+class Floor:
+    """total: bytes; by_module: where they are saved, or where they are made if others are saved today; savable: what is
+    saved and could be made again, by (module that saves it, op that made it, op that saves it).
+    """
+
+    total: int
+    by_module: dict[str, int]
+    savable: dict[tuple[str, str, str], int]
 
 
-class _Noted(Record):
-    def __init__(self, written):
-        super().__init__()
-        self.written = written
+def floor(model: nn.Module, forward) -> Floor:
+    """forward returns the loss."""
+    spy = _Spy(model)
+    written = Written(spy, model.parameters())
 
-    def pack(self, tensor):
-        kept = super().pack(tensor)
-        kept.place = self.written.place(tensor)
+    order = itertools.count()
+
+    def pack(tensor):
+        kept = spy.pack(tensor)
+        kept.place, kept.order = written.place(tensor), next(order)
         return kept
 
-
-def floor(forward, parameters) -> int:
-    """Bytes; forward returns the loss."""
-    written = Written(parameters)
-    record = _Noted(written)
-    with torch.autograd.graph.saved_tensors_hooks(record.pack, unpack), written:
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), spy.watching(), written:
         loss = forward()
-    of_loss, others = set(), set()
-    for op, node in nodes(loss):
-        for kept in packed(node):
-            (of_loss if op in LOSSES else others).add(kept.place)
-    return cut(written, others)
+    found = [(kept.order, kept, op) for op, node in nodes(loss) for kept in packed(node)]
+    of_loss = {kept.place for _, kept, op in found if op in LOSSES}
+    needed, by = {}, {}
+    for _, kept, op in sorted(found, key=lambda one: one[0]):
+        if op not in LOSSES:
+            needed.setdefault(kept.place, kept.module)
+            by.setdefault(kept.place, set()).add(op)
+    least = cut(written, needed)
+    by_module = {}
+    for place in least:
+        module = needed.get(place) or written.made.get(place, (0, 0, ""))[2]
+        by_module[module] = by_module.get(module, 0) + written.size(place)
+    head = before_loss(written, of_loss)
+    by_module[""] = by_module.get("", 0) + head
+    savable = {}
+    for place in needed.keys() - least:
+        key = needed[place], written.ops.get(place, "leaf"), "+".join(sorted(by[place]))
+        savable[key] = savable.get(key, 0) + written.size(place)
+    return Floor(sum(by_module.values()), by_module, savable)
 
 
-def cut(written, needed) -> int:
-    graph, queue, seen = networkx.DiGraph(), [p for p in needed if p[0] not in written.free], set()
+def before_loss(written, of_loss) -> int:
+    """Bytes of the gradient that a loss can make in forward: of the last product's input, or of its output."""
+    found = 0
+    for place in of_loss:
+        while written.made.get(place, (False, ()))[0] and written.made[place][1]:
+            place = max(written.made[place][1], key=written.size)
+        _, inputs, _ = written.made.get(place, (False, (), ""))
+        sizes = [size for size in map(written.size, inputs) if size]
+        found = max(found, min([written.size(place), max(sizes, default=written.size(place))]))
+    return found
+
+
+def cut(written, needed) -> set:
+    """The places that are kept where it costs the least."""
+    graph, queue, seen = networkx.DiGraph(), [p for p in needed if written.size(p)], set()
     graph.add_nodes_from(("source", "sink"))
-    for place in queue:
-        graph.add_edge((place, "out"), "sink")
+    graph.add_edges_from(((place, "out"), "sink") for place in queue)
     while queue:
         place = queue.pop()
         if place in seen:
             continue
         seen.add(place)
-        again, inputs = written.made.get(place, (False, ()))
-        graph.add_edge((place, "in"), (place, "out"), capacity=written.held[place[0]].nbytes())
+        again, inputs, _ = written.made.get(place, (False, (), ""))
+        # Of cuts that cost the same, the one through what is saved today.
+        graph.add_edge((place, "in"), (place, "out"), capacity=4096 * written.size(place) + (place not in needed))
         if not again:
             graph.add_edge("source", (place, "in"))
             continue
         for one in inputs:
-            if one[0] not in written.free and one != place:
+            if written.size(one) and one != place:
                 graph.add_edge((one, "out"), (place, "in"))
                 queue.append(one)
-    value, _ = networkx.minimum_cut(
-        graph, "source", "sink", flow_func=networkx.algorithms.flow.boykov_kolmogorov
-    )
-    return value
+    method = networkx.algorithms.flow.boykov_kolmogorov
+    _, (upper, _) = networkx.minimum_cut(graph, "source", "sink", flow_func=method)
+    return {place for place in seen if (place, "in") in upper and (place, "out") not in upper}

@@ -86,7 +86,7 @@ def _derived(cls: type) -> type:
 
     def _attn_implementation(self, own=own.fget):
         state = self.__dict__ if compiling() else attributes(self)
-        name = own(self) if compiling() else state.get(INTERNAL)
+        name = own(self) if compiling() or INTERNAL not in state else state[INTERNAL]
         # Whoever has the config return attention weights wants his own implementation.
         return NAME if name in _REPLACED and not state.get("_output_attentions") else name
 
