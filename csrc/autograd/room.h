@@ -1,8 +1,8 @@
 // Autograd nodes that are their own recipes.
 //
 // A room is a node with one output y that it can build again, bit for bit, from what it keeps for its own backward. A
-// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does the
-// same for nodes in Python; a chain may mix both.
+// consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does
+// the same for nodes in Python; a chain may mix both.
 #pragma once
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
