@@ -60,11 +60,11 @@ HFNN_LENT(Unary)
 #undef HFNN_LENT
 
 // All names of functions of ops.
-#define HFNN_NAMES(F)                                                                                                 \
-  F(partials)                                                                                                         \
-  F(forward)                                                                                                          \
-  F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack) F(encode) F(decode) F(prepare) F(moments) F(sums) \
-      F(factors) F(norms) F(scale) F(update)
+// clang-format off
+#define HFNN_NAMES(F)                                                                                              \
+  F(partials) F(forward) F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack) F(encode) F(decode)     \
+  F(prepare) F(moments) F(sums) F(factors) F(norms) F(scale) F(update)
+// clang-format on
 
 // def_<name>(m, op, 0) defines a function of an op under its name, where the op has one of that name.
 #define HFNN_DEF(name)                                                                   \
