@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -108,6 +108,7 @@ class _Rank:
     process: multiprocessing.process.BaseProcess
     report: Connection
     failed_at: float | None = None
+    seen_at: float = field(default_factory=time.monotonic)  # alive
     error: str = ""  # the last line of the traceback
     traceback: str = ""
 
@@ -118,10 +119,16 @@ class _Rank:
                 self.failed_at, self.error, self.traceback = self.report.recv()
 
     def look(self) -> None:
-        """Notes when it was found dead, unless it said itself when it failed."""
+        """Notes when it was last seen alive, if it is dead and did not say itself when it failed.
+
+        When it died is not known. Whoever failed since may have done so for that, so it comes before them.
+        """
+        now = time.monotonic()
         self.listen()
-        if self.process.exitcode and self.failed_at is None:
-            self.failed_at = time.monotonic()
+        if self.process.exitcode is None:
+            self.seen_at = now
+        elif self.process.exitcode and self.failed_at is None:
+            self.failed_at = self.seen_at
 
     def fate(self) -> str:
         code = self.process.exitcode

@@ -75,9 +75,12 @@ def test_unbound_and_without_prefix(spawned, tmp_path, capfd):
     assert capfd.readouterr().out == "out of 0\n"
 
 
-@pytest.mark.parametrize("how", ["raises", "exits", "killed"])
-def test_the_first_failure_is_told(spawned, tmp_path, how):
-    """And what the others say of it."""
+@pytest.mark.parametrize("how", ["raises", "exits", "killed", "killed, seen late"])
+def test_the_first_failure_is_told(spawned, tmp_path, how, monkeypatch):
+    """And what the others say of it, also where the launcher is so slow that it finds all of them dead at once."""
+    how, *late = how.split(", ")
+    if late:
+        monkeypatch.setattr(launch, "wait", lambda *_: time.sleep(3))
     with pytest.raises(launch.RankFailed) as failed:
         haiscale.spawn(spawned.fails, 3, args=(str(tmp_path), how, True))
     text = str(failed.value)
