@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hfnn import adapters
+from hfnn.capture import captured
 from hfnn.core.kernel import PREFERENCES
 from hfnn.optim import swap
 from hfnn.patterns import block_end, experts, feed_forward, gated_norm, linear, lookalike, routed
@@ -66,6 +67,7 @@ def convert(
     skip: Filter | Iterable[Filter] | None = None,
     prefer: str = "auto",
     recompute: str | None = None,
+    capture: bool = False,
     **options,
 ) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
     """Swap every module that hfnn has an op for, in place; returns the model.
@@ -78,6 +80,11 @@ def convert(
     do not keep the first products, the widest tensors of a transformer, but compute them again in backward. Converting
     again changes nothing but `prefer` and `recompute`, and looks anew at modules that went back to their own forward.
     Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
+
+    capture=True: on a GPU the model's forward and backward are replayed as CUDA graphs, once three calls of the same
+    shapes have run as they are (hfnn/capture). The loop around it stays as it is. What cannot be replayed runs as it
+    is, and `hfnn.report` counts it with its reason. On the CPU it does nothing, and says so. Converting again
+    without it ends it. Its CUDA part has not run on a GPU yet.
 
     optimizer: of torch.optim, of which hfnn.optim has the class, or a subclass that inherits its step; it becomes
     hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for
@@ -95,6 +102,8 @@ def convert(
             f"got {', '.join(options)}: those are for an optimizer, as in hfnn.convert(model, optimizer, ...)"
         )
     _convert(model, only, skip, prefer, recompute)
+    if capture:
+        captured.capture(model)
     return model if optimizer is None else (model, swap.convert(optimizer, **options))
 
 
@@ -102,6 +111,8 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -
     for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
+    if isinstance(model, nn.Module):
+        captured.release(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, Converted) and module._hfnn_lapsed and _why_not_restored(module) is None:
             restore(module)  # what it is now is looked at anew
@@ -137,6 +148,7 @@ def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
 
 
 def _revert(model: nn.Module) -> None:
+    captured.release(model)
     modules = [module for module in model.modules() if is_converted(module)]
     for module in modules:
         why = _why_not_restored(module)

@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from hfnn.capture import captured
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.core import recipe
 from hfnn.memory.keepers import costs
@@ -41,9 +42,13 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` in the order of the model; printed with rows alike but for numbers in their names folded into one."""
+    """`rows` in the order of the model; printed with rows alike but for numbers in their names folded into one.
+
+    captured: what became of the calls of a captured model, in a line, or None.
+    """
 
     rows: list[ModuleRow]
+    captured: str | None = None
 
     @property
     def swapped(self) -> list[ModuleRow]:
@@ -57,6 +62,7 @@ class Report:
         counter = recipe.counter
         caption = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone; "
         caption += f"in this process {counter.taken} recipes taken, {counter.rebuilt} tensors rebuilt"
+        caption += f"\n{self.captured}" if self.captured else ""
         of_modules = any(row.name != OPTIMIZER for row in self.rows)
         shown = ("kept", "time") if any(row.kept is not None for row in self.rows) else ()
         columns = "module", "from", "to", "kernel", *shown, "why"
@@ -98,10 +104,10 @@ def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
     ]
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     rows = [_row(site, first) for site in found]
-    if not shares:
-        return Report(rows)
-    of_row = (shares.get(row.name, (0.0, 0.0)) for row in rows)
-    return Report([replace(row, kept=kept, time=time) for row, (kept, time) in zip(rows, of_row, strict=True)])
+    if shares:
+        of_row = (shares.get(row.name, (0.0, 0.0)) for row in rows)
+        rows = [replace(row, kept=kept, time=time) for row, (kept, time) in zip(rows, of_row, strict=True)]
+    return Report(rows, captured.explain(model))
 
 
 def _is_of_note(site) -> bool:

@@ -227,6 +227,21 @@ class Deferred(torch.Tensor):
         """What `step` makes of these logits, without computing them; `changes` are those of the plan."""
         return Deferred.of(self._plan.then(step, **changes), parent=self)
 
+    def steps(self) -> "list[Epilogue]":
+        """The plans that lead from the product to these logits."""
+        before = [] if self._parent is None else self._parent.steps()
+        return [*before, self._plan]
+
+    @staticmethod
+    def again(steps: "list[Epilogue]", hidden) -> "Deferred":
+        """What the steps make of the same product with other hidden states."""
+        first = steps[0].product
+        product = Product(hidden, first.weight, first.bias, first.dtype, first.grad, first.compact, first.prefer)
+        found = None
+        for plan in steps:
+            found = Deferred.of(replace(plan, product=product), found)
+        return found
+
     def computed(self) -> torch.Tensor:
         """The logits. RuntimeError where they can no longer be computed."""
         if self._value is None:

@@ -184,6 +184,7 @@ def is_converted(module: nn.Module) -> bool:
 
 def original(cls: type) -> type | None:
     """The class that was swapped for cls, or None where cls is not one that `convert` puts in place."""
+    cls = vars(cls).get("_hfnn_plain", cls)  # of a captured model
     return vars(cls).get("_hfnn_original") or _TORCH.get(cls)
 
 

@@ -1,0 +1,375 @@
+"""`Capture`: in front of a model's forward, it replays a graph where there is one for the call, and else calls forward.
+
+A kind of call is told by its key: shapes, strides and dtypes of tensors, the other arguments, grad mode, autocast, what
+torch's switches say, and which modules are in training. After `WARM` calls of one key that ran as they are, forward and
+backward are recorded (pair.py). Whatever is not understood runs as it is, and is counted with its reason for
+`hfnn.report`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hfnn.capture import graph
+from hfnn.capture.outputs import Unfit
+from hfnn.capture.pair import Pair, Pool
+from hfnn.capture.watch import HostDraws, Snapshot, foreign_hooks
+from hfnn.core import kernel
+from hfnn.core.context import context
+from hfnn.core.kernel import log
+from hfnn.deferred.logits import Deferred
+from hfnn.memory.peak import tensors as tensors_of
+from hfnn.patterns.probe import _NoHook
+
+WARM, SHAPES = 3, 8  # calls before a key is recorded; keys with graphs at once
+IDLE = 16  # a graph makes room for another after that many calls of others for each of SHAPES
+STALE = 3  # how often a key is recorded anew before it runs as it is
+_CONSTANTS = (int, float, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_TENSOR = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """The arguments of a call but for its tensors."""
+
+    spec: object
+    leaves: tuple
+
+    def filled(self, tensors) -> tuple[tuple, dict]:
+        """(args, kwargs) with these tensors."""
+        given = iter(tensors)
+        return tree_unflatten([next(given) if x is _TENSOR else x for x in self.leaves], self.spec)
+
+
+class Call:
+    """The arguments of a call. tensors: those in it; key: all that tells its kind. Raises Unfit."""
+
+    def __init__(self, args, kwargs):
+        leaves, spec = tree_flatten((args, kwargs))
+        self.tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        for x in leaves:
+            if type(x) is not torch.Tensor and not isinstance(x, _CONSTANTS):
+                raise Unfit(f"it is given a {type(x).__name__}")
+        self.template = Template(spec, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
+        kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
+        self.key = (spec, self.template.leaves, tuple(map(type, self.template.leaves)), kinds)
+
+
+@dataclasses.dataclass(eq=False)
+class Kind:
+    """What is known of calls of one key.
+
+    template, forward, ambient: how they are made; draws: whether from the device's generator; writes, moved: buffers
+    that are written to, and those of them whose version tells; used: the outputs that losses depended on; warm: calls
+    before recording; stale: how often what was recorded was no more what would run; last: the number of the last call.
+    """
+
+    template: Template
+    forward: Callable
+    ambient: Callable
+    backend: object
+    pool: Pool
+    draws: bool = False
+    writes: tuple = ()
+    moved: tuple = ()
+    used: set[int] = dataclasses.field(default_factory=set)
+    pair: Pair | None = None
+    refused: str | None = None
+    warm: int = 0
+    stale: int = 0
+    last: int = 0
+
+
+class Capture:
+    """What a captured model knows of its calls. counts: replays, and calls that ran as they are, by reason."""
+
+    def __init__(self, shapes: int = SHAPES):
+        self.shapes, self.counts = shapes, collections.Counter()
+        self._lock = threading.Lock()
+        self._model = lambda: None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._kinds: dict[tuple, Kind] = {}
+        self._pool, self._backend, self._stream, self._calls = Pool(), None, None, 0
+
+    def __reduce__(self):  # a copy, or what is unpickled, begins anew
+        return Capture, (self.shapes,)
+
+    def __call__(self, model: nn.Module, forward, args, kwargs):
+        """`forward(model, *args, **kwargs)`, replayed where it can be."""
+        if not self._lock.acquire(blocking=False):
+            return forward(model, *args, **kwargs)
+        try:
+            if self._model() is None:
+                self._clear()
+                self._model = weakref.ref(model)
+            try:
+                call = self._call(model, args, kwargs)
+                return self._one(model, forward, call, args, kwargs)
+            except Unfit as why:
+                self.counts[str(why)] += 1
+            return forward(model, *args, **kwargs)
+        finally:
+            self._lock.release()
+
+    def _call(self, model, args, kwargs) -> Call:
+        """The call with its whole key. Raises Unfit where no graph is asked for."""
+        if self._model() is not model:
+            raise Unfit("this is a copy of the model that was captured")
+        first = next(model.parameters(), None)
+        if self._backend is None and first is not None:
+            self._backend = graph.backend(first.device, model)
+            self._stream = self._backend and self._backend.stream()
+        if self._backend is None:
+            raise Unfit("it has no parameters on a GPU")
+        why = _why_not(args, kwargs)
+        if why is not None:
+            raise Unfit(why)
+        call = Call(args, kwargs)
+        if self._backend.recording():
+            raise Unfit("it is part of a graph that somebody else records")
+        if self._backend.stream() != self._stream:
+            raise Unfit("it is called on another stream than before")
+        if any(t.device != self._backend.device for t in call.tensors):
+            raise Unfit("it is given tensors of another device")
+        call.key = (*call.key, _switches(), tuple(m.training for m in model.modules()))
+        return call
+
+    def _one(self, model, forward, call, args, kwargs):
+        self._calls += 1
+        kind = self._kinds.get(call.key)
+        if kind is None:
+            kind = self._new(call, forward)
+        kind.last = self._calls
+        if kind.refused is not None:
+            raise Unfit(kind.refused)
+        if kind.pair is not None:
+            self._renew(kind)
+        if kind.pair is None and (why := foreign_hooks(model)):
+            raise Unfit(why)
+        if kind.pair is None and kind.warm < WARM:
+            return self._warm(model, forward, call, kind, args, kwargs)
+        if self._pool.busy():
+            raise Unfit("an earlier call still waits for its backward")
+        if kind.pair is None:
+            self._record(model, call, kind)
+        self.counts["replayed"] += 1
+        return kind.pair.replay(call)
+
+    def _renew(self, kind: Kind) -> None:
+        """Drop graphs that are not what would run now."""
+        why = kind.pair.snapshot.changed()
+        if why is not None:
+            kind.pair, kind.warm, kind.stale = None, 0, kind.stale + 1
+            if kind.stale >= STALE:
+                kind.refused = f"{why}, again and again"
+
+    def _warm(self, model, forward, call, kind: Kind, args, kwargs):
+        """A call as it is, of which is noted what a graph could not repeat."""
+        kind.warm += 1
+        self.counts["before recording"] += 1
+        buffers = [(t, t._version, t.clone()) for t in model.buffers()]
+        parameters = [(p, p._version) for p in model.parameters()]
+        given = [(t, t._version) for t in call.tensors if not t.is_inference()]
+        host, before, state = HostDraws(self._backend.generator), Snapshot(model), self._backend.generator.get_state()
+        nest = forward(model, *args, **kwargs)
+        kind.draws = not torch.equal(self._backend.generator.get_state(), state)
+        kind.moved = tuple(t for t, version, _ in buffers if t._version != version)
+        kind.writes = tuple(t for t, version, before in buffers if t._version != version or not torch.equal(t, before))
+        drawn, changed = host.moved(), before.changed()
+        if any(p._version != version for p, version in parameters):
+            kind.refused = "its forward writes to parameters"
+        elif any(t._version != version for t, version in given):
+            kind.refused = "its forward writes to its inputs"
+        elif drawn is not None:
+            kind.refused = f"its forward draws from {drawn}"
+        elif changed is not None and kind.warm > 1:  # what is set up by a first call is none of its state
+            kind.refused = f"by its own forward {changed}"
+        _note_use(nest, kind)
+        return nest
+
+    def _record(self, model, call, kind: Kind) -> None:
+        try:
+            _of_one_device(model, self._backend.device)
+            kind.pair = Pair(model, kind, call.tensors, kind.used)
+        except Unfit as why:
+            kind.refused = str(why)
+            raise
+        except Exception as error:  # what recording does not allow: a wait for the GPU, above all
+            kind.refused = f"it could not be recorded: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            log.warning("%s is not captured: %s", type(model).__name__, kind.refused)
+            raise Unfit(kind.refused) from error
+
+    def _new(self, call: Call, forward) -> Kind:
+        """A new kind of call, where there is room for another one."""
+        if len(self._kinds) >= self.shapes:
+            oldest = min(self._kinds, key=lambda key: self._kinds[key].last)
+            if self._calls - self._kinds[oldest].last < IDLE * self.shapes:
+                raise Unfit(f"there are {self.shapes} kinds of calls already")
+            self._kinds.pop(oldest).pair = None  # each holds the other
+        kind = Kind(call.template, forward, _ambient(), self._backend, self._pool)
+        self._kinds[call.key] = kind
+        return kind
+
+    def report(self) -> str:
+        """In a line: kinds of calls, replays, bytes of the pool, and what ran as it is."""
+        graphs = sum(kind.pair is not None for kind in self._kinds.values())
+        size = self._backend.pool_bytes() if self._backend is not None and graphs else 0
+        parts = [f"captured: {graphs} kinds of calls, {self.counts['replayed']} replays, {size:,} bytes of graphs"]
+        parts += [f"{n} as it is: {why}" for why, n in self.counts.most_common() if why != "replayed"]
+        return "; ".join(parts)
+
+
+def _note_use(nest, kind: Kind) -> None:
+    """Whichever differentiable outputs get a gradient, by their number among the tensors of the nest."""
+    kind.used = set()
+    for number, t in enumerate(tensors_of(nest)):
+        if t.requires_grad and type(t) is torch.Tensor:
+            t.register_hook(functools.partial(_used, kind.used, number))
+
+
+def _used(used: set, number: int, dy) -> None:
+    used.add(number)
+
+
+def _of_one_device(model, device: torch.device) -> None:
+    """Raises Unfit for a model whose tensors are elsewhere, or sharded."""
+    if any(t.device != device for t in (*model.parameters(), *model.buffers())):
+        raise Unfit("its parameters are on several devices")
+    if any(type(p) is not nn.Parameter for p in model.parameters()):
+        raise Unfit("its parameters are sharded, or of a class of their own")
+
+
+def _why_not(args, kwargs) -> str | None:
+    """Why the state that a call is made in leaves it as it is, or None."""
+    why = context(*(t for t in tensors_of((args, list(kwargs.values()))) if type(t) is not Deferred))
+    if why is not None:
+        return why
+    if kernel.forced() is not None:
+        return "it is called inside hfnn.use"
+    if _get_current_dispatch_mode_stack() or _get_current_function_mode_stack():
+        return "a mode looks on at torch's ops"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved tensors have hooks, as in a checkpoint or when they are offloaded"
+    module = torch_module
+    if (
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+    ):
+        return "hooks are there for all modules"
+    return None
+
+
+def _switches() -> tuple:
+    """What of torch's state a graph is made in."""
+    backends = torch.backends
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *_autocast_state(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        backends.cudnn.benchmark,
+        backends.cudnn.enabled,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _autocast_state() -> tuple:
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cuda", "cpu"))
+
+
+def _ambient():
+    """A function that gives the autocast state of now as a context manager, without its cache."""
+    states = [(device, *state) for device, state in zip(("cuda", "cpu"), _autocast_state(), strict=True)]
+
+    @contextlib.contextmanager
+    def ambient():
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in states:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
+
+    return ambient
+
+
+# The class of a captured model
+
+
+class Captured(_NoHook):
+    """Goes before the class of a captured model, whose `_hfnn_capture` is a Capture."""
+
+    def __reduce_ex__(self, protocol):
+        plain, cls = type(self)._hfnn_plain, type(self)
+        object.__setattr__(self, "__class__", plain)
+        try:
+            make, args, *rest = self.__reduce_ex__(max(protocol, 2))
+        finally:
+            object.__setattr__(self, "__class__", cls)
+        return _made, (make, *args), *rest
+
+
+def _made(make, *args):
+    found = make(*args)
+    object.__setattr__(found, "__class__", _class(type(found)))
+    return found
+
+
+_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+
+
+def _class(plain: type) -> type:
+    """The subclass of a model's class whose forward goes by way of its Capture."""
+    made = _classes.get(id(plain))
+    if made is None:
+
+        @functools.wraps(plain.forward)
+        def forward(self, *args, **kwargs):
+            return vars(self)["_hfnn_capture"](self, plain.forward, args, kwargs)
+
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+        made = type(plain)(plain.__name__, (Captured, plain), {**names, "_hfnn_plain": plain, "forward": forward})
+        _classes[id(plain)] = made
+    return made
+
+
+def capture(model: nn.Module, shapes: int = SHAPES) -> None:
+    """Have the model's forward replayed, where its device has graphs."""
+    if all(not t.is_cuda for t in (*model.parameters(), *model.buffers())) and graph.backend is graph.of_device:
+        log.warning("capture=True has no effect until %s is on a GPU: the CPU has no graphs", type(model).__name__)
+    if not isinstance(model, Captured):
+        object.__setattr__(model, "__class__", _class(type(model)))
+    vars(model)["_hfnn_capture"] = Capture(shapes)
+
+
+def release(model: nn.Module) -> None:
+    """Undo `capture`, wherever it was done in a model."""
+    for module in model.modules():
+        if isinstance(module, Captured):
+            object.__setattr__(module, "__class__", type(module)._hfnn_plain)
+            vars(module).pop("_hfnn_capture", None)
+
+
+def explain(model: nn.Module) -> str | None:
+    """What a captured model's calls came to, for `hfnn.report`, or None."""
+    return vars(model)["_hfnn_capture"].report() if isinstance(model, Captured) else None

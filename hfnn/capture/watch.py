@@ -1,0 +1,126 @@
+"""What a recorded graph depends on besides its inputs: whatever a forward may read of its modules on the host.
+
+A graph repeats what was launched once. Host code does not run again, so a replay is right only while everything that
+this code read is as it was: attributes of modules and of the objects that they hold, parameters and their memory,
+hooks, forwards of classes. Not seen: changes below the second level of objects, and globals of the author's files.
+"""
+
+import random
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hfnn.patterns.probe import CONTAINERS
+
+LEVELS = 2  # of objects that a module holds, such as its config and a config in that
+_HELD = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Snapshot:
+    """What a model was at one moment."""
+
+    def __init__(self, model: nn.Module):
+        # (whose it is, its name, a dict, list or set, its values and their ids)
+        self._parts: list[list] = []
+        self._tensors: list[tuple[torch.Tensor, int, bool]] = []
+        self._forwards = {}
+        seen: set[int] = set()
+        for name, module in model.named_modules():
+            cls = type(module)
+            self._forwards[cls] = cls.forward
+            for where, part in _contents(vars(module), name or "the model", 0, seen):
+                values = _values(part)
+                self._parts.append([where, part, values, [*map(id, values)]])
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if type(tensor) in (torch.Tensor, nn.Parameter):
+                    self._tensors.append((tensor, tensor.data_ptr(), tensor.requires_grad))
+
+    def changed(self) -> str | None:
+        """What is another now, in words, or None."""
+        for part in self._parts:
+            values = _values(part[1])
+            ids = [*map(id, values)]
+            if ids != part[3]:
+                if not _same(values, part[2]):
+                    return f"{part[0]} has changed"
+                part[2:] = values, ids
+        for tensor, pointer, grad in self._tensors:
+            if tensor.data_ptr() != pointer or tensor.requires_grad is not grad:
+                return "a parameter or a buffer has other memory, or is (not) trained any more"
+        for cls, forward in self._forwards.items():
+            if cls.forward is not forward:
+                return f"the forward of {cls.__name__} was replaced"
+        return None
+
+
+def _contents(state: dict, where: str, level: int, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """A dict of attributes, the containers in it, and those of the objects in it."""
+    if id(state) in seen:
+        return
+    seen.add(id(state))
+    yield where, state
+    for name, value in state.items():
+        if name == "_hfnn_capture":
+            continue
+        if isinstance(value, CONTAINERS):
+            yield f"{where}.{name}", value
+        elif (
+            level < LEVELS
+            and not isinstance(value, (*_HELD, *_PLAIN))
+            and type(getattr(value, "__dict__", None)) is dict
+        ):
+            yield from _contents(vars(value), f"{where}.{name}", level + 1, seen)
+
+
+def _values(part) -> list:
+    return [*part.values()] if isinstance(part, dict) else [*part]
+
+
+def _same(now: list, before: list) -> bool:
+    """Whether values are the same objects, or numbers and texts that are equal."""
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in zip(now, before, strict=True)
+    )
+
+
+def foreign_hooks(model: nn.Module) -> str | None:
+    """Which module inside the model has a hook, or None. Hooks of the model itself run outside of its forward."""
+    for name, module in model.named_modules():
+        if module is not model:
+            kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+            for hook in (hook for kind in kinds for hook in kind.values()):
+                # transformers leaves hooks that do nothing but where outputs are asked for.
+                if not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing"):
+                    return f"{name} has a hook, which a replay would not call"
+    return None
+
+
+class HostDraws:
+    """The generators of the host: what is drawn from them would be the same in each replay."""
+
+    def __init__(self, device_generator):
+        self._ours = device_generator is torch.default_generator
+        self._before = self._states()
+
+    def moved(self) -> str | None:
+        """The name of a generator that has been drawn from."""
+        before, now = self._before, self._states()
+        return next((name for name in now if name in before and not _equal(before[name], now[name])), None)
+
+    def _states(self) -> dict:
+        found = {"random": random.getstate()}
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            kind, keys, *rest = numpy.get_state(legacy=True)
+            found["numpy.random"] = (kind, keys.tobytes(), *rest)
+        if not self._ours:
+            found["torch's generator of the CPU"] = torch.default_generator.get_state()
+        return found
+
+
+def _equal(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -1,0 +1,76 @@
+"""Defects planted in `hfnn.capture`, each of which the fuzzer of captured models finds."""
+
+import contextlib
+from unittest import mock
+
+from hfnn.capture import captured, outputs, pair, watch
+
+
+def _patch(owner, name, replacement):
+    """A fault: owner.name is what `replacement` makes of it."""
+
+    @contextlib.contextmanager
+    def planted():
+        with mock.patch.object(owner, name, replacement(getattr(owner, name))):
+            yield
+
+    return planted
+
+
+def _stale_input(own):
+    def replay(self, call):
+        call.tensors = [*self._inputs]
+        return own(self, call)
+
+    return replay
+
+
+def _forward_twice(own):
+    def run_forward(self):
+        own(self)
+        return own(self)
+
+    return run_forward
+
+
+def _not_held(own):
+    def run_backward(self, dys):
+        self._unheld = [None if n is None else 1 << 30 for n in self._unheld]
+        return own(self, dys)
+
+    return run_backward
+
+
+def _outputs_not_copied(own):
+    def run_forward(self):
+        self._graph.replay()
+        return tuple(self._static)
+
+    return run_forward
+
+
+def _copied(own):
+    def view(t, base):
+        made = own(t, base)
+        return lambda y: made(y) if t is base else made(y).clone()
+
+    return view
+
+
+FAULTS = {
+    "inputs are those of the recording": _patch(pair.Pair, "replay", _stale_input),
+    "buffers advance twice": _patch(pair.Pair, "run_forward", _forward_twice),
+    "gradients that somebody holds are written to": _patch(pair.Pair, "run_backward", _not_held),
+    "outputs are not copied": _patch(pair.Pair, "run_forward", _outputs_not_copied),
+    "the pool is never busy": _patch(pair.Pool, "busy", lambda own: lambda self: False),
+    "attributes are not looked at": _patch(watch.Snapshot, "changed", lambda own: lambda self: None),
+    "modes are not in the key": _patch(captured, "_switches", lambda own: lambda: ()),
+    "generators of the host are not looked at": _patch(watch.HostDraws, "moved", lambda own: lambda self: None),
+    "hooks inside are not looked at": _patch(captured, "foreign_hooks", lambda own: lambda model: None),
+    "hooks of parameters run twice": _patch(
+        pair, "_without_hooks", lambda own: lambda tensors: contextlib.nullcontext()
+    ),
+    "what a call is made in is not looked at": _patch(captured, "_why_not", lambda own: lambda args, kwargs: None),
+    "a second backward repeats no forward": _patch(pair.Pair, "run_again", lambda own: lambda self, ticket: None),
+    "views are copies": _patch(outputs, "_view", _copied),
+}
