@@ -35,18 +35,20 @@ PLAIN, ZSTD = 0, 1
 
 
 class RecordError(ValueError):
-    """Damage or misuse of a record file; `path`, `record` (its number in the file) and `offset` say where, or None."""
+    """Damage or misuse of a record file; `path`, `record` (its number in the file) and `offset` say where, or None.
 
-    def __init__(self, path, what: str, record: int | None = None, offset: int | None = None):
-        self.path, self.record, self.offset = os.fspath(path), record, offset
+    Of one argument, it is the whole message: so a DataLoader raises again what a worker has raised.
+    """
+
+    def __init__(self, path, what: str | None = None, record: int | None = None, offset: int | None = None):
+        self.path, self.what, self.record, self.offset = os.fspath(path), what, record, offset
         where = [self.path]
         where += [f"record {record}"] if record is not None else []
         where += [f"byte {offset}"] if offset is not None else []
-        super().__init__(f"{', '.join(where)}: {what}")
+        super().__init__(f"{', '.join(where)}: {what}" if what is not None else self.path)
 
     def __reduce__(self):
-        text = str(self).partition(": ")[2]
-        return RecordError, (self.path, text, self.record, self.offset)
+        return RecordError, (self.path, self.what, self.record, self.offset)
 
 
 def seed(number: int, offset: int, length: int, codec: int) -> int:

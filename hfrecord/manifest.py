@@ -34,7 +34,7 @@ class Manifest(Sequence):
         return len(self.counts)
 
     def __getitem__(self, number: int) -> str:
-        return os.path.join(self.folder, part(number, self.suffix))
+        return os.path.join(self.folder, part(range(len(self))[number], self.suffix))
 
     def save(self) -> None:
         body = {"version": 1, "suffix": self.suffix, "records": self.counts.tolist()}

@@ -5,6 +5,7 @@ of Linux: a batch that was advised one batch ahead is in the page cache when it 
 choose from. The page cache belongs to all processes, so one may advise what others will read.
 """
 
+import base64
 import contextlib
 import mmap
 import operator
@@ -71,6 +72,10 @@ class File:
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
         """The index at `numbers`, int64 (k,), in range: format.INDEX (k,), each of a record that lies in the file."""
+        if os.fstat(self.fd).st_size < self.end:  # a look at what is mapped and gone would end the process
+            raise RecordError(
+                self.path, f"fewer than {self.end} bytes: it was cut off while it was open", None, self.end
+            )
         found = self.table.entries(numbers)
         beyond = (found["offset"] > self.size) | (found["length"] > self.size - found["offset"])
         if beyond.any():
@@ -113,7 +118,7 @@ class File:
             if size > max(SMALL, LARGEST_RATIO * len(data)):
                 raise RecordError(self.path, f"{len(data)} bytes that say they are {size}", number, offset)
             if not hasattr(self._local, "decompressor"):
-                self._local.decompressor = zstandard.ZstdDecompressor(dict_data=dictionary(self.meta))
+                self._local.decompressor = zstandard.ZstdDecompressor(dict_data=dictionary(self.path, self.meta))
             return self._local.decompressor.decompress(data)
         except zstandard.ZstdError as error:
             raise RecordError(self.path, f"zstd: {error}", number, offset) from None
@@ -125,12 +130,15 @@ class File:
             self.read(np.arange(begin, min(begin + 64, self.records)))
 
 
-def dictionary(meta: dict):
-    """The dictionary of a file's records for zstandard, or None."""
-    import base64
-
+def dictionary(path: str, meta: dict):
+    """The dictionary of a file's records for zstandard, or None. Raises RecordError for what is none."""
     packed = meta.get("dictionary")
-    return None if packed is None else optional("zstandard").ZstdCompressionDict(base64.b64decode(packed))
+    if packed is None:
+        return None
+    try:
+        return optional("zstandard").ZstdCompressionDict(base64.b64decode(packed))
+    except (ValueError, TypeError) as error:
+        raise RecordError(path, f"the dictionary: {error}", None, format.META) from None
 
 
 class _Table(format.Head):
@@ -189,7 +197,7 @@ class FileReader:
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return self.__getitems__(range(len(self))[index])
+            return self._slice(range(len(self))[index])
         if isinstance(index, (Sequence, np.ndarray)) or getattr(index, "ndim", 0):
             return self.__getitems__(index)
         try:
@@ -198,6 +206,15 @@ class FileReader:
             kinds = "an integer, a slice, or a sequence of integers"
             raise TypeError(f"an index is {kinds}, got {type(index).__name__}") from None
         return self.__getitems__([number])[0]
+
+    def _slice(self, places: range) -> list:
+        if not places:
+            return []
+        # Files first, whether they have what the manifest says, and then memory for so many.
+        first, last = np.searchsorted(self._starts, sorted((places[0], places[-1])), side="right") - 1
+        for file in range(first, last + 1):
+            self._file(file)
+        return self.__getitems__(places)
 
     def __getitems__(self, indices) -> list:
         """The records at `indices`, a sequence of integers, in this order; DataLoader fetches a batch by it."""

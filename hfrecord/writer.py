@@ -73,7 +73,9 @@ class FileWriter:
     def _make_compressor(self):
         if self.meta.get("compression") is None:
             return None
-        return optional("zstandard").ZstdCompressor(level=LEVEL, dict_data=dictionary(self.meta), write_checksum=False)
+        return optional("zstandard").ZstdCompressor(
+            level=LEVEL, dict_data=dictionary(self.path, self.meta), write_checksum=False
+        )
 
     def __len__(self) -> int:
         """Records of the file, those not yet committed among them."""
@@ -96,11 +98,11 @@ class FileWriter:
         self._records += 1
 
     def _put(self, data: bytes) -> None:
+        if self._pending_bytes >= BUFFER:
+            self._flush()  # first: where that raises, the new bytes were not taken
         self._pending.append(data)
         self._pending_bytes += len(data)
         self._at += len(data)
-        if self._pending_bytes >= BUFFER:
-            self._flush()
 
     def _flush(self) -> None:
         """After an OSError (no space left) the same bytes are still to be written, to the same place."""
