@@ -66,6 +66,7 @@ class DataLoader(torch.utils.data.DataLoader):
         for batch in super().__iter__():
             self._received += 1
             yield batch
+        self._received = len(self.batch_sampler.data)  # all, also where other ranks have a batch more
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration."""

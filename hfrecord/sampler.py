@@ -161,6 +161,7 @@ class ElasticSampler:
             self._given += 1
             yield item
         self.epoch, self.consumed = epoch + 1, 0
+        self._given = self.records  # all, also where other ranks have a batch more
 
     def _items(self, epoch: int, begin: int) -> Iterator:
         own, size = self._own(begin), self.batch_size or 1
