@@ -6,7 +6,8 @@
 
 `pread` is a loop over a flat file, as FFRecord reads where its private file system is not; `disk` is what the disk
 itself gives at random: the same with a batch advised ahead, and nothing checked. Cold: files are dropped from the page
-cache and opened anew; whose stay there has no such row. Who is not installed is said so. What is read is compared with what was written.
+cache and opened anew; whose stay there has no such row. Who is not installed is said so. What is read is compared with
+what was written.
 """
 
 import gc
