@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torc
 
 
 def read_records(args, parser) -> np.ndarray:
-    """`--data records:FOLDER`: args.order is the sampler of its records, the bytes tell whether they are the same again."""
+    """`--data records:FOLDER`: args.order is the sampler of its records, the bytes tell if they are the same again."""
     folder = args.data.removeprefix(RECORDS)
     try:
         reader = hfrecord.FileReader(folder)
