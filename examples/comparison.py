@@ -149,7 +149,7 @@ def report(args, rows: dict) -> None:
     if HFNN in rows:
         say("\nwhat a layer of hfnn keeps", keepers(rows[HFNN]["layer_u_by_op"]), sep="\n")
     machine = {"torch": torch.__version__, "hfnn": hfnn.__version__, "threads": torch.get_num_threads()}
-    settings = {name: value for name, value in vars(args).items() if name != "text"}
+    settings = {name: value for name, value in vars(args).items() if name not in ("text", "order")}
     result = {"title": title, "settings": settings, "machine": machine, "runs": rows, "band": band}
     (out / "train_gpt.json").write_text(json.dumps(result, indent=1))
     picture(rows, title, out / "train_gpt.png")

@@ -13,14 +13,33 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfnn
+import hfrecord
 
+RECORDS = "records:"  # --data records:FOLDER
 PLAIN, OTHER, HFNN = "plain", "plain again", "hfnn"
 MAX_TEXT = 4 << 20  # bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}  # of the weights
 
 
+def read_records(args, parser) -> np.ndarray:
+    """`--data records:FOLDER`: args.order is the sampler of its records, the bytes tell if they are the same again."""
+    folder = args.data.removeprefix(RECORDS)
+    try:
+        reader = hfrecord.FileReader(folder)
+        rows = reader.schema.fields.get("input_ids") if reader.schema else None
+        if not len(reader) or not rows or len(reader[0]["input_ids"]) < args.seq:
+            parser.error(f"--data {args.data}: takes records with input_ids, --seq {args.seq} of them or more")
+        first, last = reader.read([0, -1])
+    except (OSError, ValueError) as error:
+        parser.error(f"--data {args.data}: {error}")
+    args.order = hfrecord.ElasticSampler(reader, args.batch, seed=args.seed % 2**32)
+    return np.frombuffer(first + last + str(len(reader)).encode(), np.uint8)
+
+
 def read_text(args, parser) -> np.ndarray:
     """The bytes to learn, MAX_TEXT at most: uint8 (n,). Files in the order of their names, binary ones left out."""
+    if (args.data or "").startswith(RECORDS):
+        return read_records(args, parser)
     root, text = Path(args.data or sysconfig.get_path("stdlib")), b""
     try:
         inside = sorted(root.rglob("*" if args.data else "*.py")) if root.is_dir() else None
@@ -37,8 +56,19 @@ def read_text(args, parser) -> np.ndarray:
 
 def batch(args, step: int) -> torch.Tensor:
     """Tokens of a step, int64 (batch, seq): a function of seed and step, so the step is all a resumed run must know."""
+    if args.order is not None:
+        args.order.data.advise(records_of(args, step + 1))
+        rows = args.order.data[records_of(args, step)]
+        return torch.from_numpy(np.stack([row["input_ids"][: args.seq] for row in rows])).long().to(args.device)
     begin = np.random.default_rng((args.seed % 2**32, step)).integers(len(args.text) - args.seq, size=(args.batch, 1))
     return torch.from_numpy(args.text[begin + np.arange(args.seq)]).long().to(args.device)
+
+
+def records_of(args, step: int) -> np.ndarray:
+    """The records of a step, which goes on in the next epoch where one ends: int64 (batch,)."""
+    places = np.arange(step * args.batch, (step + 1) * args.batch)
+    epochs = places // args.order.records
+    return np.concatenate([args.order.indices(int(e), places[epochs == e]) for e in np.unique(epochs)])
 
 
 def build(args, layers: int) -> torch.nn.Module:

@@ -9,6 +9,7 @@ another attention kernel and other dropout masks, shows how far two correct runs
     python examples/train_gpt.py --arch llama --steps 100
     python examples/train_gpt.py --save ckpt.pt             # and later, bit for bit from where it stopped:
     python examples/train_gpt.py --resume ckpt.pt --steps 200
+    python examples/train_gpt.py --data records:train       # of hfrecord, with input_ids; goes on within an epoch
     python examples/train_gpt.py --dist fsdp --nproc 2 --save runs      # on two ranks, or ddp, or pipeline; to go on
     python examples/train_gpt.py --dist pipeline --nproc 4 --stages 2 --schedule zbv --resume runs --steps 200
 
@@ -31,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ON_CPU = {"layers": 4, "width": 256, "heads": 4, "seq": 256, "batch": 8, "steps": 43, "dtype": "float32"}
 ON_CUDA = {"layers": 12, "width": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 103, "dtype": "autocast"}
 # All the rest stays as it is when a run is resumed: also on other ranks, in another layout.
-FREE = {"steps", "save", "resume", "out", "text", "nproc", "stages", "schedule", "microbatches"}
+FREE = {"steps", "save", "resume", "out", "text", "order", "nproc", "stages", "schedule", "microbatches"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")  # of distributed.py
 
 
@@ -64,7 +65,7 @@ def arguments() -> Parser:
     parser = Parser(description=__doc__.split("\n")[0], prog="train_gpt.py")
     add = parser.add_argument
     add("--arch", choices=("gpt2", "llama"), default="gpt2")
-    add("--data", help="a text file or a folder of them (default: the standard library's sources)")
+    add("--data", help="a text file, a folder of them (default: the standard library's sources), or records:FOLDER")
     for name in ("layers", "width", "heads", "seq", "batch", "steps"):
         add(f"--{name}", type=int, help=f"default: {ON_CPU[name]} on the CPU, {ON_CUDA[name]} on a GPU")
     add("--dropout", type=float, default=0.1, help="of embeddings and residuals, gpt2 only (default: 0.1)")
@@ -98,6 +99,7 @@ def check(args, checkpoint, parser) -> None:
         parser.error(f"--width {args.width} does not split into {even}parts for --heads {args.heads}")
     if checkpoint and args.steps <= checkpoint["step"]:
         parser.error(f"--steps {args.steps}: {args.resume} has {checkpoint['step']} of them already")
+    args.order = None
     args.text = read_text(args, parser)
     if checkpoint and checkpoint["text"] != zlib.crc32(args.text):
         parser.error(f"--resume {args.resume}: the text is not what it was; give the same with --data")

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import sys
 import weakref
 
 import torch
@@ -78,6 +79,7 @@ def bench_script(monkeypatch, tmp_path):
             status = main.script.main([*arguments, *common])
             return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
 
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of a fuzzer, which may have the same name
         main.script = importlib.import_module(name)
         return main
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 import torch
+
+import hfrecord
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -116,7 +119,25 @@ def test_data(script, tmp_path):
     assert torch.equal(script.batch(args, 5), script.batch(args, 5))
 
 
+def test_records_go_on_in_the_middle_of_an_epoch(train, script, tmp_path):
+    """13 records in batches of 2: an epoch ends within the seventh step."""
+    with hfrecord.DatasetWriter(tmp_path / "set", {"input_ids": "uint8[?]"}) as writer:
+        for number in range(13):
+            writer.write({"input_ids": np.full(32 + number, 65 + number, np.uint8)})
+    data = ["--data", "records:set"]
+    train(*data, "--steps", 8, "--save", "straight.pt")
+    train(*data, "--steps", 3, "--save", "half.pt")
+    train("--resume", "half.pt", "--steps", 8, "--save", "resumed.pt")
+    straight, resumed = (torch.load(name, weights_only=True)["runs"] for name in ("straight.pt", "resumed.pt"))
+    assert all(same(run["model"], resumed[name]["model"]) for name, run in straight.items())
+    args, _ = script.parse([*TINY, *data])
+    seen = [int(row[0]) - 65 for step in range(7) for row in script.batch(args, step)]
+    assert sorted(seen[:13]) == list(range(13))
+
+
 BAD = {
+    "--data records:missing": "--data records:missing: ",
+    "--data records:folder": "no .hfr or .ffr file",
     "--dtype float8": "--dtype: invalid choice",
     "--arch bert": "--arch: invalid choice",
     "--steps -3": "--steps takes a whole number from 1, got -3",

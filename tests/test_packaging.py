@@ -55,7 +55,12 @@ def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     assert "OpenMP" in report and "switched off (HFNN_CUDA)" in report
 
 
-PACKAGES = {"hfnn": ["_C", "_autograd"], "hfreduce": ["_C", "_c10d"], "haiscale": []}  # and their compiled modules
+PACKAGES = {
+    "hfnn": ["_C", "_autograd"],
+    "hfreduce": ["_C", "_c10d"],
+    "haiscale": [],
+    "hfrecord": [],
+}  # and their compiled modules
 
 
 def holds_our_packages_and_nothing_else(names):

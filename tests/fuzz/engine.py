@@ -45,6 +45,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -270,6 +271,17 @@ def first_difference(
         if how is not None:
             return Difference(label, how, a, b)
     return None
+
+
+def patched(owner, name: str, replacement: Callable) -> Callable:
+    """A fault for `faults`: owner.name is what `replacement` makes of it."""
+
+    @contextlib.contextmanager
+    def planted():
+        with mock.patch.object(owner, name, replacement(getattr(owner, name))):
+            yield
+
+    return planted
 
 
 @dataclasses.dataclass

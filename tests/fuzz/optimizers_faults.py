@@ -1,24 +1,12 @@
 """Defects planted in `hfnn.optim`, each of which the fuzzer of optimizers finds."""
 
-import contextlib
 from collections import defaultdict
-from unittest import mock
 
 import torch
+from engine import patched
 
 from hfnn.optim import adam, reference, sgd, state, swap, table
 from hfnn.optim.fused import Fused
-
-
-def _patch(owner, name, replacement):
-    """A fault: owner.name is what `replacement` makes of it."""
-
-    @contextlib.contextmanager
-    def planted():
-        with mock.patch.object(owner, name, replacement(getattr(owner, name))):
-            yield
-
-    return planted
 
 
 def _without(flag: int):
@@ -95,18 +83,18 @@ def _no_closure(own):
 
 
 FAULTS = {
-    "versions are not moved": _patch(table.StepPlan, "remember", _remember),
-    "options are those of the first step": _patch(table.Settings, "set", _first_numbers),
-    "the gradients' scale is left out": _patch(table.Settings, "set", _without_scale),
-    "a step that overflows is taken": _patch(table.Settings, "set", _without_overflow),
-    "maximize is left out": _patch(adam.Adam, "_numbers", _without(reference.MAXIMIZE)),
-    "the largest of amsgrad is left out": _patch(adam.Adam, "_numbers", _without(reference.AMSGRAD)),
-    "nesterov is left out": _patch(sgd.SGD, "_numbers", _without(reference.NESTEROV)),
-    "dampening from the first step on": _patch(sgd.SGD, "_fills", lambda own: lambda self, group: False),
-    "steps are counted from one": _patch(state.States, "_count", _count_from_one),
-    "gradients in the order of their shape": _patch(table, "like", _by_shape),
-    "convert forgets the states": _patch(swap, "convert", _forgetting),
-    "revert forgets the states": _patch(swap, "_torchs_state", lambda own: lambda optimizer, p, group: {}),
-    "a pickle forgets the states": _patch(state.States, "__getstate__", _empty_state),
-    "the closure comes after the step": _patch(Fused, "step", _no_closure),
+    "versions are not moved": patched(table.StepPlan, "remember", _remember),
+    "options are those of the first step": patched(table.Settings, "set", _first_numbers),
+    "the gradients' scale is left out": patched(table.Settings, "set", _without_scale),
+    "a step that overflows is taken": patched(table.Settings, "set", _without_overflow),
+    "maximize is left out": patched(adam.Adam, "_numbers", _without(reference.MAXIMIZE)),
+    "the largest of amsgrad is left out": patched(adam.Adam, "_numbers", _without(reference.AMSGRAD)),
+    "nesterov is left out": patched(sgd.SGD, "_numbers", _without(reference.NESTEROV)),
+    "dampening from the first step on": patched(sgd.SGD, "_fills", lambda own: lambda self, group: False),
+    "steps are counted from one": patched(state.States, "_count", _count_from_one),
+    "gradients in the order of their shape": patched(table, "like", _by_shape),
+    "convert forgets the states": patched(swap, "convert", _forgetting),
+    "revert forgets the states": patched(swap, "_torchs_state", lambda own: lambda optimizer, p, group: {}),
+    "a pickle forgets the states": patched(state.States, "__getstate__", _empty_state),
+    "the closure comes after the step": patched(Fused, "step", _no_closure),
 }

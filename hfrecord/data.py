@@ -1,0 +1,83 @@
+"""Records for torch: a Dataset, which torch's own DataLoader takes, and a DataLoader that knows where it is."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.utils.data
+
+from hfrecord.reader import FileReader
+from hfrecord.sampler import ElasticSampler
+
+
+class Dataset(torch.utils.data.Dataset):
+    """A map-style dataset whose batches are read at once; also a RandomAccessDataSource of Grain.
+
+    data: a FileReader, or paths for one. fields: names of the schema's fields; a sample is then a tuple of them, as of
+    torchvision's ImageFolder with ("image", "label"). transform: of a sample. Workers may be forked or spawned.
+    """
+
+    def __init__(self, data, transform: Callable | None = None, *, fields: Sequence[str] | None = None):
+        self.reader = data if isinstance(data, FileReader) else FileReader(data)
+        self.transform, self.fields = transform, fields
+        known = self.reader.schema.fields if self.reader.schema else {}
+        if fields is not None and (missing := [name for name in fields if name not in known]):
+            raise ValueError(f"fields {missing}: the records have {', '.join(known) or 'no schema'}")
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int):
+        return self._sample(self.reader[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list:
+        return [self._sample(record) for record in self.reader.__getitems__(indices)]
+
+    def advise(self, indices: Sequence[int]) -> None:
+        """Starts to read records that will be asked for."""
+        self.reader.advise(indices)
+
+    def _sample(self, record):
+        if self.fields is not None:
+            record = tuple(record[name] for name in self.fields)
+        return record if self.transform is None else self.transform(record)
+
+
+class DataLoader(torch.utils.data.DataLoader):
+    """torch's DataLoader with an ElasticSampler, and with `state_dict` and `load_state_dict`.
+
+        loader = hfrecord.DataLoader(dataset, batch_size=64, num_workers=4, seed=0)
+        loader.load_state_dict(state)  # goes on in the middle of an epoch, on any number of ranks and workers
+
+    The state counts batches that the loop has received, whatever workers have fetched ahead. dataset: a Dataset, or
+    paths for one. seed, shuffle, window, mix, rank, world_size, tail: of ElasticSampler. options: of torch's class.
+    """
+
+    def __init__(self, dataset, batch_size: int = 1, *, num_workers: int = 0, **options):
+        paths = isinstance(dataset, (str, os.PathLike, list, tuple))
+        dataset = Dataset(dataset) if paths else dataset
+        names = ("seed", "shuffle", "window", "mix", "rank", "world_size", "tail")
+        own = {name: options.pop(name) for name in names if name in options}
+        self._received = 0
+        sampler = ElasticSampler(dataset, batch_size, **own)
+        super().__init__(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
+
+    def __iter__(self) -> Iterator:
+        self._received = 0
+        for batch in super().__iter__():
+            self._received += 1
+            yield batch
+        self._received = len(self.batch_sampler.data)  # all, also where other ranks have a batch more
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration."""
+        self.batch_sampler.set_epoch(epoch)
+        self._received = 0
+
+    def state_dict(self) -> dict:
+        """All that a run must keep: a dict of integers."""
+        return self.batch_sampler.state_dict(self._received)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on behind the batches of a state."""
+        self.batch_sampler.load_state_dict(state)
+        self._received = 0

@@ -1,0 +1,109 @@
+"""Files of FFRecord (https://github.com/HFAiLab/ffrecord, README.md and fileio.h there): `.ffr`, read and written.
+
+Little-endian: crc of what follows up to the samples u32 (0 in old files, which have none), n i64, crc of each sample
+u32 (n), offset of each sample i64 (n), samples. A sample ends where the next one begins, the last at the end of the
+file. There is no commit: a file that is not whole is damaged, so it gets its name when it is.
+"""
+
+import os
+import struct
+import zlib
+
+import numpy as np
+
+from hfrecord import format
+
+START = struct.Struct("<IQ")
+
+
+class Table:
+    """The index of an .ffr file that is mapped: `records`, and `entries(numbers)` as of the own format.
+
+    fd: a file descriptor. size: bytes of the file. mapped(offset, length): a view of bytes of the file. check: whether
+    the checksum of the index is compared. Raises RecordError where the head does not fit the file.
+    """
+
+    meta: dict = {}
+
+    def __init__(self, path, fd: int, size: int, mapped, check: bool):
+        start = format.read_at(fd, START.size, 0)
+        if len(start) < START.size:
+            raise format.RecordError(path, f"not an .ffr file: {size} bytes", None, 0)
+        crc, self.records = START.unpack(start)
+        self.path, self.size, self.begin = path, size, START.size + 12 * self.records
+        if self.begin > size:
+            what = f"{self.records} samples need {self.begin} bytes of index, the file has {size}: it was cut off"
+            raise format.RecordError(path, what, None, 4)
+        view = mapped(START.size, 12 * self.records)
+        if check and crc and zlib.crc32(view, zlib.crc32(start[4:])) != crc:
+            raise format.RecordError(path, "the checksum of the index does not match", None, 0)
+        self._crcs = np.frombuffer(view, "<u4", self.records)
+        self._offsets = np.frombuffer(view, "<u8", self.records, 4 * self.records)
+        first = int(self._offsets[0]) if self.records else size
+        if first != self.begin:  # told also of old files, which have no checksum
+            raise format.RecordError(path, f"the first sample at {first}, behind the index is {self.begin}", None, 4)
+
+    def entries(self, numbers: np.ndarray) -> np.ndarray:
+        """An array of format.INDEX for records of these numbers, int64 (k,); lengths may be beyond the file."""
+        found = np.zeros(len(numbers), format.INDEX)
+        found["offset"], found["crc"] = self._offsets[numbers], self._crcs[numbers]
+        ends = np.full(len(numbers), self.size, np.uint64)
+        inner = numbers + 1 < self.records
+        ends[inner] = self._offsets[numbers[inner] + 1]
+        found["length"] = ends - found["offset"]  # of a record that ends before it begins: more than there is
+        return found
+
+    @staticmethod
+    def seed(number: int, offset: int, length: int, codec: int) -> int:
+        return 0
+
+
+class FfrWriter:
+    """Writes an .ffr file; `write(data)` appends a sample, `close()` gives the file its name, at `path`.
+
+    The index stands before the samples and has their number: they are kept in an unnamed file until then. In a `with`
+    block that raises nothing is left.
+    """
+
+    def __init__(self, path):
+        self.path, self._crcs, self._ends = os.fspath(path), [], [0]
+        self._temporary = f"{self.path}.tmp"
+        self._data = os.fdopen(os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "w+b", 1 << 20)
+        os.unlink(self._temporary)
+
+    def __len__(self) -> int:
+        return len(self._crcs)
+
+    def write(self, data) -> None:
+        """data: bytes, or anything with a buffer."""
+        data = memoryview(data).cast("B")
+        self._data.write(data)
+        self._crcs.append(zlib.crc32(data))
+        self._ends.append(self._ends[-1] + len(data))
+
+    def close(self) -> None:
+        if self._data is None:
+            return
+        n, self._data, data = len(self), None, self._data
+        offsets = np.array(self._ends[:-1], "<i8") + START.size + 12 * n
+        index = np.array(self._crcs, "<u4").tobytes() + offsets.tobytes()
+        number = struct.pack("<Q", n)
+        with open(self._temporary, "wb") as file:
+            file.write(struct.pack("<I", zlib.crc32(index, zlib.crc32(number))) + number + index)
+            data.seek(0)
+            while part := data.read(1 << 20):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        data.close()
+        format.rename(self._temporary, self.path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        if kind is None:
+            self.close()
+        elif self._data is not None:
+            self._data.close()
+            self._data = None

@@ -1,0 +1,66 @@
+"""Which files are a data set, and how many records of each: `manifest.json` in their folder.
+
+It is written behind the files, by rename. Files are `part-000000.hfr` and so on, so a manifest of a million of them is
+numbers alone. A file may have more records than the manifest says, by a writer that was killed between the two: they do
+not belong to the data set, and the next writer overwrites them.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hfrecord.format import RecordError, parsed, replace
+
+NAME = "manifest.json"
+MOST = 1 << 48  # records of a file
+
+
+class Manifest(Sequence):
+    """The paths of a folder's files, with `counts`, int64 (files,): the records of each."""
+
+    def __init__(self, folder, counts, suffix: str = ".hfr"):
+        self.folder, self.suffix = os.fspath(folder), suffix
+        self.counts = np.asarray(counts, np.int64)
+
+    @staticmethod
+    def path(folder) -> Path:
+        return Path(folder) / NAME
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, number: int) -> str:
+        return os.path.join(self.folder, part(range(len(self))[number], self.suffix))
+
+    def save(self) -> None:
+        body = {"version": 1, "suffix": self.suffix, "records": self.counts.tolist()}
+        text = json.dumps({**body, "crc32": _crc(body)}, separators=(",", ":"))
+        replace(self.path(self.folder), text.encode())
+
+    @classmethod
+    def load(cls, folder) -> "Manifest":
+        path = cls.path(folder)
+        body = parsed(path, path.read_bytes(), 0)
+        crc = body.pop("crc32", None)
+        if crc != _crc(body):
+            raise RecordError(path, "the checksum does not match")
+        if body.get("version") != 1:
+            raise RecordError(path, f"version {body.get('version')!r}, this hfrecord reads 1: install a newer one")
+        counts, suffix = body.get("records"), body.get("suffix")
+        numbers = isinstance(counts, list) and all(type(count) is int and 0 <= count <= MOST for count in counts)
+        if not numbers or suffix not in (".hfr", ".ffr") or sum(counts) > MOST:
+            raise RecordError(path, "not the counts of records of .hfr or .ffr files")
+        return cls(folder, counts, suffix)
+
+
+def part(number: int, suffix: str = ".hfr") -> str:
+    """The name of a file of a data set."""
+    return f"part-{number:06d}{suffix}"
+
+
+def _crc(body: dict) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

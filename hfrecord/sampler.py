@@ -1,0 +1,212 @@
+"""Orders of records that are computed, not kept: a place in an epoch is enough to go on from.
+
+The order is a permutation in closed form: a Feistel network over the least power of two that holds all records, walked
+on until it gives one of them (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its keys depend on the
+seed and the epoch. It takes no memory, and any place of it is found at once; so ranks need no communication, and all
+that a run must keep is (seed, epoch, consumed).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+ROUNDS = 8
+BLOCK = 4096  # places that are computed at once
+
+
+class Permutation:
+    """A permutation of range(n), by seed and epoch: `permutation(places)` -> records, int64 arrays of one shape.
+
+    window: records that stand behind one another in the files stay together, in windows of so many, of which `mix` at a
+    time are shuffled with each other: a disk then reads long stretches. Where the first window begins changes with the
+    epoch, and so do the few records behind the last whole group of windows, which are shuffled on their own.
+    Raises ValueError for numbers below 1 (n: below 0).
+    """
+
+    def __init__(self, n: int, seed: int = 0, epoch: int = 0, window: int | None = None, mix: int = 16):
+        if n < 0 or mix < 1 or (window is not None and window < 1):
+            raise ValueError(f"n={n}, window={window}, mix={mix}: give 0 or more records, and 1 or more of the others")
+        self.n, self.window, self.group = n, window, (window or 0) * mix
+        self._keys = _keys(seed, epoch)
+        if window is not None:
+            self._groups = n // self.group  # whole ones
+            self._shift = int(self._keys[-1]) % max(n, 1)
+
+    def __call__(self, places) -> np.ndarray:
+        places = np.asarray(places, np.int64)
+        if self.window is None:
+            return _permuted(places, self.n, self._keys)
+        group, within = places // self.group, places % self.group
+        last = group == self._groups
+        found = np.empty_like(places)
+        found[last] = self._groups * self.group + self._shuffled(within[last], group[last], self.n % self.group)
+        inner = self._shuffled(within[~last], group[~last], self.group)
+        # Which windows a group has is one permutation, of all windows.
+        mix = self.group // self.window
+        windows = _permuted(group[~last] * mix + inner // self.window, self._groups * mix, self._keys)
+        found[~last] = windows * self.window + inner % self.window
+        return (found + self._shift) % max(self.n, 1)
+
+    def _shuffled(self, within: np.ndarray, group: np.ndarray, size: int) -> np.ndarray:
+        found = np.empty_like(within)
+        for number in np.unique(group).tolist():
+            mine = group == number
+            found[mine] = _permuted(within[mine], size, _keys(int(self._keys[0]), number))
+        return found
+
+
+def _keys(seed: int, epoch: int) -> np.ndarray:
+    return np.random.SeedSequence([seed % (1 << 64), epoch]).generate_state(ROUNDS + 1, np.uint64)
+
+
+def _permuted(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """Records for places, int64, in range(n)."""
+    found = places.astype(np.uint64)
+    todo = np.arange(found.size)
+    flat, bits = found.reshape(-1), max(2, (max(n, 1) - 1).bit_length())
+    low = np.uint64(bits // 2)
+    mask_low, mask_high = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+    while todo.size:
+        x = flat[todo]
+        left, right = x >> low, x & mask_low
+        for a, b in zip(keys[0:ROUNDS:2], keys[1:ROUNDS:2], strict=True):
+            left ^= _mixed(right ^ a) & mask_high
+            right ^= _mixed(left ^ b) & mask_low
+        x = left << low | right
+        flat[todo] = x
+        todo = todo[x >= np.uint64(n)]
+    return found.astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class ElasticSampler:
+    """Indices for DataLoader: a `sampler`, or with `batch_size` a `batch_sampler`, that goes on where another stopped.
+
+        sampler = ElasticSampler(dataset, batch_size=64, seed=0)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+
+    data: has a length; where it has `advise` too (FileReader, Dataset), each batch is advised one batch before it is
+    given out. shuffle, window, mix: as of Permutation, or the order of the files. rank, world_size: of
+    torch.distributed by default, where it is initialised.
+
+    The rule: in step s, ranks together take places consumed + [0, batch_size * world_size) of the epoch's order, rank r
+    those of them that are r modulo world_size. So the records of a step do not depend on how many ranks share them.
+    tail: what ranks do with places at the end that do not go round. "repeat": places from the epoch's beginning fill
+    up, so that all have as many; "drop": places of an incomplete step are left out; "keep": ranks get what there is,
+    and some may have a batch less.
+
+    An iteration begins at `consumed`, and after its end the next epoch is due. The state is that of what was given out:
+    workers of a DataLoader fetch ahead, so hand `state_dict` the number of batches that were trained on, or use
+    hfrecord.DataLoader. Raises ValueError for a rank outside the world, and a state of other data.
+    """
+
+    def __init__(
+        self, data, batch_size: int | None = None, *, seed: int = 0, shuffle: bool = True, window: int | None = None,
+        mix: int = 16, rank: int | None = None, world_size: int | None = None, tail: str = "repeat",
+    ):  # fmt: skip
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give 1 or more, or None for single indices")
+        if tail not in ("repeat", "drop", "keep"):
+            raise ValueError(f"tail={tail!r}: give 'repeat', 'drop' or 'keep'")
+        self.data, self.batch_size, self.seed, self.shuffle, self.tail = data, batch_size, seed, shuffle, tail
+        self.window, self.mix, self.records = window, mix, len(data)
+        known = rank is not None and world_size is not None
+        own_rank, own_size = (0, 1) if known else _distributed()
+        self.rank, self.world_size = own_rank if rank is None else rank, own_size if world_size is None else world_size
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} of world_size={self.world_size}: give a rank from 0 to world_size - 1")
+        self.epoch = self.consumed = 0  # where the next iteration begins
+        self._given, self._at = 0, (0, 0)  # batches of the last iteration, and where that began
+        Permutation(self.records, window=window, mix=mix)
+
+    @property
+    def _step(self) -> int:
+        """Places that all ranks together take at once."""
+        return (self.batch_size or 1) * self.world_size
+
+    def _own(self, begin: int) -> int:
+        """Places of this rank from `begin` to the end of the epoch."""
+        left = self.records - begin
+        if self.tail == "drop":
+            return left // self._step * (self.batch_size or 1)
+        return -(-left // self.world_size) if self.tail == "repeat" else (left - self.rank - 1) // self.world_size + 1
+
+    def __len__(self) -> int:
+        """Batches (or indices) of this rank in the next iteration."""
+        return -(-self._own(self.consumed % max(self.records, 1)) // (self.batch_size or 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration; where that is another one than is due, it begins at its beginning."""
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+            self._at, self._given = (epoch, 0), 0
+
+    def indices(self, epoch: int, places) -> np.ndarray:
+        """Records at these places of an epoch's order, which goes round: int64."""
+        places = np.asarray(places, np.int64) % max(self.records, 1)
+        if not self.shuffle:
+            return places
+        return Permutation(self.records, self.seed, epoch, self.window, self.mix)(places)
+
+    def __iter__(self) -> Iterator:
+        epoch, begin = self.epoch, self.consumed
+        self._at, self._given = (epoch, begin), 0
+        for item in self._ahead(self._items(epoch, begin)):
+            self._given += 1
+            yield item
+        self.epoch, self.consumed = epoch + 1, 0
+        self._given = self.records  # all, also where other ranks have a batch more
+
+    def _items(self, epoch: int, begin: int) -> Iterator:
+        own, size = self._own(begin), self.batch_size or 1
+        for block in range(0, own, BLOCK * size):
+            mine = np.arange(block, min(own, block + BLOCK * size))
+            found = self.indices(epoch, begin + self.rank + mine * self.world_size).tolist()
+            if self.batch_size is None:
+                yield from found
+            else:
+                yield from (found[at : at + size] for at in range(0, len(found), size))
+
+    def _ahead(self, items: Iterator) -> Iterator:
+        """The same items, each advised when the one before it is given out."""
+        advise = getattr(self.data, "advise", None)
+        held = []
+        for item in items:
+            if advise is not None:
+                advise([item] if self.batch_size is None else item)
+            if held:
+                yield held.pop()
+            held.append(item)
+        yield from held
+
+    def state_dict(self, batches: int | None = None) -> dict:
+        """All that a run must keep. batches: how many of the last iteration's count; by default all it gave out."""
+        epoch, begin = self._at
+        consumed = begin + (self._given if batches is None else batches) * self._step
+        left = self.records - consumed
+        if left <= 0 or (self.tail == "drop" and left < self._step):
+            epoch, consumed = epoch + 1, 0
+        return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "records": self.records}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on from a state, on any number of ranks and with any batch size."""
+        if state["records"] != self.records:
+            raise ValueError(f"a state of {state['records']} records, these are {self.records}: give the same data")
+        self.seed, self.epoch, self.consumed = state["seed"], state["epoch"], state["consumed"]
+        self._at, self._given = (self.epoch, self.consumed), 0
+
+
+def _distributed() -> tuple[int, int]:
+    """Rank and size of torch.distributed, where this process has joined one."""
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()

@@ -1,0 +1,238 @@
+"""Writing record files: one, or parts of a data set with a manifest."""
+
+import base64
+import fcntl
+import json
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hfrecord import format
+from hfrecord.format import PLAIN, ZSTD, RecordError
+from hfrecord.manifest import Manifest, part
+from hfrecord.reader import LARGEST_RATIO, SMALL, File, dictionary
+from hfrecord.schema import Schema, optional
+
+LEVEL = 3  # of zstd
+BUFFER = 1 << 20  # bytes
+
+
+class FileWriter:
+    """Appends records to a file of the own format: `write(record)`, `commit()`, `close()`, which commits.
+
+    path: a new file (FileExistsError for one that is there); with append=True it may be there, and is gone on with.
+    schema: the fields of records (schema.py); without one a record is bytes. compression: None or "zstd". dictionary:
+    bytes of `train_dictionary`. These three belong to the file: ValueError where one that is given for a file that is
+    there is another. keep: how many records stay of such a file, all by default.
+
+    What is committed stays, whoever is killed later. What was written since is lost then, and when a `with` block
+    raises. A commit writes the index of all records, 24 bytes each, and waits for the disk.
+    """
+
+    def __init__(self, path, schema=None, *, compression=None, dictionary=None, append=False, keep=None):
+        self.path, self._fd = os.fspath(path), -1
+        given = _meta(schema, compression, dictionary)
+        there = os.path.exists(self.path)
+        if there and not append:
+            raise FileExistsError(f"{self.path} is there: give another path, or append=True")
+        if not there:
+            text = json.dumps(given).encode()
+            text += b" " * (format.aligned(len(text)) - len(text))
+            if len(text) > format.LARGEST_META:
+                raise ValueError(f"schema and dictionary take {len(text)} bytes: at most {format.LARGEST_META}")
+            format.replace(self.path, format.head(text) + text)  # without records, and whole from its first moment
+        self._open(keep)
+        for name, value in given.items():
+            if self.meta.get(name) != value:
+                self.abandon()
+                raise ValueError(f"{self.path} has {name} {self.meta.get(name)!r}, given was {value!r}: leave it out")
+
+    def _open(self, keep: int | None) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old = File(self.path, records=keep)
+        except BlockingIOError:
+            self.abandon()
+            raise RecordError(self.path, "another writer has it open: close that one") from None
+        except BaseException:
+            self.abandon()
+            raise
+        table = old.table
+        self.meta, self._sequence = table.meta, table.sequence
+        self.schema = Schema(self.meta["schema"]) if self.meta.get("schema") else None
+        self._compressor = self._make_compressor()
+        self._index = bytearray(old.entries(np.arange(old.records)).tobytes())
+        self._records = old.records
+        self._committed = table.records if keep is None else None  # where some do not stay, a commit has to say so
+        self._at = self._flushed = table.end
+        self._pending, self._pending_bytes = [], 0
+
+    def _make_compressor(self):
+        if self.meta.get("compression") is None:
+            return None
+        return optional("zstandard").ZstdCompressor(
+            level=LEVEL, dict_data=dictionary(self.path, self.meta), write_checksum=False
+        )
+
+    def __len__(self) -> int:
+        """Records of the file, those not yet committed among them."""
+        return self._records
+
+    def write(self, record) -> None:
+        """record: bytes, or anything with a buffer; a dict where the file has a schema. ValueError for what is else."""
+        if self._fd < 0:
+            raise ValueError(f"{self.path} is closed")
+        data = bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        codec = PLAIN
+        if self._compressor is not None:
+            packed = self._compressor.compress(data)
+            if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):
+                data, codec = packed, ZSTD
+        offset, length = self._at, len(data)
+        crc = zlib.crc32(data, format.seed(self._records, offset, length, codec))
+        self._put(data)
+        self._index += format.ENTRY.pack(offset, length, crc, codec)
+        self._records += 1
+
+    def _put(self, data: bytes) -> None:
+        if self._pending_bytes >= BUFFER:
+            self._flush()  # first: where that raises, the new bytes were not taken
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        self._at += len(data)
+
+    def _flush(self) -> None:
+        """After an OSError (no space left) the same bytes are still to be written, to the same place."""
+        view, place = memoryview(b"".join(self._pending)), self._flushed
+        while view:
+            done = os.pwrite(self._fd, view, place)
+            view, place = view[done:], place + done
+        self._flushed = place
+        self._pending, self._pending_bytes = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file, when what was written is flushed."""
+        return self._at
+
+    def commit(self) -> None:
+        """What was written is there for good, and for readers that open the file from now on."""
+        if self._records == self._committed:
+            return
+        index = format.aligned(self._at)
+        self._put(bytes(index - self._at))
+        self._put(bytes(self._index))
+        self._flush()
+        os.fsync(self._fd)
+        self._sequence += 1
+        slot = format.commit(self._sequence, self._records, index, zlib.crc32(self._index))
+        os.pwrite(self._fd, slot, format.COMMITS[self._sequence % 2])
+        os.fsync(self._fd)
+        self._committed = self._records
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self.commit()
+            os.ftruncate(self._fd, self._at)  # what a killed writer left behind the last commit
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file as it was at the last commit."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = abandon
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        self.abandon() if kind else self.close()
+
+
+def _meta(schema, compression, dictionary) -> dict:
+    """What a new file says of its records."""
+    if compression not in (None, "zstd"):
+        raise ValueError(f"compression={compression!r}: give None or 'zstd'")
+    if dictionary is not None and compression is None:
+        raise ValueError("a dictionary is zstd's: give compression='zstd'")
+    meta = {}
+    if schema is not None:
+        meta["schema"] = (schema if isinstance(schema, Schema) else Schema(schema)).fields
+    if compression:
+        meta["compression"] = compression
+    if dictionary is not None:
+        meta["dictionary"] = base64.b64encode(dictionary).decode()
+    return meta
+
+
+def train_dictionary(samples: list[bytes], size: int = 112640) -> bytes:
+    """A dictionary of `size` bytes for zstd, from records like those to be written: some thousand of them."""
+    return optional("zstandard").train_dictionary(size, list(samples)).as_bytes()
+
+
+class DatasetWriter:
+    """Writes a folder of files of about `part_bytes`, and their manifest: `write(record)`, `commit()`, `close()`.
+
+    folder: a new or empty one (FileExistsError for a data set that is there); with append=True it may be there, and is
+    gone on with. Other arguments are those of FileWriter. What is committed stays: the manifest is replaced behind the
+    files.
+    """
+
+    def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
+        self.folder, self.part_bytes = Path(folder), part_bytes
+        self._options = {"schema": schema, **options}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        there = Manifest.path(folder).exists()
+        if (there and not append) or (not there and any(self.folder.glob("part-*.?fr"))):
+            raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
+        self._counts = Manifest.load(folder).counts.tolist() if there else []
+        if not there:
+            Manifest(folder, []).save()  # from here on files count by the manifest alone
+        self._writer = self._next(self._counts.pop() if self._counts else None)
+        if not there:
+            self.commit()
+
+    def _next(self, keep: int | None = None) -> FileWriter:
+        """Of the last part, where it has `keep` records, or of a new one."""
+        path = self.folder / part(len(self._counts))
+        if keep is None:
+            path.unlink(missing_ok=True)  # of a writer that was killed before the manifest knew of it
+        return FileWriter(path, append=True, keep=keep, **self._options)
+
+    def __len__(self) -> int:
+        return sum(self._counts) + len(self._writer)
+
+    def write(self, record) -> None:
+        if self._writer.nbytes >= self.part_bytes and len(self._writer):
+            self._writer.close()
+            self._counts.append(len(self._writer))
+            self._options = _options(self._writer.meta)
+            self._writer = self._next()
+        self._writer.write(record)
+
+    def commit(self) -> None:
+        """What was written is there for good, and for readers that open the folder from now on."""
+        self._writer.commit()
+        Manifest(self.folder, [*self._counts, len(self._writer)]).save()
+
+    def close(self) -> None:
+        self.commit()
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Closes the files as they were at the last commit."""
+        self._writer.abandon()
+
+    __enter__, __exit__ = FileWriter.__enter__, FileWriter.__exit__
+
+
+def _options(meta: dict) -> dict:
+    """The arguments of a FileWriter for another file like one with this meta."""
+    packed = meta.get("dictionary")
+    found = {"schema": meta.get("schema"), "compression": meta.get("compression")}
+    return found | {"dictionary": None if packed is None else base64.b64decode(packed)}
