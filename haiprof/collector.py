@@ -38,7 +38,7 @@ class Collector:
         self._partial, self._steps, self._gpu = partial, deque(), deque()
         self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
         self._lock, self._over, self._thread, self._failed = threading.RLock(), threading.Event(), None, False
-        self._loader = None
+        self._loader = self.metrics = None
         self._between = threading.Condition()
 
     def start(self):
@@ -57,6 +57,7 @@ class Collector:
             return
         self._head = record.header(backend=_backend())
         self._offset = self._head["wall"] - self._head["perf"]
+        self.rank = self._head["rank"]
         self.writer = record.Writer(self.folder, self._head)
         self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
         self._thread.start()
@@ -89,6 +90,8 @@ class Collector:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
+        if self.metrics is not None:
+            self.metrics.close()
         if self.writer is None or self._failed:
             return
         try:
@@ -102,6 +105,14 @@ class Collector:
         except Exception:
             self.fail()
         self.writer = None
+
+    def flush(self):
+        """Writes what there is by now, and the trace."""
+        with self._lock:
+            if self.writer is not None and not self._failed:
+                self.arrivals.due = 0.0
+                self._tick()
+                self._write_trace()
 
     def _on_step(self, step):
         if self._partial:
@@ -128,7 +139,8 @@ class Collector:
         try:
             self.counters = Counters()
             self.counters.read()
-            self.writer.write({"kind": "missing", "why": self.counters.missing})
+            missing = {**self.counters.missing, **self._serve()}
+            self.writer.write({"kind": "missing", "why": missing})
             wait = min(self.interval, 1.0)
             while not self._over.wait(wait):
                 with self._lock:
@@ -136,6 +148,18 @@ class Collector:
                 wait *= 2 if self.writer.full() else 1
         except Exception:
             self.fail()
+
+    def _serve(self):
+        """Opens the port of the metrics if it is asked for; the reason where it cannot."""
+        if "HAIPROF_PORT" not in os.environ:
+            return {}
+        from haiprof.metrics import Metrics
+
+        try:
+            self.metrics = Metrics(self, int(os.environ["HAIPROF_PORT"]))
+        except (OSError, ValueError) as error:
+            return {"metrics": f"HAIPROF_PORT={os.environ['HAIPROF_PORT']}: {error}"}
+        return {}
 
     def _tick(self):
         """Writes what has come since the last time."""

@@ -13,6 +13,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from haiprof.counters import environment
+
 log = logging.getLogger("haiprof")
 
 
@@ -114,9 +116,12 @@ def _answer(request) -> dict:
     elif do == "wait":
         done = State.collector is not None and State.collector.wait_for(request["steps"], request["seconds"])
         return {**_info(), "done": done}
-    elif do == "stop" and State.collector is not None and not State.always:
-        collector, State.collector = State.collector, None
-        collector.stop()
+    elif do == "stop" and State.collector is not None:
+        if State.always:
+            State.collector.flush()
+        else:
+            collector, State.collector = State.collector, None
+            collector.stop()
     return _info()
 
 
@@ -164,7 +169,11 @@ def ask(path, request, timeout=10.0) -> dict:
 def sockets(target: str) -> list[Path]:
     """Those of a process, by its id, or of all processes that have one in a folder; those of the dead are removed."""
     if target.isdigit():
-        folders = [_environment(int(target)).get("HAIPROF_DIR"), default_sockets()]
+        try:
+            own = environment(int(target)).get("HAIPROF_DIR")
+        except OSError:  # it has ended, or is another user's
+            own = None
+        folders = [own, default_sockets()]
         found = [Path(folder, f"{target}.sock") for folder in folders if folder]
     else:
         found = sorted(Path(target).glob("*.sock"))
@@ -178,11 +187,3 @@ def sockets(target: str) -> list[Path]:
         except (OSError, RuntimeError):
             continue
     return alive
-
-
-def _environment(pid) -> dict[str, str]:
-    try:
-        rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(row.decode(errors="replace").partition("=")[::2] for row in rows if row)

@@ -31,7 +31,8 @@ class Counters:
         self._open("infiniband", lambda: _infiniband(self._rates))
         self._open("memory bandwidth", lambda: _resctrl(self._rates))
         self._open("numa", lambda: _numa(self._rates))
-        self._open("gpu", lambda: _nvml(self))
+        own = os.environ if pid is None else environment(pid)
+        self._open("gpu", lambda: _nvml(self, own))
         if torch_memory:
             self._readers["torch"] = _torch_memory
 
@@ -174,15 +175,21 @@ def _torch_memory():
 THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0x80: "power brake"}
 
 
-def _nvml(counters):
+def environment(pid) -> dict[str, str]:
+    """Of another process, as it was when it started. OSError where that is over, or another user's."""
+    rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(row.decode(errors="replace").partition("=")[::2] for row in rows if row)
+
+
+def _nvml(counters, environment):
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise Missing(f"NVML: {error}") from None
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.isdigit()]
+    index = int(environment.get("LOCAL_RANK", "0"))
+    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.isdigit()]
     index = int(visible[index]) if index < len(visible) else index
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)

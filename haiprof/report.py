@@ -1,5 +1,8 @@
 """`report DIR` in the terminal: the verdict, then the numbers it stands on."""
 
+from statistics import fmean
+
+from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -53,20 +56,25 @@ def _findings(verdict):
 
 
 def _phases(verdict):
-    table = Table("rank", "steps", "a step", *PARTS, "blocked in collectives", "makes others wait", "slowest")
+    """Milliseconds."""
+    table = Table("rank", "steps", "step", *PARTS, "blocked", "late", "slowest", title="ms a step", box=box.SIMPLE_HEAD, pad_edge=False)
     for rank in verdict.ranks:
         late = verdict.late.per_second(rank.rank) * verdict.step
-        row = [str(rank.rank), str(rank.steps), ms(rank.seconds)]
-        row += [f"{ms(rank.phases[name])} {rank.phases[name] / rank.seconds:.0%}" for name in PARTS]
-        table.add_row(*row, ms(rank.communication()), ms(late), ms(rank.slowest))
+        row = [rank.seconds, *rank.phases.values(), rank.communication(), late, rank.slowest]
+        table.add_row(str(rank.rank), str(rank.steps), *(f"{1e3 * value:.1f}" for value in row))
         if rank.gpu:
-            table.add_row("", "", ms(rank.gpu["seconds"]), *(ms(rank.gpu[name]) for name in PARTS[:-1]), "on the GPU")
+            own = (rank.gpu["seconds"], *(rank.gpu[name] for name in PARTS[:-1]))
+            table.add_row("", "GPU", *(f"{1e3 * value:.1f}" for value in own))
+    shares = [fmean(rank.phases[name] for rank in verdict.ranks) / verdict.step for name in PARTS]
+    table.add_row("", "", "", *(f"{share:.0%}" for share in shares), style="bold")
     table.caption = _caption(verdict)
     return table
 
 
 def _caption(verdict):
     said = ["means of all steps but the first"]
+    if len(verdict.ranks) > 1:
+        said.append("blocked: in collectives; late: what others wait for this rank")
     passes = max(rank.passes for rank in verdict.ranks)
     if passes > 1.01:
         said.append(f"{passes:.1f} backward passes a step")
@@ -77,7 +85,7 @@ def _caption(verdict):
 
 
 def _counters(verdict):
-    table = Table("counter", *(f"rank {rank.rank}" for rank in verdict.ranks))
+    table = Table("counter", *(f"rank {rank.rank}" for rank in verdict.ranks), box=box.SIMPLE_HEAD, pad_edge=False)
     for name, title, form in COUNTERS:
         means = [rank.mean(name) for rank in verdict.ranks]
         if any(mean is not None for mean in means):
