@@ -19,7 +19,9 @@ def main(argv=None) -> int:
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="python -m haiprof", description="profile training runs without a change to them")
+    parser = argparse.ArgumentParser(
+        prog="python -m haiprof", description="profile training runs without a change to them"
+    )
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="run a command with its ranks profiled, and report")
     run.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")

@@ -1,11 +1,11 @@
 """Which rank makes the others wait at collectives, and how long.
 
-A rank that has come to a collective is blocked until the last one comes, unless it goes on meanwhile: where it comes to
-the next collective before that, the first one was asynchronous, and only the last of such a burst counts (the buckets of
-DDP). What a rank has waited is the union of these spans; each piece of it is charged to who came last.
+A rank that has come to a collective is blocked until the last one comes, unless it goes on meanwhile: where it comes
+to the next collective before that, the first one was asynchronous, and only the last of such a burst counts (the
+buckets of DDP). What a rank has waited is the union of these spans; each piece of it is charged to who came last.
 
-So a rank that is slow in backward is named too: its backward takes as long as everybody's, for the others wait in theirs,
-but it is the one that waits least.
+So a rank that is slow in backward is named too: its backward takes as long as everybody's, for the others wait in
+theirs, but it is the one that waits least.
 """
 
 from collections import defaultdict
@@ -47,9 +47,7 @@ def _groups(runs):
             if line["ranks"] and len(line["ranks"]) > 1:
                 own = found[line["backend"], line["group"], tuple(line["ranks"])][run["run"]["rank"]]
                 own.update((number, (line["wall"] + at, duration)) for number, at, duration, _ in line["rows"])
-    return {
-        ranks: rows for (*_, ranks), rows in sorted(found.items(), key=str) if all(rank in rows for rank in ranks)
-    }
+    return {ranks: rows for (*_, ranks), rows in sorted(found.items(), key=str) if all(rank in rows for rank in ranks)}
 
 
 def _neighbours(numbers):

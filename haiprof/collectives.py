@@ -1,10 +1,11 @@
 """When this rank came to each collective, so that the rank that makes others wait can be named.
 
-Arrivals come from what is recorded anyway: torch's flight recorder (gloo, NCCL), and hfreduce's. DDP's reducer calls its
-process group from C++, where no hook of Python sees it, and these do. How long the host is blocked is measured in
+Arrivals come from what is recorded anyway: torch's flight recorder (gloo, NCCL), and hfreduce's. DDP's reducer calls
+its process group from C++, where no hook of Python sees it, and these do. How long the host is blocked is measured in
 `Work.wait`, which all functions of torch.distributed end in.
 
-A recorder's dump costs microseconds an entry, so it is read so seldom that this stays below a few thousandths of the time.
+A recorder's dump costs microseconds an entry, so it is read so seldom that this stays below a few thousandths of the
+time.
 """
 
 import json

@@ -36,7 +36,9 @@ def begin(mode: str):
     if State.always:
         from haiprof import collector
 
-        State.folder = os.environ.setdefault("HAIPROF_DIR", collector.new_folder())  # for processes that this one starts
+        State.folder = os.environ.setdefault(
+            "HAIPROF_DIR", collector.new_folder()
+        )  # for processes that this one starts
         State.collector = collector.Collector(State.folder, float(os.environ.get("HAIPROF_HZ", "1"))).start()
     State.server = Server(place)
     os.register_at_fork(after_in_child=_forked)

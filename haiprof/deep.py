@@ -84,7 +84,7 @@ class Window:
             self._over.set()
 
     def wait(self, seconds) -> list[str]:
-        """The files that were written, when it is over. TimeoutError where the steps did not come in so many seconds."""
+        """The files that were written, when it is over. TimeoutError where the steps did not come in `seconds`."""
         if not self._over.wait(seconds):
             self.close()
             raise TimeoutError(f"{self._left} steps less than asked for came in {seconds:.0f} s")

@@ -10,7 +10,7 @@ import threading
 
 
 class Metrics:
-    """Serves the collector's latest numbers on 127.0.0.1, or on HAIPROF_ADDRESS, until `close`. OSError: port in use."""
+    """Serves the collector's last numbers on 127.0.0.1, or on HAIPROF_ADDRESS, until `close`. OSError: no such port."""
 
     def __init__(self, collector, port):
         class Handler(http.server.BaseHTTPRequestHandler):

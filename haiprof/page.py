@@ -80,7 +80,9 @@ def _timeline(verdict):
     if not all(steps):
         return None
     begin = min(own[-min(SHOWN_STEPS, len(own))]["ts"] for own in steps)
-    plot = _figure("the last steps", height=100 + 40 * len(ranks), x_axis_label="ms", y_range=[str(r.rank) for r in ranks][::-1])
+    plot = _figure(
+        "the last steps", height=160 + 40 * len(ranks), x_axis_label="ms", y_range=[str(r.rank) for r in ranks][::-1]
+    )
     for name, color in COLORS.items():
         bars = {"y": [], "left": [], "right": [], "what": []}
         for rank, own in events.items():
@@ -92,7 +94,9 @@ def _timeline(verdict):
                     bars["what"].append(f"{name} {event['dur'] / 1e3:.2f} ms")
         if bars["y"]:
             height = 0.25 if name == "wait" else 0.8
-            plot.hbar("y", left="left", right="right", height=height, color=color, legend_label=name, source=_source(bars))
+            plot.hbar(
+                "y", left="left", right="right", height=height, color=color, legend_label=name, source=_source(bars)
+            )
     plot.hover.tooltips = [("rank", "@y"), ("", "@what")]
     plot.yaxis.axis_label = "rank"
     return _legend_below(plot)
@@ -120,9 +124,11 @@ def _shares(verdict):
     """Milliseconds a step by phase, a bar a rank: the numbers of the table."""
     names = [str(rank.rank) for rank in verdict.ranks]
     columns = {"rank": names, **{part: [1e3 * rank.phases[part] for rank in verdict.ranks] for part in PARTS}}
-    plot = _figure("a step", height=120 + 30 * len(names), y_range=names[::-1], x_axis_label="ms")
+    plot = _figure("a step", height=160 + 30 * len(names), y_range=names[::-1], x_axis_label="ms")
     colors = [COLORS[part] for part in PARTS]
-    plot.hbar_stack(PARTS, y="rank", height=0.8, color=colors, source=_source(columns), legend_label=list(PARTS), name="shares")
+    plot.hbar_stack(
+        PARTS, y="rank", height=0.8, color=colors, source=_source(columns), legend_label=list(PARTS), name="shares"
+    )
     plot.hover.tooltips = [("rank", "@rank"), *((part, f"@{part}{{0.00}} ms") for part in PARTS)]
     plot.yaxis.axis_label = "rank"
     return _legend_below(plot)

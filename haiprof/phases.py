@@ -2,12 +2,12 @@
 
 Nothing is hooked but what a step goes through from outside: the outermost call of a module, the engine of autograd,
 `Optimizer.step` and the iterators of DataLoader. `nn.Module.__call__` is replaced rather than hooked, as torch.fx does:
-hooks would be seen, and conversion, proofs and deferred logits of hfnn go another way where there are any. A call inside
-another phase is handed on at once, so inner modules run as without haiprof.
+hooks would be seen, and conversion, proofs and deferred logits of hfnn go another way where there are any. A call
+inside another phase is handed on at once, so inner modules run as without haiprof.
 
 A step ends with its last `Optimizer.step`: the one before the next batch is fetched, or before one of the same
-optimizer. So micro-batches of accumulation are one step, and so are optimizers that take turns (GANs). What runs without
-gradients between two steps (validation) belongs to neither.
+optimizer. So micro-batches of accumulation are one step, and so are optimizers that take turns (GANs). What runs
+without gradients between two steps (validation) belongs to neither.
 """
 
 import threading
@@ -147,7 +147,7 @@ class Phases:
             self._within.add(key)
 
     def inference(self, module):
-        """The key of a call without gradients: whether a module that is trained is in eval mode, as validation has it."""
+        """The key of a call without gradients: whether a trained module is in eval mode, as validation has it."""
         return not module.training and id(module) in self._trained
 
     def trains(self, module):

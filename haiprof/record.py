@@ -11,7 +11,7 @@ from pathlib import Path
 HOURLY = 4_000_000  # bytes that a file grows by in an hour, and what it may have at once
 AT_ONCE = 600_000
 SECRET = re.compile(r"token|secret|key|passw|pwd|credential|auth|cookie|session|private|signature", re.IGNORECASE)
-# Without a telling name: user and password in an address, keys as several services write them, 32 letters and digits in a row.
+# Without a telling name: user and password in an address, keys of well-known services, 32 letters and digits in a row.
 LOOKS_SECRET = re.compile(
     r"://[^/\s]*@|\b(hf|sk|pk|ghp|gho|ghs|glpat|xox[abp]|AKIA|AIza|eyJ)[-_A-Za-z0-9]{12,}"
     r"|\b(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{32,}\b"
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def command(arguments) -> list[str]:
-    """A command line without secrets: in `--token X`, `--token=X` and `TOKEN=X`, X is hidden, and what looks like one."""
+    """A command line without secrets: in `--token X`, `--token=X`, `TOKEN=X`, X is hidden, and what looks like one."""
     shown, secret_follows = [], False
     for argument in map(str, arguments):
         name, equals, value = argument.partition("=")
@@ -48,7 +48,7 @@ def command(arguments) -> list[str]:
 
 
 def rank_of() -> tuple[int, int]:
-    """(rank, world size) of this process, as torch.distributed or the launcher's environment have it; (0, 1) without."""
+    """(rank, world size) of this process, as torch.distributed or the launcher's environment has it; or (0, 1)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

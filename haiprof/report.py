@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.verdict import PARTS, Verdict, ms
+from haiprof.verdict import PARTS, Verdict
 
 # Counters that are shown: name, title, and how a mean is written.
 COUNTERS = [
@@ -39,7 +39,9 @@ def page(verdict: Verdict) -> Group:
     parts = [_findings(verdict)]
     if verdict.ranks:
         parts += [_phases(verdict), _counters(verdict)]
-    missing = {name: why for rank in verdict.ranks for line in rank.run.get("missing", ()) for name, why in line["why"].items()}
+    missing = {
+        name: why for rank in verdict.ranks for line in rank.run.get("missing", ()) for name, why in line["why"].items()
+    }
     parts += [Text(f"not measured: {name}: {why}", style="dim") for name, why in sorted(missing.items())]
     return Group(*parts)
 
@@ -57,7 +59,18 @@ def _findings(verdict):
 
 def _phases(verdict):
     """Milliseconds."""
-    table = Table("rank", "steps", "step", *PARTS, "blocked", "late", "slowest", title="ms a step", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        "rank",
+        "steps",
+        "step",
+        *PARTS,
+        "blocked",
+        "late",
+        "slowest",
+        title="ms a step",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for rank in verdict.ranks:
         late = verdict.late.per_second(rank.rank) * verdict.step
         row = [rank.seconds, *rank.phases.values(), rank.communication(), late, rank.slowest]

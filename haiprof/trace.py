@@ -12,7 +12,7 @@ LANES = {PHASES: "phases", WAITS: "waits for collectives", STEPS: "steps"}
 
 
 def events(head, spans, waits=(), steps=(), counters=()) -> list[dict]:
-    """The events of a rank. spans, waits, steps: (name, begin, end), seconds since 1970; counters: (name, time, value)."""
+    """The events of a rank. spans, waits, steps: (name, begin, end), seconds; counters: (name, time, value)."""
     pid = head["rank"]
     found = [_named("process_name", pid, 0, f"rank {pid} ({head['host']}, pid {head['pid']})")]
     found += [_named("thread_name", pid, lane, name) for lane, name in LANES.items()]

@@ -139,7 +139,7 @@ def _slow_rank(verdict):
     return Finding(
         "slow rank",
         share,
-        f"Rank {worst} ({host}) makes the others wait: {ms(share * step)} of a step of {ms(step)}; it is late in {phase}.",
+        f"Rank {worst} ({host}) makes the others wait {ms(share * step)} of a step of {ms(step)}; it is late in {phase}.",
         f"waits of a step: {waits}; it came last to most of {late.n} collectives",
         [
             f"python -m haiprof attach {_pid(verdict, worst)} --stacks: what rank {worst} does in {phase}",
@@ -210,7 +210,7 @@ def _host(verdict):
         f"utilisation by NVML {fmean(busy):.0%}",
         [
             "hfnn.convert(model, optimizer): fewer launches",
-            'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables: captured in CUDA graphs',
+            'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables: CUDA graphs',
             "a larger batch",
         ],
     )
@@ -219,7 +219,10 @@ def _host(verdict):
 def _memory(verdict):
     worst = None
     for rank in verdict.ranks:
-        for used, total, where in (("gpu.used", "gpu.total", "GPU"), ("machine.memory", "machine.memory_total", "host")):
+        for used, total, where in (
+            ("gpu.used", "gpu.total", "GPU"),
+            ("machine.memory", "machine.memory_total", "host"),
+        ):
             if rank.top(total) and (worst is None or rank.top(used) / rank.top(total) > worst[0]):
                 worst = rank.top(used) / rank.top(total), where, rank
     if worst is None or worst[0] < MEMORY_FULL:
