@@ -102,7 +102,8 @@ def _union(spans):
 
 
 def phase_of(rank, late, phases) -> str:
-    """In which phase a rank is late by `late` seconds a step. phases: rank -> phase -> seconds a step.
+    """In which phase a rank is late by `late` seconds a step. phases: rank -> phase -> seconds a step, without
+    calls that waited for collectives.
 
     Where it is slow in data, forward, optimizer or other, these take longer than on the others. What does not show so
     is in backward, at whose end the others wait.

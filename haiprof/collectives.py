@@ -2,7 +2,7 @@
 
 Arrivals come from what is recorded anyway: torch's flight recorder (gloo, NCCL), and hfreduce's. DDP's reducer calls
 its process group from C++, where no hook of Python sees it, and these do. How long the host is blocked is measured in
-`Work.wait`, which all functions of torch.distributed end in.
+the calls of process groups and in `Work.wait`.
 
 A recorder's dump costs microseconds an entry, so it is read so seldom that this stays below a few thousandths of the
 time.
@@ -15,6 +15,8 @@ import pickle
 import sys
 from collections import deque
 from time import perf_counter, time
+
+from haiprof.phases import pass_by
 
 BLOCK = 64  # neighbours that are written together: fewer would miss which of a step's buckets are late
 MOST = 2 * BLOCK  # collectives that are written of a group at a time
@@ -29,36 +31,49 @@ def prepare():
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # durations on GPUs
 
 
+CALLS = (  # of a process group: they block where a backend has no thread of its own for them
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "barrier", "send", "recv",
+)  # fmt: skip
+
+
 class Waits:
-    """Seconds that a thread was blocked in `Work.wait`: (begin, end) of perf_counter, the newest 20000."""
+    """Seconds that threads were blocked in collectives: (begin, end) of perf_counter, the newest 20000."""
 
     def __init__(self):
         self.spans = deque(maxlen=20000)
-        self._original = None
+        self._places = []
 
     def install(self):
-        from haiprof.phases import _unseen
+        c10d = sys.modules.get("torch._C._distributed_c10d")
+        if hasattr(c10d, "Work"):
+            self._replace(c10d.Work, "wait")
+            for name in CALLS:
+                if name in vars(c10d.ProcessGroup):
+                    self._replace(c10d.ProcessGroup, name)
 
-        work = _work()
-        if work is None:
-            return
-        original, spans = work.wait, self.spans
+    def _replace(self, owner, name):
+        original, spans = vars(owner)[name], self.spans
+        call = getattr(owner, name)
 
-        def wait(self, *args, **kwargs):
+        def timed(*args, **kwargs):
             begin = perf_counter()
             try:
-                return original(self, *args, **kwargs)
+                return call(*args, **kwargs)
             finally:
                 spans.append((begin, perf_counter()))
 
-        _unseen(wait)
-        self._original, self._ours = original, wait
-        work.wait = wait
+        timed.__name__, timed.__doc__, timed.__wrapped__ = name, call.__doc__, call
+        pass_by(timed)
+        self._places.append((owner, name, original, timed))
+        setattr(owner, name, timed)
 
     def remove(self):
-        work = _work()
-        if self._original is not None and work.wait is self._ours:
-            work.wait = self._original
+        for owner, name, original, ours in self._places:
+            if vars(owner)[name] is ours:
+                setattr(owner, name, original)
+        self._places = []
 
     def within(self, begin, end) -> float:
         """Seconds between two times; begins from the newest."""
@@ -70,9 +85,16 @@ class Waits:
         return total
 
 
-def _work():
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    return getattr(c10d, "Work", None)
+    def by_phase(self, step) -> dict[str, float]:
+        """Seconds in a step, by the phase that they are part of: its name, or "other"."""
+        found, spans = {}, [*reversed(step.spans)]
+        for start, stop in reversed(self.spans):
+            if start < step.begin:
+                break
+            if stop <= step.end:
+                name = next((span.name for span in spans if span.start <= start < span.end), "other")
+                found[name] = found.get(name, 0.0) + stop - start
+        return found
 
 
 class Arrivals:

@@ -120,7 +120,7 @@ class Collector:
             return
         self._spans.extend((span.name, span.start, span.end) for span in step.spans)
         self._timeline.append((f"step {self.done}", step.begin, step.end))
-        self._steps.append((self.done, step, self.waits.within(step.begin, step.end)))
+        self._steps.append((self.done, step, self.waits.by_phase(step)))
         self.done += 1
         if step.spans and step.spans[0].marks:
             self._gpu.append(step)
@@ -187,6 +187,10 @@ class Collector:
         for _, step, _ in steps:
             for name, seconds in step.seconds().items():
                 sums[name] += seconds
+        waited = {}
+        for *_, own in steps:
+            for name, seconds in own.items():
+                waited[name] = waited.get(name, 0.0) + seconds
         lengths = [step.end - step.begin for _, step, _ in steps]
         line = {
             "kind": "steps",
@@ -198,7 +202,7 @@ class Collector:
             "slowest": max(lengths),
             "gap": sum(step.gap for _, step, _ in steps),
             "passes": sum(step.passes() for _, step, _ in steps),
-            "waited": sum(waited for *_, waited in steps),
+            "waited": waited,
             **sums,
         }
         for name in ("seconds", *sums):

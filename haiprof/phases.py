@@ -10,6 +10,7 @@ optimizer. So micro-batches of accumulation are one step, and so are optimizers 
 without gradients between two steps (validation) belongs to neither.
 """
 
+import sys
 import threading
 from collections import namedtuple
 from time import perf_counter
@@ -235,7 +236,7 @@ class Hooks:
         original = vars(owner)[name]
         ours = wrap(original)
         ours.__wrapped__, ours.__doc__ = original, original.__doc__
-        _unseen(ours)
+        pass_by(ours)
         self._places.append((owner, name, original, ours))
         setattr(owner, name, ours)
         _tell_dynamo(name, ours)
@@ -255,7 +256,7 @@ class Hooks:
             finally:
                 phases.leave()
 
-        _unseen(outermost)
+        pass_by(outermost)
 
         def __call__(self, *args, **kwargs):
             if phases.inside:
@@ -331,7 +332,7 @@ class Hooks:
         return before, after
 
 
-def _unseen(function):
+def pass_by(function):
     """Has TorchDynamo pass the function by: it compiles what is called in it, as it does with torch's own."""
     from torch._C._dynamo import eval_frame
 
@@ -342,8 +343,6 @@ def _unseen(function):
 
 def _tell_dynamo(name, function):
     """TorchDynamo goes from a module straight to its forward where `Module.__call__` is what it was at its import."""
-    import sys
-
     if name == "__call__":
         for place in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
             if hasattr(sys.modules.get(place), "unpatched_nn_module_call"):

@@ -20,8 +20,8 @@ class Rank:
     steps: int
     seconds: float
     phases: dict[str, float]
-    waited: float
-    exposed: float
+    waits: dict[str, float]  # in calls, by the phase that they are part of
+    exposed: float  # from the last collective of a backward to its end
     slowest: float
     passes: float
     gap: float  # seconds of validation between steps, in all
@@ -31,7 +31,7 @@ class Rank:
 
     def communication(self) -> float:
         """Seconds a step that the host was blocked for collectives, in calls and at the end of backward."""
-        return self.waited + self.exposed
+        return sum(self.waits.values()) + self.exposed
 
     def mean(self, name):
         values = self.counters.get(name)
@@ -71,7 +71,8 @@ def summary(run) -> Rank | None:
     n = sum(line["n"] for line in steady)
     if not n:
         return None
-    total = {name: sum(line[name] for line in steady) for name in ("seconds", "waited", "passes", *PARTS)}
+    total = {name: sum(line[name] for line in steady) for name in ("seconds", "passes", *PARTS)}
+    waits = {name: sum(line["waited"].get(name, 0.0) for line in steady) / n for name in PARTS}
     recorded = [line for line in run.get("collectives", ()) if line.get("backwards")]
     backwards = sum(line["backwards"] for line in recorded)
     exposed = sum(line["exposed"] for line in recorded) / backwards if backwards else 0.0
@@ -85,7 +86,7 @@ def summary(run) -> Rank | None:
         steps=sum(line["n"] for line in lines),
         seconds=total["seconds"] / n,
         phases={name: total[name] / n for name in PARTS},
-        waited=total["waited"] / n,
+        waits=waits,
         exposed=exposed * total["passes"] / n,
         slowest=max(line["slowest"] for line in steady),
         passes=total["passes"] / n,
@@ -132,7 +133,7 @@ def _slow_rank(verdict):
     share = late.per_second(worst) if worst is not None else 0.0
     if share < LATE or late.charged[worst] < 0.6 * total:
         return None
-    phases = {rank.rank: rank.phases for rank in verdict.ranks}
+    phases = {rank.rank: {name: rank.phases[name] - rank.waits[name] for name in PARTS} for rank in verdict.ranks}
     phase = arrivals.phase_of(worst, share * step, phases) if worst in phases else "backward"
     host = next(rank.run["run"]["host"] for rank in verdict.ranks if rank.rank == worst)
     waits = ", ".join(f"rank {rank} {ms(late.waits[rank] / late.covered * step)}" for rank in sorted(phases))

@@ -26,9 +26,9 @@ class Clock:
         finally:
             self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
 
-    def plant(self, here):
-        if here and self.armed:
-            self("planted", time.sleep, PLANTED)
+    def plant(self, place):
+        if self.armed:
+            self(f"planted {place}", time.sleep, PLANTED)
 
 
 class Data(Dataset):
@@ -69,8 +69,8 @@ class Optimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def trains(rank, size, store, folder, where, slow=None, backend="gloo"):
-    """Trains with DDP; in `where`, rank `slow` (None: each) is PLANTED seconds late in each step.
+def trains(rank, size, store, profile, where, slow=None, backend="gloo"):
+    """Trains with DDP; in `where` ("all": in each phase), rank `slow` (None: each) sleeps PLANTED seconds in each step.
 
     Returns what it has timed: by phase, of the steps but the first; and when it came to the collectives.
     """
@@ -81,7 +81,8 @@ def trains(rank, size, store, folder, where, slow=None, backend="gloo"):
     clock = Clock()
 
     def plants(place):
-        return lambda: clock.plant(where == place and slow in (None, rank))
+        here = (where == place or (where == "all" and place != "all_reduce")) and slow in (None, rank)
+        return lambda: clock.plant(place) if here else None
 
     torch.manual_seed(rank)
     model = Model(plants("forward"), plants("backward"))
@@ -90,7 +91,7 @@ def trains(rank, size, store, folder, where, slow=None, backend="gloo"):
     first.register_post_accumulate_grad_hook(lambda p: arrivals["backward"].append(time.time()))
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = Optimizer(model.parameters(), lr=0.01, plant=plants("optimizer"))
-    collector = Collector(folder).start()
+    collector = Collector(profile).start()
     dist.barrier()
     data = iter(DataLoader(Data(plants("data")), batch_size=1))
     for step in range(STEPS):
@@ -101,7 +102,7 @@ def trains(rank, size, store, folder, where, slow=None, backend="gloo"):
         loss = clock("forward", model, x).square().sum()
         clock("backward", loss.backward)
         clock("optimizer", optimizer.step)
-        clock.plant(where == "all_reduce" and slow in (None, rank))
+        plants("all_reduce")()
         arrivals["all_reduce"].append(time.time())
         clock("wait", dist.all_reduce, torch.ones(1))
     collector.stop()
