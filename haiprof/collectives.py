@@ -84,7 +84,6 @@ class Waits:
             total += max(0.0, min(stop, end) - max(start, begin))
         return total
 
-
     def by_phase(self, step) -> dict[str, float]:
         """Seconds in a step, by the phase that they are part of: its name, or "other"."""
         found, spans = {}, [*reversed(step.spans)]

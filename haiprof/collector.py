@@ -69,6 +69,8 @@ class Collector:
             log.warning("haiprof stops profiling this process; the training goes on", exc_info=True)
             self._over.set()
             self._remove()
+            if self.writer is not None:
+                self.writer.close()
 
     def _remove(self):
         self.phases.stopped = True  # wrappers that somebody has kept only hand calls on

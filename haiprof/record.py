@@ -95,7 +95,11 @@ class Writer:
         self.path = Path(f"{self.stem}.jsonl")
         self._file = open(self.path, "w", encoding="ascii")  # noqa: SIM115
         self._begun, self.bytes = time.monotonic(), 0
-        self.write(head)
+        try:
+            self.write(head)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, line: dict):
         text = json.dumps(_short(line), separators=(",", ":")) + "\n"
