@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from time import perf_counter, time
 
-from haiprof.phases import pass_by
+from haiprof.phases import Places
 
 BLOCK = 64  # neighbours that are written together: fewer would miss which of a step's buckets are late
 MOST = 2 * BLOCK  # collectives that are written of a group at a time
@@ -41,21 +41,27 @@ CALLS = (  # of a process group: they block where a backend has no thread of its
 class Waits:
     """Seconds that threads were blocked in collectives: (begin, end) of perf_counter, the newest 20000."""
 
-    def __init__(self):
+    def __init__(self, on_destroy):
+        """on_destroy(): called before a process group ends."""
         self.spans = deque(maxlen=20000)
-        self._places = []
+        self._places, self._on_destroy = Places(), on_destroy
 
     def install(self):
         c10d = sys.modules.get("torch._C._distributed_c10d")
-        if hasattr(c10d, "Work"):
-            self._replace(c10d.Work, "wait")
-            for name in CALLS:
-                if name in vars(c10d.ProcessGroup):
-                    self._replace(c10d.ProcessGroup, name)
+        if not hasattr(c10d, "Work"):
+            return
+        self._places.replace(c10d.Work, "wait", self._timed)
+        for name in CALLS:
+            if name in vars(c10d.ProcessGroup):
+                self._places.replace(c10d.ProcessGroup, name, self._timed)
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+            self._places.replace(sys.modules[module], "destroy_process_group", self._told)
 
-    def _replace(self, owner, name):
-        original, spans = vars(owner)[name], self.spans
-        call = getattr(owner, name)
+    def remove(self):
+        self._places.restore()
+
+    def _timed(self, call):
+        spans = self.spans
 
         def timed(*args, **kwargs):
             begin = perf_counter()
@@ -64,16 +70,14 @@ class Waits:
             finally:
                 spans.append((begin, perf_counter()))
 
-        timed.__name__, timed.__doc__, timed.__wrapped__ = name, call.__doc__, call
-        pass_by(timed)
-        self._places.append((owner, name, original, timed))
-        setattr(owner, name, timed)
+        return timed
 
-    def remove(self):
-        for owner, name, original, ours in self._places:
-            if vars(owner)[name] is ours:
-                setattr(owner, name, original)
-        self._places = []
+    def _told(self, destroy):
+        def destroy_process_group(*args, **kwargs):
+            self._on_destroy()
+            return destroy(*args, **kwargs)
+
+        return destroy_process_group
 
     def within(self, begin, end) -> float:
         """Seconds between two times; begins from the newest."""

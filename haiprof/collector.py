@@ -32,7 +32,7 @@ class Collector:
     def __init__(self, folder, hz=1.0, partial=False):
         self.folder, self.interval = Path(folder), 1 / hz
         self.phases = Phases(self._on_step, self.fail, _mark if torch.version.cuda else None, self._begin)
-        self.hooks, self.waits = Hooks(self.phases), Waits()
+        self.hooks, self.waits = Hooks(self.phases), Waits(self._last_arrivals)
         self.arrivals, self.counters, self.writer, self.window = Arrivals(), None, None, None
         self.done, self.latest = 0, {}  # steps that are over; what the metrics show
         self._partial, self._steps, self._gpu = partial, deque(), deque()
@@ -180,8 +180,20 @@ class Collector:
             self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
             self.latest.update(reading)
         if time.perf_counter() >= self.arrivals.due:
-            for line in self.arrivals.read():
-                self.writer.write({**line, **self._exposed(line)})
+            self._write_arrivals()
+
+    def _write_arrivals(self):
+        for line in self.arrivals.read():
+            self.writer.write({**line, **self._exposed(line)})
+
+    def _last_arrivals(self):
+        """Before a process group ends, and its records with it."""
+        try:
+            with self._lock:
+                if self.writer is not None and not self._over.is_set():
+                    self._write_arrivals()
+        except Exception:
+            self.fail()
 
     def _line(self, steps):
         """Sums of steps that are neighbours, seconds."""

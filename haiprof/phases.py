@@ -204,18 +204,43 @@ class Phases:
             self._emit(self._closed[1])
 
 
+class Places:
+    """Functions of torch that are replaced, and put back."""
+
+    def __init__(self):
+        self._places = []
+
+    def replace(self, owner, name, wrap):
+        """owner.name = wrap(owner.name)."""
+        original = vars(owner)[name]
+        ours = wrap(getattr(owner, name))
+        ours.__name__, ours.__wrapped__, ours.__doc__ = name, original, original.__doc__
+        pass_by(ours)
+        self._places.append((owner, name, original, ours))
+        setattr(owner, name, ours)
+        _tell_dynamo(name, ours)
+
+    def restore(self):
+        """Where somebody else has replaced a function since, ours stays, and only hands calls on."""
+        for owner, name, original, ours in reversed(self._places):
+            if vars(owner)[name] is ours:
+                setattr(owner, name, original)
+                _tell_dynamo(name, original)
+        self._places = []
+
+
 class Hooks:
     """What is put into torch for as long as phases are measured."""
 
     def __init__(self, phases: Phases):
         self.phases = phases
-        self._places, self._handles = [], []
+        self._places, self._handles = Places(), []
 
     def install(self):
-        self._replace(torch.nn.Module, "__call__", self._module_call)
-        self._replace(torch.autograd, "_engine_run_backward", self._engine)
-        self._replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
-        self._replace(dataloader.DataLoader, "__iter__", self._iter)
+        self._places.replace(torch.nn.Module, "__call__", self._module_call)
+        self._places.replace(torch.autograd, "_engine_run_backward", self._engine)
+        self._places.replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        self._places.replace(dataloader.DataLoader, "__iter__", self._iter)
         before, after = self._optimizer()
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(before),
@@ -223,23 +248,10 @@ class Hooks:
         ]
 
     def remove(self):
-        """Where somebody else has replaced a function since, ours stays, and only hands calls on."""
-        for owner, name, original, ours in reversed(self._places):
-            if vars(owner)[name] is ours:
-                setattr(owner, name, original)
-                _tell_dynamo(name, original)
+        self._places.restore()
         for handle in self._handles:
             handle.remove()
-        self._places, self._handles = [], []
-
-    def _replace(self, owner, name, wrap):
-        original = vars(owner)[name]
-        ours = wrap(original)
-        ours.__wrapped__, ours.__doc__ = original, original.__doc__
-        pass_by(ours)
-        self._places.append((owner, name, original, ours))
-        setattr(owner, name, ours)
-        _tell_dynamo(name, ours)
+        self._handles = []
 
     def _module_call(self, call):
         phases, grad = self.phases, torch.is_grad_enabled

@@ -135,12 +135,12 @@ def _slow_rank(verdict):
         return None
     phases = {rank.rank: {name: rank.phases[name] - rank.waits[name] for name in PARTS} for rank in verdict.ranks}
     phase = arrivals.phase_of(worst, share * step, phases) if worst in phases else "backward"
-    host = next(rank.run["run"]["host"] for rank in verdict.ranks if rank.rank == worst)
+    name = next(f"{worst} ({rank.run['run']['host']})" for rank in verdict.ranks if rank.rank == worst)
     waits = ", ".join(f"rank {rank} {ms(late.waits[rank] / late.covered * step)}" for rank in sorted(phases))
     return Finding(
         "slow rank",
         share,
-        f"Rank {worst} ({host}) makes the others wait {ms(share * step)} of a step of {ms(step)}; it is late in {phase}.",
+        f"Rank {name} makes the others wait {ms(share * step)} of a step of {ms(step)}; it is late in {phase}.",
         f"waits of a step: {waits}; it came last to most of {late.n} collectives",
         [
             f"python -m haiprof attach {_pid(verdict, worst)} --stacks: what rank {worst} does in {phase}",

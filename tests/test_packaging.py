@@ -55,7 +55,12 @@ def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     assert "OpenMP" in report and "switched off (HFNN_CUDA)" in report
 
 
-PACKAGES = {"hfnn": ["_C", "_autograd"], "hfreduce": ["_C", "_c10d"], "haiscale": []}  # and their compiled modules
+PACKAGES = {
+    "hfnn": ["_C", "_autograd"],
+    "hfreduce": ["_C", "_c10d"],
+    "haiscale": [],
+    "haiprof": [],
+}  # and their compiled modules
 
 
 def holds_our_packages_and_nothing_else(names):
@@ -67,7 +72,7 @@ def holds_our_packages_and_nothing_else(names):
     assert modules == source | written | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
     extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
-    assert f"{metadata}/licenses/LICENSE" in names
+    assert {f"{metadata}/licenses/LICENSE", f"{metadata}/entry_points.txt"} <= set(names)
 
 
 CLEAN_AND_COMPILED = """

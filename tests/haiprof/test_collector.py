@@ -68,11 +68,13 @@ def fails(*_, **__):
     raise Planted("planted")
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["Phases._arrive", "Phases._marks", "Phases._settle", "Collector._on_step", "Collector._begin", "Collector._serve"]
-    + ["Collector._line", "Hooks._optimizer", "Counters.read", "Arrivals.read", "Writer.write"],
+FAILING = (
+    "Phases._arrive Phases._marks Phases._settle Hooks._optimizer Collector._begin Collector._on_step Collector._serve "
+    "Collector._line Counters.read Arrivals.read Writer.write"
 )
+
+
+@pytest.mark.parametrize("place", FAILING.split())
 def test_a_failure_in_it_is_told_once_and_changes_nothing(tmp_path, monkeypatch, caplog, place):
     plain = losses()
     owners = {each.__name__: each for each in (Phases, Hooks, Collector, Counters, record.Writer)}

@@ -1,6 +1,7 @@
 """Where steps begin and end, and what belongs to which phase, in loops as people write them."""
 
 import contextlib
+import itertools
 import time
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ def watched():
         assert sum(seconds.values()) == pytest.approx(step.end - step.begin)
         assert all(value >= -1e-9 for value in seconds.values()), seconds
         assert all(step.begin <= span.start <= span.end <= step.end for span in step.spans)
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         assert step.end + following.gap == pytest.approx(following.begin)
 
 
