@@ -2,7 +2,6 @@
 
 from statistics import fmean
 
-from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -98,7 +97,9 @@ def _caption(verdict):
 
 
 def _counters(verdict):
-    table = Table("counter", *(f"rank {rank.rank}" for rank in verdict.ranks), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        "counter", *(f"rank {rank.rank}" for rank in verdict.ranks), box=None, pad_edge=False, collapse_padding=True
+    )
     for name, title, form in COUNTERS:
         means = [rank.mean(name) for rank in verdict.ranks]
         if any(mean is not None for mean in means):
