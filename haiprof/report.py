@@ -67,8 +67,9 @@ def _phases(verdict):
         "late",
         "slowest",
         title="ms a step",
-        box=box.SIMPLE_HEAD,
+        box=None,
         pad_edge=False,
+        collapse_padding=True,
     )
     for rank in verdict.ranks:
         late = verdict.late.per_second(rank.rank) * verdict.step
