@@ -154,6 +154,7 @@ def test_modules_are_bare_to_hfnn(tmp_path):
         assert is_bare(module)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo looks at it
 @pytest.mark.parametrize("broken", [False, True])
 def test_graphs_of_torch_compile_are_the_same(tmp_path, broken):
     """As many, with the same operations, no more recompiled, where the collector comes before and after the first."""
