@@ -10,6 +10,8 @@ optimizer. So micro-batches of accumulation are one step, and so are optimizers 
 without gradients between two steps (validation) belongs to neither.
 """
 
+import contextlib
+import itertools
 import sys
 import threading
 from collections import namedtuple
@@ -22,6 +24,7 @@ from torch.utils.data import dataloader
 PHASES = ("data", "forward", "backward", "optimizer")
 DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
+NUMBER = "_haiprof_number"  # of an iterator: ids are used again
 MOST = 20000  # spans that are kept of a program that never steps
 INFERENCE = "inference"  # a module's call without gradients: in a step it is part of its forward
 
@@ -142,14 +145,17 @@ class Phases:
 
     def steps_within(self, key):
         """An optimizer steps inside a backward pass, or inside another one's step()."""
-        if self._stack and self._stack[-1][0] == BACKWARD and key not in self._within:
-            if key in self._stepped:
-                self._cut()
-            self._within.add(key)
+        try:
+            if self._stack and self._stack[-1][0] == BACKWARD and key not in self._within:
+                if key in self._stepped:
+                    self._cut()
+                self._within.add(key)
+        except Exception:
+            self._on_fault()
 
     def inference(self, module):
         """The key of a call without gradients: whether a trained module is in eval mode, as validation has it."""
-        return not module.training and id(module) in self._trained
+        return not getattr(module, "training", True) and id(module) in self._trained
 
     def trains(self, module):
         self._trained.add(id(module))
@@ -294,7 +300,7 @@ class Hooks:
         phases = self.phases
 
         def __next__(self):
-            if not phases.enter(DATA, id(self)):
+            if not phases.enter(DATA, vars(self).get(NUMBER)):
                 return following(self)
             exhausted = False
             try:
@@ -308,18 +314,20 @@ class Hooks:
         return __next__
 
     def _iter(self, make):
-        phases = self.phases
+        phases, numbers = self.phases, itertools.count(1)
 
         def __iter__(self):
             if not phases.enter(DATA):
                 return make(self)
-            made = None
+            key = next(numbers)
             try:
                 phases.loader = {name: getattr(self, name, None) for name in LOADER}
                 made = make(self)
+                with contextlib.suppress(AttributeError):  # a loader with iterators of its own kind
+                    setattr(made, NUMBER, key)
                 return made
             finally:
-                phases.leave(key=id(made))
+                phases.leave(key=key)
 
         return __iter__
 

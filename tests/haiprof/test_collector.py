@@ -95,6 +95,25 @@ def test_a_failure_in_it_is_told_once_and_changes_nothing(tmp_path, monkeypatch,
     assert nn.Module.__call__ is call and not threads()
 
 
+def test_loaders_and_modules_of_another_kind_are_left_as_they_are(tmp_path):
+    class Own(torch.utils.data.DataLoader):
+        def _get_iterator(self):
+            return (x for x in "ab")
+
+    class Unfinished(nn.Module):
+        def __init__(self):
+            pass
+
+    collector = Collector(tmp_path).start()
+    try:
+        assert list(Own([1, 2])) == ["a", "b"]
+        with pytest.raises(AttributeError, match="_backward_hooks|_forward_hooks"), torch.no_grad():
+            Unfinished()(1)
+    finally:
+        collector.stop()
+    assert not collector._failed
+
+
 def test_a_counter_that_fails_is_given_up_with_its_reason(monkeypatch):
     counters = Counters()
     counters._readers["machine"] = fails
