@@ -107,7 +107,7 @@ def test_loaders_and_modules_of_another_kind_are_left_as_they_are(tmp_path):
     collector = Collector(tmp_path).start()
     try:
         assert list(Own([1, 2])) == ["a", "b"]
-        with pytest.raises(AttributeError, match="_backward_hooks|_forward_hooks"), torch.no_grad():
+        with pytest.raises(AttributeError, match=r"_backward_hooks|_forward_hooks"), torch.no_grad():
             Unfinished()(1)
     finally:
         collector.stop()
