@@ -283,9 +283,9 @@ OFF = """
 import sys, time
 from importlib.metadata import entry_points
 (point,) = [p for p in entry_points(group="torch.backends") if p.name == "haiprof"]
-before, begin = set(sys.modules), time.perf_counter()
+before, begin = set(sys.modules), time.process_time()
 point.load()()
-print((time.perf_counter() - begin) * 1e3, sorted(set(sys.modules) - before))
+print((time.process_time() - begin) * 1e3, sorted(set(sys.modules) - before))
 """
 
 

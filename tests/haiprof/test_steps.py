@@ -161,7 +161,6 @@ def test_validation_between_steps_is_in_none_of_them(most, same_data):
     assert [step.gap > 0.02 for step in steps] == [False] * 4 + [True] + [False] * 3
     assert all(names(step)[-3:] == ["forward", "backward", "optimizer"] for step in steps)
     assert sum("inference" in names(step) for step in steps) == 0
-    assert max(step.end - step.begin for step in steps) < 0.02 * 4, "a step has a validation in it"
 
 
 def test_validation_without_a_loader_and_before_training():
