@@ -60,6 +60,7 @@ PACKAGES = {
     "hfreduce": ["_C", "_c10d"],
     "haiscale": [],
     "hfrecord": [],
+    "haiprof": [],
 }  # and their compiled modules
 
 
@@ -72,7 +73,7 @@ def holds_our_packages_and_nothing_else(names):
     assert modules == source | written | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
     extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
-    assert f"{metadata}/licenses/LICENSE" in names
+    assert {f"{metadata}/licenses/LICENSE", f"{metadata}/entry_points.txt"} <= set(names)
 
 
 CLEAN_AND_COMPILED = """

@@ -29,10 +29,10 @@ HABITS = ("counts", "keeps", "random", "container")
 ACTIONS = {
     "train": 14, "accumulate": 4, "evaluate": 2, "infer": 0.7, "mode": 1.5, "between": 1.5, "two losses": 1.2,
     "twice": 1.2, "second": 0.7, "drop": 1, "write weight": 0.8, "refill": 1.2, "attribute": 0.8, "freeze": 1,
-    "data": 0.6, "replace": 0.6, "load": 0.8, "inner hook": 0.4, "parameter hook": 0.6, "outer hook": 0.5, "keep gradients": 1.2,
-    "copy": 0.6, "pickle": 0.5, "revert": 0.5, "argument": 1, "wrong": 0.5, "write output": 0.7, "input gradient": 1.5,
-    "part": 0.7, "other output": 0.7, "transform": 0.7, "global hook": 0.6, "checkpoint": 0.5, "autocast": 1,
-    "clip": 0.7,
+    "data": 0.6, "replace": 0.6, "load": 0.8, "inner hook": 0.4, "parameter hook": 0.6, "outer hook": 0.5,
+    "keep gradients": 1.2, "copy": 0.6, "pickle": 0.5, "revert": 0.5, "argument": 1, "wrong": 0.5,
+    "write output": 0.7, "input gradient": 1.5, "part": 0.7, "other output": 0.7, "transform": 0.7,
+    "global hook": 0.6, "checkpoint": 0.5, "autocast": 1, "clip": 0.7,
 }  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""python -m haiprof run -- COMMAND | attach PID|DIR | report DIR | diff A B."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main(argv=None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.do(args)
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        print(f"haiprof: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m haiprof", description="profile training runs without a change to them"
+    )
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="run a command with its ranks profiled, and report")
+    run.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
+    run.add_argument("--hz", type=float, default=1.0, help="readings of the counters a second, 1 to 10 (default: 1)")
+    run.add_argument("--port", type=int, help="serve Prometheus metrics on this port + the local rank")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND...")
+    run.set_defaults(do=_run)
+    attach = commands.add_parser("attach", help="profile running processes for a while")
+    attach.add_argument("target", help="a process id, or the HAIPROF_DIR of a run")
+    attach.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
+    attach.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
+    attach.add_argument("--seconds", type=float, default=60.0, help="at most; of a process without haiprof, 10 at most")
+    attach.add_argument("--operators", action="store_true", help="torch.profiler: operators, kernels, shapes, memory")
+    attach.add_argument("--stacks", action="store_true", help="where its Python threads are, sampled")
+    attach.add_argument("--memory", action="store_true", help="a snapshot of torch's CUDA allocator")
+    attach.set_defaults(do=_attach)
+    report = commands.add_parser("report", help="the verdict on the files in a folder, here and as report.html in it")
+    report.add_argument("folder")
+    report.add_argument("--no-html", dest="html", action="store_false", help="the terminal's page alone")
+    report.set_defaults(do=lambda args: _report(args.folder, args.html))
+    diff = commands.add_parser("diff", help="two runs side by side")
+    diff.add_argument("a")
+    diff.add_argument("b")
+    diff.set_defaults(do=_diff)
+    return parser
+
+
+def _run(args):
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ValueError("run: what? python -m haiprof run -- torchrun ... train.py")
+    if not 1 <= args.hz <= 10:
+        raise ValueError(f"--hz takes 1 to 10, got {args.hz}")
+    folder = os.path.abspath(args.out) if args.out else _new_folder()
+    env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": folder, "HAIPROF_HZ": str(args.hz)}
+    if args.port:
+        env["HAIPROF_PORT"] = str(args.port)
+    process = subprocess.Popen(command, env=env)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    while True:
+        try:
+            status = process.wait()
+            break
+        except KeyboardInterrupt:  # the terminal has told the command as well
+            continue
+    if not list(Path(folder).glob("*.jsonl")):
+        print(
+            f"haiprof: {command[0]} left nothing in {folder}: no module was called, or its Python has another torch, "
+            "where hfnn is not installed",
+            file=sys.stderr,
+        )
+        return status or 1
+    _report(folder)
+    return status if status >= 0 else 128 - status
+
+
+def _new_folder():
+    return os.path.abspath(time.strftime(f"haiprof-%Y%m%d-%H%M%S-{os.getpid()}"))
+
+
+def _report(folder, as_html=True):
+    from rich.console import Console
+
+    from haiprof import page, record, report, verdict
+
+    found = verdict.judge(record.load(folder))
+    report.show(found, Console())
+    if as_html:
+        path = Path(folder, "report.html")
+        page.write(found, path)
+        print(f"{path}, and a Chrome trace a rank beside it")
+    return 0
+
+
+def _diff(args):
+    from rich.console import Console
+
+    from haiprof import diff, record, verdict
+
+    a, b = (verdict.judge(record.load(folder)) for folder in (args.a, args.b))
+    Console().print(diff.page(a, b, (args.a, args.b)))
+    return 0
+
+
+def _attach(args):
+    from haiprof import attach
+
+    what = [name for name in ("operators", "stacks", "memory") if getattr(args, name)]
+    folder = os.path.abspath(args.out) if args.out else _new_folder()
+    folder = attach.attach(args.target, folder, args.steps, args.seconds, what)
+    return _report(folder) if list(Path(folder).glob("*.jsonl")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""What `import torch` calls at its end: the entry point "haiprof" of the group torch.backends (pyproject.toml)."""
+
+import os
+
+
+def start():
+    """Starts the collector (HAIPROF=1), or only opens its socket (HAIPROF=idle). Never raises."""
+    if os.environ.get("HAIPROF", "0") in ("", "0"):
+        return
+    try:
+        from haiprof import control
+
+        control.begin(os.environ["HAIPROF"])
+    except Exception:
+        import logging
+
+        logging.getLogger("haiprof").warning("haiprof does not profile this process", exc_info=True)

@@ -1,0 +1,290 @@
+"""The collector of a process: hooks in the thread that trains, and a thread of its own that counts and writes.
+
+It begins with the first module that is called, backward pass or optimizer step, so launchers and workers of loaders,
+which import torch too, leave no files. A failure in it is logged once, and ends it; the training goes on.
+"""
+
+import atexit
+import bisect
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from haiprof import record, trace
+from haiprof.collectives import Arrivals, Waits
+from haiprof.counters import Counters
+from haiprof.phases import BACKWARD, PHASES, Hooks, Phases
+
+log = logging.getLogger("haiprof")
+LATER = 2  # steps after which CUDA events are read: nothing has to wait for them then
+SAMPLE = 20  # backward passes that are looked at in a reading of collectives
+SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters of the trace
+
+
+class Collector:
+    """hz: readings of the counters a second. partial: whether it starts within a step, which is then left out."""
+
+    def __init__(self, folder, hz=1.0, partial=False):
+        self.folder, self.interval = Path(folder), 1 / hz
+        self.phases = Phases(self._on_step, self.fail, _mark if torch.version.cuda else None, self._begin)
+        self.hooks, self.waits = Hooks(self.phases), Waits(self._last_arrivals)
+        self.arrivals, self.counters, self.writer, self.window = Arrivals(), None, None, None
+        self.done, self.latest = 0, {}  # steps that are over; what the metrics show
+        self._partial, self._steps, self._gpu = partial, deque(), deque()
+        self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
+        self._lock, self._over, self._thread, self._failed = threading.RLock(), threading.Event(), None, False
+        self._loader = self.metrics = None
+        self._between = threading.Condition()
+
+    def start(self):
+        try:
+            self.waits.install()
+            self.hooks.install()
+        except Exception:
+            self.fail()
+        atexit.register(self.stop)
+        return self
+
+    def _begin(self):
+        """In the thread that trains, before its first phase."""
+        if torch.utils.data.get_worker_info() is not None:
+            self._remove()
+            return
+        self._head = record.header(backend=_backend())
+        self._offset = self._head["wall"] - self._head["perf"]
+        self.rank = self._head["rank"]
+        self.writer = record.Writer(self.folder, self._head)
+        self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
+        self._thread.start()
+
+    def fail(self):
+        """Called where an exception is handled, in any thread: says it once, and stops."""
+        if not self._failed:
+            self._failed = True
+            log.warning("haiprof stops profiling this process; the training goes on", exc_info=True)
+            self._over.set()
+            self._remove()
+            if self.writer is not None:
+                self.writer.close()
+
+    def _remove(self):
+        self.phases.stopped = True  # wrappers that somebody has kept only hand calls on
+        self.hooks.remove()
+        self.waits.remove()
+
+    def detach(self):
+        """Takes the hooks out of a child of a fork, and leaves the files and the thread to its parent."""
+        atexit.unregister(self.stop)
+        self._remove()
+
+    def stop(self):
+        """Takes the hooks out, writes what is left, and ends the thread."""
+        atexit.unregister(self.stop)
+        if self.window is not None:
+            self.window.close()
+        self._remove()
+        self._over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(10)
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.writer is None or self._failed:
+            return
+        try:
+            self.phases.finish()
+            with self._lock:
+                self.arrivals.due = 0.0
+                self._tick()
+                self.writer.write({"kind": "end", "wall": time.time(), "steps": self.done})
+                self.writer.close()
+                self._write_trace()
+        except Exception:
+            self.fail()
+        self.writer = None
+
+    def flush(self):
+        """Writes what there is by now, and the trace."""
+        with self._lock:
+            if self.writer is not None and not self._failed:
+                self.arrivals.due = 0.0
+                self._tick()
+                self._write_trace()
+
+    def _on_step(self, step):
+        if self._partial:
+            self._partial = False
+            return
+        self._spans.extend((span.name, span.start, span.end) for span in step.spans)
+        self._timeline.append((f"step {self.done}", step.begin, step.end))
+        self._steps.append((self.done, step, self.waits.by_phase(step)))
+        self.done += 1
+        if step.spans and step.spans[0].marks:
+            self._gpu.append(step)
+        if self.window is not None:
+            self.window.on_step()
+        with self._between:
+            self._between.notify_all()
+
+    def wait_for(self, steps, timeout) -> bool:
+        """Whether so many more steps were done within `timeout` seconds."""
+        goal = self.done + steps
+        with self._between:
+            return self._between.wait_for(lambda: self.done >= goal or self._over.is_set(), timeout)
+
+    def _run(self):
+        try:
+            self.counters = Counters()
+            self.counters.read()
+            missing = {**self.counters.missing, **self._serve()}
+            self.writer.write({"kind": "missing", "why": missing})
+            wait = min(self.interval, 1.0)
+            while not self._over.wait(wait):
+                with self._lock:
+                    self._tick()
+                wait *= 2 if self.writer.full() else 1
+        except Exception:
+            self.fail()
+
+    def _serve(self):
+        """Opens the port of the metrics if it is asked for; the reason where it cannot."""
+        if "HAIPROF_PORT" not in os.environ:
+            return {}
+        from haiprof.metrics import Metrics
+
+        try:
+            self.metrics = Metrics(self, int(os.environ["HAIPROF_PORT"]))
+        except (OSError, ValueError) as error:
+            return {"metrics": f"HAIPROF_PORT={os.environ['HAIPROF_PORT']}: {error}"}
+        return {}
+
+    def _tick(self):
+        """Writes what has come since the last time."""
+        if self.phases.loader != self._loader:
+            self._loader = self.phases.loader
+            self.writer.write({"kind": "loader", **self._loader})
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        if steps and steps[0][0] == 0:  # the first one warms up: it has a line of its own
+            self.writer.write(self._line(steps[:1]))
+            steps = steps[1:]
+        if steps:
+            self.writer.write(self._line(steps))
+        if self.counters is not None:
+            reading = self.counters.read()
+            self.writer.write({"kind": "counters", "wall": time.time(), **reading})
+            self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
+            self.latest.update(reading)
+        if time.perf_counter() >= self.arrivals.due:
+            self._write_arrivals()
+
+    def _write_arrivals(self):
+        for line in self.arrivals.read():
+            self.writer.write({**line, **self._exposed(line)})
+
+    def _last_arrivals(self):
+        """Before a process group ends, and its records with it."""
+        try:
+            with self._lock:
+                if self.writer is not None and not self._over.is_set():
+                    self._write_arrivals()
+        except Exception:
+            self.fail()
+
+    def _line(self, steps):
+        """Sums of steps that are neighbours, seconds."""
+        sums = dict.fromkeys((*PHASES, "other"), 0.0)
+        for _, step, _ in steps:
+            for name, seconds in step.seconds().items():
+                sums[name] += seconds
+        waited = {}
+        for *_, own in steps:
+            for name, seconds in own.items():
+                waited[name] = waited.get(name, 0.0) + seconds
+        lengths = [step.end - step.begin for _, step, _ in steps]
+        line = {
+            "kind": "steps",
+            "wall": steps[0][1].begin + self._offset,
+            "until": steps[-1][1].end + self._offset,
+            "first": steps[0][0],
+            "n": len(steps),
+            "seconds": sum(lengths),
+            "slowest": max(lengths),
+            "gap": sum(step.gap for _, step, _ in steps),
+            "passes": sum(step.passes() for _, step, _ in steps),
+            "waited": waited,
+            **sums,
+        }
+        for name in ("seconds", *sums):
+            self.latest[f"step.{name}"] = line[name] / len(steps)
+        self.latest["steps"] = self.done
+        gpu = self._gpu_seconds()
+        return {**line, "gpu": gpu} if gpu else line
+
+    def _gpu_seconds(self):
+        """Seconds on the GPU's clock by phase, of steps whose events are over; {} where there are none."""
+        sums, n = {}, 0
+        while len(self._gpu) > LATER:
+            step, following = self._gpu[0], self._gpu[1]
+            first, next_first = step.spans[0].marks, following.spans[0].marks
+            if not next_first[0].query():
+                break
+            self._gpu.popleft()
+            for span in step.spans:
+                if span.marks and None not in span.marks:
+                    seconds = span.marks[0].elapsed_time(span.marks[1]) / 1e3
+                    name = span.name if span.name in PHASES else "forward"
+                    sums[name] = sums.get(name, 0.0) + seconds
+            sums["seconds"] = sums.get("seconds", 0.0) + first[0].elapsed_time(next_first[0]) / 1e3
+            n += 1
+        return {"n": n, **sums} if n else {}
+
+    def _exposed(self, line):
+        """Seconds from the last collective that a backward pass began to its end, when nothing else is left to do.
+
+        Not on GPUs, where the host does not wait. `backwards`: in how many passes there was one.
+        """
+        if torch.cuda.is_initialized():
+            return {}
+        starts = sorted(line["wall"] + row[1] - self._offset for row in line["rows"])
+        total, n = 0.0, 0
+        for name, begin, end in reversed(list(self._spans)):
+            if not starts or end < starts[0] or n == SAMPLE:
+                break
+            last = bisect.bisect_right(starts, end) - 1
+            if name == BACKWARD and starts[last] >= begin:
+                total += end - starts[last] - self.waits.within(starts[last], end)
+                n += 1
+        return {"exposed": total, "backwards": n}
+
+    def _write_trace(self):
+        moved = ([(name, a + self._offset, b + self._offset) for name, a, b in rows] for rows in self._lanes())
+        found = trace.events(self._head, *moved, counters=self._readings)
+        trace.write(f"{self.writer.stem}.trace.json.gz", self._head, found)
+
+    def _lanes(self):
+        waits = [("wait", begin, end) for begin, end in self.waits.spans]
+        return list(self._spans), waits, list(self._timeline)
+
+
+def _mark():
+    """A CUDA event in the current stream; None before CUDA is used, and while a graph is captured."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _backend():
+    dist = torch.distributed
+    return dist.get_backend() if dist.is_available() and dist.is_initialized() else ""
+
+
+def new_folder() -> str:
+    """haiprof-<date>-<time>-<pid> in the working directory."""
+    return os.path.abspath(time.strftime(f"haiprof-%Y%m%d-%H%M%S-{os.getpid()}"))

@@ -1,0 +1,244 @@
+"""Counters of the process and its machine, and for those that are missing the reason why.
+
+A source is a function that opens it, and returns a function that reads it: names and numbers. Rates are of the time
+since the last reading. Bytes are bytes, shares are from 0 to 1, power is in watts, clocks are in MHz.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+IB = Path("/sys/class/infiniband")
+RESCTRL = Path("/sys/fs/resctrl")
+NODES = Path("/sys/devices/system/node")
+
+
+class Missing(Exception):
+    """A source that is not here; says why."""
+
+
+class Counters:
+    """All sources that this machine has. `missing`: the reasons of the others, by name."""
+
+    def __init__(self, pid=None, torch_memory=True):
+        self.missing: dict[str, str] = {}
+        self._readers: dict[str, Callable[[], dict]] = {}
+        self._rates = _Rates()
+        self._open("process", lambda: _process(pid or os.getpid(), self._rates))
+        self._open("machine", lambda: _machine(self._rates))
+        self._open("infiniband", lambda: _infiniband(self._rates))
+        self._open("memory bandwidth", lambda: _resctrl(self._rates))
+        self._open("numa", lambda: _numa(self._rates))
+        own = os.environ if pid is None else environment(pid)
+        self._open("gpu", lambda: _nvml(self, own))
+        if torch_memory:
+            self._readers["torch"] = _torch_memory
+
+    def _open(self, name, source):
+        try:
+            self._readers[name] = source()
+        except (Missing, ImportError, OSError, ValueError) as error:
+            self.missing[name] = str(error) or type(error).__name__
+
+    def read(self) -> dict[str, float | list]:
+        """What all sources say now. One that fails is given up, with its reason."""
+        found = {}
+        self._rates.tick()
+        for name, reader in list(self._readers.items()):
+            try:
+                found.update(reader())
+            except Exception as error:
+                self.missing[name] = f"gave up: {type(error).__name__}: {error}"
+                del self._readers[name]
+        return found
+
+
+class _Rates:
+    """Differences a second of numbers that only grow."""
+
+    def __init__(self):
+        self._before, self._at, self._elapsed = {}, time.monotonic(), 0.0
+
+    def tick(self):
+        now = time.monotonic()
+        self._elapsed, self._at = now - self._at, now
+
+    def of(self, name, value) -> dict[str, float]:
+        before = self._before.get(name)
+        self._before[name] = value
+        return {} if before is None or not self._elapsed else {name: max(0.0, value - before) / self._elapsed}
+
+
+def _process(pid, rates):
+    import psutil
+
+    process = psutil.Process(pid)
+
+    def read():
+        with process.oneshot():
+            times, memory = process.cpu_times(), process.memory_info()
+            found = rates.of("process.cpu", times.user + times.system)
+            found |= rates.of("workers.cpu", times.children_user + times.children_system)
+            found |= {"process.memory": memory.rss, "process.threads": process.num_threads()}
+        try:
+            io = process.io_counters()
+        except (AttributeError, psutil.AccessDenied):
+            return found
+        return found | rates.of("process.disk_read", io.read_bytes) | rates.of("process.disk_write", io.write_bytes)
+
+    return read
+
+
+def _machine(rates):
+    import psutil
+
+    psutil.cpu_percent(percpu=True)
+
+    def read():
+        cores = [share / 100 for share in psutil.cpu_percent(percpu=True)]
+        memory, net, disk = psutil.virtual_memory(), psutil.net_io_counters(), psutil.disk_io_counters()
+        found = {"machine.cores": cores, "machine.memory": memory.used, "machine.memory_total": memory.total}
+        if net:
+            found |= rates.of("net.sent", net.bytes_sent) | rates.of("net.received", net.bytes_recv)
+        if disk:
+            found |= rates.of("disk.read", disk.read_bytes) | rates.of("disk.write", disk.write_bytes)
+        return found
+
+    return read
+
+
+def _infiniband(rates):
+    """Ports count words of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband of Linux)."""
+    ports = sorted(IB.glob("*/ports/*/counters"))
+    if not ports:
+        raise Missing(f"no port in {IB}")
+
+    def read():
+        found = {}
+        for port in ports:
+            name = f"ib.{port.parts[-4]}.{port.parts[-2]}"
+            for what, file in (("sent", "port_xmit_data"), ("received", "port_rcv_data")):
+                found |= rates.of(f"{name}.{what}", 4 * int((port / file).read_text()))
+        return found
+
+    return read
+
+
+def _resctrl(rates):
+    """Bytes of memory traffic, and of that to other sockets (Documentation/arch/x86/resctrl.rst of Linux)."""
+    domains = sorted(RESCTRL.glob("mon_data/mon_L3_*"))
+    if not domains:
+        mounted = "not mounted (mount -t resctrl resctrl /sys/fs/resctrl, as root)"
+        offered = "resctrl" in Path("/proc/filesystems").read_text()
+        raise Missing(f"resctrl is {mounted}" if offered else "the kernel or the processor has no resctrl")
+
+    def read():
+        total, local = ((_sum(domains, f"mbm_{which}_bytes")) for which in ("total", "local"))
+        return rates.of("memory.traffic", total) | rates.of("memory.to_other_sockets", max(0, total - local))
+
+    def _sum(folders, name):
+        return sum(int((folder / name).read_text()) for folder in folders)
+
+    read()
+    return read
+
+
+def _numa(rates):
+    """Pages a second that a node gave to processes of other nodes (Documentation/admin-guide/numastat.rst of Linux)."""
+    nodes = sorted(NODES.glob("node[0-9]*/numastat"))
+    if len(nodes) < 2:
+        raise Missing("the machine has one NUMA node")
+
+    def read():
+        rows = [dict(line.split() for line in node.read_text().splitlines()) for node in nodes]
+        return rates.of("numa.remote_pages", sum(int(row["other_node"]) for row in rows))
+
+    return read
+
+
+def _torch_memory():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "gpu.allocated": torch.cuda.memory_allocated(),
+        "gpu.reserved": torch.cuda.memory_reserved(),
+        "gpu.used": total - free,
+        "gpu.total": total,
+    }
+
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down, and not just let it rest.
+THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0x80: "power brake"}
+
+
+def environment(pid) -> dict[str, str]:
+    """Of another process, as it was when it started. OSError where that is over, or another user's."""
+    rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(row.decode(errors="replace").partition("=")[::2] for row in rows if row)
+
+
+def _nvml(counters, environment):
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise Missing(f"NVML: {error}") from None
+    index = int(environment.get("LOCAL_RANK", "0"))
+    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.isdigit()]
+    index = int(visible[index]) if index < len(visible) else index
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError as error:
+        raise Missing(f"NVML, GPU {index}: {error}") from None
+    try:
+        gpm = _Gpm(pynvml, device)
+    except (Missing, AttributeError, pynvml.NVMLError) as error:
+        gpm, counters.missing["gpu activity"] = None, f"GPM, GPU {index}: {error}"
+
+    def read():
+        use = pynvml.nvmlDeviceGetUtilizationRates(device)
+        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(device)
+        found = {
+            "gpu.busy": use.gpu / 100,
+            "gpu.power": pynvml.nvmlDeviceGetPowerUsage(device) / 1e3,
+            "gpu.clock": pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM),
+            "gpu.clock_max": pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM),
+            "gpu.throttled": sum(bit for bit in THROTTLED if reasons & bit),
+        }
+        return found | (gpm.read() if gpm else {})
+
+    read()
+    return read
+
+
+class _Gpm:
+    """Activity of multiprocessors, tensor cores and memory between two samples: NVML's GPM, Hopper and newer."""
+
+    def __init__(self, nvml, device):
+        if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
+            raise Missing("the GPU has none (it came with Hopper)")
+        self._nvml, self._device = nvml, device
+        self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+        nvml.nvmlGpmSampleGet(device, self._samples[0])
+        self._metrics = {
+            "gpu.sm": nvml.NVML_GPM_METRIC_SM_UTIL,
+            "gpu.tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            "gpu.dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        }
+
+    def read(self):
+        nvml = self._nvml
+        nvml.nvmlGpmSampleGet(self._device, self._samples[1])
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._metrics)
+        asked.sample1, asked.sample2 = self._samples
+        for i, metric in enumerate(self._metrics.values()):
+            asked.metrics[i].metricId = metric
+        nvml.nvmlGpmMetricsGet(asked)
+        self._samples.reverse()
+        return {name: asked.metrics[i].value / 100 for i, name in enumerate(self._metrics)}

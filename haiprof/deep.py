@@ -1,0 +1,161 @@
+"""A deeper look at a few steps, on request: operators and kernels, Python stacks, the CUDA allocator."""
+
+import gzip
+import json
+import sys
+import threading
+import time
+from collections import Counter
+
+TOP = 40  # rows of operators and of rooms that are written
+INTERVAL = 0.005  # seconds between samples of the Python stacks
+
+
+class Window:
+    """Begins with the next step of the collector's process, and ends `steps` later.
+
+    what: some of "operators", "stacks", "memory". torch.profiler is started and stopped in the thread that trains, for
+    it looks at the thread that starts it; the rest is done by who waits.
+    """
+
+    def __init__(self, collector, steps, what):
+        unknown = set(what) - {"operators", "stacks", "memory"}
+        if unknown or steps < 1:
+            raise ValueError(f"steps={steps}, what={list(what)}: takes 1 or more, of operators, stacks and memory")
+        if collector.window is not None:
+            raise RuntimeError("another deep window is open")
+        self._collector, self._what, self._left = collector, set(what), steps
+        self._over, self._stop = threading.Event(), threading.Event()
+        self._profiler = self._sampler = self._error = None
+        self.stacks, self.files = Counter(), []
+        collector.window = self
+
+    def on_step(self):
+        """In the thread that trains, between two steps."""
+        try:
+            if self._sampler is None:
+                self._begin()
+            else:
+                self._left -= 1
+                if self._left == 0:
+                    self.close()
+        except Exception as error:
+            self._error = error
+            self.close()
+
+    def _begin(self):
+        import torch
+
+        if "operators" in self._what:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(
+                activities=activities, record_shapes=True, profile_memory=True, with_stack="hfnn" in sys.modules
+            )
+            self._profiler.start()
+        if "memory" in self._what and torch.cuda.is_initialized():
+            torch.cuda.memory._record_memory_history(stacks="python")  # C++ frames take minutes to name
+        thread = threading.get_ident()
+        self._sampler = threading.Thread(target=self._sample, args=(thread,), name="haiprof stacks", daemon=True)
+        if "stacks" in self._what:
+            self._sampler.start()
+
+    def _sample(self, thread):
+        while not self._stop.wait(INTERVAL):
+            frame, names = sys._current_frames().get(thread), []
+            while frame is not None:
+                code = frame.f_code
+                names.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+                frame = frame.f_back
+            if names:
+                self.stacks[";".join(reversed(names))] += 1
+
+    def close(self):
+        """Ends it, whoever asks; what has been recorded stays."""
+        if self._collector.window is self:
+            self._collector.window = None
+            if self._profiler is not None:
+                try:
+                    self._profiler.stop()
+                except Exception as error:
+                    self._error, self._profiler = error, None
+            self._stop.set()
+            self._over.set()
+
+    def wait(self, seconds) -> list[str]:
+        """The files that were written, when it is over. TimeoutError where the steps did not come in `seconds`."""
+        if not self._over.wait(seconds):
+            self.close()
+            raise TimeoutError(f"{self._left} steps less than asked for came in {seconds:.0f} s")
+        if self._error is not None:
+            raise self._error
+        if self._sampler is not None and self._sampler.is_alive():
+            self._sampler.join(10)
+        stem = self._collector.writer.stem
+        if self._profiler is not None:
+            self._operators(f"{stem}.operators.json.gz")
+        if self.stacks:
+            path = f"{stem}.stacks.txt"  # "collapsed", as flame graphs are made of
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(f"{stack} {count}\n" for stack, count in self.stacks.most_common())
+            self._told(path, {"kind": "stacks", "rows": [[_innermost(s), n] for s, n in self.stacks.most_common(TOP)]})
+        if "memory" in self._what:
+            self._memory(f"{stem}.memory.pickle")
+        return self.files
+
+    def _told(self, path, line):
+        self.files.append(path)
+        with self._collector._lock:
+            self._collector.writer.write({**line, "wall": time.time()})
+
+    def _operators(self, path):
+        self._profiler.export_chrome_trace(path)
+        rows = []
+        for event in self._profiler.key_averages():
+            gpu = getattr(event, "self_device_time_total", 0)
+            rows.append([event.key, event.count, event.self_cpu_time_total / 1e6, gpu / 1e6])
+        rows.sort(key=lambda row: -(row[3] or row[2]))
+        rooms = _rooms(path) if "hfnn" in sys.modules else []
+        line = {"kind": "operators", "rows": rows[:TOP], "rooms": rooms, "hfreduce": _hfreduce()}
+        self._told(path, line)
+
+    def _memory(self, path):
+        import torch
+
+        if not torch.cuda.is_initialized():
+            with self._collector._lock:
+                self._collector.writer.write({"kind": "missing", "why": {"allocator snapshot": "CUDA is not in use"}})
+            return
+        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self._told(path, {"kind": "memory"})
+
+
+def _innermost(stack):
+    return stack.rpartition(";")[2]
+
+
+def _rooms(path) -> list:
+    """[room, calls, seconds] of hfnn's ops: Python functions of hfnn/ops and hfnn/kernels, and nodes of autograd."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    calls, seconds = Counter(), Counter()
+    for event in events:
+        name = event.get("name", "")
+        if event.get("cat") == "python_function" and ("hfnn/ops/" in name or "hfnn/kernels/" in name):
+            room = name[name.index("hfnn/") :].replace("(", ":", 1).replace("): ", " ")
+        elif event.get("cat") == "cpu_op" and name.startswith("_") and name.endswith("Backward"):
+            room = name
+        else:
+            continue
+        calls[room] += 1
+        seconds[room] += event.get("dur", 0) / 1e6
+    return [[room, calls[room], taken] for room, taken in seconds.most_common(TOP)]
+
+
+def _hfreduce() -> list[str]:
+    """Who is connected with whom, and by what, of each of hfreduce's groups."""
+    from haiprof.collectives import _hfreduce
+
+    return [f"{name}: {backend.describe()}" for name, backend in _hfreduce()]

@@ -1,0 +1,369 @@
+"""The phases of a training step: data, forward, backward, optimizer, and what is none of them.
+
+Nothing is hooked but what a step goes through from outside: the outermost call of a module, the engine of autograd,
+`Optimizer.step` and the iterators of DataLoader. `nn.Module.__call__` is replaced rather than hooked, as torch.fx does:
+hooks would be seen, and conversion, proofs and deferred logits of hfnn go another way where there are any. A call
+inside another phase is handed on at once, so inner modules run as without haiprof.
+
+A step ends with its last `Optimizer.step`: the one before the next batch is fetched, or before one of the same
+optimizer. So micro-batches of accumulation are one step, and so are optimizers that take turns (GANs). What runs
+without gradients between two steps (validation) belongs to neither.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections import namedtuple
+from time import perf_counter
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import dataloader
+
+PHASES = ("data", "forward", "backward", "optimizer")
+DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
+LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
+NUMBER = "_haiprof_number"  # of an iterator: ids are used again
+MOST = 20000  # spans that are kept of a program that never steps
+INFERENCE = "inference"  # a module's call without gradients: in a step it is part of its forward
+
+# key: the iterator of a data span; of an inference one, whether it looks like validation. marks: two CUDA events.
+Span = namedtuple("Span", "name start end key marks", defaults=(None, None))
+
+
+class Step(namedtuple("Step", "begin end gap spans")):
+    """Seconds of perf_counter. gap: seconds of validation between the step before and this one."""
+
+    def seconds(self) -> dict[str, float]:
+        """By phase; all together they are end - begin."""
+        found = dict.fromkeys(PHASES, 0.0)
+        for span in self.spans:
+            found[FORWARD if span.name == INFERENCE else span.name] += span.end - span.start
+        return {**found, "other": self.end - self.begin - sum(found.values())}
+
+    def passes(self) -> int:
+        """Backward passes: more than one where gradients are accumulated, or losses are several."""
+        return sum(span.name == BACKWARD for span in self.spans)
+
+
+class Phases:
+    """Spans of the thread that trains, cut into steps.
+
+    on_step(step): called in that thread when it is known where a step ended, which is in the step after it. mark: makes
+    a CUDA event in the current stream, or None. on_fault(): called where something here raises; the training goes on.
+    on_begin(): called before the first phase that is not data.
+    """
+
+    def __init__(self, on_step, on_fault, mark=None, on_begin=None):
+        self._on_step, self._on_fault, self._mark, self._on_begin = on_step, on_fault, mark, on_begin
+        self.thread = threading.main_thread().ident
+        self.stopped = False
+        self.inside = False  # whether what begins now is a part of the phase under way
+        self._stack = []  # (phase, key) of the one under way, after that of an optimizer whose closure it is in
+        self._since = self._begin_mark = None  # where the one under way began
+        self._closure = False  # whether the optimizer under way was given one
+        self.spans = []  # since the last cut
+        self._closed = None  # the step before, whose end is known once this one's begin is
+        self._stepped, self._last = set(), 0  # optimizers of this step; spans up to the last step() of one
+        self._within = set()  # optimizers that have stepped in the backward pass under way
+        self._begun = self._settled = None  # where this step began, where it may begin at the earliest
+        self._gap = 0.0
+        self._trained = set()  # ids of modules that were called with gradients
+        self.steps = 0
+        self.loader = None  # how the loader that was iterated last was made
+
+    def enter(self, name, key=None, closure=False) -> bool:
+        """Whether a phase begins here: not inside another one, but for what an optimizer's closure does."""
+        if self.stopped:
+            return False
+        if threading.get_ident() != self.thread:
+            if self.steps or name not in (OPTIMIZER, BACKWARD):
+                return False
+            self.thread = threading.get_ident()  # training is not done by the main thread
+        if self.inside or (self._stack and name == OPTIMIZER):
+            return False
+        try:
+            now = perf_counter()
+            if self._stack and not self._closure:
+                self._stack.clear()  # a step() that raised: nobody said that it ended
+            if self._stack:
+                self._interrupt(now)
+            else:
+                self._arrive(name, key, now)
+            self._stack.append((name, key))
+            self._since, self._begin_mark = now, self._mark and self._mark()
+            if name == OPTIMIZER:
+                self._closure = closure
+            self.inside = name != OPTIMIZER
+        except Exception:
+            self._on_fault()
+            return False
+        return True
+
+    def _arrive(self, name, key, now):
+        """What the begin of an outermost phase says of the step."""
+        if self._on_begin is not None and name != DATA:
+            begin, self._on_begin = self._on_begin, None
+            begin()
+        if self._stepped and (name == DATA or (name == OPTIMIZER and key in self._stepped)):
+            self._cut()
+        if name not in (DATA, INFERENCE) and self._begun is None:
+            self._settle(now)
+
+    def _interrupt(self, now):
+        name, key = self._stack[-1]
+        self.spans.append(Span(name, self._since, now, key, self._marks()))
+
+    def _marks(self):
+        return (self._begin_mark, self._mark()) if self._begin_mark else None
+
+    def busy(self) -> bool:
+        return bool(self._stack)
+
+    def leave(self, key=None, exhausted=False):
+        """Ends the phase that `enter` began."""
+        try:
+            now = perf_counter()
+            name, own = self._stack.pop()
+            self.spans.append(Span(name, self._since, now, own if key is None else key, self._marks()))
+            self.inside = False
+            if self._stack:
+                self._since, self._begin_mark = now, self._mark and self._mark()
+            if name == OPTIMIZER:
+                self._within.add(own)
+            if self._within and not self._stack:
+                self._stepped |= self._within
+                self._within, self._last = set(), len(self.spans)
+            if exhausted and self._begun is None and any(span.name == INFERENCE for span in self.spans):
+                self._settled = now  # the data of a validation that is over
+            if len(self.spans) > MOST:
+                del self.spans[: MOST // 2]
+                self._last = max(0, self._last - MOST // 2)
+        except Exception:
+            self._on_fault()
+
+    def steps_within(self, key):
+        """An optimizer steps inside a backward pass, or inside another one's step()."""
+        try:
+            if self._stack and self._stack[-1][0] == BACKWARD and key not in self._within:
+                if key in self._stepped:
+                    self._cut()
+                self._within.add(key)
+        except Exception:
+            self._on_fault()
+
+    def inference(self, module):
+        """The key of a call without gradients: whether a trained module is in eval mode, as validation has it."""
+        return not getattr(module, "training", True) and id(module) in self._trained
+
+    def trains(self, module):
+        self._trained.add(id(module))
+
+    def _cut(self):
+        """The step under way ended with the last optimizer: what came since belongs to the next one."""
+        spans, self.spans = self.spans[: self._last], self.spans[self._last :]
+        self._closed = (self._begun, spans[-1].end, self._gap, spans)
+        self._stepped, self._last, self._begun, self._settled = set(), 0, None, None
+        training = next((span for span in self.spans if span.name not in (DATA, INFERENCE)), None)
+        if training is not None:
+            self._settle(training.start)
+
+    def _settle(self, now):
+        """Finds where the step under way began, which the first phase with gradients, at `now`, makes known."""
+        ended = self._closed[1] if self._closed else None
+        before = [span for span in self.spans if span.end <= now]
+        inference = [span for span in before if span.name == INFERENCE]
+        if inference:
+            self._begun = self._after_validation(before, inference, ended)
+        elif before:
+            self._begun = before[0].start
+        else:
+            self._begun = now if ended is None else ended
+        kept = [span for span in self.spans if span.start >= self._begun]
+        validated = ended is not None and len(kept) < len(self.spans)
+        self.spans, self._last = kept, 0
+        self._gap = self._begun - ended if validated else 0.0
+        if self._closed:
+            self._emit(ended if validated else self._begun)
+
+    def _after_validation(self, before, inference, ended):
+        """Where a step begins before which modules were called without gradients."""
+        data = [span for span in before if span.name == DATA and span.start >= (self._settled or 0)]
+        if data:  # the loader whose batch came last is the one that is trained on
+            return next(span.start for span in data if span.key == data[-1].key)
+        validation = [span.end for span in inference if span.key]
+        floors = [*validation[-1:], self._settled, ended]
+        return max((floor for floor in floors if floor is not None), default=before[0].start)
+
+    def _emit(self, end):
+        begin, _, gap, spans = self._closed
+        self._closed = None
+        self.steps += 1
+        self._on_step(Step(begin, end, gap, spans))
+
+    def finish(self):
+        """Tells of the steps that are over; called when no more will come."""
+        if self._stepped and self._begun is not None:
+            self._cut()
+        if self._closed:
+            self._emit(self._closed[1])
+
+
+class Places:
+    """Functions of torch that are replaced, and put back."""
+
+    def __init__(self):
+        self._places = []
+
+    def replace(self, owner, name, wrap):
+        """owner.name = wrap(owner.name)."""
+        original = vars(owner)[name]
+        ours = wrap(getattr(owner, name))
+        ours.__name__, ours.__wrapped__, ours.__doc__ = name, original, original.__doc__
+        pass_by(ours)
+        self._places.append((owner, name, original, ours))
+        setattr(owner, name, ours)
+        _tell_dynamo(name, ours)
+
+    def restore(self):
+        """Where somebody else has replaced a function since, ours stays, and only hands calls on."""
+        for owner, name, original, ours in reversed(self._places):
+            if vars(owner)[name] is ours:
+                setattr(owner, name, original)
+                _tell_dynamo(name, original)
+        self._places = []
+
+
+class Hooks:
+    """What is put into torch for as long as phases are measured."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+        self._places, self._handles = Places(), []
+
+    def install(self):
+        self._places.replace(torch.nn.Module, "__call__", self._module_call)
+        self._places.replace(torch.autograd, "_engine_run_backward", self._engine)
+        self._places.replace(dataloader._BaseDataLoaderIter, "__next__", self._next)
+        self._places.replace(dataloader.DataLoader, "__iter__", self._iter)
+        before, after = self._optimizer()
+        self._handles = [
+            torch_optimizer.register_optimizer_step_pre_hook(before),
+            torch_optimizer.register_optimizer_step_post_hook(after),
+        ]
+
+    def remove(self):
+        self._places.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _module_call(self, call):
+        phases, grad = self.phases, torch.is_grad_enabled
+
+        def outermost(module, args, kwargs):
+            training = grad()
+            name, key = (FORWARD, None) if training else (INFERENCE, phases.inference(module))
+            if not phases.enter(name, key):
+                return call(module, *args, **kwargs)
+            if training:
+                phases.trains(module)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                phases.leave()
+
+        pass_by(outermost)
+
+        def __call__(self, *args, **kwargs):
+            if phases.inside:
+                return call(self, *args, **kwargs)
+            return outermost(self, args, kwargs)
+
+        return __call__
+
+    def _engine(self, run):
+        phases = self.phases
+
+        def _engine_run_backward(*args, **kwargs):
+            if not phases.enter(BACKWARD):
+                return run(*args, **kwargs)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                phases.leave()
+
+        return _engine_run_backward
+
+    def _next(self, following):
+        phases = self.phases
+
+        def __next__(self):
+            if not phases.enter(DATA, vars(self).get(NUMBER)):
+                return following(self)
+            exhausted = False
+            try:
+                return following(self)
+            except StopIteration:
+                exhausted = True
+                raise
+            finally:
+                phases.leave(exhausted=exhausted)
+
+        return __next__
+
+    def _iter(self, make):
+        phases, numbers = self.phases, itertools.count(1)
+
+        def __iter__(self):
+            if not phases.enter(DATA):
+                return make(self)
+            key = next(numbers)
+            try:
+                phases.loader = {name: getattr(self, name, None) for name in LOADER}
+                made = make(self)
+                with contextlib.suppress(AttributeError):  # a loader with iterators of its own kind
+                    setattr(made, NUMBER, key)
+                return made
+            finally:
+                phases.leave(key=key)
+
+        return __iter__
+
+    def _optimizer(self):
+        phases, compiling = self.phases, torch.compiler.is_compiling
+        entered = []  # for each step() under way, whether it is a phase
+
+        def before(optimizer, args, kwargs):
+            if compiling():
+                return
+            if not phases.busy():
+                entered.clear()  # of a step() that raised
+            closure = len(args) > 1 or bool(kwargs)
+            entered.append(phases.enter(OPTIMIZER, id(optimizer), closure))
+            if not entered[-1]:
+                phases.steps_within(id(optimizer))
+
+        def after(optimizer, args, kwargs):
+            if not compiling() and entered and entered.pop():
+                phases.leave()
+
+        return before, after
+
+
+def pass_by(function):
+    """Has TorchDynamo pass the function by: it compiles what is called in it, as it does with torch's own."""
+    from torch._C._dynamo import eval_frame
+
+    action, strategy = getattr(eval_frame, "_FrameAction", None), getattr(eval_frame, "_FrameExecStrategy", None)
+    if action and strategy and hasattr(eval_frame, "set_code_exec_strategy"):
+        eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.DEFAULT))
+
+
+def _tell_dynamo(name, function):
+    """TorchDynamo goes from a module straight to its forward where `Module.__call__` is what it was at its import."""
+    if name == "__call__":
+        for place in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+            if hasattr(sys.modules.get(place), "unpatched_nn_module_call"):
+                sys.modules[place].unpatched_nn_module_call = function

@@ -1,0 +1,218 @@
+"""What is made of the files: Chrome traces, the page in a browser, the comparison of two runs."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from haiprof import __main__ as command
+from haiprof import arrivals, diff, record, report, trace, verdict
+from haiprof.collector import Collector
+from haiprof.verdict import PARTS
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """The folder of a short run."""
+    folder = tmp_path_factory.mktemp("profile")
+    collector = Collector(folder, hz=10).start()
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for (x,) in DataLoader(TensorDataset(torch.randn(4000, 256)), batch_size=32):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    collector.stop()
+    return folder
+
+
+def test_the_trace_keeps_the_rules_of_its_format(profile):
+    """Of "Trace Event Format", for the kinds of events that we write, and what HolisticTraceAnalysis asks for."""
+    (path,) = profile.glob("*.trace.json.gz")
+    found = trace.read(path)
+    assert found["distributedInfo"]["rank"] == 0 and found["distributedInfo"]["world_size"] == 1
+    lanes = {}
+    for event in found["traceEvents"]:
+        assert {"ph", "name", "pid", "tid", "ts"} <= event.keys() and event["ph"] in "XMC"
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        assert isinstance(event["ts"], int | float)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["cat"]
+            lanes.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+        else:
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+    for spans in lanes.values():  # in the order of time; a lane's events do not cut into one another
+        assert spans == sorted(spans)
+        assert all(b[0] >= a[1] - 1 for a, b in itertools.pairwise(spans))
+    assert lanes.keys() == {trace.PHASES, trace.STEPS} and len(lanes[trace.STEPS]) == 125
+    (run,) = record.load(profile)
+    first, last = run["steps"][0]["wall"], run["steps"][-1]["until"]
+    assert lanes[trace.STEPS][0][0] / 1e6 == pytest.approx(first, abs=1e-4)
+    assert lanes[trace.STEPS][-1][1] / 1e6 == pytest.approx(last, abs=1e-4)
+
+
+def test_phases_of_the_trace_and_of_the_lines_agree(profile):
+    (path,) = profile.glob("*.trace.json.gz")
+    (run,) = record.load(profile)
+    for name in PARTS[:-1]:
+        events = [e for e in trace.read(path)["traceEvents"] if e["ph"] == "X" and e["name"] == name]
+        assert sum(e["dur"] for e in events) / 1e6 == pytest.approx(sum(line[name] for line in run["steps"]), rel=1e-3)
+
+
+# Written at the end of the page: what its plots hold, and whatever has gone wrong in it.
+ASK = """
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const plots = Bokeh.documents.flatMap(d => d.roots()).filter(each => each.renderers)
+  const columns = Object.fromEntries(plots.map(each =>
+    [each.title.text, each.renderers.map(r => Object.fromEntries(Object.entries(r.data_source.data).map(
+      ([name, values]) => [name, Array.from(values)])))]))
+  const answer = document.createElement("pre")
+  answer.id = "answer"
+  answer.textContent = JSON.stringify(columns)
+  document.body.append(answer)
+}, 500))
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_in_a_browser(profile, tmp_path):
+    """No error in its console, nothing from elsewhere; its table and its plots show the numbers of the files."""
+    assert command.main(["report", str(profile)]) == 0
+    text = (profile / "report.html").read_text()
+    assert len(text) < 2_000_000 and not re.search(r'<script[^>]* src=|<link[^>]* href="(?!data:)', text)
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", ASK))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    options += ["--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'user'}"]
+    done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120)
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE:" in line]
+    assert not [line for line in console if "[bokeh " not in line or "rror" in line], console
+    shown = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert shown, done.stdout[-2000:]
+    plots = json.loads(shown[1])
+
+    runs = record.load(profile)
+    lines = [line for line in runs[0]["steps"] if line["first"] > 0]
+    n = sum(line["n"] for line in lines)
+    means = {name: 1e3 * sum(line[name] for line in lines) / n for name in (*PARTS, "seconds")}
+    (row,) = re.findall(r'<tr class="rank">(.*?)</tr>', done.stdout)
+    cells = re.findall(r"<td>(.*?)</td>", row)
+    assert cells[:2] == ["0", "125"]
+    assert cells[2:8] == [f"{means[name]:.1f} ms" for name in ("seconds", *PARTS)]
+    for name in PARTS:
+        assert plots["a step"][0][name] == [pytest.approx(means[name], rel=1e-6)]
+    (over_time,) = plots["a step ms"]
+    assert over_time["v"] == pytest.approx([1e3 * line["seconds"] / line["n"] for line in runs[0]["steps"]])
+    (memory,) = plots["memory of the process MiB"]
+    assert memory["v"] == pytest.approx([line["process.memory"] / 2**20 for line in runs[0]["counters"]])
+    assert sum(len(bars["left"]) for bars in plots["the last steps"]) == 12 * 4
+
+
+def text_of(printed):
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(printed)
+    return console.export_text()
+
+
+def played(seconds, n=10, rank=0, size=1, **more):
+    """A run as it would be loaded: n steps after a first one, of the seconds given by phase."""
+    phases = {**dict.fromkeys(PARTS, 0.0), **seconds}
+    line = {**{name: value * n for name, value in phases.items()}, "seconds": sum(phases.values()) * n, "n": n}
+    line |= {"first": 1, "wall": 10.0, "until": 20.0, "gap": 0.0, "waited": {}, "passes": n, "slowest": 1.0}
+    warm = {**line, "first": 0, "n": 1, "wall": 0.0, "until": 10.0, "seconds": 99.0}
+    head = {"rank": rank, "size": size, "host": "played", "pid": 7, "wall": 0.0}
+    return {"run": head, "stem": "nowhere", "steps": [warm, line], **more}
+
+
+def test_two_runs_side_by_side(capsys, profile):
+    a = verdict.judge([played({"data": 0.05, "forward": 0.1, "backward": 0.2})])
+    b = verdict.judge([played({"data": 0.01, "forward": 0.1, "backward": 0.19})])
+    said = text_of(diff.page(a, b))
+    assert "B is 1.17 times as fast; most of the difference is in data (-40.0 ms a step)" in said
+    assert re.search(r"data +│ 50.0 ms +│ 10.0 ms +│ -40.0 ms +│ -11.4%", said), said
+    assert command.main(["diff", str(profile), str(profile)]) == 0
+    assert "1.00 times as fast" in capsys.readouterr().out
+    assert command.main(["diff", str(profile), "/nowhere"]) == 2
+
+
+COMPUTE = {"forward": 0.1, "backward": 0.2, "optimizer": 0.02}
+
+
+def counters(**values):
+    return [{"kind": "counters", "wall": 11.0 + i, **values} for i in range(5)]
+
+
+MEMORY = {"machine.memory": 10, "machine.memory_total": 100}
+GPU = {"gpu": {"n": 10, "seconds": 3.0, "forward": 1.0}}
+
+
+def on_gpu(**more):
+    run = played(COMPUTE, counters=counters(**{**MEMORY, "gpu.busy": 0.95, **more}))
+    run["steps"][1] |= GPU
+    return run
+
+
+CASES = {
+    "compute-bound": (played(COMPUTE), "hfnn.convert"),
+    "data-bound": (
+        played({**COMPUTE, "data": 0.1}, loader=[{"kind": "loader", "num_workers": 0}]),
+        "num_workers=4",
+    ),
+    "host-bound": (on_gpu(**{"gpu.busy": 0.4}), "torch.compile"),
+    "memory near its end": (on_gpu(**{"gpu.used": 97, "gpu.total": 100}), 'prefer="memory"'),
+    "clock throttled": (
+        on_gpu(**{"gpu.throttled": 0x44, "gpu.clock": 900.0, "gpu.clock_max": 1980.0}),
+        "nvidia-smi",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_verdicts(kind):
+    run, advice = CASES[kind]
+    first = verdict.judge([run]).findings[0]
+    assert first.kind == kind and advice in " ".join(first.advice), first
+    assert first.text in " ".join(text_of(report.page(verdict.judge([run]))).split()) or len(first.text) > 100
+
+
+def test_the_verdict_of_ranks_that_spend_their_time_in_collectives():
+    runs = [played(COMPUTE, rank=rank, size=2) for rank in range(2)]
+    for run in runs:
+        run["steps"][1]["waited"] = {"backward": 1.2}  # 0.12 s of a step of 0.32
+    (finding,) = verdict.judge(runs).findings
+    assert finding.kind == "communication-bound" and "hfreduce" in " ".join(finding.advice)
+
+
+def arrived(rank, rows):
+    line = {"backend": "b", "group": "0", "ranks": [0, 1], "wall": 0, "rows": rows}
+    return {"run": {"rank": rank}, "collectives": [line]}
+
+
+def test_a_burst_of_asynchronous_collectives_counts_once():
+    """Rank 1 is 20 ms late to each of three buckets, which rank 0 has begun one after the other."""
+    first = [[i, at, None, 0] for i, at in enumerate((0.0, 1.000, 1.001, 1.002, 2.0))]
+    second = [[i, at, None, 0] for i, at in enumerate((0.0, 1.020, 1.021, 1.022, 2.0))]
+    found = arrivals.lateness([arrived(0, first), arrived(1, second)])
+    assert found.waits[0] == pytest.approx(0.020) and found.waits[1] == 0
+    assert found.charged[1] == pytest.approx(0.020) and found.covered == pytest.approx(2.0)
+
+
+def test_durations_tell_where_clocks_of_hosts_differ():
+    """On GPUs: the rank whose kernel took least came last, whatever the hosts' clocks say."""
+    first = [[i, i + 100.0, 0.030, 0] for i in range(5)]
+    second = [[i, i * 1.0, 0.002, 0] for i in range(5)]
+    found = arrivals.lateness([arrived(0, first), arrived(1, second)])
+    assert found.waits[0] == pytest.approx(4 * 0.028) and found.charged[1] == pytest.approx(4 * 0.028)

@@ -1,0 +1,72 @@
+"""50 ms planted in a phase, or in one rank: told by haiprof as the ranks themselves have timed it."""
+
+from pathlib import Path
+
+import planted
+import pytest
+import ranks
+
+from haiprof import arrivals, record, verdict
+
+WORKER = Path(planted.__file__)
+PHASES = ("data", "forward", "backward", "optimizer")
+EXACT = 0.05  # of what was planted
+
+
+def profiled(tmp_path, where, slow=None, backend="gloo", size=2):
+    folder = tmp_path / "profile"
+    more = {"profile": str(folder), "where": where, "slow": slow, "backend": backend}
+    truth = ranks.run(WORKER, "trains", size, tmp_path, timeout=120, **more)
+    runs = record.load(folder)
+    assert [run["run"]["rank"] for run in runs] == list(range(size))
+    return truth, runs
+
+
+def test_what_is_planted_is_in_its_phase(tmp_path):
+    truth, runs = profiled(tmp_path, "all")
+    n, allowed = planted.STEPS - 1, EXACT * planted.PLANTED
+    for timed, rank in zip(truth, verdict.judge(runs).ranks, strict=True):
+        assert rank.steps == planted.STEPS
+        assert sum(rank.phases.values()) == pytest.approx(rank.seconds, rel=0.02)
+        assert sum(rank.waits.values()) == pytest.approx(sum(timed["seconds"]["wait"]) / n, abs=allowed)
+        for phase in PHASES:
+            assert len(timed["seconds"][f"planted {phase}"]) == n
+            assert rank.phases[phase] == pytest.approx(sum(timed["seconds"][phase]) / n, abs=allowed), phase
+            assert rank.phases[phase] >= sum(timed["seconds"][f"planted {phase}"]) / n - 1e-4
+
+
+def expected(truth, slow):
+    """Seconds that rank 0 has waited for the slow one, as the ranks have timed it: from the third step's backward on,
+    which is the first of the collectives that are looked at, and only ends what came before.
+    """
+    late = 0.0
+    for place, first in (("backward", 3), ("all_reduce", 2)):
+        came = [timed["arrivals"][place][first:] for timed in truth]
+        late += sum(max(0.0, b - a) for a, b in zip(came[1 - slow], came[slow], strict=True))
+    return late
+
+
+def since_third_step(runs):
+    """When its backward came to its collective. From then on (DDP has made its buckets) there are two a step."""
+    came = [[line["wall"] + row[1] for line in run["collectives"] for row in line["rows"]] for run in runs]
+    return min(sorted(own)[-2 * (planted.STEPS - 2)] for own in came)
+
+
+CASES = [(where, "gloo") for where in (*PHASES, "all_reduce")] + [("backward", "hfreduce"), ("all_reduce", "hfreduce")]
+
+
+@pytest.mark.parametrize(("where", "backend"), CASES)
+def test_the_rank_that_makes_others_wait_is_named(tmp_path, where, backend):
+    slow = 1
+    truth, runs = profiled(tmp_path, where, slow, backend)
+    found = arrivals.lateness(runs, since_third_step(runs))
+    waited = expected(truth, slow)
+    assert waited > 0.7 * planted.PLANTED * (planted.STEPS - 3)
+    assert found.waits[0] == pytest.approx(waited, rel=EXACT)
+    assert found.charged[slow] == found.waits[0]
+    assert found.charged[0] < 0.5 * waited
+
+    judged = verdict.judge(runs)
+    finding = next(each for each in judged.findings if each.kind == "slow rank")
+    phase = {"all_reduce": "other"}.get(where, where)
+    assert finding.text.startswith("Rank 1 ") and finding.text.endswith(f"it is late in {phase}."), finding.text
