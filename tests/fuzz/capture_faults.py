@@ -1,20 +1,10 @@
 """Defects planted in `hfnn.capture`, each of which the fuzzer of captured models finds."""
 
 import contextlib
-from unittest import mock
+
+from engine import patched
 
 from hfnn.capture import captured, outputs, pair, watch
-
-
-def _patch(owner, name, replacement):
-    """A fault: owner.name is what `replacement` makes of it."""
-
-    @contextlib.contextmanager
-    def planted():
-        with mock.patch.object(owner, name, replacement(getattr(owner, name))):
-            yield
-
-    return planted
 
 
 def _stale_input(own):
@@ -58,19 +48,19 @@ def _copied(own):
 
 
 FAULTS = {
-    "inputs are those of the recording": _patch(pair.Pair, "replay", _stale_input),
-    "buffers advance twice": _patch(pair.Pair, "run_forward", _forward_twice),
-    "gradients that somebody holds are written to": _patch(pair.Pair, "run_backward", _not_held),
-    "outputs are not copied": _patch(pair.Pair, "run_forward", _outputs_not_copied),
-    "the pool is never busy": _patch(pair.Pool, "busy", lambda own: lambda self: False),
-    "attributes are not looked at": _patch(watch.Snapshot, "changed", lambda own: lambda self: None),
-    "modes are not in the key": _patch(captured, "_switches", lambda own: lambda: ()),
-    "generators of the host are not looked at": _patch(watch.HostDraws, "moved", lambda own: lambda self: None),
-    "hooks inside are not looked at": _patch(captured, "foreign_hooks", lambda own: lambda model: None),
-    "hooks of parameters run twice": _patch(
+    "inputs are those of the recording": patched(pair.Pair, "replay", _stale_input),
+    "buffers advance twice": patched(pair.Pair, "run_forward", _forward_twice),
+    "gradients that somebody holds are written to": patched(pair.Pair, "run_backward", _not_held),
+    "outputs are not copied": patched(pair.Pair, "run_forward", _outputs_not_copied),
+    "the pool is never busy": patched(pair.Pool, "busy", lambda own: lambda self: False),
+    "attributes are not looked at": patched(watch.Snapshot, "changed", lambda own: lambda self: None),
+    "modes are not in the key": patched(captured, "_switches", lambda own: lambda: ()),
+    "generators of the host are not looked at": patched(watch.HostDraws, "moved", lambda own: lambda self: None),
+    "hooks inside are not looked at": patched(captured, "foreign_hooks", lambda own: lambda model: None),
+    "hooks of parameters run twice": patched(
         pair, "_without_hooks", lambda own: lambda tensors: contextlib.nullcontext()
     ),
-    "what a call is made in is not looked at": _patch(captured, "_why_not", lambda own: lambda args, kwargs: None),
-    "a second backward repeats no forward": _patch(pair.Pair, "run_again", lambda own: lambda self, ticket: None),
-    "views are copies": _patch(outputs, "_view", _copied),
+    "what a call is made in is not looked at": patched(captured, "_why_not", lambda own: lambda args, kwargs: None),
+    "a second backward repeats no forward": patched(pair.Pair, "run_again", lambda own: lambda self, ticket: None),
+    "views are copies": patched(outputs, "_view", _copied),
 }
