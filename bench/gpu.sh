@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|curve|all]...
+# Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|pairs|fuzz|curve|all]...
 #
 # Nothing is fetched: python3 has torch, triton, pytest and what pyproject.toml needs for a build. Wheels of rivals that
 # it lacks (liger-kernel, quack-kernels) are installed apart from it, from $WHEELS. Logs and result files go to $OUT.
 # Every part has its own limit, in seconds, so that one that hangs leaves the others their time; together 9 minutes.
-# The parts models and curve take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
+# The parts models, pairs, fuzz and curve take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
 # part more where not all are asked for.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 LIMIT_BUILD=${LIMIT_BUILD:-90} LIMIT_TEST=${LIMIT_TEST:-150} LIMIT_BENCH=${LIMIT_BENCH:-140}
 LIMIT_SMALL=${LIMIT_SMALL:-40} LIMIT_HEAD=${LIMIT_HEAD:-120} LIMIT_MODELS=${LIMIT_MODELS:-480}
-LIMIT_CURVE=${LIMIT_CURVE:-490}
+LIMIT_CURVE=${LIMIT_CURVE:-490} LIMIT_PAIRS=${LIMIT_PAIRS:-400} LIMIT_FUZZ=${LIMIT_FUZZ:-120}
 # quack can only be imported from a folder "site-packages".
 export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/rivals/site-packages} WORKERS=${WORKERS:-12}
 export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper
@@ -30,11 +30,13 @@ build() {
   python3 -m pip install -q --no-build-isolation --no-index --no-deps -e . && python3 -m hfnn.info
 }
 
+# TESTS: which of them.
 tests() {
   # One thread a worker, or the workers fight over the cores; plugins by name, or foreign ones warn and so fail tests;
   # -P, or transformers takes the folder kernels/ for a package of that name.
+  # shellcheck disable=SC2086 # words of their own
   OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -P -m pytest -q -p xdist -p timeout -p hypothesispytest \
-    -n "$WORKERS" --dist loadgroup --timeout 120 --maxfail 20 tests
+    -n "$WORKERS" --dist loadgroup --timeout 120 --maxfail 20 ${TESTS:-tests}
 }
 
 bench() {
@@ -56,13 +58,25 @@ models() {
   python3 bench/models.py --depth --results "$OUT" && python3 bench/models.py ${MODELS:-} --results "$OUT"
 }
 
+# PAIRS: arguments of models.py --pairs, as "--models gpt2 --batches 4 --modes eager hfnn-captured".
+pairs() {
+  # shellcheck disable=SC2086 # words of their own
+  python3 bench/models.py --pairs ${PAIRS:-} --results "$OUT"
+}
+
+# FUZZ: arguments of tests/fuzz/run.py.
+fuzz() {
+  # shellcheck disable=SC2086 # words of their own
+  python3 -P tests/fuzz/run.py ${FUZZ:-capture --programs 1000 --jobs 8}
+}
+
 # CURVE: arguments of curve.py, as "--steps 300".
 curve() {
   # shellcheck disable=SC2086 # words of their own
   python3 bench/curve.py ${CURVE:-} --results "$OUT"
 }
 
-export -f install_rivals build tests bench small heads models curve
+export -f install_rivals build tests bench small heads models pairs fuzz curve
 failed=0 summary=
 
 # part <function> <limit> <lines>: runs it with its output in a log, and shows the last lines. SIGINT first: the
@@ -85,6 +99,8 @@ wants small && part small $LIMIT_SMALL 40
 wants bench && part bench $LIMIT_BENCH 80
 wants head && part heads $LIMIT_HEAD 80
 [[ $what == *" models "* ]] && part models $LIMIT_MODELS 80
+[[ $what == *" fuzz "* ]] && part fuzz $LIMIT_FUZZ 40
+[[ $what == *" pairs "* ]] && part pairs $LIMIT_PAIRS 80
 [[ $what == *" curve "* ]] && part curve $LIMIT_CURVE 20
 printf '%s' "$summary"
 exit $failed

@@ -3,7 +3,7 @@
     bench/models.py                                         # every model in every mode
     bench/models.py --models gpt2 vit --modes eager hfnn
     bench/models.py --depth                                 # what a layer keeps for backward, see depth.py
-    bench/models.py --pairs                                 # converted beside stock, step by step, see pairs.py
+    bench/models.py --pairs --modes eager hfnn captured     # modes beside each other, step by step, see pairs.py
     bench/models.py --device cpu --tiny                     # whether it runs at all
 
 A step is zero_grad, forward with labels, backward and AdamW, under autocast to bfloat16, on random weights and one
@@ -35,10 +35,12 @@ import torch
 from zoo import MODELS, Model
 
 import hfnn
+from hfnn.capture import captured
 
 # Neighbours in this order are neighbours in time.
-MODES = ("eager", "hfnn", "hfnn-memory", "compile", "compile-0.75", "liger")
-WARM_UP = 3
+MODES = ("eager", "hfnn", "hfnn-memory", "hfnn-captured", "compile", "compile-0.75", "liger")
+PAIRS = ("eager", "hfnn", "hfnn-captured")
+WARM_UP = 5  # capture records after three
 # Losses after the same steps differ by the dropout masks that were drawn, and by rounding: by this share of eager's, or
 # of the smallest that still counts, for a batch may have been learnt by heart.
 LOSS_NOISE, LEAST_LOSS = 0.02, 0.25
@@ -64,7 +66,8 @@ def prepare(mode: str, of: Model) -> Callable:
     if mode.startswith("compile"):
         return torch.compile
     if mode.startswith("hfnn"):
-        return functools.partial(hfnn.convert, prefer="memory" if mode == "hfnn-memory" else "auto")
+        prefer = "memory" if mode == "hfnn-memory" else "auto"
+        return functools.partial(hfnn.convert, prefer=prefer, capture=mode == "hfnn-captured")
     return lambda model: model
 
 
@@ -102,6 +105,14 @@ class Training:
     def forget(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
+    def calls(self) -> str | None:
+        """What a captured model's calls came to."""
+        return captured.explain(self._model)
+
+    def pool(self) -> int:
+        """Bytes that the graphs of a captured model hold and torch's allocator does not count as in use."""
+        return captured.unseen_bytes(self._model)
+
 
 def measure(name: str, mode: str, options) -> dict:
     """The columns of a row, and the times of the steps in "us"."""
@@ -111,7 +122,7 @@ def measure(name: str, mode: str, options) -> dict:
     training.forget()
     found = {}
     # Hooks would have compiled code compiled again.
-    if not mode.startswith("compile"):
+    if not mode.startswith("compile") and mode != "hfnn-captured":  # which hooks would end
         saved = hfnn.memory.saved_bytes(training.loss)
         found["hooks_gib"] = (saved.total + saved.aside) / GIB
     of_steps = _on_cuda if options.device == "cuda" else _on_cpu
@@ -132,7 +143,7 @@ def _on_cuda(training: Training, steps: int) -> dict:
     return {
         "us": [start.elapsed_time(end) * 1e3 for start, end in events],
         "static_gib": static / GIB,
-        "peak_gib": (torch.cuda.max_memory_allocated() - static) / GIB,
+        "peak_gib": (torch.cuda.max_memory_allocated() + training.pool() - static) / GIB,
         "saved_bytes": kept,
         "saved_gib": kept / GIB,
         "loss": loss.item(),
@@ -167,21 +178,24 @@ def _on_cpu(training: Training, steps: int) -> dict:
 def child(name: str, mode: str, options) -> int:
     """Measure and write what was found to a file, for the process that asked; exit status."""
     try:
-        found = (importlib.import_module("pairs").measure if options.pairs else measure)(name, mode, options)
+        measured = importlib.import_module("pairs").measure if options.pairs else measure
+        found = measured(name, options.modes if options.pairs else mode, options)
     except rivals.Skip as why:
         found = {"skip": str(why)}
     options.child.write_text(json.dumps(found))
     return 0
 
 
-def ask(name: str, mode: str, options) -> dict:
+def ask(name: str, mode: str | list[str], options) -> dict:
     """What `measure` finds in a process of its own, or {"skip": why} or {"error": why}."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "found.json"), Path(folder, "log")
-        command = [sys.executable, __file__, "--child", out, "--models", name, "--modes", mode]
+        modes = [mode] if isinstance(mode, str) else mode
+        command = [sys.executable, __file__, "--child", out, "--models", name, "--modes", *modes]
         command += ["--device", options.device, "--steps", str(options.steps)]
         command += ["--pairs"] * options.pairs + ["--tiny"] * options.tiny
         command += ["--layers", str(options.layers)] if options.layers else []
+        command += ["--batches", *map(str, options.batches)] if options.batches else []
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         try:
@@ -292,14 +306,17 @@ def parse(argv=None) -> argparse.Namespace:
     parser = cli.parser(__doc__, tiny="models and batches of next to no size")
     add = parser.add_argument
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--modes", nargs="*", default=list(MODES), choices=MODES)
+    add("--modes", nargs="*", choices=MODES, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
     add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
     add("--layers", type=int, help="another number of layers than the model has")
     add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")
-    add("--pairs", action="store_true", help="converted beside stock in one process, at batch sizes 1, 4 and its own")
+    add("--pairs", action="store_true", help="the modes beside each other in one process")
+    add("--batches", nargs="*", type=int, help="with --pairs: other sizes than 1, 4 and the model's own")
     add("--depth", action="store_true", help="bytes kept for each layer, in place of steps")
     add("--child", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.modes = options.modes or list(PAIRS if options.pairs else MODES)
+    return options
 
 
 def main(argv=None) -> int:
@@ -309,7 +326,7 @@ def main(argv=None) -> int:
 
         return depth.compare(options)
     if options.child:
-        return child(*options.models, *options.modes, options)
+        return child(*options.models, options.modes[0], options)
     if options.pairs:
         import pairs
 

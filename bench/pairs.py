@@ -1,7 +1,7 @@
-"""Converted models beside stock ones, in one process, in turn: the time of a step and its host's. `models.py --pairs`.
+"""Modes of a model in one process, in turn: the time of a step and its host's. `models.py --pairs`.
 
-Each pair is a few steps of the one and as many of the other, in either order by turns; what is told is the median over
-the pairs of converted / stock. A host's time is that of all its threads, until the GPU has been given the last kernel.
+Each round is a few steps in every mode, in either order by turns; what is told is the median over the rounds of a
+mode's share of the first mode's. A host's time is that of all its threads, until the GPU has got its last kernel.
 Batches are of 1, of 4 and of the model's own size: the smaller, the more the GPU waits for the host.
 """
 
@@ -17,24 +17,25 @@ from rich.table import Table
 from zoo import MODELS
 
 STEPS = 2  # of each in a pair
-PROVIDERS = "eager", "hfnn"
 
 
-def measure(name: str, mode: str, options) -> dict:
-    """{"batches": [{"shape", "pairs": [[[us, host us] of eager, of hfnn], ...]}, ...]}"""
-    both = [models.Training(name, provider, options) for provider in PROVIDERS]
+def measure(name: str, modes: list[str], options) -> dict:
+    """{"batches": [{"shape", "rounds": [[[us, host us] of each mode], ...], "calls": [str of each]}, ...]}"""
+    all_of = [models.Training(name, mode, options) for mode in modes]
     of, found = MODELS[name], []
     largest, *rest = of.tiny if options.tiny else of.shape
-    for batch in sorted({min(n, largest) for n in (1, 4, largest)}):
-        for training in both:
+    for batch in options.batches or sorted({min(n, largest) for n in (1, 4, largest)}):
+        for training in all_of:
             training.take((batch, *rest))
-        for training in both * models.WARM_UP:
+        for training in all_of * models.WARM_UP:
             training.step()
-        pairs = []
+        rounds = []
         for turn in range(options.steps):
-            pair = {which: _timed(both[which]) for which in ((0, 1), (1, 0))[turn % 2]}
-            pairs.append([pair[0], pair[1]])
-        found.append({"shape": [batch, *rest], "pairs": pairs})
+            order = range(len(all_of))[:: 1 if turn % 2 else -1]
+            timed = {which: _timed(all_of[which]) for which in order}
+            rounds.append([timed[which] for which in range(len(all_of))])
+        calls = [training.calls() for training in all_of]
+        found.append({"shape": [batch, *rest], "rounds": rounds, "calls": calls})
     return {"batches": found}
 
 
@@ -51,14 +52,14 @@ def _timed(training) -> list[float]:
 
 
 def rows_of(name: str, batch: dict, options) -> list[dict]:
-    """A line of the CSV file for each provider; ratio, host_ratio: to eager's, medians over the pairs."""
+    """A line of the CSV file for each mode; ratio, host_ratio: to the first mode's, medians over the rounds."""
     case = (*batch["shape"], "tiny") if options.tiny else batch["shape"]
     rows = []
-    for which, provider in enumerate(PROVIDERS):
-        times, hosts = zip(*(pair[which] for pair in batch["pairs"]), strict=True)
+    for which, provider in enumerate(options.modes):
+        times, hosts = zip(*(found[which] for found in batch["rounds"]), strict=True)
         middle = statistics.median(times)
         spread = 100 * (max(times) - min(times)) / middle
-        ratio, of_host = (statistics.median(p[which][i] / p[0][i] for p in batch["pairs"]) for i in (0, 1))
+        ratio, of_host = (statistics.median(r[which][i] / r[0][i] for r in batch["rounds"]) for i in (0, 1))
         more = {"ratio": ratio, "host_ratio": of_host, "pairs": len(times)} | models.versions()
         clock = timing.Timing(middle, statistics.median(hosts), spread)
         rows.append(report.row(name, case, "autocast", provider, "step", clock, None, more))
@@ -69,26 +70,34 @@ def compare(options) -> int:
     """Measure the models; exit status: 1 where one failed."""
     path, rows, failed = report.path(options.results, options.device, "-pairs"), [], 0
     for name in options.models:
-        found = models.ask(name, "eager", options)
+        found = models.ask(name, options.modes, options)
         if "batches" not in found:
             failed |= "error" in found
             print(f"{name}: {found.get('error') or 'skipped: ' + found['skip']}", flush=True)
             continue
         for batch in found["batches"]:
-            rows += report.append(path, rows_of(name, batch, options))
-            stock, ours = rows[-2:]
-            print(f"{name} {ours['case']}: {ours['ratio']} of {stock['device_us']} us", flush=True)
+            new = report.append(path, rows_of(name, batch, options))
+            rows += new
+            said = ", ".join(f"{r['provider']} {r['ratio']}" for r in new[1:])
+            print(f"{name} {new[0]['case']}: {said} of {new[0]['device_us']} us", flush=True)
+            for calls in filter(None, batch["calls"]):
+                print(f"  {calls}", flush=True)
     table(rows, path.stem)
     return int(failed)
 
 
 def table(rows: list[dict], title: str) -> None:
-    """A line for each model and batch."""
-    found = Table(title=f"{title}: a training step, converted / stock", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("model", "case", "stock ms", "converted ms", "ratio", "stock host ms", "host ratio"):
-        found.add_column(heading, justify="left" if heading in ("model", "case") else "right")
-    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
-        times = (f"{float(r['device_us']) / 1e3:.2f}" for r in (stock, ours))
-        host = f"{float(stock['host_us']) / 1e3:.2f}"
-        found.add_row(ours["op"], ours["case"], *times, ours["ratio"], host, ours["host_ratio"])
+    """A line for each model, batch and mode."""
+    title = f"{title}: a training step, and its share of the first"
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("model", "case", "mode", "ms", "ratio", "host ms", "host ratio"):
+        found.add_column(heading, justify="left" if heading in ("model", "case", "mode") else "right")
+    last = None
+    for r in rows:
+        where = (r["op"], r["case"])
+        times = (f"{float(r[column]) / 1e3:.2f}" for column in ("device_us", "host_us"))
+        of_step, of_host = times
+        shown = where if where != last else ("", "")
+        found.add_row(*shown, r["provider"], of_step, r["ratio"], of_host, r["host_ratio"])
+        last = where
     report.put(found)

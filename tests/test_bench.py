@@ -298,10 +298,11 @@ def test_models(tmp_path):
 
 
 def test_pairs(tmp_path):
-    """Two rows a batch, of which the second says what share of the first it is."""
+    """A row a mode for each batch, which says what share of the first it is."""
     pytest.importorskip("transformers")
     script = Path(__file__).parents[1] / "bench" / "models.py"
     command = [sys.executable, script, "--pairs", "--device", "cpu", "--tiny", "--steps", "3", "--results", tmp_path]
+    command += ["--modes", "eager", "hfnn"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run([*command, "--models", "gpt2-lora", "unet"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`hfnn.convert(model, capture=True)`, with graphs that are played on the CPU; tests/fuzz/capture.py draws more."""
+"""`hfnn.convert(model, capture=True)`, by graphs of the GPU or played ones; tests/fuzz/capture.py draws more."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from played_graphs import played
+from played_graphs import DEVICE, played
 from torch import nn
 
 import hfnn
@@ -26,7 +26,7 @@ def graphs():
 
 def small():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4)).to(DEVICE)
 
 
 def steps(model, count, optimizer=None):
@@ -34,7 +34,7 @@ def steps(model, count, optimizer=None):
     for i in range(count):
         torch.manual_seed(i)
         optimizer.zero_grad()
-        loss = model(torch.randn(6, 8)).square().mean()
+        loss = model(torch.randn(6, 8).to(next(model.parameters()).device)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -52,9 +52,9 @@ def test_losses_and_state_are_those_of_the_model(graphs):
 
 
 def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
-    model = hfnn.convert(small(), capture=True)
+    model = hfnn.convert(small().cpu(), capture=True)
     assert "the CPU has no graphs" in caplog.text
-    assert torch.equal(steps(hfnn.convert(small()), 6), steps(model, 6))
+    assert torch.equal(steps(hfnn.convert(small().cpu()), 6), steps(model, 6))
     assert vars(model)["_hfnn_capture"].counts == {"it has no parameters on a GPU": 6}
 
 
@@ -93,11 +93,11 @@ def test_shapes_beyond_the_bound_run_as_they_are(graphs):
     knows = vars(model)["_hfnn_capture"]
     for _ in range(5):
         for rows in range(2, captured.SHAPES + 4):
-            model(torch.randn(rows, 8)).sum().backward()
+            model(torch.randn(rows, 8, device=DEVICE)).sum().backward()
     assert sum(kind.pair is not None for kind in knows._kinds.values()) == captured.SHAPES
     assert knows.counts[f"there are {captured.SHAPES} kinds of calls already"] == 10
     for _ in range(captured.IDLE * captured.SHAPES + 5):  # what is not called any more makes room
-        model(torch.randn(30, 8)).sum().backward()
+        model(torch.randn(30, 8, device=DEVICE)).sum().backward()
     assert any(kind.pair is not None and kind.last == knows._calls for kind in knows._kinds.values())
 
 
@@ -107,8 +107,66 @@ def test_gradients_are_not_copied_while_nobody_holds_them(graphs):
     (pair,) = (kind.pair for kind in vars(model)["_hfnn_capture"]._kinds.values())
     addresses = {g.data_ptr() for g in pair._grads}
     assert {p.grad.data_ptr() for p in model.parameters()} == addresses
-    model(torch.randn(6, 8)).sum().backward()  # accumulates into what the graph writes to
-    assert {p.grad.data_ptr() for p in model.parameters()} == addresses
+    model(torch.randn(6, 8, device=DEVICE)).sum().backward()  # accumulates: what is there is moved
+    assert not {p.grad.data_ptr() for p in model.parameters()} & addresses
+
+
+def test_while_another_tensor_shares_a_gradient_nothing_is_replayed(graphs):
+    model = hfnn.convert(small(), capture=True)
+    steps(model, 5)
+    alias, before = model[0].weight.grad.view(-1), model[0].weight.grad.clone()
+    model(torch.randn(6, 8, device=DEVICE)).sum().backward()
+    assert torch.equal(alias, model[0].weight.grad.view(-1)) and not torch.equal(alias, before.view(-1))
+    why = "gradients of an earlier call are held by something else than .grad"
+    assert vars(model)["_hfnn_capture"].counts[why] == 1
+
+
+def test_a_loss_that_is_alive_does_not_keep_a_model_from_being_recorded(graphs):
+    """With it are the nodes that accumulate gradients, which belong to another stream than the recording's."""
+    model = hfnn.convert(small(), capture=True)
+    for _ in range(6):
+        loss = model(torch.randn(6, 8, device=DEVICE)).sum()
+        loss.backward()
+    assert vars(model)["_hfnn_capture"].counts["replayed"] == 3
+
+
+def test_parameters_that_something_else_holds_are_told(graphs):
+    linear = nn.Linear(8, 8).to(DEVICE)
+    hidden = iter([lambda weight=linear.weight: weight] * 20)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return self.linear(x) @ next(hidden)()
+
+    model = hfnn.convert(Net(), capture=True)
+    for _ in range(6):
+        model(torch.randn(6, 8, device=DEVICE)).sum().backward()
+    counts = vars(model)["_hfnn_capture"].counts
+    assert counts["it reads parameters by other ways than its modules' attributes"] == 3, counts
+
+
+def test_waiting_for_the_gpu_ends_the_recording_and_nothing_else(graphs):
+    """A model that waits runs as it is; generators, streams and other models' graphs are as they were."""
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+    other, model = hfnn.convert(small(), capture=True), hfnn.convert(Waits(8, 8).to(DEVICE), capture=True)
+    plain, seen = copy.deepcopy(hfnn.revert(copy.deepcopy(model))), []
+    for _ in range(6):
+        x = torch.randn(6, 8, device=DEVICE)
+        seen.append(torch.equal(model(x), plain(x)))
+        steps(other, 1)
+        torch.nn.functional.dropout(x, 0.5)
+    assert all(seen) and vars(other)["_hfnn_capture"].counts["replayed"] == 3
+    assert torch.cuda.current_stream() == torch.cuda.default_stream() if DEVICE == "cuda" else True
+    counts = vars(model)["_hfnn_capture"].counts
+    assert counts["replayed"] == (0 if DEVICE == "cuda" else 3), counts
 
 
 def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
@@ -119,11 +177,11 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
             return super().forward(x)
 
     recording = []
-    model = hfnn.convert(nn.Sequential(Waits(8, 8)), capture=True)
+    model = hfnn.convert(nn.Sequential(Waits(8, 8)).to(DEVICE), capture=True)
     for call in range(6):
         recording[:] = [True] if call == 3 else []
         with pytest.raises(RuntimeError) if call == 3 else torch.enable_grad():
-            model(torch.randn(2, 8)).sum().backward()
+            model(torch.randn(2, 8, device=DEVICE)).sum().backward()
     why = "it could not be recorded: operation not permitted when stream is capturing"
     assert vars(model)["_hfnn_capture"].counts[why] == 3 and caplog.text.count("is not captured") == 1
 
@@ -131,9 +189,11 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_models_of_transformers(graphs, family):
     """Losses, gradients and the logits that are read afterwards, over more calls than are needed to record."""
-    results, batch = [], families.inputs(family)
+    results, batch = [], {k: v.to(DEVICE) if k != "return_loss" else v for k, v in families.inputs(family).items()}
     for capture in (False, True):
-        model, seen = hfnn.convert(families.build(family).train(), prefer="memory", capture=capture), []
+        # Of a GPU's numbers, hfnn's dropout draws others in a graph.
+        model = families.build(family).to(DEVICE).train(DEVICE == "cpu")
+        model, seen = hfnn.convert(model, prefer="memory", capture=capture), []
         for call in range(7):
             torch.manual_seed(call)
             out = model(**batch)

@@ -166,8 +166,9 @@ class Capture:
             raise Unfit("an earlier call still waits for its backward")
         if kind.pair is None:
             self._record(model, call, kind)
+        found = kind.pair.replay(call)
         self.counts["replayed"] += 1
-        return kind.pair.replay(call)
+        return found
 
     def _renew(self, kind: Kind) -> None:
         """Drop graphs that are not what would run now."""
@@ -373,3 +374,9 @@ def release(model: nn.Module) -> None:
 def explain(model: nn.Module) -> str | None:
     """What a captured model's calls came to, for `hfnn.report`, or None."""
     return vars(model)["_hfnn_capture"].report() if isinstance(model, Captured) else None
+
+
+def unseen_bytes(model: nn.Module) -> int:
+    """Bytes of the pool of a captured model that are not in use between its calls, which torch counts as free."""
+    backend = vars(model)["_hfnn_capture"]._backend if isinstance(model, Captured) else None
+    return 0 if backend is None else backend.pool_bytes() - backend.used_bytes()

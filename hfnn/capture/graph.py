@@ -1,5 +1,8 @@
 """CUDA graphs as far as capture needs them. Tests replace `backend` by one that records and replays on the CPU."""
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -10,11 +13,53 @@ class Graph:
 
     def __init__(self, function: Callable, pool, stream):
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.results = function()
+        with _no_collection(), torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.results = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of the same
+                    self._end(pool)
+                raise
+            self._end(pool)
+
+    def _end(self, pool) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            _repair(self._graph, pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@contextlib.contextmanager
+def _no_collection():
+    """A graph that is destroyed while another one is recorded spoils it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_broken = []
+
+
+def _repair(graph: torch.cuda.CUDAGraph, pool) -> None:
+    """After a capture that CUDA gave up, torch's allocator still serves it, and the generator still draws for it."""
+    _broken.append(graph)  # the allocator for pinned memory holds its address
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # where torch has come so far by itself
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    again = torch.cuda.CUDAGraph()
+    again.capture_begin(capture_error_mode="thread_local")
+    torch.empty(1, device=device).uniform_()
+    again.capture_end()
 
 
 class Cuda:
@@ -23,12 +68,17 @@ class Cuda:
     def __init__(self, device: torch.device):
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.generator = torch.cuda.default_generators[self.device.index]
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self._pool, self._stream = None, torch.cuda.Stream(self.device)
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def record(self, function: Callable) -> Graph:
         """All graphs share one pool of memory, so no two of them may be in use at once."""
+        if not self._graphs:  # torch ends a pool with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
-            return Graph(function, self._pool, self._stream)
+            graph = Graph(function, self._pool, self._stream)
+        self._graphs.add(graph)
+        return graph
 
     def recording(self) -> bool:
         """Whether somebody else records this very stream."""
@@ -39,8 +89,14 @@ class Cuda:
 
     def pool_bytes(self) -> int:
         """Bytes that the pool holds of the GPU's memory."""
-        segments = torch.cuda.memory_snapshot(self._pool)
-        return sum(segment["total_size"] for segment in segments)
+        return self._sum("total_size")
+
+    def used_bytes(self) -> int:
+        """Bytes of the pool that torch's allocator counts as in use: those of tensors that are alive."""
+        return self._sum("allocated_size")
+
+    def _sum(self, what: str) -> int:
+        return sum(segment[what] for segment in torch.cuda.memory_snapshot(self._pool)) if self._graphs else 0
 
 
 def of_device(device: torch.device, model) -> Cuda | None:

@@ -6,9 +6,13 @@
 Between a forward and its backward the pool belongs to the pair: `Pool.busy`. A `Ticket` is held by the autograd node of
 the call, so the pool is free once backward has run or the graph is dropped.
 
-Gradients of parameters are handed out as they lie in the graph's memory, which autograd then makes the .grad: nothing
-is copied while nobody holds the last ones. Where somebody does (accumulation, a .grad that was kept), what is held
-stays, and a copy is handed out. See pytorch#181723 for what comes of it otherwise.
+Gradients of parameters are handed out as they lie in the graphs' memory, which autograd then makes the .grad: nothing
+is copied while nobody holds the last ones. Where somebody does when the pool is used again (accumulation, a .grad that
+was kept), they are moved out of it first. See pytorch#181723 for what comes of it otherwise.
+
+Recorded is not with the model's parameters but with others of the same memory: torch's nodes that accumulate gradients
+belong to the stream on which they were made, and one that is alive, as an earlier loss and DDP keep them, would draw
+that stream into the graph.
 """
 
 import contextlib
@@ -17,7 +21,7 @@ import weakref
 import torch
 from torch import nn
 
-from hfnn.capture.outputs import Outputs, storage
+from hfnn.capture.outputs import Outputs, Unfit, storage
 from hfnn.capture.watch import Snapshot
 from hfnn.core.function import Function
 
@@ -30,16 +34,22 @@ _REFUSED = (
 
 
 class Pool:
-    """The memory that all graphs of a model share."""
+    """The memory that all graphs of a model share. handed: the gradients in it that were handed out last, or None."""
 
     def __init__(self):
         self._ticket = lambda: None
-        self.trained = weakref.WeakSet()  # pairs with a backward
+        self.handed: Gradients | None = None
 
     def busy(self) -> bool:
         """Whether a forward that was replayed still waits for its backward."""
         ticket = self._ticket()
         return ticket is not None and ticket.waits
+
+    def free(self) -> bool:
+        """Move handed out gradients elsewhere; whether nothing of the pool is held by anybody any more."""
+        if self.handed is not None and self.handed.moved():
+            self.handed = None
+        return self.handed is None
 
     def issue(self, state) -> "Ticket":
         ticket = Ticket(state)
@@ -54,6 +64,28 @@ class Ticket:
 
     def __init__(self, state):
         self.state, self.fresh, self.waits = state, True, True
+
+
+class Gradients:
+    """Those of parameters, in the memory of graphs."""
+
+    def __init__(self, parameters, tensors):
+        self._of = [(p, g, storage(g)) for p, g in zip(parameters, tensors, strict=True) if g is not None]
+        self._unheld = [_uses(key) for _, _, key in self._of]
+
+    def held(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, gradient) of those that somebody holds."""
+        return [(p, g) for (p, g, key), n in zip(self._of, self._unheld, strict=True) if _uses(key) > n]
+
+    def moved(self) -> bool:
+        """Give each .grad a memory of its own; False, and nothing is done, where anything else holds a gradient."""
+        held = [(p, key, _uses(key) - n) for (p, _, key), n in zip(self._of, self._unheld, strict=True)]
+        held = [(p, key, more) for p, key, more in held if more > 0]
+        if any(more > 1 or type(p.grad) is not torch.Tensor or storage(p.grad) != key for p, key, more in held):
+            return False
+        for p, _, _ in held:
+            p.grad.data = p.grad.detach().clone()
+        return True
 
 
 class Pair:
@@ -73,7 +105,8 @@ class Pair:
     def _record(self, model) -> None:
         grad = torch.is_grad_enabled()
         trained = [p for p in model.parameters() if p.requires_grad] if grad else []
-        wanted = [t for t in self._inputs if grad and t.requires_grad] + trained
+        self._aliases = {id(p): _alias(p) for p in trained}
+        wanted = [t for t in self._inputs if grad and t.requires_grad] + [*self._aliases.values()]
         others = (*self._inputs, *model.parameters(), *model.buffers())
         self._graph = self._backend.record(lambda: Outputs(self._run(self._inputs), others))
         self._outputs = outputs = self._graph.results
@@ -92,23 +125,39 @@ class Pair:
 
         def backward():
             outputs = [self._graph.results.tensors[i] for i in sorted(self.used)]
-            with _without_hooks(wanted):
-                return torch.autograd.grad(outputs, wanted, self._dys, allow_unused=True)
+            with self._instead():  # checkpoints call modules again
+                found = torch.autograd.grad(outputs, wanted + self._trained, self._dys, allow_unused=True)
+            if any(g is not None for g in found[len(wanted) :]):
+                raise Unfit("it reads parameters by other ways than its modules' attributes")
+            return found[: len(wanted)]
 
         self._backward = self._backend.record(backward)
         self._grads = [None if g is None else g.detach() for g in self._backward.results]
         self._backward.results = None
-        self._memory = [None if g is None else storage(g) for g in self._grads]
-        self._unheld = [None if key is None else _uses(key) for key in self._memory]
-        self._pool.trained.add(self)
+        self._handed = Gradients(self._trained, self._grads[self._of_inputs :])
+
+    @contextlib.contextmanager
+    def _instead(self):
+        """Wherever the model holds its trained parameters, others of their memory are in their place."""
+        places = [*self.snapshot.places(self._aliases)]
+        before = [part[at] for part, at in places]
+        for part, at in places:
+            part[at] = self._aliases[id(part[at])]
+        try:
+            yield
+        finally:
+            for (part, at), value in zip(places, before, strict=True):
+                part[at] = value
 
     def _run(self, tensors):
         args, kwargs = self._kind.template.filled(tensors)
-        with self._kind.ambient():
+        with self._kind.ambient(), self._instead():
             return self._kind.forward(self._model(), *args, **kwargs)
 
     def replay(self, call):
-        """The outputs of a call."""
+        """The outputs of a call. Raises Unfit while memory of the pool is held."""
+        if not self._pool.free():
+            raise Unfit("gradients of an earlier call are held by something else than .grad")
         with torch.no_grad():
             for static, given in zip(self._inputs, call.tensors, strict=True):
                 static.copy_(given)
@@ -129,27 +178,26 @@ class Pair:
         self._graph.replay()
         return tuple(t.clone() for t in self._static)
 
-    def run_backward(self, dys) -> list:
+    def run_backward(self, dys, ticket: Ticket) -> list:
         """The gradients of inputs and parameters from those of the outputs in use."""
         for static, dy in zip(self._dys, [dy for dy in dys if dy is not None], strict=True):
             static.copy_(dy)
-        held = [
-            (at, self._grads[at].clone())
-            for at, key in enumerate(self._memory)
-            if key is not None and at >= self._of_inputs and _uses(key) > self._unheld[at]
-        ]
+        held = [] if self._pool.free() else [(g, g.clone()) for _, g in self._pool.handed.held()]
+        if not ticket.fresh:
+            self._run_again(ticket)
+        ticket.fresh = False
         self._backward.replay()
-        alone = len(self._pool.trained) == 1
         found = [
-            None if g is None else g.clone() if at < self._of_inputs or not alone else g.detach()
+            None if g is None else g.clone() if held or at < self._of_inputs else g.detach()
             for at, g in enumerate(self._grads)
         ]
-        for at, before in held:
-            found[at] = self._grads[at].clone()
-            self._grads[at].copy_(before)
+        for g, before in held:
+            g.copy_(before)
+        if not held:
+            self._pool.handed = self._handed
         return found
 
-    def run_again(self, ticket: Ticket) -> None:
+    def _run_again(self, ticket: Ticket) -> None:
         """Forward once more, with the numbers that it drew, for the backward of a graph that was kept."""
         generator, before = self._backend.generator, [t.clone() for t in self._kind.writes]
         if ticket.state is not None:
@@ -204,10 +252,7 @@ class _Replay(Function):
         else:
             if given != pair.used:
                 pair, ticket.fresh = pair.of_outputs(given), False
-            if not ticket.fresh:
-                pair.run_again(ticket)
-            ticket.fresh = False
-            grads = pair.run_backward(dys)
+            grads = pair.run_backward(dys, ticket)
         ticket.waits = _keeps_graph()
         return None, None, *grads
 
@@ -217,14 +262,8 @@ def _buffer(t: torch.Tensor) -> torch.Tensor:
     return made.copy_(t.detach()).requires_grad_(t.requires_grad)
 
 
-@contextlib.contextmanager
-def _without_hooks(tensors):
-    """Hooks on parameters run when the gradients reach them, and not in the graph."""
-    before = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
-    for t, _ in before:
-        t._backward_hooks = None
-    try:
-        yield
-    finally:
-        for t, hooks in before:
-            t._backward_hooks = hooks
+def _alias(p: nn.Parameter) -> nn.Parameter:
+    """Another parameter of the same memory."""
+    made = nn.Parameter(p.detach())
+    vars(made).update(vars(p))
+    return made

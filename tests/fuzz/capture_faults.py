@@ -1,7 +1,5 @@
 """Defects planted in `hfnn.capture`, each of which the fuzzer of captured models finds."""
 
-import contextlib
-
 from engine import patched
 
 from hfnn.capture import captured, outputs, pair, watch
@@ -23,12 +21,17 @@ def _forward_twice(own):
     return run_forward
 
 
-def _not_held(own):
-    def run_backward(self, dys):
-        self._unheld = [None if n is None else 1 << 30 for n in self._unheld]
-        return own(self, dys)
+def _left(own):
+    def free(self):
+        own(self)
+        self.handed = None
+        return True
 
-    return run_backward
+    return free
+
+
+def _not_moved(own):
+    return lambda self: []
 
 
 def _outputs_not_copied(own):
@@ -50,17 +53,15 @@ def _copied(own):
 FAULTS = {
     "inputs are those of the recording": patched(pair.Pair, "replay", _stale_input),
     "buffers advance twice": patched(pair.Pair, "run_forward", _forward_twice),
-    "gradients that somebody holds are written to": patched(pair.Pair, "run_backward", _not_held),
+    "gradients that somebody holds are written to": patched(pair.Gradients, "held", _not_moved),
+    "gradients that something else holds are written to": patched(pair.Pool, "free", _left),
     "outputs are not copied": patched(pair.Pair, "run_forward", _outputs_not_copied),
     "the pool is never busy": patched(pair.Pool, "busy", lambda own: lambda self: False),
     "attributes are not looked at": patched(watch.Snapshot, "changed", lambda own: lambda self: None),
     "modes are not in the key": patched(captured, "_switches", lambda own: lambda: ()),
     "generators of the host are not looked at": patched(watch.HostDraws, "moved", lambda own: lambda self: None),
     "hooks inside are not looked at": patched(captured, "foreign_hooks", lambda own: lambda model: None),
-    "hooks of parameters run twice": patched(
-        pair, "_without_hooks", lambda own: lambda tensors: contextlib.nullcontext()
-    ),
     "what a call is made in is not looked at": patched(captured, "_why_not", lambda own: lambda args, kwargs: None),
-    "a second backward repeats no forward": patched(pair.Pair, "run_again", lambda own: lambda self, ticket: None),
+    "a second backward repeats no forward": patched(pair.Pair, "_run_again", lambda own: lambda self, ticket: None),
     "views are copies": patched(outputs, "_view", _copied),
 }

@@ -1,15 +1,19 @@
 """A stand-in for CUDA graphs that runs on the CPU: what is recorded is a function, which each replay calls again.
+Where there is a GPU, fuzzer and tests have its graphs instead.
 
 As with graphs, recording changes nothing (what the function drew and wrote is undone), each replay writes its results
 into the memory of the first ones, and all graphs of a model share one pool: once another forward or a backward was
-replayed, what a forward kept for its own backward is gone.
+replayed, what a forward kept for its own backward is gone, and a replay may use the memory where results of others are.
 """
 
 import contextlib
+import weakref
 
 import torch
 
 from hfnn.capture import graph
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Played:
@@ -19,9 +23,12 @@ class Played:
         self._function, self._backend, self._grad = function, backend, torch.is_grad_enabled()
         with backend.undone():
             self.results = function()
+        self._of_backward = not hasattr(self.results, "tensors")
         self._memory = [None if t is None else t.detach() for t in _tensors(self.results)]
+        backend.graphs.add(self)
 
     def replay(self):
+        self._spoil()
         with torch.set_grad_enabled(self._grad):
             results = self._function()
         with torch.no_grad():
@@ -30,8 +37,16 @@ class Played:
                     memory.copy_(t)
         if self._backend.last is not None:
             self._backend.last.results = None
-        self._backend.last = self if hasattr(results, "tensors") else None
+        self._backend.last = None if self._of_backward else self
         self.results = results
+
+    def _spoil(self):
+        """The results of other graphs; those of a forward last until its backward has run."""
+        for other in self._backend.graphs:
+            if other is not self and not (self._of_backward and other is self._backend.last):
+                for t in other._memory:
+                    if t is not None:
+                        t.fill_(77)
 
 
 def _tensors(results):
@@ -43,6 +58,7 @@ class Backend:
 
     def __init__(self, device, model):
         self.device, self.generator, self.last, self._model = device, torch.default_generator, None, model
+        self.graphs = weakref.WeakSet()
 
     def record(self, function):
         return Played(function, self)
@@ -69,7 +85,10 @@ class Backend:
 
 @contextlib.contextmanager
 def played():
-    """Models on the CPU are captured, by the stand-in."""
+    """Models on the CPU are captured, by the stand-in; those on a GPU as ever."""
+    if DEVICE != "cpu":
+        yield
+        return
     before, graph.backend = graph.backend, lambda device, model: Backend(device, model)
     try:
         yield
