@@ -9,6 +9,7 @@
 #include "bits.h"
 #include "caster.h"
 #include "compare.h"
+#include "contents.h"
 #include "cross_entropy.h"
 #include "distillation.h"
 #include "dropout.h"
@@ -125,6 +126,10 @@ PYBIND11_MODULE(_C, m) {
   py::module_ tables = m.def_submodule("optim");  // on the host, whatever the device
   tables.def("look", detail::look, py::arg("params"), py::arg("grads") = py::none());
   tables.def("same", detail::same);
+  py::class_<detail::Contents>(m, "Contents")
+      .def(py::init<const py::list&>())
+      .def("changed", &detail::Contents::changed)
+      .def("look", &detail::Contents::look);
 #ifdef HFNN_CUDA
   py::module_ cuda = m.def_submodule("cuda");
   cuda.def("refusal", &cuda_refusal);  // why these kernels cannot run here, or None

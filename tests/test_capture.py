@@ -186,6 +186,7 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
     assert vars(model)["_hfnn_capture"].counts[why] == 3 and caplog.text.count("is not captured") == 1
 
 
+@pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults to a non-deterministic algorithm")
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_models_of_transformers(graphs, family):
     """Losses, gradients and the logits that are read afterwards, over more calls than are needed to record."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
-from hfnn.core.context import compiling
+from hfnn.core.context import capturing, compiling
 from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
 
@@ -152,9 +152,8 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     m, eager = masking(), views.base(others.get("config")) == "eager"
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     function = m.causal_mask_function if mask_function is None else mask_function
-    make = functools.partial(
-        m.eager_mask if eager else m.sdpa_mask, *sizes, mask_function=function, attention_mask=attention_mask, **others
-    )
+    makes = m.sdpa_mask if not eager else _added if capturing() else m.eager_mask
+    make = functools.partial(makes, *sizes, mask_function=function, attention_mask=attention_mask, **others)
     if compiling() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return make()
     if others.get("use_vmap") or q_length == 1:
@@ -177,6 +176,14 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     return Mask.of((batch_size, 1, q_length, kv_length), dtype, others.get("device", "cpu"), given, whole)
 
 
+def _added(*sizes, dtype=torch.float32, allow_is_causal_skip=False, **others):
+    """transformers' `eager_mask`, of which some versions copy a 0 from the host, which no recording allows."""
+    visible = masking().sdpa_mask(*sizes, allow_is_causal_skip=False, **others)
+    if visible is None:
+        return None
+    return torch.where(visible, visible.new_zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
 def _dense(made, given):
     """A mask that transformers made for the layers of this forward, unless it is a view of what a user gave."""
     if made is not None and (given is None or made.untyped_storage()._cdata != given.untyped_storage()._cdata):
@@ -193,7 +200,6 @@ def _readable(attention_mask, batch: int) -> bool:
         and attention_mask.dtype is torch.bool
         and attention_mask.dim() == 2
         and attention_mask.shape[0] == batch
-        and not (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -206,6 +212,8 @@ def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) ->
     """Arguments of `hfnn.functional.scaled_dot_product_attention` that say what the rule and the padding say."""
     shift = q_offset - kv_offset
     if rule.sequences is not None:
+        if rule.sequences.is_cuda and capturing():
+            return None
         # A padded batch is not packed, and what is packed has no cache.
         if padding is not None or shift or queries != keys or tuple(rule.sequences.shape) != (batch, keys):
             return None
@@ -229,6 +237,8 @@ def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
     padding = padding[:, offset : offset + keys]
     if padding.shape[1] < keys:
         padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
+    if padding.is_cuda and capturing():  # nobody may wait for what it says
+        return {"attn_mask": own(padding.clone())[:, None, None, :]}
     numbers = padding.int()
     count, first = numbers.sum(1), numbers.argmax(1)
     last = torch.where(count > 0, keys - numbers.flip(1).argmax(1), first)

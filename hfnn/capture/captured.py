@@ -98,12 +98,13 @@ class Capture:
     def __init__(self, shapes: int = SHAPES):
         self.shapes, self.counts = shapes, collections.Counter()
         self._lock = threading.Lock()
-        self._model = lambda: None
+        self._model, self._recorder, self._others = lambda: None, None, []
         self._clear()
 
     def _clear(self) -> None:
         self._kinds: dict[tuple, Kind] = {}
         self._pool, self._backend, self._stream, self._calls = Pool(), None, None, 0
+        self._modules: list[nn.Module] | None = None
 
     def __reduce__(self):  # a copy, or what is unpickled, begins anew
         return Capture, (self.shapes,)
@@ -111,7 +112,10 @@ class Capture:
     def __call__(self, model: nn.Module, forward, args, kwargs):
         """`forward(model, *args, **kwargs)`, replayed where it can be."""
         if not self._lock.acquire(blocking=False):
-            return forward(model, *args, **kwargs)
+            if self._recorder not in (None, threading.get_ident()):  # whose parameters are not those of the model
+                with self._lock:
+                    pass
+            return self._beside(model, forward, args, kwargs)
         try:
             if self._model() is None:
                 self._clear()
@@ -125,12 +129,19 @@ class Capture:
         finally:
             self._lock.release()
 
+    def _beside(self, model, forward, args, kwargs):
+        """A call inside another one, or in another thread beside it: as it is."""
+        self._others.append(None)
+        try:
+            return forward(model, *args, **kwargs)
+        finally:
+            self._others.pop()
+
     def _call(self, model, args, kwargs) -> Call:
         """The call with its whole key. Raises Unfit where no graph is asked for."""
         if self._model() is not model:
             raise Unfit("this is a copy of the model that was captured")
-        first = next(model.parameters(), None)
-        if self._backend is None and first is not None:
+        if self._backend is None and (first := next(model.parameters(), None)) is not None:
             self._backend = graph.backend(first.device, model)
             self._stream = self._backend and self._backend.stream()
         if self._backend is None:
@@ -145,19 +156,31 @@ class Capture:
             raise Unfit("it is called on another stream than before")
         if any(t.device != self._backend.device for t in call.tensors):
             raise Unfit("it is given tensors of another device")
-        call.key = (*call.key, _switches(), tuple(m.training for m in model.modules()))
+        call.key = (*call.key, _switches())
         return call
+
+    def _kind(self, model, forward, call) -> Kind:
+        """That of a call, with graphs of the model as it is, or without."""
+        for _ in range(2):
+            if self._modules is None:
+                self._modules = [*model.modules()]
+            key = (*call.key, *[m.training for m in self._modules])
+            kind = self._kinds.get(key)
+            if kind is None:
+                kind = self._new(key, call, forward)
+            if kind.pair is None or not self._stale(kind):
+                break
+            self._modules = None  # those inside may be others
+        return kind
 
     def _one(self, model, forward, call, args, kwargs):
         self._calls += 1
-        kind = self._kinds.get(call.key)
-        if kind is None:
-            kind = self._new(call, forward)
+        kind = self._kind(model, forward, call)
         kind.last = self._calls
+        if kind.pair is None:
+            self._modules = None  # nothing has looked whether they are the model's
         if kind.refused is not None:
             raise Unfit(kind.refused)
-        if kind.pair is not None:
-            self._renew(kind)
         if kind.pair is None and (why := foreign_hooks(model)):
             raise Unfit(why)
         if kind.pair is None and kind.warm < WARM:
@@ -170,13 +193,14 @@ class Capture:
         self.counts["replayed"] += 1
         return found
 
-    def _renew(self, kind: Kind) -> None:
-        """Drop graphs that are not what would run now."""
+    def _stale(self, kind: Kind) -> bool:
+        """Whether a kind's graphs are not what would run now. They are dropped then."""
         why = kind.pair.snapshot.changed()
         if why is not None:
             kind.pair, kind.warm, kind.stale = None, 0, kind.stale + 1
             if kind.stale >= STALE:
                 kind.refused = f"{why}, again and again"
+        return why is not None
 
     def _warm(self, model, forward, call, kind: Kind, args, kwargs):
         """A call as it is, of which is noted what a graph could not repeat."""
@@ -203,6 +227,9 @@ class Capture:
         return nest
 
     def _record(self, model, call, kind: Kind) -> None:
+        if self._others:
+            raise Unfit("another thread calls it meanwhile")
+        self._recorder = threading.get_ident()
         try:
             _of_one_device(model, self._backend.device)
             kind.pair = Pair(model, kind, call.tensors, kind.used)
@@ -213,8 +240,10 @@ class Capture:
             kind.refused = f"it could not be recorded: {str(error).partition(chr(10))[0] or type(error).__name__}"
             log.warning("%s is not captured: %s", type(model).__name__, kind.refused)
             raise Unfit(kind.refused) from error
+        finally:
+            self._recorder = None
 
-    def _new(self, call: Call, forward) -> Kind:
+    def _new(self, key: tuple, call: Call, forward) -> Kind:
         """A new kind of call, where there is room for another one."""
         if len(self._kinds) >= self.shapes:
             oldest = min(self._kinds, key=lambda key: self._kinds[key].last)
@@ -222,7 +251,7 @@ class Capture:
                 raise Unfit(f"there are {self.shapes} kinds of calls already")
             self._kinds.pop(oldest).pair = None  # each holds the other
         kind = Kind(call.template, forward, _ambient(), self._backend, self._pool)
-        self._kinds[call.key] = kind
+        self._kinds[key] = kind
         return kind
 
     def report(self) -> str:

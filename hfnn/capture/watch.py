@@ -20,12 +20,39 @@ _HELD = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, ty
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+class _Contents:
+    """`hfnn._C.Contents` (csrc/contents.h) in Python, for where that is not built."""
+
+    def __init__(self, parts: list):
+        self._parts = [(part, [*map(id, _values(part))]) for part in parts]
+
+    def changed(self, begin: int) -> int:
+        """The number of the first part from `begin` on that holds other objects than it did, or -1."""
+        for number, (part, known) in enumerate(self._parts[begin:], begin):
+            if [*map(id, _values(part))] != known:
+                return number
+        return -1
+
+    def look(self, number: int) -> None:
+        """From now on, what this part holds now is what it held."""
+        part = self._parts[number][0]
+        self._parts[number] = part, [*map(id, _values(part))]
+
+
+try:
+    from hfnn._C import Contents
+except ImportError:
+    Contents = _Contents
+
+
 class Snapshot:
     """What a model was at one moment."""
 
     def __init__(self, model: nn.Module):
-        # (whose it is, its name, a dict, list or set, its values and their ids)
-        self._parts: list[list] = []
+        self._parts: list[dict | list] = []
+        self._places: list[str] = []  # where each is
+        self._values: list[list] = []  # in each, and so alive
+        self._sets: list[tuple[str, set, set]] = []
         self._tensors: list[tuple[torch.Tensor, int, bool]] = []
         self._forwards = {}
         seen: set[int] = set()
@@ -33,21 +60,30 @@ class Snapshot:
             cls = type(module)
             self._forwards[cls] = cls.forward
             for where, part in _contents(vars(module), name or "the model", 0, seen):
-                values = _values(part)
-                self._parts.append([where, part, values, [*map(id, values)]])
+                if isinstance(part, set):
+                    self._sets.append((where, part, {*part}))
+                else:
+                    self._parts.append(part)
+                    self._places.append(where)
+                    self._values.append(_values(part))
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if type(tensor) in (torch.Tensor, nn.Parameter):
                     self._tensors.append((tensor, tensor.data_ptr(), tensor.requires_grad))
+        self._contents = Contents(self._parts)
 
     def changed(self) -> str | None:
         """What is another now, in words, or None."""
-        for part in self._parts:
-            values = _values(part[1])
-            ids = [*map(id, values)]
-            if ids != part[3]:
-                if not _same(values, part[2]):
-                    return f"{part[0]} has changed"
-                part[2:] = values, ids
+        number = self._contents.changed(0)
+        while number >= 0:
+            values = _values(self._parts[number])
+            if not _same(values, self._values[number]):
+                return f"{self._places[number]} has changed"
+            self._values[number] = values
+            self._contents.look(number)
+            number = self._contents.changed(number + 1)
+        for where, part, before in self._sets:
+            if part != before:
+                return f"{where} has changed"
         for tensor, pointer, grad in self._tensors:
             if tensor.data_ptr() != pointer or tensor.requires_grad is not grad:
                 return "a parameter or a buffer has other memory, or is (not) trained any more"
@@ -58,10 +94,9 @@ class Snapshot:
 
     def places(self, values: dict[int, object]) -> Iterator[tuple[dict | list, object]]:
         """(dict or list, key or index) wherever the model holds one of `values`, which are given by id."""
-        for _, part, *_ in self._parts:
-            if isinstance(part, (dict, list)):
-                items = part.items() if isinstance(part, dict) else enumerate(part)
-                yield from ((part, at) for at, value in items if id(value) in values)
+        for part in self._parts:
+            items = part.items() if isinstance(part, dict) else enumerate(part)
+            yield from ((part, at) for at, value in items if id(value) in values)
 
 
 def _contents(state: dict, where: str, level: int, seen: set[int]) -> Iterator[tuple[str, object]]:

@@ -56,6 +56,11 @@ def autocasting(x: torch.Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def capturing() -> bool:
+    """Whether the current stream is recorded as a CUDA graph: nothing may wait for it, nor be another at a replay."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _proxies() -> bool:
     """Whether make_fx is recording: its FakeTensors stand for values, not just for shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

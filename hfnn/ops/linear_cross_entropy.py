@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hfnn.core.context import capturing
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op
 from hfnn.ops import cross_entropy as logits_room
@@ -100,17 +101,13 @@ class Rows(NamedTuple):
 def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
     wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
     scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
-    kept = (target != call.options[0]).nonzero().view(-1) if call.compact and not _recording(target) else None
+    compact = call.compact and not (target.is_cuda and capturing())  # which may not wait to be told how many there are
+    kept = (target != call.options[0]).nonzero().view(-1) if compact else None
     if kept is not None:
         target, scale = target[kept], None if scale is None else scale[kept]
     share = _class_weights(target, class_weight, call).to(wide)
     share = share if scale is None else share * scale
     return Rows(target, share, scale, share.sum(), kept)
-
-
-def _recording(x) -> bool:
-    """Whether the stream is captured, which may not wait to be told how many rows there are."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _class_weights(target, class_weight, call: CrossEntropyCall):

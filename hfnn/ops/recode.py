@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
+from hfnn.core.context import capturing
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op
 from hfnn.ops.layout import _alike, _dense, _flat
@@ -75,7 +76,7 @@ def keeping_output(x, key: tuple, build: Callable, gradient: Callable, formula: 
         return None
     key = *key, x.device, x.dtype
     if key not in _known:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # the tables take a look at values
+        if x.is_cuda and capturing():  # the tables take a look at values
             return None
         _known[key] = _tables(x, build, gradient)
     tables = _known[key]

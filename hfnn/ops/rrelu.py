@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfnn.core import bits
-from hfnn.core.context import compiling, context
+from hfnn.core.context import capturing, compiling, context
 from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 from hfnn.ops import piecewise, table
@@ -84,7 +84,7 @@ def _takes(x, prefer):
         return False
     if x.is_cpu and x.dtype is torch.float16:  # torch's own op raises
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())  # the seed would be frozen into the graph
+    return not (x.is_cuda and capturing())  # the seed would be frozen into the graph
 
 
 def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, prefer="auto"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfnn.core import kernel as kernels
+from hfnn.core.context import capturing
 from hfnn.core.kernel import FLOATS, Kernel, NoKernel
 from hfnn.deferred import product
 from hfnn.ops.dropout import philox_seed
@@ -18,7 +19,7 @@ from hfnn.optim.distributed import check_one_mesh, total_squares
 from hfnn.optim.fallback import ASKED, Fallback
 from hfnn.optim.memory import Memory, memory
 from hfnn.optim.state import OPTIONS
-from hfnn.optim.table import NORM, TILE, Settings, StepPlan, Table, capturing, clashing, dense, fit, local, sharding
+from hfnn.optim.table import NORM, TILE, Settings, StepPlan, Table, clashing, dense, fit, local, sharding
 
 KERNELS = (
     Kernel("triton", "hfnn.kernels.optim", "cuda"),

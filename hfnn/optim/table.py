@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hfnn.core.context import capturing
 from hfnn.optim.look import flat_values, look, same
 
 TILE = 4096
@@ -86,11 +87,6 @@ def like(x: Tensor, wanted: Tensor) -> Tensor:
 def flat(x: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return x.as_strided((x.numel(),), (1,))
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being recorded on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Spare:

@@ -21,17 +21,18 @@ def _forward_twice(own):
     return run_forward
 
 
-def _left(own):
-    def free(self):
-        own(self)
-        self.handed = None
+def _moved_all(own):
+    def moved(self):
+        for p, _, key in self._of:
+            if p.grad is not None and pair.storage(p.grad) == key:
+                p.grad.data = p.grad.detach().clone()
         return True
 
-    return free
+    return moved
 
 
 def _not_moved(own):
-    return lambda self: []
+    return lambda self: True
 
 
 def _outputs_not_copied(own):
@@ -53,8 +54,8 @@ def _copied(own):
 FAULTS = {
     "inputs are those of the recording": patched(pair.Pair, "replay", _stale_input),
     "buffers advance twice": patched(pair.Pair, "run_forward", _forward_twice),
-    "gradients that somebody holds are written to": patched(pair.Gradients, "held", _not_moved),
-    "gradients that something else holds are written to": patched(pair.Pool, "free", _left),
+    "gradients that somebody holds are written to": patched(pair.Gradients, "moved", _not_moved),
+    "gradients that something else holds are written to": patched(pair.Gradients, "moved", _moved_all),
     "outputs are not copied": patched(pair.Pair, "run_forward", _outputs_not_copied),
     "the pool is never busy": patched(pair.Pool, "busy", lambda own: lambda self: False),
     "attributes are not looked at": patched(watch.Snapshot, "changed", lambda own: lambda self: None),

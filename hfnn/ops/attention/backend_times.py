@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch._C import _SDPBackend
 
+from hfnn.core.context import capturing
+
 log = logging.getLogger("hfnn")
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -91,7 +93,7 @@ def row(kind: Kind, names: list[str], place: int) -> dict[str, float | None] | N
 
 def _may_measure() -> bool:
     """Not while a CUDA graph is captured, and not where a mode would see what is run here."""
-    return not torch.cuda.is_current_stream_capturing() and torch._C._len_torch_dispatch_stack() == 0
+    return not capturing() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def measure(kind: Kind, names: list[str], device: torch.device, clock: Callable) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from hfnn.core import bits
+from hfnn.core.context import capturing
 
 TILE = 128
 NONE, MIXED, FULL = 0, 1, 2  # of a tile's pairs
@@ -117,7 +118,7 @@ def _once(x: torch.Tensor, what: tuple, make: Callable):
     found = _made.get(id(owner))
     if found is None or found[0]() is not owner:
         return make()
-    if type(x) is FakeTensor or x.is_inference() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if type(x) is FakeTensor or x.is_inference() or (x.is_cuda and capturing()):
         return make()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
     what = (*what, stream, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
