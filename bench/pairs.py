@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from zoo import MODELS
 
-STEPS = 2  # of each in a pair
+STEPS = 4  # of each in a round
 
 
 def measure(name: str, modes: list[str], options) -> dict:

@@ -94,17 +94,17 @@ def test_shapes_beyond_the_bound_run_as_they_are(graphs):
     for _ in range(5):
         for rows in range(2, captured.SHAPES + 4):
             model(torch.randn(rows, 8, device=DEVICE)).sum().backward()
-    assert sum(kind.pair is not None for kind in knows._kinds.values()) == captured.SHAPES
+    assert sum(bool(kind.pairs) for kind in knows._kinds.values()) == captured.SHAPES
     assert knows.counts[f"there are {captured.SHAPES} kinds of calls already"] == 10
     for _ in range(captured.IDLE * captured.SHAPES + 5):  # what is not called any more makes room
         model(torch.randn(30, 8, device=DEVICE)).sum().backward()
-    assert any(kind.pair is not None and kind.last == knows._calls for kind in knows._kinds.values())
+    assert any(kind.pairs and kind.last == knows._calls for kind in knows._kinds.values())
 
 
 def test_gradients_are_not_copied_while_nobody_holds_them(graphs):
     model = hfnn.convert(small(), capture=True)
     steps(model, 5)
-    (pair,) = (kind.pair for kind in vars(model)["_hfnn_capture"]._kinds.values())
+    ((pair,),) = (kind.pairs for kind in vars(model)["_hfnn_capture"]._kinds.values())
     addresses = {g.data_ptr() for g in pair._grads}
     assert {p.grad.data_ptr() for p in model.parameters()} == addresses
     model(torch.randn(6, 8, device=DEVICE)).sum().backward()  # accumulates: what is there is moved
@@ -206,3 +206,65 @@ def test_models_of_transformers(graphs, family):
         results.append(seen)
     assert vars(model)["_hfnn_capture"].counts["replayed"] == 4, vars(model)["_hfnn_capture"].counts
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _padding(kind, rows, tokens):
+    mask = torch.ones(rows, tokens, dtype=torch.int64)
+    if kind == "end":
+        mask[0, -3:] = 0
+    elif kind == "begin":
+        mask[1, :2] = 0
+    elif kind == "holes":
+        mask[0, 2] = 0
+    return mask.to(DEVICE)
+
+
+def _few(labels, kind):
+    """Labels of which as many count as a kind says."""
+    kept = {"all": 1.0, "few": 0.02, "half": 0.5, "none": 0.0}[kind]
+    return labels.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE) < kept, -100)
+
+
+def test_what_a_forward_asks_of_its_tensors_is_compared_at_each_replay(graphs):
+    """Padding: none, at an end, anywhere. Each is recorded with the kernels that it has outside of a graph."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    kinds = ["full"] * 5 + ["end"] * 5 + ["begin", "holes"] * 4 + ["full", "end", "holes"] * 4
+    results = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        model = BertForMaskedLM(BertConfig(**families.ENCODER, attn_implementation="sdpa")).to(DEVICE).eval()
+        model, seen = hfnn.convert(model, prefer="memory", capture=capture), []
+        for kind in kinds:
+            model.zero_grad()
+            out = model(ids, attention_mask=_padding(kind, 2, 12), labels=ids)
+            out.loss.backward()
+            seen += [out.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        results.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    knows = vars(model)["_hfnn_capture"]
+    ((*pairs,),) = (kind.pairs for kind in knows._kinds.values())
+    assert len(pairs) == 3 and knows.counts["what it asks of its tensors is none of what was recorded"] == 2
+    assert knows.counts["replayed"] == len(kinds) - 3 - 2
+
+
+def test_tokens_that_count_are_worked_on_alone_in_a_graph(graphs):
+    from transformers import BertConfig, BertForMaskedLM
+
+    ids = torch.randint(3, 64, (16, 64), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        config = BertConfig(**families.ENCODER | {"vocab_size": 4096, "max_position_embeddings": 64})
+        model, seen = hfnn.convert(BertForMaskedLM(config).to(DEVICE).eval(), prefer="memory", capture=capture), []
+        for kind in ["few"] * 6 + ["half", "all", "none"] * 4 + ["few", "half"]:
+            model.zero_grad()
+            loss = model(ids, labels=_few(ids, kind)).loss
+            loss.backward()
+            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        results.append(seen)
+    for a, b in zip(*results, strict=True):  # sums of other lengths
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+    ((*pairs,),) = (kind.pairs for kind in vars(model)["_hfnn_capture"]._kinds.values())
+    assert len(pairs) == captured.VARIANTS

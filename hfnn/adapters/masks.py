@@ -9,12 +9,13 @@ sum, another attention, makes the tensor that transformers would have made, once
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
+from hfnn.core.ask import ask, may_ask
 from hfnn.core.context import capturing, compiling
 from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
@@ -211,9 +212,15 @@ def _has_numbers(x) -> bool:
 def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> dict | None:
     """Arguments of `hfnn.functional.scaled_dot_product_attention` that say what the rule and the padding say."""
     shift = q_offset - kv_offset
-    if rule.sequences is not None:
-        if rule.sequences.is_cuda and capturing():
+    if rule.sequences is not None and capturing():
+        # Otherwise it is transformers that looks whether there are several.
+        if not may_ask(rule.sequences):
             return None
+        (single,) = ask((rule.sequences[:, -1] == 0).all(), (1,))
+        if not single:
+            raise RuntimeError("its batches are packed: each is of other sequences")
+        rule = replace(rule, sequences=None)
+    if rule.sequences is not None:
         # A padded batch is not packed, and what is packed has no cache.
         if padding is not None or shift or queries != keys or tuple(rule.sequences.shape) != (batch, keys):
             return None
@@ -237,13 +244,13 @@ def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
     padding = padding[:, offset : offset + keys]
     if padding.shape[1] < keys:
         padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
-    if padding.is_cuda and capturing():  # nobody may wait for what it says
+    if not may_ask(padding):
         return {"attn_mask": own(padding.clone())[:, None, None, :]}
     numbers = padding.int()
     count, first = numbers.sum(1), numbers.argmax(1)
     last = torch.where(count > 0, keys - numbers.flip(1).argmax(1), first)
     # transformers asks the GPU whether there is padding at all, and waits: the other answer comes along.
-    full, dense = torch.stack(((count == keys).all(), (last - first == count).all())).tolist()
+    full, dense = ask(torch.stack(((count == keys).all(), (last - first == count).all())), (1, 1))
     if full:
         return {}
     if dense:

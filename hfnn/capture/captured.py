@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hfnn.capture import graph
+from hfnn.capture.answers import Other
 from hfnn.capture.outputs import Unfit
-from hfnn.capture.pair import Pair, Pool
+from hfnn.capture.pair import HELD, Pair, Pool
 from hfnn.capture.watch import HostDraws, Snapshot, foreign_hooks
 from hfnn.core import kernel
 from hfnn.core.context import context
@@ -35,6 +36,7 @@ from hfnn.patterns.probe import _NoHook
 
 WARM, SHAPES = 3, 8  # calls before a key is recorded; keys with graphs at once
 IDLE = 16  # a graph makes room for another after that many calls of others for each of SHAPES
+AGAIN, VARIANTS = 2, 4  # calls with other answers before they are recorded; sets of answers with graphs at once
 STALE = 3  # how often a key is recorded anew before it runs as it is
 _CONSTANTS = (int, float, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _TENSOR = object()
@@ -72,8 +74,10 @@ class Kind:
     """What is known of calls of one key.
 
     template, forward, ambient: how they are made; draws: whether from the device's generator; writes, moved: buffers
-    that are written to, and those of them whose version tells; used: the outputs that losses depended on; warm: calls
-    before recording; stale: how often what was recorded was no more what would run; last: the number of the last call.
+    that are written to, and those of them whose version tells; used: the outputs that losses depended on; pairs: the
+    graphs, for one set of answers each, those of the last call first; missed: calls that none was for, by answers;
+    warm: calls before recording; stale: how often what was recorded was no more what would run; last: the number of
+    the last call.
     """
 
     template: Template
@@ -85,7 +89,8 @@ class Kind:
     writes: tuple = ()
     moved: tuple = ()
     used: set[int] = dataclasses.field(default_factory=set)
-    pair: Pair | None = None
+    pairs: list[Pair] = dataclasses.field(default_factory=list)
+    missed: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     refused: str | None = None
     warm: int = 0
     stale: int = 0
@@ -168,7 +173,7 @@ class Capture:
             kind = self._kinds.get(key)
             if kind is None:
                 kind = self._new(key, call, forward)
-            if kind.pair is None or not self._stale(kind):
+            if not kind.pairs or not self._stale(kind):
                 break
             self._modules = None  # those inside may be others
         return kind
@@ -177,27 +182,49 @@ class Capture:
         self._calls += 1
         kind = self._kind(model, forward, call)
         kind.last = self._calls
-        if kind.pair is None:
+        if not kind.pairs:
             self._modules = None  # nothing has looked whether they are the model's
         if kind.refused is not None:
             raise Unfit(kind.refused)
-        if kind.pair is None and (why := foreign_hooks(model)):
+        if not kind.pairs and (why := foreign_hooks(model)):
             raise Unfit(why)
-        if kind.pair is None and kind.warm < WARM:
+        if not kind.pairs and kind.warm < WARM:
             return self._warm(model, forward, call, kind, args, kwargs)
         if self._pool.busy():
             raise Unfit("an earlier call still waits for its backward")
-        if kind.pair is None:
-            self._record(model, call, kind)
-        found = kind.pair.replay(call)
+        found = self._replayed(model, call, kind)
         self.counts["replayed"] += 1
         return found
 
+    def _replayed(self, model, call, kind: Kind):
+        """The outputs of the graphs for this call, which are recorded where there are none."""
+        answers, tried = (), set()
+        while pair := next((p for p in kind.pairs if id(p) not in tried and p.agrees(answers)), None):
+            tried.add(id(pair))
+            if pair is not kind.pairs[0]:
+                kind.pairs.remove(pair)
+                if pair.snapshot.changed():
+                    continue
+                kind.pairs.insert(0, pair)
+            try:
+                return pair.replay(call)
+            except Other as other:
+                answers = other.answers
+        if kind.pairs:
+            kind.missed[answers] += 1
+            if kind.missed[answers] != AGAIN or len(kind.pairs) == VARIANTS:
+                raise Unfit("what it asks of its tensors is none of what was recorded")
+        if not self._pool.free():
+            raise Unfit(HELD)
+        self._record(model, call, kind, answers)
+        return kind.pairs[0].replay(call)
+
     def _stale(self, kind: Kind) -> bool:
         """Whether a kind's graphs are not what would run now. They are dropped then."""
-        why = kind.pair.snapshot.changed()
+        why = kind.pairs[0].snapshot.changed()
         if why is not None:
-            kind.pair, kind.warm, kind.stale = None, 0, kind.stale + 1
+            kind.pairs.clear()
+            kind.warm, kind.stale = 0, kind.stale + 1
             if kind.stale >= STALE:
                 kind.refused = f"{why}, again and again"
         return why is not None
@@ -226,20 +253,22 @@ class Capture:
         _note_use(nest, kind)
         return nest
 
-    def _record(self, model, call, kind: Kind) -> None:
+    def _record(self, model, call, kind: Kind, answers: tuple) -> None:
         if self._others:
             raise Unfit("another thread calls it meanwhile")
         self._recorder = threading.get_ident()
         try:
             _of_one_device(model, self._backend.device)
-            kind.pair = Pair(model, kind, call.tensors, kind.used)
-        except Unfit as why:
-            kind.refused = str(why)
-            raise
+            kind.pairs.insert(0, Pair(model, kind, call.tensors, kind.used, answers))
         except Exception as error:  # what recording does not allow: a wait for the GPU, above all
-            kind.refused = f"it could not be recorded: {str(error).partition(chr(10))[0] or type(error).__name__}"
-            log.warning("%s is not captured: %s", type(model).__name__, kind.refused)
-            raise Unfit(kind.refused) from error
+            why = str(error).partition("\n")[0] or type(error).__name__
+            if not isinstance(error, Unfit):
+                why = f"it could not be recorded: {why}"
+                log.warning("%s is not captured: %s", type(model).__name__, why)
+                log.debug("recording %s", type(model).__name__, exc_info=True)
+            if not kind.pairs:
+                kind.refused = why
+            raise Unfit(why) from error
         finally:
             self._recorder = None
 
@@ -249,14 +278,14 @@ class Capture:
             oldest = min(self._kinds, key=lambda key: self._kinds[key].last)
             if self._calls - self._kinds[oldest].last < IDLE * self.shapes:
                 raise Unfit(f"there are {self.shapes} kinds of calls already")
-            self._kinds.pop(oldest).pair = None  # each holds the other
+            self._kinds.pop(oldest).pairs.clear()  # each holds the other
         kind = Kind(call.template, forward, _ambient(), self._backend, self._pool)
         self._kinds[key] = kind
         return kind
 
     def report(self) -> str:
         """In a line: kinds of calls, replays, bytes of the pool, and what ran as it is."""
-        graphs = sum(kind.pair is not None for kind in self._kinds.values())
+        graphs = sum(bool(kind.pairs) for kind in self._kinds.values())
         size = self._backend.pool_bytes() if self._backend is not None and graphs else 0
         parts = [f"captured: {graphs} kinds of calls, {self.counts['replayed']} replays, {size:,} bytes of graphs"]
         parts += [f"{n} as it is: {why}" for why, n in self.counts.most_common() if why != "replayed"]

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -25,7 +27,9 @@ class Graph:
 
     def _end(self, pool) -> None:
         try:
-            self._graph.capture_end()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                self._graph.capture_end()
         except RuntimeError:
             _repair(self._graph, pool)
             raise
@@ -86,6 +90,17 @@ class Cuda:
 
     def stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def pinned(self, numbers: int) -> torch.Tensor:
+        """Memory of the host that a graph may copy integers to."""
+        return torch.zeros(numbers, dtype=torch.int64, pin_memory=True)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Until what this stream was given makes done() true."""
+        while not done():
+            if torch.cuda.current_stream(self.device).query() and not done():
+                raise RuntimeError("hfnn: a graph has run and left no answers")
+            time.sleep(0)
 
     def pool_bytes(self) -> int:
         """Bytes that the pool holds of the GPU's memory."""

@@ -21,9 +21,14 @@ import weakref
 import torch
 from torch import nn
 
+from hfnn.capture.answers import Answers, Other
 from hfnn.capture.outputs import Outputs, Unfit, storage
 from hfnn.capture.watch import Snapshot
+from hfnn.core.ask import answered
 from hfnn.core.function import Function
+
+HELD = "gradients of an earlier call are held by something else than .grad"
+TRIES = 9  # recordings until answers are those of the call: each trial tells one more
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _uses = torch._C._storage_Use_Count
@@ -91,25 +96,35 @@ class Gradients:
 class Pair:
     """Graphs for calls of one key.
 
-    tensors: those of one such call; used: which differentiable outputs a loss depends on, by their number. Raises
-    Unfit, or what recording raises.
+    tensors: those of one such call; used: which differentiable outputs a loss depends on, by their number; answers:
+    those that are known of the calls that it is for. Raises Unfit, or what recording raises.
     """
 
-    def __init__(self, model: nn.Module, kind, tensors, used: set[int]):
+    def __init__(self, model: nn.Module, kind, tensors, used: set[int], answers: tuple = (), trial: bool = True):
         self._model, self._kind = weakref.ref(model), kind
         self._backend, self._pool = kind.backend, kind.pool
         self.snapshot, self.used = Snapshot(model), used
         self._inputs = [_buffer(t) for t in tensors]
-        self._record(model)
+        self._record(model, answers, trial)
 
-    def _record(self, model) -> None:
+    def _record(self, model, answers, trial) -> None:
         grad = torch.is_grad_enabled()
         trained = [p for p in model.parameters() if p.requires_grad] if grad else []
         self._aliases = {id(p): _alias(p) for p in trained}
         wanted = [t for t in self._inputs if grad and t.requires_grad] + [*self._aliases.values()]
         others = (*self._inputs, *model.parameters(), *model.buffers())
-        self._graph = self._backend.record(lambda: Outputs(self._run(self._inputs), others))
-        self._outputs = outputs = self._graph.results
+        for _ in range(TRIES):
+            self._answers, self._graph = Answers(self._backend, answers), None
+            self._graph = self._backend.record(lambda: Outputs(self._run(self._inputs), others))
+            self._outputs = outputs = self._graph.results
+            try:
+                if trial and self._answers:
+                    self._launch_unseen()
+                break
+            except Other as other:
+                answers = other.answers
+        else:
+            raise Unfit("what it asks of its tensors is another each time")
         self._plain = [i for i, t in enumerate(outputs.tensors) if not t.requires_grad]
         differentiable = [i for i, t in enumerate(outputs.tensors[: outputs.shown]) if t.requires_grad]
         self._trained, self._of_inputs, self._backward = trained, len(wanted) - len(trained), None
@@ -151,19 +166,23 @@ class Pair:
 
     def _run(self, tensors):
         args, kwargs = self._kind.template.filled(tensors)
-        with self._kind.ambient(), self._instead():
+        self._answers.begin()
+        with self._kind.ambient(), self._instead(), answered(self._answers):
             return self._kind.forward(self._model(), *args, **kwargs)
 
+    def agrees(self, answers: tuple) -> bool:
+        """Whether it is for calls with these first answers."""
+        return tuple(self._answers.expected[: len(answers)]) == answers
+
     def replay(self, call):
-        """The outputs of a call. Raises Unfit while memory of the pool is held."""
+        """The outputs of a call. Raises Unfit while memory of the pool is held, and Other."""
         if not self._pool.free():
-            raise Unfit("gradients of an earlier call are held by something else than .grad")
+            raise Unfit(HELD)
         with torch.no_grad():
             for static, given in zip(self._inputs, call.tensors, strict=True):
                 static.copy_(given)
         if self._backward is None:
-            self._graph.replay()
-            outputs = [t.clone() for t in self._static]
+            outputs = self.run_forward()
         else:
             ticket = self._pool.issue(self._backend.generator.get_state() if self._kind.draws else None)
             inputs = [t for t in call.tensors if t.requires_grad] + self._trained
@@ -175,8 +194,41 @@ class Pair:
     # What the node calls
 
     def run_forward(self) -> tuple:
+        before = self._state() if self._answers else None
+        self._launch()
+        outputs = tuple(t.clone() for t in self._static)
+        if before is not None:
+            try:
+                self._answers.check()
+            except Other:
+                self._restore(before)
+                raise
+        return outputs
+
+    def _launch(self) -> None:
+        self._answers.expect()
         self._graph.replay()
-        return tuple(t.clone() for t in self._static)
+
+    def _state(self) -> tuple:
+        """What a forward changes: the generator's state, if it draws, and buffers."""
+        state = self._backend.generator.get_state() if self._kind.draws else None
+        return state, [t.clone() for t in self._kind.writes]
+
+    def _restore(self, before: tuple) -> None:
+        if before[0] is not None:
+            self._backend.generator.set_state(before[0])
+        for t, value in zip(self._kind.writes, before[1], strict=True):
+            t.data.copy_(value)
+
+    def _launch_unseen(self) -> None:
+        """A forward that changes nothing. Raises Other."""
+        before = self._state()
+        try:
+            self._launch()
+            if self._answers:
+                self._answers.check()
+        finally:
+            self._restore(before)
 
     def run_backward(self, dys, ticket: Ticket) -> list:
         """The gradients of inputs and parameters from those of the outputs in use."""
@@ -199,21 +251,18 @@ class Pair:
 
     def _run_again(self, ticket: Ticket) -> None:
         """Forward once more, with the numbers that it drew, for the backward of a graph that was kept."""
-        generator, before = self._backend.generator, [t.clone() for t in self._kind.writes]
+        now = self._backend.generator.get_state()
         if ticket.state is not None:
-            now = generator.get_state()
-            generator.set_state(ticket.state)
-        self._graph.replay()
+            self._backend.generator.set_state(ticket.state)
+        self._launch_unseen()
         if ticket.state is not None:
-            generator.set_state(now)
-        for t, value in zip(self._kind.writes, before, strict=True):
-            t.data.copy_(value)
+            self._backend.generator.set_state(now)
 
     def of_outputs(self, used: set[int]) -> "Pair":
         """The pair for losses of other outputs, on the inputs that are here; from now on it comes first."""
         with torch.enable_grad():
-            pair = Pair(self._model(), self._kind, self._inputs, used)
-        self._kind.pair = pair
+            pair = Pair(self._model(), self._kind, self._inputs, used, tuple(self._answers.expected), trial=False)
+        self._kind.pairs[:] = [pair, *(other for other in self._kind.pairs if other is not self)]
         return pair
 
     def by_autograd(self, dys, inputs) -> list:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.core.context import capturing
+from hfnn.core.ask import ask, may_ask, recorded
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op
 from hfnn.ops import cross_entropy as logits_room
@@ -68,6 +68,9 @@ OP = Op(
     sums=True,
 )
 
+# In a recorded graph, the room for tokens that count is a multiple of 1 / SHARES of all of them.
+SHARES, LEAST_SHARE = 32, 128
+
 
 class CrossEntropyCall(NamedTuple):
     """What does not change between forward and backward. `options` are those of the kernels (csrc/cross_entropy.h)."""
@@ -96,18 +99,47 @@ class Rows(NamedTuple):
     scale: torch.Tensor | None  # (T,) token_weight, or None for 1
     total: torch.Tensor  # sum of share
     kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order
+    filled: bool = False  # whether T, which is no token, stands in the places behind the last of them
 
 
 def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
     wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
     scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
-    compact = call.compact and not (target.is_cuda and capturing())  # which may not wait to be told how many there are
-    kept = (target != call.options[0]).nonzero().view(-1) if compact else None
+    kept, filled = _kept(target != call.options[0]) if call.compact else (None, False)
     if kept is not None:
-        target, scale = target[kept], None if scale is None else scale[kept]
+        target = _taken(target, kept, filled, call.options[0])
+        scale = None if scale is None else _taken(scale, kept, filled, 0)
     share = _class_weights(target, class_weight, call).to(wide)
     share = share if scale is None else share * scale
-    return Rows(target, share, scale, share.sum(), kept)
+    return Rows(target, share, scale, share.sum(), kept, filled)
+
+
+def _kept(counted):
+    """(which tokens count, `Rows.filled`); (None, False) where nobody may wait for it, and where all count.
+
+    A recorded graph has room for a number of tokens: it asks how many shares of all of them are enough.
+    """
+    if not recorded():
+        return (counted.nonzero().view(-1), False) if may_ask(counted) else (None, False)
+    share = max(LEAST_SHARE, counted.numel() // SHARES)
+    full = -(-counted.numel() // share)
+    (shares,) = ask((counted.sum() + share - 1) // share, (full,))
+    if shares == full:
+        return None, False
+    return torch.nonzero_static(counted, size=shares * share, fill_value=counted.numel()).view(-1), True
+
+
+def _taken(x, kept, filled: bool, fill):
+    """The rows of x that are kept; `fill` where that is none."""
+    if not filled:
+        return x[kept]
+    return torch.cat((x, x.new_full((1, *x.shape[1:]), fill)))[kept]
+
+
+def _laid(some, rows: Rows, tokens: int):
+    """Zeros for all tokens, and the rows of those that are kept."""
+    every = some.new_zeros(tokens + rows.filled, *some.shape[1:])
+    return every.index_copy_(0, rows.kept, some)[:tokens]
 
 
 def _class_weights(target, class_weight, call: CrossEntropyCall):
@@ -121,14 +153,17 @@ def _operands(hidden, weight, bias, call: CrossEntropyCall, rows: Rows) -> head.
     _, smoothing, _, logit_scale, softcap = call.options
     pad = call.group is None and not smoothing and not softcap and logit_scale > 0
     given = head.operands(hidden, weight, bias, call.dtype, pad)
-    return given if rows.kept is None else replace(given, hidden=given.hidden[rows.kept])
+    if rows.kept is None:
+        return given
+    at = rows.kept.clamp(max=len(given.hidden) - 1) if rows.filled else rows.kept
+    return replace(given, hidden=given.hidden[at])
 
 
 def _factor(rows: Rows, call: CrossEntropyCall, dy=None):
     """What the gradient of a row is multiplied by: (T,), or (1,) for one number. dy: that of reduction="none"."""
     factor = rows.total.new_ones(1) if dy is None else dy.reshape(-1).to(rows.total.dtype).contiguous()
     if dy is not None and rows.kept is not None:
-        factor = factor[rows.kept]
+        factor = _taken(factor, rows.kept, rows.filled, 0)
     if call.reduction == "mean" and not call.late:
         factor = factor / rows.total
     return factor if rows.scale is None else factor * rows.scale
@@ -247,7 +282,7 @@ def _losses(loss_T, rows: Rows, call: CrossEntropyCall, shape):
     loss_T = loss_T if rows.scale is None else loss_T * rows.scale
     if call.reduction == "none":
         if rows.kept is not None:
-            loss_T = loss_T.new_zeros(shape.numel()).index_copy_(0, rows.kept, loss_T)
+            loss_T = _laid(loss_T, rows, shape.numel())
         return loss_T.view(shape).to(call.out_dtype)
     loss = loss_T.sum()
     return (loss / rows.total if call.reduction == "mean" else loss).to(call.out_dtype)
@@ -258,8 +293,7 @@ def _spread(dhidden, rows: Rows, hidden):
     if dhidden is None:
         return None
     if rows.kept is not None:
-        every = dhidden.new_zeros(hidden.shape[:-1].numel(), hidden.shape[-1])
-        dhidden = every.index_copy_(0, rows.kept, dhidden)
+        dhidden = _laid(dhidden, rows, hidden.shape[:-1].numel())
     return dhidden.view(hidden.shape).to(hidden.dtype)
 
 
