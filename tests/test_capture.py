@@ -17,6 +17,12 @@ from hfnn.capture import captured
 sys.path.append(str(Path(__file__).parent))
 import test_families as families
 
+pytestmark = pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults to a non-deterministic algorithm")
+
+# Of which stock torch cannot record the forward either: numbers that are copied from the host, or experts that are told
+# how many tokens they get.
+NOT_STOCK = ("gpt2", "bloom", "mixtral") if DEVICE == "cuda" else ()
+
 
 @pytest.fixture
 def graphs():
@@ -186,9 +192,9 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
     assert vars(model)["_hfnn_capture"].counts[why] == 3 and caplog.text.count("is not captured") == 1
 
 
-@pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults to a non-deterministic algorithm")
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_models_of_transformers(graphs, family):
+def test_models_of_transformers(graphs, family, autocast):
     """Losses, gradients and the logits that are read afterwards, over more calls than are needed to record."""
     results, batch = [], {k: v.to(DEVICE) if k != "return_loss" else v for k, v in families.inputs(family).items()}
     for capture in (False, True):
@@ -197,15 +203,18 @@ def test_models_of_transformers(graphs, family):
         model, seen = hfnn.convert(model, prefer="memory", capture=capture), []
         for call in range(7):
             torch.manual_seed(call)
-            out = model(**batch)
+            with torch.autocast(DEVICE, torch.bfloat16, autocast):
+                out = model(**batch)
             model.zero_grad()
             out.loss.backward()
             seen += [out.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             if getattr(out, "logits", None) is not None:
                 seen.append(out.logits.detach() + 0)
         results.append(seen)
-    assert vars(model)["_hfnn_capture"].counts["replayed"] == 4, vars(model)["_hfnn_capture"].counts
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    counts = vars(model)["_hfnn_capture"].counts
+    assert counts["replayed"] == 4 or (family in NOT_STOCK and not counts["replayed"]), counts
+    differ = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+    assert not differ, [(i, results[0][i].shape, (results[0][i] - results[1][i]).abs().max()) for i in differ[:4]]
 
 
 def _padding(kind, rows, tokens):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from played_graphs import played
 
 import hfnn
 from hfnn.deferred.logits import Deferred
@@ -151,3 +152,62 @@ def test_signature_columns(rows, tmp_path):
     assert runs[0]._signature_columns == runs[1]._signature_columns
     assert runs[0].model_accepts_loss_kwargs == runs[1].model_accepts_loss_kwargs
     assert runs[0].label_names == runs[1].label_names and runs[0].can_return_loss == runs[1].can_return_loss
+
+
+# A captured model
+
+
+def _sentences(count: int, seed: int):
+    """Rows of different lengths, with a class each."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 9, (count,), generator=generator).tolist()
+    ids = [torch.randint(5, 64, (n,), generator=generator).tolist() for n in lengths]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": sum(row) % 2} for row in ids]
+
+
+def _padded(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    filled = {
+        key: torch.tensor([row[key] + [0] * (longest - len(row[key])) for row in rows])
+        for key in ("input_ids", "attention_mask")
+    }
+    return {**filled, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def _classifier(capture: bool):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, vocab_size=64, max_position_embeddings=16)
+    return hfnn.convert(transformers.BertForSequenceClassification(config), prefer="memory", capture=capture)
+
+
+def _story(tmp_path, capture: bool):
+    """What a run logs that evaluates, saves, is resumed, clips gradients and accumulates; and how often it replayed."""
+    how = {
+        "steps": 24,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 8,
+        "gradient_accumulation_steps": 2,
+        "eval_dataset": _sentences(16, 2),
+        "data_collator": _padded,
+    }
+    run = trainer(_classifier(capture), _sentences(96, 1), tmp_path, **how)
+    run.train()
+    again = trainer(_classifier(capture), _sentences(96, 1), tmp_path, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-16"))
+    keys = ("loss", "eval_loss", "grad_norm")
+    said = [[(e["step"], k, e[k]) for e in r.state.log_history for k in keys if k in e] for r in (run, again)]
+    replays = [vars(r.model)["_hfnn_capture"].counts["replayed"] for r in (run, again)] if capture else None
+    return said, replays, run
+
+
+def test_a_captured_model_logs_what_it_logs_otherwise(tmp_path):
+    """Graphs are played on the CPU: not a bit may differ."""
+    with played():
+        plain, _, _ = _story(tmp_path / "plain", False)
+        ours, replays, run = _story(tmp_path / "captured", True)
+    assert ours == plain
+    assert min(replays) > 0, vars(run.model)["_hfnn_capture"].report()

@@ -79,6 +79,7 @@ class Cuda:
         """All graphs share one pool of memory, so no two of them may be in use at once."""
         if not self._graphs:  # torch ends a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # what eager calls needed, and the last pool
         with torch.cuda.device(self.device):
             graph = Graph(function, self._pool, self._stream)
         self._graphs.add(graph)

@@ -114,9 +114,9 @@ class Pair:
         wanted = [t for t in self._inputs if grad and t.requires_grad] + [*self._aliases.values()]
         others = (*self._inputs, *model.parameters(), *model.buffers())
         for _ in range(TRIES):
-            self._answers, self._graph = Answers(self._backend, answers), None
+            self._answers, self._graph, self._outputs = Answers(self._backend, answers), None, None
             self._graph = self._backend.record(lambda: Outputs(self._run(self._inputs), others))
-            self._outputs = outputs = self._graph.results
+            self._outputs = self._graph.results
             try:
                 if trial and self._answers:
                     self._launch_unseen()
@@ -125,6 +125,7 @@ class Pair:
                 answers = other.answers
         else:
             raise Unfit("what it asks of its tensors is another each time")
+        outputs = self._outputs
         self._plain = [i for i, t in enumerate(outputs.tensors) if not t.requires_grad]
         differentiable = [i for i, t in enumerate(outputs.tensors[: outputs.shown]) if t.requires_grad]
         self._trained, self._of_inputs, self._backward = trained, len(wanted) - len(trained), None
