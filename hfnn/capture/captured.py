@@ -7,7 +7,6 @@ backward are recorded (pair.py). Whatever is not understood runs as it is, and i
 """
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -26,7 +25,7 @@ from hfnn.capture import graph
 from hfnn.capture.answers import Other
 from hfnn.capture.outputs import Unfit
 from hfnn.capture.pair import HELD, Pair, Pool
-from hfnn.capture.watch import HostDraws, Snapshot, foreign_hooks
+from hfnn.capture.watch import HostDraws, Snapshot, autocast_state, foreign_hooks
 from hfnn.core import kernel
 from hfnn.core.context import context
 from hfnn.core.kernel import log
@@ -73,21 +72,22 @@ class Call:
 class Kind:
     """What is known of calls of one key.
 
-    template, forward, ambient: how they are made; draws: whether from the device's generator; writes, moved: buffers
-    that are written to, and those of them whose version tells; used: the outputs that losses depended on; pairs: the
-    graphs, for one set of answers each, those of the last call first; missed: calls that none was for, by answers;
-    warm: calls before recording; stale: how often what was recorded was no more what would run; last: the number of
-    the last call.
+    template, forward, ambient: how they are made; behind: the autocast state of their backward; draws: whether from the
+    device's generator; writes, moved: buffers that are written to, and those of them whose version tells; used: the
+    outputs that losses depended on; pairs: the graphs, for one set of answers each, those of the last call first;
+    missed: calls that none was for, by answers; warm: calls before recording; stale: how often what was recorded was no
+    more what would run; last: the number of the last call.
     """
 
     template: Template
     forward: Callable
-    ambient: Callable
+    ambient: tuple
     backend: object
     pool: Pool
     draws: bool = False
     writes: tuple = ()
     moved: tuple = ()
+    behind: tuple = ()
     used: set[int] = dataclasses.field(default_factory=set)
     pairs: list[Pair] = dataclasses.field(default_factory=list)
     missed: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -279,7 +279,7 @@ class Capture:
             if self._calls - self._kinds[oldest].last < IDLE * self.shapes:
                 raise Unfit(f"there are {self.shapes} kinds of calls already")
             self._kinds.pop(oldest).pairs.clear()  # each holds the other
-        kind = Kind(call.template, forward, _ambient(), self._backend, self._pool)
+        kind = Kind(call.template, forward, autocast_state(), self._backend, self._pool)
         self._kinds[key] = kind
         return kind
 
@@ -293,15 +293,20 @@ class Capture:
 
 
 def _note_use(nest, kind: Kind) -> None:
-    """Whichever differentiable outputs get a gradient, by their number among the tensors of the nest."""
+    """Whichever differentiable outputs get a gradient, by their number among the tensors of the nest.
+
+    A loss that the forward itself computes from another output gives that one a gradient, too: where numbers alone get
+    one, it is theirs.
+    """
     kind.used = set()
-    for number, t in enumerate(tensors_of(nest)):
-        if t.requires_grad and type(t) is torch.Tensor:
-            t.register_hook(functools.partial(_used, kind.used, number))
+    outputs = [(i, t) for i, t in enumerate(tensors_of(nest)) if t.requires_grad and type(t) is torch.Tensor]
+    for number, t in [(i, t) for i, t in outputs if t.dim() == 0] or outputs:
+        t.register_hook(functools.partial(_used, kind, number))
 
 
-def _used(used: set, number: int, dy) -> None:
-    used.add(number)
+def _used(kind: Kind, number: int, dy) -> None:
+    kind.used.add(number)
+    kind.behind = autocast_state()
 
 
 def _of_one_device(model, device: torch.device) -> None:
@@ -340,7 +345,7 @@ def _switches() -> tuple:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *_autocast_state(),
+        *autocast_state(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
@@ -351,25 +356,6 @@ def _switches() -> tuple:
         backends.cuda.math_sdp_enabled(),
         backends.cuda.cudnn_sdp_enabled(),
     )
-
-
-def _autocast_state() -> tuple:
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cuda", "cpu"))
-
-
-def _ambient():
-    """A function that gives the autocast state of now as a context manager, without its cache."""
-    states = [(device, *state) for device, state in zip(("cuda", "cpu"), _autocast_state(), strict=True)]
-
-    @contextlib.contextmanager
-    def ambient():
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in states:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            yield
-
-    return ambient
 
 
 # The class of a captured model

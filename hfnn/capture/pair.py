@@ -23,7 +23,7 @@ from torch import nn
 
 from hfnn.capture.answers import Answers, Other
 from hfnn.capture.outputs import Outputs, Unfit, storage
-from hfnn.capture.watch import Snapshot
+from hfnn.capture.watch import Snapshot, autocast_as, autocast_state
 from hfnn.core.ask import answered
 from hfnn.core.function import Function
 
@@ -32,6 +32,11 @@ TRIES = 9  # recordings until answers are those of the call: each trial tells on
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _uses = torch._C._storage_Use_Count
+_WRITTEN = (
+    "a parameter or a buffer that the forward read was written to before backward. The backward of a captured call "
+    "runs the forward once more if it is the second of a retained graph, or of other outputs than usual: for this, "
+    "convert the model without capture=True."
+)
 _REFUSED = (
     "the second derivative of a captured call needs its forward once more, which cannot be repeated outside of the "
     "graph: it {}. Convert the model without capture=True for this."
@@ -63,12 +68,21 @@ class Pool:
 
 
 class Ticket:
-    """One forward's claim on the pool. state: of the device's generator before it."""
+    """One forward's claim on the pool. state: of the device's generator before it; read: what it read besides its
+    inputs and what is trained, of which torch takes care."""
 
-    __slots__ = ("__weakref__", "fresh", "state", "waits")
+    __slots__ = ("__weakref__", "_read", "fresh", "state", "waits")
 
     def __init__(self, state):
-        self.state, self.fresh, self.waits = state, True, True
+        self.state, self.fresh, self.waits, self._read = state, True, True, ()
+
+    def read(self, tensors) -> None:
+        self._read = [(t, t._version) for t in tensors]
+
+    def look(self) -> None:
+        """Before the forward runs again. Raises RuntimeError."""
+        if any(t._version != version for t, version in self._read):
+            raise RuntimeError(_WRITTEN)
 
 
 class Gradients:
@@ -112,6 +126,10 @@ class Pair:
         trained = [p for p in model.parameters() if p.requires_grad] if grad else []
         self._aliases = {id(p): _alias(p) for p in trained}
         wanted = [t for t in self._inputs if grad and t.requires_grad] + [*self._aliases.values()]
+        written = {id(t) for t in self._kind.writes}
+        self._others = [p for p in model.parameters() if id(p) not in self._aliases]
+        self._others += [t for t in model.buffers() if id(t) not in written]
+        self._before = [t.detach().clone() for t in self._kind.writes]  # each forward's, should it run again
         others = (*self._inputs, *model.parameters(), *model.buffers())
         for _ in range(TRIES):
             self._answers, self._graph, self._outputs = Answers(self._backend, answers), None, None
@@ -137,11 +155,12 @@ class Pair:
         self._static = outputs.tensors = [t.detach() for t in outputs.tensors]
 
     def _record_backward(self, wanted) -> None:
+        self._behind = self._kind.behind or [(device, False, dtype) for device, _, dtype in self._kind.ambient]
         self._dys = [torch.empty_like(self._outputs.tensors[i]) for i in sorted(self.used)]
 
         def backward():
             outputs = [self._graph.results.tensors[i] for i in sorted(self.used)]
-            with self._instead():  # checkpoints call modules again
+            with autocast_as(self._behind), self._instead():  # checkpoints call modules again
                 found = torch.autograd.grad(outputs, wanted + self._trained, self._dys, allow_unused=True)
             if any(g is not None for g in found[len(wanted) :]):
                 raise Unfit("it reads parameters by other ways than its modules' attributes")
@@ -168,7 +187,7 @@ class Pair:
     def _run(self, tensors):
         args, kwargs = self._kind.template.filled(tensors)
         self._answers.begin()
-        with self._kind.ambient(), self._instead(), answered(self._answers):
+        with autocast_as(self._kind.ambient), self._instead(), answered(self._answers):
             return self._kind.forward(self._model(), *args, **kwargs)
 
     def agrees(self, answers: tuple) -> bool:
@@ -190,12 +209,16 @@ class Pair:
             outputs = _Replay.apply(self, ticket, *inputs)
         if self._kind.moved:
             torch.autograd.graph.increment_version(self._kind.moved)
+        if self._backward is not None:
+            ticket.read(self._others)
         return self._outputs.filled(outputs)
 
     # What the node calls
 
     def run_forward(self) -> tuple:
         before = self._state() if self._answers else None
+        if self._before:
+            torch._foreach_copy_(self._before, [*self._kind.writes])
         self._launch()
         outputs = tuple(t.clone() for t in self._static)
         if before is not None:
@@ -252,17 +275,24 @@ class Pair:
 
     def _run_again(self, ticket: Ticket) -> None:
         """Forward once more, with the numbers that it drew, for the backward of a graph that was kept."""
+        ticket.look()
         now = self._backend.generator.get_state()
-        if ticket.state is not None:
-            self._backend.generator.set_state(ticket.state)
+        buffers = [t.clone() for t in self._kind.writes]
+        self._restore((ticket.state, self._before))
         self._launch_unseen()
-        if ticket.state is not None:
-            self._backend.generator.set_state(now)
+        self._restore((None if ticket.state is None else now, buffers))
 
-    def of_outputs(self, used: set[int]) -> "Pair":
+    def is_for(self, used: set[int]) -> bool:
+        """Whether its backward is one of these outputs, and in the autocast state of now."""
+        return used == self.used and tuple(self._behind) == autocast_state()
+
+    def of_outputs(self, used: set[int], ticket: Ticket) -> "Pair":
         """The pair for losses of other outputs, on the inputs that are here; from now on it comes first."""
+        ticket.look()
+        self._kind.behind = autocast_state()
         with torch.enable_grad():
             pair = Pair(self._model(), self._kind, self._inputs, used, tuple(self._answers.expected), trial=False)
+        pair._before = self._before
         self._kind.pairs[:] = [pair, *(other for other in self._kind.pairs if other is not self)]
         return pair
 
@@ -300,8 +330,8 @@ class _Replay(Function):
         if torch.is_grad_enabled():
             grads = pair.by_autograd(dys, inputs)
         else:
-            if given != pair.used:
-                pair, ticket.fresh = pair.of_outputs(given), False
+            if not pair.is_for(given):
+                pair, ticket.fresh = pair.of_outputs(given, ticket), False
             grads = pair.run_backward(dys, ticket)
         ticket.waits = _keeps_graph()
         return None, None, *grads

@@ -5,6 +5,7 @@ this code read is as it was: attributes of modules and of the objects that they 
 hooks, forwards of classes. Not seen: changes below the second level of objects, and globals of the author's files.
 """
 
+import contextlib
 import random
 import sys
 import types
@@ -139,6 +140,21 @@ def foreign_hooks(model: nn.Module) -> str | None:
                 if not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing"):
                     return f"{name} has a hook, which a replay would not call"
     return None
+
+
+def autocast_state() -> tuple:
+    """(device, whether autocast is on, its dtype) of each device."""
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cuda", "cpu"))
+
+
+@contextlib.contextmanager
+def autocast_as(states: tuple) -> Iterator[None]:
+    """The autocast state that was, without its cache: a cast of a recording is none of later calls'."""
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in states:
+            if enabled or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+        yield
 
 
 class HostDraws:

@@ -24,7 +24,7 @@ from hfnn.capture import captured
 from hfnn.memory.peak import tensors as tensors_of
 
 WIDTH, ROWS = 8, (6, 3)
-LAYERS = ("linear", "norm", "batch norm", "gelu", "relu", "dropout", "in place")
+LAYERS = ("linear", "norm", "batch norm", "gelu", "relu", "dropout", "in place", "spectral norm")
 RESULTS = ("tensor", "tuple", "dict", "object", "several used", "views")
 HABITS = ("counts", "keeps", "random", "container")
 ACTIONS = {
@@ -83,6 +83,8 @@ def _layer(kind, program) -> nn.Module:
     if kind == "dropout":
         # Of a GPU's numbers, hfnn's dropout draws others in a graph.
         return nn.Dropout(0.0 if DEVICE == "cuda" and program["converted"] else 0.3)
+    if kind == "spectral norm":  # reads a buffer that it writes
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
     if kind in ("linear", "in place"):
         return (
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
@@ -230,7 +232,11 @@ class Session:
     def two_losses(self, rows, flag, number):
         first, _ = self.loss(self.input(rows))
         second, _ = self.loss(self.input(ROWS[number % 2]))
-        (first + second).backward()
+        if "spectral norm" in self.program["layers"]:  # a weight that is read twice: sums would be of another order
+            first.backward()
+            second.backward()
+        else:
+            (first + second).backward()
 
     def twice(self, rows, flag, number):
         loss, _ = self.loss(self.input(rows))
@@ -254,9 +260,17 @@ class Session:
         self.bits("outputs", found)
 
     def write_weight(self, rows, flag, number):
+        if number == 2:
+            self.model.last.weight.requires_grad_(False)
+            for _ in range(4):
+                self.train(rows, flag, number)
         loss, _ = self.loss(self.input(rows))
+        if number == 2:
+            loss.backward(retain_graph=True)
         with torch.no_grad():
             self.model.last.weight.mul_(0.5)
+            for buffer in self.model.buffers():
+                buffer.mul_(2) if number == 3 else None
         loss.backward()
 
     def refill(self, rows, flag, number):
@@ -307,7 +321,10 @@ class Session:
     def autocast(self, rows, flag, number):
         with torch.autocast(DEVICE, torch.bfloat16):
             loss, _ = self.loss(self.input(rows))
-        loss.float().backward()
+            if flag:
+                loss.float().backward()
+        if not flag:
+            loss.float().backward()
 
     def write_output(self, rows, flag, number):
         _loss, y = self.loss(self.input(rows))
@@ -390,6 +407,7 @@ class Session:
 def run(program, ours, noise=0, copies=False) -> Log:
     log = Log()
     torch.manual_seed(program["seed"])
+    random.seed(program["seed"])
     with warnings.catch_warnings(), played():
         warnings.simplefilter("ignore")
         session = Session(program, ours, log, copies)
@@ -407,7 +425,8 @@ def _refused(program, difference) -> bool:
 
 def _written(program, difference) -> bool:
     """torch does not keep each weight, and only what it keeps may not be written to."""
-    raised = difference.how == "raises" and "modified by an inplace operation" in difference.ours.text
+    says = "modified by an inplace operation", "was written to before backward"
+    raised = difference.how == "raises" and any(words in difference.ours.text for words in says)
     return raised and difference.label.endswith("write weight")
 
 

@@ -64,5 +64,9 @@ FAULTS = {
     "hooks inside are not looked at": patched(captured, "foreign_hooks", lambda own: lambda model: None),
     "what a call is made in is not looked at": patched(captured, "_why_not", lambda own: lambda args, kwargs: None),
     "a second backward repeats no forward": patched(pair.Pair, "_run_again", lambda own: lambda self, ticket: None),
+    "weights may change before a forward runs again": patched(pair.Ticket, "look", lambda own: lambda self: None),
+    "a forward that runs again begins with the buffers of now": patched(
+        pair.Pair, "_run_again", lambda own: lambda self, ticket: self._launch_unseen()
+    ),
     "views are copies": patched(outputs, "_view", _copied),
 }
