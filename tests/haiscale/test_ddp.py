@@ -24,6 +24,7 @@ TRAINING = {  # as torch's wrapper trains, to the bit: [function, arguments]
     "gpt2_converted": ["language", {"make": "gpt2", "converted": True}],
     "llama": ["language", {"make": "llama", "converted": False}],
     "llama_converted": ["language", {"make": "llama", "converted": True}],
+    "captured": ["captured", {}],
     "batch_norm": ["vision", {"norm": "batch"}],
     "sync_batch_norm": ["vision", {"norm": "sync"}],
     "frozen": ["frozen", {}],
@@ -126,6 +127,7 @@ def test_training(found, name):
     check_training(results)
     for result in results:
         assert result.get("buckets", 2) > 1, result
+        assert set(result.get("replays", [13])) == {13}, result
         assert result.get("under_way", 2) > 1, result
 
 

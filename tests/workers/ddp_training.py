@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import functools
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,12 +30,28 @@ import hfnn
 from haiscale.ddp import DDP
 from hfnn.optim import AdamW
 
+sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
+from played_graphs import played
+
 
 @case
 def language(rank, size, store, make, converted):
     """50 steps of a decoder of transformers with 4 layers; GPT-2 has its weights tied."""
     make = {"gpt2": gpt2, "llama": llama}[make]
     return against_torch(lambda: hfnn.convert(make()) if converted else make(), tokens, 50, keep=False)
+
+
+@case
+def captured(rank, size, store):
+    """Graphs are played: in either wrapper a captured model trains as it does without, accumulation in between."""
+    results, replays = [], []
+    with played():
+        for wrap in (Torch, DDP):
+            for capture in (False, True):
+                model = hfnn.convert(made(gpt2), capture=capture)
+                results.append(train(wrap(model), tokens, 8, accumulate=2))
+                replays += [vars(model)["_hfnn_capture"].counts["replayed"]] if capture else []
+    return {"same": all(same(results[0], other) for other in results[1:]), "replays": replays}
 
 
 @case
