@@ -111,7 +111,7 @@ class Training:
 
     def pool(self) -> int:
         """Bytes that the graphs of a captured model hold and torch's allocator does not count as in use."""
-        return captured.unseen_bytes(self._model)
+        return captured.pool_bytes(self._model, unseen=True)
 
 
 def measure(name: str, mode: str, options) -> dict:

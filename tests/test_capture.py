@@ -17,7 +17,7 @@ from hfnn.capture import captured
 sys.path.append(str(Path(__file__).parent))
 import test_families as families
 
-pytestmark = pytest.mark.filterwarnings("ignore:Memory Efficient attention defaults to a non-deterministic algorithm")
+pytestmark = pytest.mark.filterwarnings("ignore:.* [aA]ttention defaults to a non-deterministic algorithm")
 
 # Of which stock torch cannot record the forward either: numbers that are copied from the host, or experts that are told
 # how many tokens they get.
@@ -190,6 +190,18 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
             model(torch.randn(2, 8, device=DEVICE)).sum().backward()
     why = "it could not be recorded: operation not permitted when stream is capturing"
     assert vars(model)["_hfnn_capture"].counts[why] == 3 and caplog.text.count("is not captured") == 1
+
+
+def test_what_looks_at_a_captured_model_leaves_it_captured(graphs):
+    model = hfnn.convert(small(), capture=True)
+    steps(model, 5)
+    x = torch.randn(6, 8, device=DEVICE)
+    rows = [row for row in hfnn.memory.report(model, x).rows if row.op == "graphs"]
+    assert [row.converted for row in rows] == [captured.pool_bytes(model)] and rows[0].converted > 0
+    hfnn.report(model, x)
+    steps(model, 5)
+    counts = vars(model)["_hfnn_capture"].counts
+    assert counts == {"before recording": 3, "replayed": 2 + 5}, counts
 
 
 @pytest.mark.parametrize("autocast", [False, True])

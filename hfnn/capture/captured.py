@@ -7,6 +7,7 @@ backward are recorded (pair.py). Whatever is not understood runs as it is, and i
 """
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -415,12 +416,25 @@ def release(model: nn.Module) -> None:
             vars(module).pop("_hfnn_capture", None)
 
 
+@contextlib.contextmanager
+def set_aside(model: nn.Module):
+    """Calls inside the `with` block run as they are, and are not counted."""
+    found = [(m, type(m)) for m in model.modules() if isinstance(m, Captured)]
+    for module, cls in found:
+        object.__setattr__(module, "__class__", cls._hfnn_plain)
+    try:
+        yield
+    finally:
+        for module, cls in found:
+            object.__setattr__(module, "__class__", cls)
+
+
 def explain(model: nn.Module) -> str | None:
     """What a captured model's calls came to, for `hfnn.report`, or None."""
     return vars(model)["_hfnn_capture"].report() if isinstance(model, Captured) else None
 
 
-def unseen_bytes(model: nn.Module) -> int:
-    """Bytes of the pool of a captured model that are not in use between its calls, which torch counts as free."""
+def pool_bytes(model: nn.Module, *, unseen: bool = False) -> int:
+    """Bytes of memory that the graphs of a captured model have. unseen: less those that torch counts as allocated."""
     backend = vars(model)["_hfnn_capture"]._backend if isinstance(model, Captured) else None
-    return 0 if backend is None else backend.pool_bytes() - backend.used_bytes()
+    return 0 if backend is None else backend.pool_bytes() - (backend.used_bytes() if unseen else 0)

@@ -14,11 +14,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import nn
 
+from hfnn.capture import captured
 from hfnn.convert import convert, revert
 from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, storage_of, unpack
 from hfnn.patterns.subclass import is_converted
 
 CASTS = "casts of weights"
+GRAPHS = "graphs"
 ASIDE = ", set aside"  # after the op's name: held as an attribute of the node, and not as a saved tensor
 VERSIONS = ("eager", "converted")
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -153,15 +155,20 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
 
     Counted are unique storages. Parameters and buffers are not counted, nor what shares their memory; the casts of
     parameters that autocast makes are, as an op "casts of weights", and so are tensors that a node holds besides
-    ("..., set aside"). Under gradient checkpointing that is what checkpoints keep. Raises what the forward raises, and
-    ValueError for a model whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
+    ("..., set aside"). The memory of a captured model's graphs, in which its calls keep instead, is "graphs". Under
+    gradient checkpointing that is what checkpoints keep. Raises what the forward raises, and ValueError for a model
+    whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
     with _left_as_it_was(model):
         if not any(map(is_converted, model.modules())):
             convert(model, prefer=prefer)
-        converted = _forward(model, inputs, kwargs)
+        graphs = captured.pool_bytes(model)
+        with captured.set_aside(model):
+            converted = _forward(model, inputs, kwargs)
+        if graphs:
+            converted["", GRAPHS] = graphs
         eager = _forward(revert(model), inputs, kwargs)
     return MemoryReport(_rows(model, eager, converted))
 
@@ -171,7 +178,7 @@ def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[floa
 
     Modules inside have shares of their own. The forward runs twice, the second time by the clock; else as in `report`.
     """
-    with _left_as_it_was(model):
+    with _left_as_it_was(model), captured.set_aside(model):
         kept = _forward(model, inputs, kwargs)
         spy = _Spy(model, clock=True)
         with _same_randomness(model), torch.enable_grad(), spy.watching():
@@ -304,16 +311,17 @@ def _same_randomness(model) -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """The classes of modules, their preference, their buffers and what these hold are afterwards what they were."""
-    before = [(m, type(m), "prefer" in vars(m), vars(m).get("prefer"), dict(m._buffers)) for m in model.modules()]
+    own = ("prefer", "_hfnn_capture")
+    before = [(m, type(m), [(n, vars(m)[n]) for n in own if n in vars(m)], dict(m._buffers)) for m in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, cls, own, prefer, buffers in before:
+        for module, cls, attributes, buffers in before:
             object.__setattr__(module, "__class__", cls)
-            vars(module).pop("prefer", None)
-            if own:
-                vars(module)["prefer"] = prefer
+            for name in own:
+                vars(module).pop(name, None)
+            vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():

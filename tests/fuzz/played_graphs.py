@@ -76,7 +76,7 @@ class Backend:
         assert done()
 
     def pool_bytes(self):
-        return 0
+        return sum(t.nbytes for graph in self.graphs for t in graph._memory if t is not None)
 
     @contextlib.contextmanager
     def undone(self):
