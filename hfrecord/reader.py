@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hfrecord import ffr, format
+from hfrecord import ffr, format, native
 from hfrecord.format import RecordError
 from hfrecord.manifest import Manifest
 from hfrecord.schema import Schema, optional
@@ -46,7 +46,8 @@ class File:
         self.size = os.fstat(self.fd).st_size
         if _advise:
             _advise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # a read brings what it asks for, and no pages behind it
-        if self.path.endswith(".ffr"):
+        self._own = not self.path.endswith(".ffr")
+        if not self._own:
             self.table = ffr.Table(self.path, self.fd, self.size, self._mapped, check)
             self._seed, self.end = self.table.seed, self.size
         else:
@@ -87,8 +88,21 @@ class File:
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
         """The records of these numbers, int64 (k,), in range. Raises RecordError for one that is damaged."""
+        entries, found = self.entries(numbers), []
+        if native.extension is not None:
+            found = native.extension.read(self.fd, entries, numbers, self._own, self.check)
+        if len(found) < len(numbers):  # one that is damaged is told here in any case
+            found += self._read(numbers[len(found) :], entries[len(found) :])
+        if entries["codec"].any():
+            codecs, offsets = entries["codec"].tolist(), entries["offset"].tolist()
+            for k, (codec, number) in enumerate(zip(codecs, numbers.tolist(), strict=True)):
+                if codec:
+                    found[k] = self._decompressed(found[k], codec, number, offsets[k])
+        return found
+
+    def _read(self, numbers: np.ndarray, entries: np.ndarray) -> list[bytes]:
         found, fd, check, seed, crc32 = [], self.fd, self.check, self._seed, zlib.crc32
-        for number, (offset, length, crc, codec) in zip(numbers.tolist(), self.entries(numbers).tolist(), strict=True):
+        for number, (offset, length, crc, codec) in zip(numbers.tolist(), entries.tolist(), strict=True):
             try:
                 data = os.pread(fd, length, offset)
                 if len(data) != length:
@@ -99,15 +113,19 @@ class File:
                 raise RecordError(self.path, f"{len(data)} bytes of {length}: it was cut off", number, offset)
             if check and crc32(data, seed(number, offset, length, codec)) != crc:
                 raise RecordError(self.path, "the checksum does not match", number, offset)
-            found.append(self._decompressed(data, codec, number, offset) if codec else data)
+            found.append(data)
         return found
 
     def advise(self, numbers: np.ndarray) -> None:
         """Starts to read the records of these numbers, int64 (k,), in range, and returns."""
-        if _advise:
-            found = self.entries(numbers)
-            for offset, length in zip(found["offset"].tolist(), found["length"].tolist(), strict=True):
-                _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
+        if not _advise:
+            return
+        entries = self.entries(numbers)
+        if native.extension is not None:
+            native.extension.advise(self.fd, entries)
+            return
+        for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
+            _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
     def _decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
         if codec != format.ZSTD:
@@ -153,7 +171,7 @@ class _Table(format.Head):
         return self._entries[numbers]
 
     def verify(self) -> None:
-        if zlib.crc32(self._view) != self.crc:
+        if native.crc32(self._view) != self.crc:
             raise RecordError(self.path, "the checksum of the index does not match", None, self.index)
 
 

@@ -4,12 +4,11 @@ import base64
 import fcntl
 import json
 import os
-import zlib
 from pathlib import Path
 
 import numpy as np
 
-from hfrecord import format
+from hfrecord import format, native
 from hfrecord.format import PLAIN, ZSTD, RecordError
 from hfrecord.manifest import Manifest, part
 from hfrecord.reader import LARGEST_RATIO, SMALL, File, dictionary
@@ -92,7 +91,7 @@ class FileWriter:
             if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):
                 data, codec = packed, ZSTD
         offset, length = self._at, len(data)
-        crc = zlib.crc32(data, format.seed(self._records, offset, length, codec))
+        crc = native.crc32(data, format.seed(self._records, offset, length, codec))
         self._put(data)
         self._index += format.ENTRY.pack(offset, length, crc, codec)
         self._records += 1
@@ -128,7 +127,7 @@ class FileWriter:
         self._flush()
         os.fsync(self._fd)
         self._sequence += 1
-        slot = format.commit(self._sequence, self._records, index, zlib.crc32(self._index))
+        slot = format.commit(self._sequence, self._records, index, native.crc32(self._index))
         os.pwrite(self._fd, slot, format.COMMITS[self._sequence % 2])
         os.fsync(self._fd)
         self._committed = self._records
