@@ -1,4 +1,6 @@
-"""hfrecord._C: reading and checksums in C++. `extension` is the module, or None where it is not built: Python does it."""
+"""hfrecord._C, reads and checksums in C++: `extension` is the module, or None where it is not built or switched off by
+HFRECORD_NATIVE=0. Python then does the same.
+"""
 
 import os
 import sys

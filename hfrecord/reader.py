@@ -46,8 +46,8 @@ class File:
         self.size = os.fstat(self.fd).st_size
         if _advise:
             _advise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # a read brings what it asks for, and no pages behind it
-        self._own = not self.path.endswith(".ffr")
-        if not self._own:
+        own = not self.path.endswith(".ffr")
+        if not own:
             self.table = ffr.Table(self.path, self.fd, self.size, self._mapped, check)
             self._seed, self.end = self.table.seed, self.size
         else:
@@ -57,6 +57,7 @@ class File:
         if records is not None and records > self.records:
             raise RecordError(self.path, f"{self.records} records, the manifest says {records}: it was cut off")
         self.records = self.records if records is None else records
+        self._native = native.extension and native.extension.File(self.fd, self.end, own)
         self._local = threading.local()  # a decompressor of zstandard's serves one thread at a time
 
     def __del__(self):
@@ -73,27 +74,33 @@ class File:
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
         """The index at `numbers`, int64 (k,), in range: format.INDEX (k,), each of a record that lies in the file."""
+        found = self._entries(numbers)
+        self._lie_inside(numbers, found)
+        return found
+
+    def _entries(self, numbers: np.ndarray) -> np.ndarray:
         if os.fstat(self.fd).st_size < self.end:  # a look at what is mapped and gone would end the process
             raise RecordError(
                 self.path, f"fewer than {self.end} bytes: it was cut off while it was open", None, self.end
             )
-        found = self.table.entries(numbers)
+        return self.table.entries(numbers)
+
+    def _lie_inside(self, numbers: np.ndarray, found: np.ndarray) -> None:
         beyond = (found["offset"] > self.size) | (found["length"] > self.size - found["offset"])
         if beyond.any():
             at = int(beyond.argmax())
             offset, length = int(found["offset"][at]), int(found["length"][at])
             what = f"{length} bytes there, in a file of {self.size}: the index is damaged, or the file was cut off"
             raise RecordError(self.path, what, int(numbers[at]), offset)
-        return found
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
         """The records of these numbers, int64 (k,), in range. Raises RecordError for one that is damaged."""
-        entries, found = self.entries(numbers), []
-        if native.extension is not None:
-            found = native.extension.read(self.fd, entries, numbers, self._own, self.check)
+        entries, found, compressed = self._entries(numbers), [], True
+        if self._native is not None:
+            found, compressed = self._native.read(entries, numbers, self.check)
         if len(found) < len(numbers):  # one that is damaged is told here in any case
             found += self._read(numbers[len(found) :], entries[len(found) :])
-        if entries["codec"].any():
+        if compressed:
             codecs, offsets = entries["codec"].tolist(), entries["offset"].tolist()
             for k, (codec, number) in enumerate(zip(codecs, numbers.tolist(), strict=True)):
                 if codec:
@@ -101,6 +108,7 @@ class File:
         return found
 
     def _read(self, numbers: np.ndarray, entries: np.ndarray) -> list[bytes]:
+        self._lie_inside(numbers, entries)
         found, fd, check, seed, crc32 = [], self.fd, self.check, self._seed, zlib.crc32
         for number, (offset, length, crc, codec) in zip(numbers.tolist(), entries.tolist(), strict=True):
             try:
@@ -120,10 +128,10 @@ class File:
         """Starts to read the records of these numbers, int64 (k,), in range, and returns."""
         if not _advise:
             return
-        entries = self.entries(numbers)
-        if native.extension is not None:
-            native.extension.advise(self.fd, entries)
+        entries = self._entries(numbers)
+        if self._native is not None and self._native.advise(entries, numbers):
             return
+        self._lie_inside(numbers, entries)
         for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
             _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
@@ -290,6 +298,8 @@ class FileReader:
         if given.dtype.kind not in "iu":
             raise TypeError(f"indices of {given.dtype}: give integers")
         n = len(self)
+        if given.dtype == np.int64 and given.view(np.uint64).max() < n:  # none negative, for those are large then
+            return np.ascontiguousarray(given)
         outside = (given >= n) | (given < -n) if given.dtype.kind == "i" else given >= n
         if outside.any():
             raise IndexError(f"index {indices[int(outside.argmax())]} of {n} records")

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "crc32.h"
-#include "read.h"
+#include "file.h"
 
 namespace py = pybind11;
 using namespace hfrecord;
@@ -57,14 +57,13 @@ struct Batch {
 };
 
 // Records from `begin` on, some MB of them, behind `found`. False where one is not there or is not what was written.
-bool read_some(int fd, const Batch& batch, size_t* begin, bool own, bool check, py::list& found) {
+bool read_some(File& file, const Batch& batch, size_t* begin, bool check, py::list& found) {
   std::vector<py::bytes> records;
   std::vector<unsigned char*> places;
   const size_t first = *begin;
   size_t end = first;
   for (uint64_t bytes = 0; end < batch.entries.size() && end - first < MOST_AT_ONCE; ++end) {
     const uint64_t length = batch.entries[end].length;
-    if (length > static_cast<uint64_t>(std::numeric_limits<Py_ssize_t>::max()) - 4096) throw std::bad_alloc();
     if (end > first && bytes + length > AT_ONCE) break;
     PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(length));
     if (made == nullptr) throw py::error_already_set();
@@ -75,32 +74,31 @@ bool read_some(int fd, const Batch& batch, size_t* begin, bool own, bool check, 
   size_t whole = 0;
   {
     const py::gil_scoped_release release;
-    const size_t there = read(fd, &batch.entries[first], end - first, places.data());
-    while (whole < there &&
-           (!check || matches(batch.entries[first + whole], batch.numbers[first + whole], own, places[whole]))) {
-      ++whole;
-    }
+    whole = file.read(&batch.entries[first], &batch.numbers[first], end - first, places.data(), check);
   }
   for (size_t k = 0; k < whole; ++k) found.append(records[k]);
   *begin = end;
   return whole == end - first;
 }
 
-py::list read_batch(int fd, const py::object& entries, const py::object& numbers, bool own, bool check) {
+py::tuple read_batch(File& file, const py::object& entries, const py::object& numbers, bool check) {
   const Batch batch(entries, numbers);
   py::list found;
-  for (size_t begin = 0; begin < batch.entries.size();) {
-    if (!read_some(fd, batch, &begin, own, check, found)) break;
+  const bool holds = file.holds(batch.entries.data(), batch.entries.size());
+  for (size_t begin = 0; holds && begin < batch.entries.size();) {
+    if (!read_some(file, batch, &begin, check, found)) break;
   }
-  return found;
+  const bool compressed =
+      std::any_of(batch.entries.begin(), batch.entries.end(), [](const Entry& entry) { return entry.codec != 0; });
+  return py::make_tuple(found, compressed);
 }
 
-void advise_batch(int fd, const py::object& entries) {
-  const Bytes bytes(entries);
-  std::vector<Entry> copied(bytes.size() / sizeof(Entry));
-  if (!copied.empty()) std::memcpy(copied.data(), bytes.data(), copied.size() * sizeof(Entry));
+bool advise_batch(File& file, const py::object& entries, const py::object& numbers) {
+  const Batch batch(entries, numbers);
+  if (!file.holds(batch.entries.data(), batch.entries.size())) return false;
   const py::gil_scoped_release release;
-  advise(fd, copied.data(), copied.size());
+  file.advise(batch.entries.data(), batch.entries.size());
+  return true;
 }
 
 uint32_t crc32_of(const py::object& data, uint32_t before) {
@@ -115,7 +113,15 @@ py::dict crc32_by_each(const py::object& data, uint32_t before) {
   size_t count = 0;
   const Way* known = ways(&count);
   py::dict found;
-  for (size_t k = 0; k < count; ++k) found[known[k].name] = crc32(known[k], before, bytes.data(), bytes.size());
+  for (size_t k = 0; k < count; ++k) {
+    std::vector<unsigned char> copy(bytes.size() + 1);
+    const uint32_t plain = ~known[k].state(~before, bytes.data(), bytes.size(), nullptr);
+    const uint32_t copied = ~known[k].copied(~before, bytes.data(), bytes.size(), copy.data());
+    if (copied != plain || !std::equal(copy.begin(), copy.end() - 1, bytes.data()) || copy.back() != 0) {
+      throw std::logic_error(std::string(known[k].name) + ": not the same with a copy");
+    }
+    found[known[k].name] = plain;
+  }
   return found;
 }
 
@@ -125,7 +131,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("crc32", &crc32_of, py::arg("data"), py::arg("before") = 0, py::pos_only(), "As zlib.crc32.");
   m.def("crc32_by_each", &crc32_by_each, py::arg("data"), py::arg("before") = 0,
         "The same by all ways that this processor has: {name: checksum}.");
-  m.def("read", &read_batch, py::arg("fd"), py::arg("entries"), py::arg("numbers"), py::arg("own"), py::arg("check"),
-        "The bytes of records, in this order, up to the first that cannot be read or has another checksum.");
-  m.def("advise", &advise_batch, py::arg("fd"), py::arg("entries"), "Starts to read records, and returns.");
+  py::class_<File>(m, "File", "An open file: its descriptor, its size in bytes, and whether it is of the own format.")
+      .def(py::init<int, uint64_t, bool>())
+      .def(
+          "read", &read_batch, py::arg("entries"), py::arg("numbers"), py::arg("check"),
+          "The bytes of records, up to the first that is not there or has another checksum; whether any is compressed.")
+      .def("advise", &advise_batch, py::arg("entries"), py::arg("numbers"),
+           "Starts to read records, and returns; False where they do not lie in the file.")
+      .def_property_readonly("warm", &File::warm,
+                             "Whether what was read lately was in memory before it was asked for.");
 }

@@ -40,7 +40,9 @@ constexpr Tables make_tables() {
 
 constexpr Tables TABLES = make_tables();
 
-uint32_t by_table(uint32_t state, const unsigned char* data, size_t size) {
+template <bool COPIES>
+uint32_t by_table(uint32_t state, const unsigned char* data, size_t size, unsigned char* to) {
+  if (COPIES && size > 0) std::memcpy(to, data, size);
   for (; size >= 8; data += 8, size -= 8) {
     state ^= static_cast<uint32_t>(data[0]) | static_cast<uint32_t>(data[1]) << 8 |
              static_cast<uint32_t>(data[2]) << 16 | static_cast<uint32_t>(data[3]) << 24;
@@ -65,8 +67,12 @@ struct Move {
 #define HFRECORD_PCLMUL __attribute__((target("pclmul,sse4.1")))
 #define HFRECORD_VPCLMUL __attribute__((target("avx512f,avx512vl,avx512dq,vpclmulqdq,pclmul,sse4.1")))
 
-HFRECORD_PCLMUL inline __m128i load(const unsigned char* data) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+// 16 bytes, which are also copied, to where `to` then is behind them.
+template <bool COPIES>
+HFRECORD_PCLMUL inline __m128i load(const unsigned char* data, unsigned char*& to) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+  if (COPIES) _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x), to += 16;
+  return x;
 }
 
 HFRECORD_PCLMUL inline __m128i moved(__m128i x, __m128i by) {
@@ -78,28 +84,37 @@ HFRECORD_PCLMUL inline __m128i constant(Move move) {
 }
 
 // From where 16 bytes stand for all before them: what is left, and these 16 as a message of their own.
-HFRECORD_PCLMUL inline uint32_t finished(__m128i x, const unsigned char* data, size_t size) {
+template <bool COPIES>
+HFRECORD_PCLMUL inline uint32_t finished(__m128i x, const unsigned char* data, size_t size, unsigned char* to) {
   constexpr Move by_16(128);
   const __m128i by = constant(by_16);
-  for (; size >= 16; data += 16, size -= 16) x = _mm_xor_si128(moved(x, by), load(data));
+  for (; size >= 16; data += 16, size -= 16) x = _mm_xor_si128(moved(x, by), load<COPIES>(data, to));
   unsigned char bytes[16];
   _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), x);
-  return by_table(by_table(0, bytes, 16), data, size);
+  return by_table<COPIES>(by_table<false>(0, bytes, 16, nullptr), data, size, to);
 }
 
-HFRECORD_PCLMUL uint32_t by_pclmul(uint32_t state, const unsigned char* data, size_t size) {
-  if (size < 64) return by_table(state, data, size);
+template <bool COPIES>
+HFRECORD_PCLMUL uint32_t by_pclmul(uint32_t state, const unsigned char* data, size_t size, unsigned char* to) {
+  if (size < 64) return by_table<COPIES>(state, data, size, to);
   constexpr Move by_64(512), by_16(128);
   __m128i x[4];
-  for (int k = 0; k < 4; ++k) x[k] = load(data + 16 * k);
+  for (int k = 0; k < 4; ++k) x[k] = load<COPIES>(data + 16 * k, to);
   x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(static_cast<int>(state)));
   data += 64, size -= 64;
   const __m128i far = constant(by_64), near = constant(by_16);
   for (; size >= 64; data += 64, size -= 64) {
-    for (int k = 0; k < 4; ++k) x[k] = _mm_xor_si128(moved(x[k], far), load(data + 16 * k));
+    for (int k = 0; k < 4; ++k) x[k] = _mm_xor_si128(moved(x[k], far), load<COPIES>(data + 16 * k, to));
   }
   for (int k = 1; k < 4; ++k) x[k] = _mm_xor_si128(moved(x[k - 1], near), x[k]);
-  return finished(x[3], data, size);
+  return finished<COPIES>(x[3], data, size, to);
+}
+
+template <bool COPIES>
+HFRECORD_VPCLMUL inline __m512i load_512(const unsigned char* data, unsigned char*& to) {
+  const __m512i x = _mm512_loadu_si512(data);
+  if (COPIES) _mm512_storeu_si512(to, x), to += 64;
+  return x;
 }
 
 HFRECORD_VPCLMUL inline __m512i moved(__m512i x, __m512i by, __m512i more) {
@@ -108,38 +123,39 @@ HFRECORD_VPCLMUL inline __m512i moved(__m512i x, __m512i by, __m512i more) {
                                    XOR_OF_THREE);
 }
 
-HFRECORD_VPCLMUL uint32_t by_vpclmul(uint32_t state, const unsigned char* data, size_t size) {
-  if (size < 512) return by_pclmul(state, data, size);
+template <bool COPIES>
+HFRECORD_VPCLMUL uint32_t by_vpclmul(uint32_t state, const unsigned char* data, size_t size, unsigned char* to) {
+  if (size < 512) return by_pclmul<COPIES>(state, data, size, to);
   constexpr Move by_256(2048), by_64(512), by_16(128);
   __m512i x[4];
-  for (int k = 0; k < 4; ++k) x[k] = _mm512_loadu_si512(data + 64 * k);
+  for (int k = 0; k < 4; ++k) x[k] = load_512<COPIES>(data + 64 * k, to);
   x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
   data += 256, size -= 256;
   const __m512i far = _mm512_broadcast_i32x4(constant(by_256)), mid = _mm512_broadcast_i32x4(constant(by_64));
   for (; size >= 256; data += 256, size -= 256) {
-    for (int k = 0; k < 4; ++k) x[k] = moved(x[k], far, _mm512_loadu_si512(data + 64 * k));
+    for (int k = 0; k < 4; ++k) x[k] = moved(x[k], far, load_512<COPIES>(data + 64 * k, to));
   }
   for (int k = 1; k < 4; ++k) x[k] = moved(x[k - 1], mid, x[k]);
-  for (; size >= 64; data += 64, size -= 64) x[3] = moved(x[3], mid, _mm512_loadu_si512(data));
+  for (; size >= 64; data += 64, size -= 64) x[3] = moved(x[3], mid, load_512<COPIES>(data, to));
   const __m128i near = constant(by_16);
   __m128i whole = _mm512_castsi512_si128(x[3]);
   whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 1));
   whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 2));
   whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 3));
-  return finished(whole, data, size);
+  return finished<COPIES>(whole, data, size, to);
 }
 
 #endif
 
 std::vector<Way> found() {
-  std::vector<Way> ways{{"table", by_table}};
+  std::vector<Way> ways{{"table", by_table<false>, by_table<true>}};
 #ifdef HFRECORD_FOLDS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) {
-    ways.push_back({"pclmul", by_pclmul});
+    ways.push_back({"pclmul", by_pclmul<false>, by_pclmul<true>});
     if (__builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-      ways.push_back({"vpclmul", by_vpclmul});
+      ways.push_back({"vpclmul", by_vpclmul<false>, by_vpclmul<true>});
     }
   }
 #endif
@@ -155,10 +171,12 @@ const Way* ways(size_t* count) {
   return WAYS.data();
 }
 
-uint32_t crc32(const Way& way, uint32_t before, const void* data, size_t size) {
-  return ~way.state(~before, static_cast<const unsigned char*>(data), size);
+uint32_t crc32(uint32_t before, const void* data, size_t size) {
+  return ~WAYS.back().state(~before, static_cast<const unsigned char*>(data), size, nullptr);
 }
 
-uint32_t crc32(uint32_t before, const void* data, size_t size) { return crc32(WAYS.back(), before, data, size); }
+uint32_t crc32_copied(uint32_t before, const void* data, size_t size, void* to) {
+  return ~WAYS.back().copied(~before, static_cast<const unsigned char*>(data), size, static_cast<unsigned char*>(to));
+}
 
 }  // namespace hfrecord
