@@ -258,6 +258,11 @@ class FileReader:
         for file, numbers, _ in self._groups(self._places(indices)):
             file.advise(numbers)
 
+    def sizes(self) -> np.ndarray:
+        """Bytes of all records as they are stored, int64 (n,): of those that are not compressed, their length."""
+        found = [file.entries(np.arange(file.records))["length"] for file in self.files()]
+        return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+
     def _read(self, places: np.ndarray) -> list[bytes]:
         if len(self._known) == 1:
             return self._file(0).read(places)

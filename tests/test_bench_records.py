@@ -2,7 +2,6 @@
 
 import pytest
 
-
 OURS = ["hfrecord", "hfrecord-unchecked", "hfrecord-python", "hfrecord-all", "hfrecord-window"]
 OTHERS = ["pread", "advised", "ffcv_like"]  # that need no package
 
