@@ -34,7 +34,7 @@ class Table:
         if self.begin > size:
             what = f"{self.records} samples need {self.begin} bytes of index, the file has {size}: it was cut off"
             raise format.RecordError(path, what, None, 4)
-        view = mapped(START.size, 12 * self.records)
+        self.view = view = mapped(START.size, 12 * self.records)  # of the index, checksums and then offsets
         if check and crc and native.crc32(view, native.crc32(start[4:])) != crc:
             raise format.RecordError(path, "the checksum of the index does not match", None, 0)
         self._crcs = np.frombuffer(view, "<u4", self.records)

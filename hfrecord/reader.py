@@ -57,7 +57,9 @@ class File:
         if records is not None and records > self.records:
             raise RecordError(self.path, f"{self.records} records, the manifest says {records}: it was cut off")
         self.records = self.records if records is None else records
-        self._native = native.extension and native.extension.File(self.fd, self.end, own)
+        self.native = None
+        if native.extension is not None:
+            self.native = native.extension.File(self.fd, self.end, own, self.table.view, self.table.records)
         self._local = threading.local()  # a decompressor of zstandard's serves one thread at a time
 
     def __del__(self):
@@ -74,41 +76,31 @@ class File:
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
         """The index at `numbers`, int64 (k,), in range: format.INDEX (k,), each of a record that lies in the file."""
-        found = self._entries(numbers)
-        self._lie_inside(numbers, found)
-        return found
-
-    def _entries(self, numbers: np.ndarray) -> np.ndarray:
         if os.fstat(self.fd).st_size < self.end:  # a look at what is mapped and gone would end the process
             raise RecordError(
                 self.path, f"fewer than {self.end} bytes: it was cut off while it was open", None, self.end
             )
-        return self.table.entries(numbers)
-
-    def _lie_inside(self, numbers: np.ndarray, found: np.ndarray) -> None:
+        found = self.table.entries(numbers)
         beyond = (found["offset"] > self.size) | (found["length"] > self.size - found["offset"])
         if beyond.any():
             at = int(beyond.argmax())
             offset, length = int(found["offset"][at]), int(found["length"][at])
             what = f"{length} bytes there, in a file of {self.size}: the index is damaged, or the file was cut off"
             raise RecordError(self.path, what, int(numbers[at]), offset)
+        return found
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
         """The records of these numbers, int64 (k,), in range. Raises RecordError for one that is damaged."""
-        entries, found, compressed = self._entries(numbers), [], True
-        if self._native is not None:
-            found, compressed = self._native.read(entries, numbers, self.check)
-        if len(found) < len(numbers):  # one that is damaged is told here in any case
-            found += self._read(numbers[len(found) :], entries[len(found) :])
-        if compressed:
-            codecs, offsets = entries["codec"].tolist(), entries["offset"].tolist()
-            for k, (codec, number) in enumerate(zip(codecs, numbers.tolist(), strict=True)):
+        entries = self.entries(numbers)
+        found = self._read(numbers, entries)
+        if entries["codec"].any():
+            places = zip(numbers.tolist(), entries["codec"].tolist(), entries["offset"].tolist(), strict=True)
+            for k, (number, codec, offset) in enumerate(places):
                 if codec:
-                    found[k] = self._decompressed(found[k], codec, number, offsets[k])
+                    found[k] = self.decompressed(found[k], codec, number, offset)
         return found
 
     def _read(self, numbers: np.ndarray, entries: np.ndarray) -> list[bytes]:
-        self._lie_inside(numbers, entries)
         found, fd, check, seed, crc32 = [], self.fd, self.check, self._seed, zlib.crc32
         for number, (offset, length, crc, codec) in zip(numbers.tolist(), entries.tolist(), strict=True):
             try:
@@ -126,16 +118,13 @@ class File:
 
     def advise(self, numbers: np.ndarray) -> None:
         """Starts to read the records of these numbers, int64 (k,), in range, and returns."""
-        if not _advise:
-            return
-        entries = self._entries(numbers)
-        if self._native is not None and self._native.advise(entries, numbers):
-            return
-        self._lie_inside(numbers, entries)
-        for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
-            _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
+        if _advise:
+            entries = self.entries(numbers)
+            for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
+                _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
-    def _decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
+    def decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
+        """A record as it was before it was compressed; number, offset: for an error's text."""
         if codec != format.ZSTD:
             raise RecordError(self.path, f"codec {codec}, this hfrecord knows 0 and 1", number, offset)
         zstandard = optional("zstandard")
@@ -172,14 +161,14 @@ class _Table(format.Head):
 
     def __init__(self, path, fd, size, mapped):
         super().__init__(path, fd, size)
-        self.path, self._view = path, mapped(self.index, self.records * format.INDEX.itemsize)
-        self._entries = np.frombuffer(self._view, format.INDEX) if self.records else np.empty(0, format.INDEX)
+        self.path, self.view = path, mapped(self.index, self.records * format.INDEX.itemsize)
+        self._entries = np.frombuffer(self.view, format.INDEX) if self.records else np.empty(0, format.INDEX)
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
         return self._entries[numbers]
 
     def verify(self) -> None:
-        if native.crc32(self._view) != self.crc:
+        if native.crc32(self.view) != self.crc:
             raise RecordError(self.path, "the checksum of the index does not match", None, self.index)
 
 
@@ -199,6 +188,7 @@ class FileReader:
         many = isinstance(paths, (list, tuple))
         self._given = [os.fspath(path) for path in paths] if many else os.fspath(paths)
         self._check, self._open = check, {}
+        self._looks = native.extension and native.extension.Looks()
         sources = [_source(path) for path in (self._given if many else [self._given])]
         self._paths = sources[0] if len(sources) == 1 else [path for source in sources for path in source]
         counts = [source.counts if isinstance(source, Manifest) else self._count(source) for source in sources]
@@ -255,7 +245,10 @@ class FileReader:
 
     def advise(self, indices) -> None:
         """Starts to read the records at `indices` and returns at once: a later `read` will find them in memory."""
-        for file, numbers, _ in self._groups(self._places(indices)):
+        places = self._places(indices)
+        if self._looks is not None and native.extension.advise(self._looks, *self._located(places)[1:]):
+            return
+        for file, numbers, _ in self._groups(places):
             file.advise(numbers)
 
     def sizes(self) -> np.ndarray:
@@ -264,6 +257,8 @@ class FileReader:
         return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
 
     def _read(self, places: np.ndarray) -> list[bytes]:
+        if self._looks is not None:
+            return self._read_native(places)
         if len(self._known) == 1:
             return self._file(0).read(places)
         found = [b""] * len(places)
@@ -271,6 +266,31 @@ class FileReader:
             for k, data in zip(at, file.read(numbers), strict=True):
                 found[k] = data
         return found
+
+    def _read_native(self, places: np.ndarray) -> list[bytes]:
+        files, opened, which, numbers = self._located(places)
+        found = []
+        while len(found) < len(places):
+            begin = len(found)
+            part, packed = native.extension.read(self._looks, opened, which[begin:], numbers[begin:], self._check)
+            for k, codec, offset in packed:
+                file = files[which[begin + k]]
+                part[k] = file.decompressed(part[k], codec, int(numbers[begin + k]), offset)
+            found += part
+            if len(found) < len(places):  # one that is damaged is told by Python in any case
+                at = len(found)
+                found += files[which[at]].read(numbers[at : at + 1])
+        return found
+
+    def _located(self, places: np.ndarray) -> tuple[list[File], list, np.ndarray, np.ndarray]:
+        """Files of these records, what the extension knows of them, for each record which of them, and its number."""
+        if len(self._known) == 1:
+            file = self._file(0)
+            return [file], [file.native], np.zeros(len(places), np.int64), places
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
+        known, which = np.unique(numbers, return_inverse=True)
+        files = [self._file(number) for number in known.tolist()]
+        return files, [file.native for file in files], which.astype(np.int64), places - self._starts[numbers]
 
     def _decoded(self, records: list[bytes], places: np.ndarray) -> list:
         if self.schema is None:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -56,34 +57,41 @@ File::~File() {
   if (map_ != nullptr) munmap(map_, size_);
 }
 
-bool File::holds(const Entry* entries, size_t count) const {
-  return std::all_of(entries, entries + count, [this](const Entry& entry) {
-    return entry.offset <= size_ && entry.length <= size_ - entry.offset;
-  });
+bool File::whole() const {
+  struct stat now;
+  return fstat(fd_, &now) == 0 && static_cast<uint64_t>(now.st_size) >= size_;
 }
 
-void File::look(const Entry* entries, size_t count) {
-#ifdef RWF_NOWAIT
-  const size_t step = std::max<size_t>(1, count / LOOKS);
-  for (size_t k = step / 2; k < count; k += step) {
-    if (entries[k].length == 0) continue;
-    char byte;
-    iovec part{&byte, 1};
-    const auto last = static_cast<off_t>(entries[k].offset + entries[k].length - 1);
-    if (preadv2(fd_, &part, 1, last, RWF_NOWAIT) != 1) {
-      found_ = 0;
-      return;
-    }
-    if (found_ < ENOUGH) ++found_;
+bool File::find(int64_t number, Entry* entry) const {
+  const auto at = static_cast<uint64_t>(number);
+  if (at >= records_) return false;
+  if (own_) {
+    std::memcpy(entry, index_ + sizeof(Entry) * at, sizeof(Entry));
+  } else {
+    const unsigned char* offsets = index_ + 4 * records_;
+    uint64_t end = size_;
+    std::memcpy(&entry->crc, index_ + 4 * at, 4);
+    std::memcpy(&entry->offset, offsets + 8 * at, 8);
+    if (at + 1 < records_) std::memcpy(&end, offsets + 8 * (at + 1), 8);
+    entry->length = end - entry->offset;  // of one that ends before it begins: more than there is
+    entry->codec = 0;
   }
+  return entry->offset <= size_ && entry->length <= size_ - entry->offset;
+}
+
+void File::look(const Entry& entry, Looks& looks) const {
+#ifdef RWF_NOWAIT
+  if (entry.length == 0) return;
+  char byte;
+  iovec part{&byte, 1};
+  const auto last = static_cast<off_t>(entry.offset + entry.length - 1);
+  looks.found(preadv2(fd_, &part, 1, last, RWF_NOWAIT) == 1);
 #else
-  static_cast<void>(entries), static_cast<void>(count);
+  static_cast<void>(entry), static_cast<void>(looks);
 #endif
 }
 
-void File::advise(const Entry* entries, size_t count) {
-  look(entries, count);
-  if (warm()) return;
+void File::advise(const Entry* entries, size_t count) const {
 #ifdef POSIX_FADV_WILLNEED
   for (size_t begin = 0, end; begin < count; begin = end) {
     uint64_t length = 0;
@@ -92,6 +100,8 @@ void File::advise(const Entry* entries, size_t count) {
     }
     posix_fadvise(fd_, static_cast<off_t>(entries[begin].offset), static_cast<off_t>(length), POSIX_FADV_WILLNEED);
   }
+#else
+  static_cast<void>(entries), static_cast<void>(count);
 #endif
 }
 
@@ -131,9 +141,9 @@ size_t File::read_cold(const Entry* entries, size_t count, unsigned char* const*
   return count;
 }
 
-size_t File::read(const Entry* entries, const int64_t* numbers, size_t count, unsigned char* const* places,
-                  bool check) {
-  const unsigned char* map = warm() ? mapped() : nullptr;
+size_t File::read(const Entry* entries, const int64_t* numbers, size_t count, unsigned char* const* places, bool check,
+                  bool warm) {
+  const unsigned char* map = warm ? mapped() : nullptr;
   for (size_t k = 0; k < count; ++k) populate(places[k], entries[k].length);
   const size_t there = map != nullptr ? count : read_cold(entries, count, places);
   for (size_t k = 0; k < there; ++k) {

@@ -15,7 +15,7 @@ import pytest
 import ranks
 
 import hfrecord
-from hfrecord import native
+from hfrecord import format, native
 
 WORKER = Path(__file__).parents[1] / "workers" / "records.py"
 CSRC = Path(__file__).parents[2] / "csrc" / "hfrecord"
@@ -61,7 +61,7 @@ def opened(request, monkeypatch):
 
     def warm(path, check=True):
         found = worker.warmed(hfrecord.FileReader(path, check))
-        assert all(file._native.warm for file in found.files())
+        assert found._looks.warm
         return found
 
     return warm
@@ -123,24 +123,36 @@ def test_a_file_is_warm_while_what_is_looked_at_is_in_memory(tmp_path):
     finally:
         os.close(fd)
     found = hfrecord.FileReader(path)
-    own = found._file(0)._native
     for begin in range(0, 64, 4):  # of these none is in memory before it is advised
         found.read(range(begin, begin + 4), ahead=range(begin, begin + 4))
-    assert not own.warm
+    assert not found._looks.warm
     worker.warmed(found)
-    assert own.warm and found[:] == hfrecord.FileReader(path)[:]
+    assert found._looks.warm and found[:] == hfrecord.FileReader(path)[:]
 
 
 @built
-def test_entries_and_numbers_of_other_lengths_are_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path):
+    """By the extension itself, whatever Python has looked at before."""
     with hfrecord.FileWriter(tmp_path / "a.hfr") as writer:
         writer.write(b"abc")
-    own = hfrecord.FileReader(tmp_path / "a.hfr")._file(0)._native
-    for entries, numbers in ((bytes(24), bytes(7)), (bytes(23), bytes(8)), (bytes(48), bytes(8))):
-        with pytest.raises(ValueError, match="entries of 24 bytes"):
-            own.read(entries, numbers, True)
-    far = np.array([(1 << 63, 1 << 63, 0, 0)], hfrecord.format.INDEX)
-    assert own.read(far, np.zeros(1, np.int64), True) == ([], False) and not own.advise(far, np.zeros(1, np.int64))
+    file, looks = hfrecord.FileReader(tmp_path / "a.hfr")._file(0), native.extension.Looks()
+    zero, read = np.zeros(1, np.int64), native.extension.read
+    assert read(looks, [file.native], zero, zero, True) == ([b"abc"], [])
+    for which, numbers, error in (
+        (bytes(7), bytes(8), ValueError), (bytes(8), bytes(16), ValueError), (zero + 1, zero, IndexError),
+        (zero - 1, zero, IndexError), (zero, [0], TypeError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            read(looks, [file.native], which, numbers, True)
+    for number in (1, -1, 1 << 62):
+        assert read(looks, [file.native], zero, zero + number, True) == ([], [])
+        assert not native.extension.advise(looks, [file.native], zero, zero + number)
+    far = np.array([(1 << 63, 1 << 63, 0, 0)], format.INDEX)
+    for own in (True, False):
+        hostile = native.extension.File(file.fd, file.end, own, far, 1)
+        assert read(looks, [hostile], zero, zero, True) == ([], [])
+        with pytest.raises(ValueError, match="too short"):
+            native.extension.File(file.fd, file.end, own, far, 3)
 
 
 def sanitized(folder, change=lambda text: text):
