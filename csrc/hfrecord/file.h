@@ -30,7 +30,7 @@ class Looks {
   }
 
  private:
-  static constexpr int ENOUGH = 128;  // behind one another that have found what they looked for
+  static constexpr int ENOUGH = 64;  // behind one another that have found what they looked for
   std::atomic<int> found_{0};
 };
 
