@@ -8,8 +8,8 @@
 a batch advised ahead, and nothing checked. `disk` is what the disk itself gives at random at this size, in whole pages
 past the page cache, with one to two batches of reads at once. Cold: files are dropped from the page cache and opened
 anew, which counts; whose stay there has no such row. Warm: the third pass over the files. `CPU us` is the time of the
-process on all cores for a record, which other work on the machine does not change much. Who is not installed is said so. What is read is compared with
-what was written.
+process on all cores for a record, which other work on the machine does not change much. Who is not installed is said
+so. What is read is compared with what was written.
 
 --share 0.1 reads a tenth of the records, as of files that are larger than memory: what a reader fetches besides is
 then of no use to it. `disk bytes` is what came from the disk for each byte of a record.
