@@ -113,26 +113,31 @@ class Disk(Pread):
         self._call(self.SETUP, 2 * BATCH, ctypes.byref(context))
         requests["fd"] = self.fd
         requests["buffer"] = address + room * np.arange(2 * BATCH).reshape(2, BATCH)
+        requests["data"] = np.arange(2)[:, None]  # which of the two a request is of, as its event says
         pointers = requests.ctypes.data + self.REQUEST.itemsize * np.arange(2 * BATCH, dtype=np.uint64)
+        under_way = np.zeros(2, np.int64)
 
         def submit(k):
             mine = requests[k % 2]
             mine["offset"], mine["nbytes"] = begins[order[k]], sizes[order[k]]
+            under_way[k % 2] = BATCH
             place, left = pointers[k % 2 * BATCH :].ctypes.data, BATCH
             while left:
                 done = self._call(self.SUBMIT, context, left, ctypes.c_void_p(place))
                 place, left = place + 8 * done, left - done
 
-        def wait():
-            events = np.zeros(BATCH, self.EVENT)
-            self._call(self.GETEVENTS, context, BATCH, BATCH, ctypes.c_void_p(events.ctypes.data), None)
-            assert (events["read"] > 0).all(), "a read failed"
+        def wait(k):
+            events = np.zeros(2 * BATCH, self.EVENT)
+            while under_way[k % 2]:
+                count = self._call(self.GETEVENTS, context, 1, 2 * BATCH, ctypes.c_void_p(events.ctypes.data), None)
+                assert (events["read"][:count] > 0).all(), "a read failed"
+                np.subtract.at(under_way, events["data"][:count].astype(np.int64), 1)
 
         submit(0)
         for k in range(1, len(order)):
             submit(k)
-            wait()
-        wait()
+            wait(k - 1)
+        wait(len(order) - 1)
         self._call(self.DESTROY, context)
         at = (len(order) - 1) % 2 * BATCH * room + room * np.arange(BATCH) + (self.places[:, 0] - begins)[order[-1]]
         lengths = self.places[order[-1], 1]

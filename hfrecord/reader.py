@@ -317,7 +317,7 @@ class FileReader:
             raise TypeError(f"indices of shape {given.shape}: give a sequence of integers")
         if not given.size:
             return np.empty(0, np.int64)
-        if given.dtype.kind not in "iu":
+        if given.dtype.kind not in "iub":
             with contextlib.suppress(TypeError):
                 given = np.array([max(-(1 << 62), min(operator.index(i), 1 << 62)) for i in indices], np.int64)
         if given.dtype.kind not in "iu":

@@ -117,6 +117,11 @@ HFRECORD_VPCLMUL inline __m512i load_512(const unsigned char* data, unsigned cha
   return x;
 }
 
+HFRECORD_VPCLMUL inline __m512i constant_512(Move move) {
+  const auto a = static_cast<long long>(move.first), b = static_cast<long long>(move.second);
+  return _mm512_set_epi64(b, a, b, a, b, a, b, a);
+}
+
 HFRECORD_VPCLMUL inline __m512i moved(__m512i x, __m512i by, __m512i more) {
   constexpr int XOR_OF_THREE = 0x96;
   return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, by, 0x00), _mm512_clmulepi64_epi128(x, by, 0x11), more,
@@ -131,17 +136,18 @@ HFRECORD_VPCLMUL uint32_t by_vpclmul(uint32_t state, const unsigned char* data, 
   for (int k = 0; k < 4; ++k) x[k] = load_512<COPIES>(data + 64 * k, to);
   x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
   data += 256, size -= 256;
-  const __m512i far = _mm512_broadcast_i32x4(constant(by_256)), mid = _mm512_broadcast_i32x4(constant(by_64));
+  const __m512i far = constant_512(by_256), mid = constant_512(by_64);
   for (; size >= 256; data += 256, size -= 256) {
     for (int k = 0; k < 4; ++k) x[k] = moved(x[k], far, load_512<COPIES>(data + 64 * k, to));
   }
   for (int k = 1; k < 4; ++k) x[k] = moved(x[k - 1], mid, x[k]);
   for (; size >= 64; data += 64, size -= 64) x[3] = moved(x[3], mid, load_512<COPIES>(data, to));
+  alignas(64) unsigned char lanes[64];
+  _mm512_store_si512(lanes, x[3]);
+  unsigned char* nowhere = nullptr;
   const __m128i near = constant(by_16);
-  __m128i whole = _mm512_castsi512_si128(x[3]);
-  whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 1));
-  whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 2));
-  whole = _mm_xor_si128(moved(whole, near), _mm512_extracti64x2_epi64(x[3], 3));
+  __m128i whole = load<false>(lanes, nowhere);
+  for (int k = 1; k < 4; ++k) whole = _mm_xor_si128(moved(whole, near), load<false>(lanes + 16 * k, nowhere));
   return finished<COPIES>(whole, data, size, to);
 }
 
