@@ -16,7 +16,7 @@ namespace hfrecord {
 namespace {
 
 constexpr size_t MOST_PARTS = 64;             // of a system call
-constexpr uint64_t WORTH_FILLING = 64 << 10;  // bytes
+constexpr uint64_t WORTH_FILLING = 256 << 10;  // bytes
 
 // Fills the parts, which stand behind one another in the file. False at its end, or where the system says no.
 bool fill(int fd, iovec* parts, size_t count, uint64_t offset) {
