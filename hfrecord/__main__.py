@@ -1,25 +1,34 @@
-"""python -m hfrecord info|verify|unpack PATH, pack FOLDER OUT, convert SOURCE OUT: see docs/hfrecord.md."""
+"""python -m hfrecord info|verify|bench PATH, unpack PATH OUT, pack FOLDER OUT, convert SOURCE OUT: docs/hfrecord.md."""
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from hfrecord import convert
+from hfrecord import convert, native
 from hfrecord.format import RecordError
 from hfrecord.reader import FileReader
+from hfrecord.sampler import Permutation
 
 
-def tracked(items: Iterator, total: int, done: int = 0) -> Iterator:
+def bar(what: str) -> Progress:
+    """Of things that are done, where a person looks at it."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, disable=not sys.stderr.isatty())
+
+
+def tracked(items: Iterator, total: int, what: str) -> Iterator:
     """The items, with a bar of them."""
-    columns = (TextColumn("records"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=total, completed=done)
-        for item in items:
-            yield item
-            progress.advance(task)
+    with bar(what) as progress:
+        yield from progress.track(items, total)
 
 
 def info(args) -> None:
@@ -34,7 +43,7 @@ def info(args) -> None:
 
 def verify(args) -> None:
     reader = FileReader(args.path)
-    for file in tracked(reader.files(), len(reader._known)):
+    for file in tracked(reader.files(), len(reader._known), "files"):
         file.verify()
     print(f"{args.path}: {len(reader)} records are whole")
 
@@ -42,7 +51,7 @@ def verify(args) -> None:
 def unpack(args) -> None:
     """A folder that was packed, or else a file for each record."""
     reader = FileReader(args.path)
-    for number in tracked(iter(range(len(reader))), len(reader)):
+    for number in tracked(iter(range(len(reader))), len(reader), "records"):
         record = reader[number]
         packed = reader.schema is not None and {"name", "data"} <= reader.schema.fields.keys()
         name = Path(record["name"] if packed else f"{number:09d}")
@@ -54,34 +63,66 @@ def unpack(args) -> None:
 
 
 def write(args) -> None:
-    schema, records, total = convert.source(args.source, args.format, args.length)
-    track: Callable = lambda items, done: tracked(items, total, done)  # noqa: E731
-    count = convert.write(args.out, schema, records, args.part_bytes, args.compression, track)
+    source = convert.source(args.source, args.format, args.length, args.tokenizer)
+    with bar(args.format or "units") as progress:
+        task = progress.add_task("", total=source.units)
+        show = lambda units: progress.update(task, completed=units)  # noqa: E731
+        count = convert.write(args.out, source, args.part_bytes, args.compression, args.jobs, show)
     print(f"{args.out}: {count} records")
+
+
+def bench(args) -> None:
+    """Random batches of one pass: out of the page cache and in it, with the next one advised and without."""
+    records = len(FileReader(args.path))
+    order = Permutation(records, args.seed)(np.arange(records))
+    order = [order[at : at + args.batch] for at in range(0, len(order), args.batch)][: args.batches]
+    table = Table("pages", "next batch", "records a second", "MB/s")
+    for cold in (True, False):
+        for ahead in (False, True):
+            reader = FileReader(args.path)
+            if cold:
+                for file in reader.files():
+                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            begin, records, nbytes = time.perf_counter(), 0, 0
+            for k, batch in enumerate(order):
+                following = order[k + 1] if ahead and k + 1 < len(order) else None
+                found = reader.read(batch, following)
+                records, nbytes = records + len(found), nbytes + sum(map(len, found))
+            seconds = time.perf_counter() - begin
+            pages, following = "dropped before" if cold else "in memory", "advised" if ahead else "not advised"
+            table.add_row(pages, following, f"{records / seconds:,.0f}", f"{nbytes / seconds / 1e6:,.1f}")
+    print(f"{args.path}: {len(order)} random batches of {args.batch}, {'C++' if native.extension else 'Python'}")
+    Console().print(table)
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hfrecord", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, call in (("info", info), ("verify", verify), ("unpack", unpack)):
-        sub = commands.add_parser(name)
+    calls = {"info": info, "verify": verify, "bench": bench, "unpack": unpack}
+    subs = {name: commands.add_parser(name) for name in calls}
+    for name, sub in subs.items():
         sub.add_argument("path", help="a .hfr or .ffr file, or a folder of them")
-        sub.set_defaults(call=call)
-    sub.add_argument("out", help="folder for the files")
+        sub.set_defaults(call=calls[name])
+    subs["unpack"].add_argument("out", help="folder for the files")
+    subs["bench"].add_argument("--batch", type=int, default=64, help="records of a batch")
+    subs["bench"].add_argument("--batches", type=int, default=1000, help="at most")
+    subs["bench"].add_argument("--seed", type=int, default=0)
     for name in ("pack", "convert"):
         sub = commands.add_parser(name)
         sub.add_argument("source", help="a folder" if name == "pack" else "what is converted")
         sub.add_argument("out", help="folder of the records; what is there of a run that was killed is gone on with")
         sub.add_argument("--part-bytes", type=int, default=1 << 30)
         sub.add_argument("--compression", choices=("zstd",))
-        sub.set_defaults(call=write, format="folder", length=1)
+        sub.add_argument("--jobs", type=int, default=1, help="processes that read and encode")
+        sub.set_defaults(call=write, format="folder", length=1, tokenizer=None)
     sub.set_defaults(format=None)
     sub.add_argument("--format", choices=convert.FORMATS, help="told by the source's name by default")
-    sub.add_argument("--length", type=int, default=1024, help="of a record, with --format tokens")
+    sub.add_argument("--length", type=int, default=1024, help="tokens of a record, or at most")
+    sub.add_argument("--tokenizer", help="of documents, for transformers' AutoTokenizer; bytes without one")
     args = parser.parse_args(argv)
     try:
         args.call(args)
-    except (RecordError, ValueError, OSError) as error:
+    except (RecordError, ValueError, OSError, ImportError, BrokenProcessPool) as error:
         print(f"hfrecord: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,60 +1,87 @@
-"""Other data as records: folders, folders of images by class, tar (webdataset), parquet, jsonl, numpy, record files.
+"""Other data as records: folders, folders of images by class, tar (webdataset), parquet, jsonl, numpy, text as tokens.
 
-A source is a schema, its records in an order that is the same each time, and their number. So what was committed of a
-conversion that was killed is skipped by the next one.
+A source has units (files, rows, documents) in an order that is the same each time, and any of them may be asked for: so
+processes share the work, and a conversion that was killed goes on behind the units of its last commit. What is written
+does not depend on the number of processes.
 """
 
+import collections
+import concurrent.futures
+import functools
 import itertools
 import json
+import multiprocessing
 import os
 import tarfile
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hfrecord.reader import FileReader
 from hfrecord.schema import optional
-from hfrecord.writer import DatasetWriter
+from hfrecord.writer import DatasetWriter, Packer
 
 COMMIT = 256 << 20  # bytes of records between two commits
+
+
+@dataclass
+class Source:
+    """`read(begin, end)`: the records of these units. schema: of the records. chunk: units that are asked for at once.
+
+    It is pickled to other processes, and so is `read`.
+    """
+
+    schema: dict | None
+    units: int
+    read: Callable[[int, int], Iterator]
+    chunk: int = 32
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _folder(path: Path):
+def _folder(path: Path) -> Source:
     """Each file, by its name in the folder."""
-    files = _files(path)
-    records = ({"name": file.relative_to(path).as_posix(), "data": file.read_bytes()} for file in files)
-    return {"name": "text", "data": "bytes"}, records, len(files)
+    names = [file.relative_to(path).as_posix() for file in _files(path)]
+    return Source({"name": "text", "data": "bytes"}, len(names), functools.partial(_read_folder, path, names))
 
 
-def _images(path: Path):
+def _read_folder(path, names, begin, end):
+    return ({"name": name, "data": (path / name).read_bytes()} for name in names[begin:end])
+
+
+def _images(path: Path) -> Source:
     """As torchvision's ImageFolder: classes are the folders, in the order of their names."""
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    files = [(file, label) for label, name in enumerate(classes) for file in _files(path / name)]
-    records = ({"image": file.read_bytes(), "label": label} for file, label in files)
-    return {"image": "image", "label": "int64"}, records, len(files)
+    files = [(str(file), label) for label, name in enumerate(classes) for file in _files(path / name)]
+    return Source({"image": "image", "label": "int64"}, len(files), functools.partial(_read_images, files))
 
 
-def _tar(path: Path):
+def _read_images(files, begin, end):
+    return ({"image": Path(file).read_bytes(), "label": label} for file, label in files[begin:end])
+
+
+def _tar(path: Path) -> Source:
     """Samples of webdataset: files of one name up to its first dot behind the last slash, fields by what follows."""
-
-    def samples():
-        with tarfile.open(path) as archive:
-            named = ((member, *_key(member.name)) for member in archive if member.isfile())
-            for key, parts in itertools.groupby(named, lambda part: part[1]):
-                yield {"key": key, **{field: archive.extractfile(member).read() for member, _, field in parts}}
-
-    fields, count = None, 0
-    for sample in samples():
-        count += 1
-        fields = fields or sample.keys()
-        if sample.keys() != fields:
-            raise ValueError(f"{path}: {sample['key']} has {', '.join(sample)}, the first sample {', '.join(fields)}")
-    return {name: "text" if name == "key" else "bytes" for name in fields or ("key",)}, samples(), count
+    samples, fields = [], None
+    with tarfile.open(path) as archive:
+        named = ((member, *_key(member.name)) for member in archive if member.isfile())
+        for key, parts in itertools.groupby(named, lambda part: part[1]):
+            places = {}
+            for member, _, field in parts:
+                if member.issparse():
+                    raise ValueError(f"{path}: {member.name} is a sparse file: pack it as a whole one")
+                places[field] = member.offset_data, member.size
+            samples.append((key, places))
+            fields = fields or places.keys()
+            if places.keys() != fields:
+                raise ValueError(f"{path}: {key} has {', '.join(places)}, the first sample {', '.join(fields)}")
+    schema = {"key": "text"} | dict.fromkeys(fields or (), "bytes")
+    return Source(schema, len(samples), functools.partial(_read_tar, path, samples))
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -63,75 +90,155 @@ def _key(name: str) -> tuple[str, str]:
     return folder + slash + stem, field
 
 
-def _jsonl(path: Path):
+def _read_tar(path, samples, begin, end):
+    with tarfile.open(path) as archive:  # its file is of plain bytes, whatever the archive is compressed with
+        for key, places in samples[begin:end]:
+            record = {"key": key}
+            for field, (offset, size) in places.items():
+                archive.fileobj.seek(offset)
+                record[field] = archive.fileobj.read(size)
+            yield record
+
+
+def _jsonl(path: Path) -> Source:
     """Each line."""
+    lines = _lines(path)
+    return Source({"json": "json"}, len(lines), functools.partial(_read_jsonl, path, lines))
 
-    def records():
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    yield {"json": json.loads(line)}
 
+def _lines(path: Path) -> np.ndarray:
+    """Where lines that are not empty begin, int64."""
+    places, at = [], 0
     with path.open("rb") as file:
-        count = sum(1 for line in file if line.strip())
-    return {"json": "json"}, records(), count
+        for line in file:
+            if line.strip():
+                places.append(at)
+            at += len(line)
+    return np.array(places, np.int64)
 
 
-def _parquet(path: Path):
+def _read_jsonl(path, lines, begin, end):
+    with path.open("rb") as file:
+        for place in lines[begin:end].tolist():
+            file.seek(place)
+            yield {"json": json.loads(file.readline())}
+
+
+def _parquet(path: Path) -> Source:
     """Each row, as JSON: what JSON has no word for is an error."""
     optional("pyarrow")
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
-    records = ({"json": row} for batch in file.iter_batches(1024) for row in batch.to_pylist())
-    return {"json": "json"}, records, file.metadata.num_rows
+    with pyarrow.parquet.ParquetFile(path) as file:
+        rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+    return Source({"json": "json"}, sum(rows), functools.partial(_read_parquet, path, starts), chunk=1024)
 
 
-def _numpy(path: Path):
+def _read_parquet(path, starts, begin, end):
+    while begin < end:
+        group = int(np.searchsorted(starts, begin, side="right")) - 1
+        first, last = int(starts[group]), min(end, int(starts[group + 1]))
+        yield from ({"json": row} for row in _row_group(path, group).slice(begin - first, last - begin).to_pylist())
+        begin = last
+
+
+@functools.lru_cache(maxsize=1)  # chunks of one come behind one another
+def _row_group(path, group):
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return file.read_row_group(group)
+
+
+def _numpy(path: Path) -> Source:
     """Each row of an array, which is mapped."""
     rows = np.load(path, mmap_mode="r", allow_pickle=False)
     if rows.ndim == 0:
         raise ValueError(f"{path} is a single number: give an array with a row for each record")
     kind = rows.dtype.name + (f"[{','.join(map(str, rows.shape[1:]))}]" if rows.ndim > 1 else "")
-    return {"x": kind}, ({"x": row} for row in rows), len(rows)
+    return Source({"x": kind}, len(rows), functools.partial(_read_numpy, path))
 
 
-def _tokens(path: Path, length: int):
+def _read_numpy(path, begin, end):
+    return ({"x": row} for row in np.load(path, mmap_mode="r", allow_pickle=False)[begin:end])
+
+
+def _tokens(path: Path, length: int) -> Source:
     """The bytes of a text file, or of a folder's one after the other, in records of `length` of them, as input_ids.
 
     What is left over at the end is left out. A token is a byte: the vocabulary is of 256.
     """
     files = _files(path) if path.is_dir() else [path]
-
-    def records():
-        rest = b""
-        for file in files:
-            rest += file.read_bytes()
-            whole = len(rest) // length * length
-            for at in range(0, whole, length):
-                yield {"input_ids": np.frombuffer(rest, np.uint8, length, at)}
-            rest = rest[whole:]
-
-    total = sum(file.stat().st_size for file in files) // length
-    return {"input_ids": f"uint8[{length}]"}, records(), total
+    ends = np.cumsum([0] + [file.stat().st_size for file in files])
+    read = functools.partial(_read_tokens, files, ends, length)
+    return Source({"input_ids": f"uint8[{length}]"}, int(ends[-1]) // length, read)
 
 
-def _records(path: Path):
+def _read_tokens(files, ends, length, begin, end):
+    at, stop, found = begin * length, end * length, []
+    while at < stop:
+        number = int(np.searchsorted(ends, at, side="right")) - 1
+        with files[number].open("rb") as file:
+            file.seek(at - int(ends[number]))
+            found.append(file.read(stop - at))
+        if not found[-1]:
+            raise ValueError(f"{files[number]} has become shorter")
+        at += len(found[-1])
+    text = np.frombuffer(b"".join(found), np.uint8)
+    return ({"input_ids": row} for row in text.reshape(-1, length))
+
+
+def _documents(path: Path, length: int, tokenizer: str | None) -> Source:
+    """Documents in records of up to `length` tokens, as input_ids: what hfnn.data.PackedCollator makes batches of.
+
+    They are the files of a folder, or the "text" of each line of a .jsonl file; a long one is several records.
+    tokenizer: a folder or a name for transformers' AutoTokenizer; without one a token is a byte of UTF-8.
+    """
+    if tokenizer is not None:
+        _tokenizer(tokenizer)
+    places = _files(path) if path.is_dir() else _lines(path)
+    read = functools.partial(_read_documents, path, places, length, tokenizer)
+    return Source({"input_ids": "int32[?]"}, len(places), read)
+
+
+def _read_documents(path, places, length, tokenizer, begin, end):
+    if path.is_dir():
+        texts = (file.read_bytes().decode() for file in places[begin:end])
+    else:
+        texts = (line["json"]["text"] for line in _read_jsonl(path, places, begin, end))
+    for text in texts:
+        ids = list(text.encode()) if tokenizer is None else _tokenizer(tokenizer)(text)["input_ids"]
+        for at in range(0, len(ids), length):
+            yield {"input_ids": np.array(ids[at : at + length], np.int32)}
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(name: str):
+    return optional("transformers").AutoTokenizer.from_pretrained(name, model_max_length=1 << 60)
+
+
+def _records(path: Path) -> Source:
     """Record files, FFRecord's too."""
     reader = FileReader(path)
-    return reader.schema and reader.schema.fields, (reader[number] for number in range(len(reader))), len(reader)
+    return Source(reader.schema and reader.schema.fields, len(reader), functools.partial(_read_records, reader))
+
+
+def _read_records(reader, begin, end):
+    return reader[begin:end]
 
 
 FORMATS: dict[str, Callable] = {
     "folder": _folder, "images": _images, "tar": _tar, "jsonl": _jsonl, "parquet": _parquet, "npy": _numpy,
-    "hfr": _records, "ffr": _records, "tokens": _tokens,
+    "hfr": _records, "ffr": _records, "tokens": _tokens, "documents": _documents,
 }  # fmt: skip
 
 
-def source(path, format: str | None = None, length: int = 1024) -> tuple[dict | None, Iterator, int]:
-    """(schema, records, their number) of a source; format: one of FORMATS, told by the path's name by default.
+def source(path, format: str | None = None, length: int = 1024, tokenizer: str | None = None) -> Source:
+    """A source; format: one of FORMATS, told by the path's name by default.
 
-    length: of a record of tokens. Raises ValueError for a format that there is not, OSError for what cannot be read.
+    length: of records of tokens. tokenizer: of documents. Raises ValueError for a format that there is not, OSError for
+    what cannot be read.
     """
     path = Path(path)
     format = format or ("folder" if path.is_dir() else path.suffix[1:])
@@ -139,18 +246,75 @@ def source(path, format: str | None = None, length: int = 1024) -> tuple[dict | 
         raise ValueError(f"{path}: of no format that is known, {', '.join(FORMATS)}")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    return FORMATS[format](path, length) if format == "tokens" else FORMATS[format](path)
+    if length < 1:
+        raise ValueError(f"a length of {length}: give 1 or more tokens")
+    more = {"tokens": (length,), "documents": (length, tokenizer)}.get(format, ())
+    return FORMATS[format](path, *more)
 
 
-def write(out, schema, records: Iterator, part_bytes: int, compression: str | None, track) -> int:
-    """Appends to the data set `out` those records that it has not yet; how many it then has. track: shows them."""
-    with DatasetWriter(os.fspath(out), schema, part_bytes=part_bytes, compression=compression, append=True) as writer:
-        begin, since = len(writer), 0
-        for record in track(itertools.islice(records, begin, None), begin):
-            before = writer._writer.nbytes
-            writer.write(record)
-            since += max(writer._writer.nbytes - before, 0)
+def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, progress=lambda units: None) -> int:
+    """Appends to the data set `out` what it has not yet of a source; how many records it then has.
+
+    jobs: processes that read and encode. progress: called with the number of units that are written.
+    """
+    options = {"part_bytes": part_bytes, "compression": compression, "append": True}
+    with DatasetWriter(os.fspath(out), source.schema, **options) as writer:
+        # Who has written without saying how far has made a record of each unit.
+        done, since = len(writer) if writer.source is None else writer.source, 0
+        progress(done)
+        for end, records in _chunks(source, writer.packer, done, jobs):
+            for data, codec in records:
+                writer.append(data, codec)
+                since += len(data)
+            done = end
+            progress(done)
             if since > COMMIT:
-                writer.commit()
+                writer.commit(done)
                 since = 0
+        writer.commit(done)
         return len(writer)
+
+
+def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[tuple[int, list]]:
+    """(where a chunk ends, its records as they are stored), in order."""
+    spans = ((at, min(at + source.chunk, source.units)) for at in range(begin, source.units, source.chunk))
+    if jobs == 1:
+        yield from ((end, _packed(source, packer, at, end)) for at, end in spans)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin, (source, packer)) as pool:
+        waiting = collections.deque()
+        try:
+            for at, end in spans:
+                waiting.append((end, pool.submit(_run, at, end)))
+                if len(waiting) > 2 * jobs:
+                    end, chunk = waiting.popleft()
+                    yield end, chunk.result()
+            while waiting:
+                end, chunk = waiting.popleft()
+                yield end, chunk.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _packed(source: Source, packer: Packer, begin: int, end: int) -> list[tuple[bytes, int]]:
+    return [packer(record) for record in source.read(begin, end)]
+
+
+_work: tuple = ()  # of a process that converts: source and packer
+
+
+def _run(begin: int, end: int) -> list[tuple[bytes, int]]:
+    return _packed(*_work, begin, end)
+
+
+def _begin(source: Source, packer: Packer) -> None:
+    """In a process that converts: what, and that it ends when the one that has started it is killed."""
+    global _work
+    _work = source, packer
+
+    def watch():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from hfrecord import format
+from hfrecord import format, native
 
 START = struct.Struct("<IQ")
 
@@ -34,8 +34,8 @@ class Table:
         if self.begin > size:
             what = f"{self.records} samples need {self.begin} bytes of index, the file has {size}: it was cut off"
             raise format.RecordError(path, what, None, 4)
-        view = mapped(START.size, 12 * self.records)
-        if check and crc and zlib.crc32(view, zlib.crc32(start[4:])) != crc:
+        self.view = view = mapped(START.size, 12 * self.records)  # of the index, checksums and then offsets
+        if check and crc and native.crc32(view, native.crc32(start[4:])) != crc:
             raise format.RecordError(path, "the checksum of the index does not match", None, 0)
         self._crcs = np.frombuffer(view, "<u4", self.records)
         self._offsets = np.frombuffer(view, "<u8", self.records, 4 * self.records)
@@ -78,7 +78,7 @@ class FfrWriter:
         """data: bytes, or anything with a buffer."""
         data = memoryview(data).cast("B")
         self._data.write(data)
-        self._crcs.append(zlib.crc32(data))
+        self._crcs.append(native.crc32(data))
         self._ends.append(self._ends[-1] + len(data))
 
     def close(self) -> None:

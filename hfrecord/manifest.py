@@ -20,10 +20,13 @@ MOST = 1 << 48  # records of a file
 
 
 class Manifest(Sequence):
-    """The paths of a folder's files, with `counts`, int64 (files,): the records of each."""
+    """The paths of a folder's files, with `counts`, int64 (files,): the records of each.
 
-    def __init__(self, folder, counts, suffix: str = ".hfr"):
-        self.folder, self.suffix = os.fspath(folder), suffix
+    source: how much of what the records are made from is in them, where their writer has said so.
+    """
+
+    def __init__(self, folder, counts, suffix: str = ".hfr", source: int | None = None):
+        self.folder, self.suffix, self.source = os.fspath(folder), suffix, source
         self.counts = np.asarray(counts, np.int64)
 
     @staticmethod
@@ -38,6 +41,7 @@ class Manifest(Sequence):
 
     def save(self) -> None:
         body = {"version": 1, "suffix": self.suffix, "records": self.counts.tolist()}
+        body |= {} if self.source is None else {"source": self.source}
         text = json.dumps({**body, "crc32": _crc(body)}, separators=(",", ":"))
         replace(self.path(self.folder), text.encode())
 
@@ -54,7 +58,10 @@ class Manifest(Sequence):
         numbers = isinstance(counts, list) and all(type(count) is int and 0 <= count <= MOST for count in counts)
         if not numbers or suffix not in (".hfr", ".ffr") or sum(counts) > MOST:
             raise RecordError(path, "not the counts of records of .hfr or .ffr files")
-        return cls(folder, counts, suffix)
+        source = body.get("source")
+        if source is not None and not (type(source) is int and 0 <= source <= MOST):
+            raise RecordError(path, f"source {source!r}: not a number")
+        return cls(folder, counts, suffix, source)
 
 
 def part(number: int, suffix: str = ".hfr") -> str:

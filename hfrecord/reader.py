@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hfrecord import ffr, format
+from hfrecord import ffr, format, native
 from hfrecord.format import RecordError
 from hfrecord.manifest import Manifest
 from hfrecord.schema import Schema, optional
@@ -46,7 +46,8 @@ class File:
         self.size = os.fstat(self.fd).st_size
         if _advise:
             _advise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # a read brings what it asks for, and no pages behind it
-        if self.path.endswith(".ffr"):
+        own = not self.path.endswith(".ffr")
+        if not own:
             self.table = ffr.Table(self.path, self.fd, self.size, self._mapped, check)
             self._seed, self.end = self.table.seed, self.size
         else:
@@ -56,6 +57,9 @@ class File:
         if records is not None and records > self.records:
             raise RecordError(self.path, f"{self.records} records, the manifest says {records}: it was cut off")
         self.records = self.records if records is None else records
+        self.native = None
+        if native.extension is not None:
+            self.native = native.extension.File(self.fd, self.end, own, self.table.view, self.table.records)
         self._local = threading.local()  # a decompressor of zstandard's serves one thread at a time
 
     def __del__(self):
@@ -87,8 +91,18 @@ class File:
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
         """The records of these numbers, int64 (k,), in range. Raises RecordError for one that is damaged."""
+        entries = self.entries(numbers)
+        found = self._read(numbers, entries)
+        if entries["codec"].any():
+            places = zip(numbers.tolist(), entries["codec"].tolist(), entries["offset"].tolist(), strict=True)
+            for k, (number, codec, offset) in enumerate(places):
+                if codec:
+                    found[k] = self.decompressed(found[k], codec, number, offset)
+        return found
+
+    def _read(self, numbers: np.ndarray, entries: np.ndarray) -> list[bytes]:
         found, fd, check, seed, crc32 = [], self.fd, self.check, self._seed, zlib.crc32
-        for number, (offset, length, crc, codec) in zip(numbers.tolist(), self.entries(numbers).tolist(), strict=True):
+        for number, (offset, length, crc, codec) in zip(numbers.tolist(), entries.tolist(), strict=True):
             try:
                 data = os.pread(fd, length, offset)
                 if len(data) != length:
@@ -99,17 +113,18 @@ class File:
                 raise RecordError(self.path, f"{len(data)} bytes of {length}: it was cut off", number, offset)
             if check and crc32(data, seed(number, offset, length, codec)) != crc:
                 raise RecordError(self.path, "the checksum does not match", number, offset)
-            found.append(self._decompressed(data, codec, number, offset) if codec else data)
+            found.append(data)
         return found
 
     def advise(self, numbers: np.ndarray) -> None:
         """Starts to read the records of these numbers, int64 (k,), in range, and returns."""
         if _advise:
-            found = self.entries(numbers)
-            for offset, length in zip(found["offset"].tolist(), found["length"].tolist(), strict=True):
+            entries = self.entries(numbers)
+            for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
                 _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
-    def _decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
+    def decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
+        """A record as it was before it was compressed; number, offset: for an error's text."""
         if codec != format.ZSTD:
             raise RecordError(self.path, f"codec {codec}, this hfrecord knows 0 and 1", number, offset)
         zstandard = optional("zstandard")
@@ -146,14 +161,14 @@ class _Table(format.Head):
 
     def __init__(self, path, fd, size, mapped):
         super().__init__(path, fd, size)
-        self.path, self._view = path, mapped(self.index, self.records * format.INDEX.itemsize)
-        self._entries = np.frombuffer(self._view, format.INDEX) if self.records else np.empty(0, format.INDEX)
+        self.path, self.view = path, mapped(self.index, self.records * format.INDEX.itemsize)
+        self._entries = np.frombuffer(self.view, format.INDEX) if self.records else np.empty(0, format.INDEX)
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
         return self._entries[numbers]
 
     def verify(self) -> None:
-        if zlib.crc32(self._view) != self.crc:
+        if native.crc32(self.view) != self.crc:
             raise RecordError(self.path, "the checksum of the index does not match", None, self.index)
 
 
@@ -173,6 +188,7 @@ class FileReader:
         many = isinstance(paths, (list, tuple))
         self._given = [os.fspath(path) for path in paths] if many else os.fspath(paths)
         self._check, self._open = check, {}
+        self._looks = native.extension and native.extension.Looks()
         sources = [_source(path) for path in (self._given if many else [self._given])]
         self._paths = sources[0] if len(sources) == 1 else [path for source in sources for path in source]
         counts = [source.counts if isinstance(source, Manifest) else self._count(source) for source in sources]
@@ -229,10 +245,20 @@ class FileReader:
 
     def advise(self, indices) -> None:
         """Starts to read the records at `indices` and returns at once: a later `read` will find them in memory."""
-        for file, numbers, _ in self._groups(self._places(indices)):
+        places = self._places(indices)
+        if self._looks is not None and native.extension.advise(self._looks, *self._located(places)[1:]):
+            return
+        for file, numbers, _ in self._groups(places):
             file.advise(numbers)
 
+    def sizes(self) -> np.ndarray:
+        """Bytes of all records as they are stored, int64 (n,): of those that are not compressed, their length."""
+        found = [file.entries(np.arange(file.records))["length"] for file in self.files()]
+        return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+
     def _read(self, places: np.ndarray) -> list[bytes]:
+        if self._looks is not None:
+            return self._read_native(places)
         if len(self._known) == 1:
             return self._file(0).read(places)
         found = [b""] * len(places)
@@ -240,6 +266,31 @@ class FileReader:
             for k, data in zip(at, file.read(numbers), strict=True):
                 found[k] = data
         return found
+
+    def _read_native(self, places: np.ndarray) -> list[bytes]:
+        files, opened, which, numbers = self._located(places)
+        found = []
+        while len(found) < len(places):
+            begin = len(found)
+            part, packed = native.extension.read(self._looks, opened, which[begin:], numbers[begin:], self._check)
+            for k, codec, offset in packed:
+                file = files[which[begin + k]]
+                part[k] = file.decompressed(part[k], codec, int(numbers[begin + k]), offset)
+            found += part
+            if len(found) < len(places):  # one that is damaged is told by Python in any case
+                at = len(found)
+                found += files[which[at]].read(numbers[at : at + 1])
+        return found
+
+    def _located(self, places: np.ndarray) -> tuple[list[File], list, np.ndarray, np.ndarray]:
+        """Files of these records, what the extension knows of them, for each record which of them, and its number."""
+        if len(self._known) == 1:
+            file = self._file(0)
+            return [file], [file.native], np.zeros(len(places), np.int64), places
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
+        known, which = np.unique(numbers, return_inverse=True)
+        files = [self._file(number) for number in known.tolist()]
+        return files, [file.native for file in files], which.astype(np.int64), places - self._starts[numbers]
 
     def _decoded(self, records: list[bytes], places: np.ndarray) -> list:
         if self.schema is None:
@@ -266,12 +317,14 @@ class FileReader:
             raise TypeError(f"indices of shape {given.shape}: give a sequence of integers")
         if not given.size:
             return np.empty(0, np.int64)
-        if given.dtype.kind not in "iu":
+        if given.dtype.kind not in "iub":
             with contextlib.suppress(TypeError):
                 given = np.array([max(-(1 << 62), min(operator.index(i), 1 << 62)) for i in indices], np.int64)
         if given.dtype.kind not in "iu":
             raise TypeError(f"indices of {given.dtype}: give integers")
         n = len(self)
+        if given.dtype == np.int64 and given.view(np.uint64).max() < n:  # none negative, for those are large then
+            return np.ascontiguousarray(given)
         outside = (given >= n) | (given < -n) if given.dtype.kind == "i" else given >= n
         if outside.any():
             raise IndexError(f"index {indices[int(outside.argmax())]} of {n} records")

@@ -4,12 +4,11 @@ import base64
 import fcntl
 import json
 import os
-import zlib
 from pathlib import Path
 
 import numpy as np
 
-from hfrecord import format
+from hfrecord import format, native
 from hfrecord.format import PLAIN, ZSTD, RecordError
 from hfrecord.manifest import Manifest, part
 from hfrecord.reader import LARGEST_RATIO, SMALL, File, dictionary
@@ -17,6 +16,28 @@ from hfrecord.schema import Schema, optional
 
 LEVEL = 3  # of zstd
 BUFFER = 1 << 20  # bytes
+
+
+class Packer:
+    """Records as a file stores them, by its meta: `packer(record)` -> (bytes, codec). May be pickled."""
+
+    def __init__(self, path, meta: dict):
+        self._path, self._meta, self._compressor = path, meta, None
+        self.schema = Schema(meta["schema"]) if meta.get("schema") else None
+        if meta.get("compression") is not None:
+            packed = dictionary(path, meta)
+            self._compressor = optional("zstandard").ZstdCompressor(level=LEVEL, dict_data=packed, write_checksum=False)
+
+    def __call__(self, record) -> tuple[bytes, int]:
+        data = bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        if self._compressor is not None:
+            packed = self._compressor.compress(data)
+            if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):
+                return packed, ZSTD
+        return data, PLAIN
+
+    def __reduce__(self):
+        return Packer, (self._path, self._meta)
 
 
 class FileWriter:
@@ -62,20 +83,12 @@ class FileWriter:
             raise
         table = old.table
         self.meta, self._sequence = table.meta, table.sequence
-        self.schema = Schema(self.meta["schema"]) if self.meta.get("schema") else None
-        self._compressor = self._make_compressor()
+        self.packer = Packer(self.path, self.meta)
         self._index = bytearray(old.entries(np.arange(old.records)).tobytes())
         self._records = old.records
         self._committed = table.records if keep is None else None  # where some do not stay, a commit has to say so
         self._at = self._flushed = table.end
         self._pending, self._pending_bytes = [], 0
-
-    def _make_compressor(self):
-        if self.meta.get("compression") is None:
-            return None
-        return optional("zstandard").ZstdCompressor(
-            level=LEVEL, dict_data=dictionary(self.path, self.meta), write_checksum=False
-        )
 
     def __len__(self) -> int:
         """Records of the file, those not yet committed among them."""
@@ -83,16 +96,14 @@ class FileWriter:
 
     def write(self, record) -> None:
         """record: bytes, or anything with a buffer; a dict where the file has a schema. ValueError for what is else."""
+        self.append(*self.packer(record))
+
+    def append(self, data: bytes, codec: int) -> None:
+        """A record as a packer of this file's meta has made it."""
         if self._fd < 0:
             raise ValueError(f"{self.path} is closed")
-        data = bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
-        codec = PLAIN
-        if self._compressor is not None:
-            packed = self._compressor.compress(data)
-            if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):
-                data, codec = packed, ZSTD
         offset, length = self._at, len(data)
-        crc = zlib.crc32(data, format.seed(self._records, offset, length, codec))
+        crc = native.crc32(data, format.seed(self._records, offset, length, codec))
         self._put(data)
         self._index += format.ENTRY.pack(offset, length, crc, codec)
         self._records += 1
@@ -128,7 +139,7 @@ class FileWriter:
         self._flush()
         os.fsync(self._fd)
         self._sequence += 1
-        slot = format.commit(self._sequence, self._records, index, zlib.crc32(self._index))
+        slot = format.commit(self._sequence, self._records, index, native.crc32(self._index))
         os.pwrite(self._fd, slot, format.COMMITS[self._sequence % 2])
         os.fsync(self._fd)
         self._committed = self._records
@@ -180,7 +191,7 @@ class DatasetWriter:
 
     folder: a new or empty one (FileExistsError for a data set that is there); with append=True it may be there, and is
     gone on with. Other arguments are those of FileWriter. What is committed stays: the manifest is replaced behind the
-    files.
+    files. `source` is a number that the last commit was given, such as that of the documents that are in the records.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
@@ -190,9 +201,10 @@ class DatasetWriter:
         there = Manifest.path(folder).exists()
         if (there and not append) or (not there and any(self.folder.glob("part-*.?fr"))):
             raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
-        self._counts = Manifest.load(folder).counts.tolist() if there else []
+        manifest = Manifest.load(folder) if there else Manifest(folder, [])
+        self._counts, self.source = manifest.counts.tolist(), manifest.source
         if not there:
-            Manifest(folder, []).save()  # from here on files count by the manifest alone
+            manifest.save()  # from here on files count by the manifest alone
         self._writer = self._next(self._counts.pop() if self._counts else None)
         if not there:
             self.commit()
@@ -207,18 +219,27 @@ class DatasetWriter:
     def __len__(self) -> int:
         return sum(self._counts) + len(self._writer)
 
+    @property
+    def packer(self) -> Packer:
+        return self._writer.packer
+
     def write(self, record) -> None:
+        self.append(*self.packer(record))
+
+    def append(self, data: bytes, codec: int) -> None:
+        """A record as the packer of these files has made it."""
         if self._writer.nbytes >= self.part_bytes and len(self._writer):
             self._writer.close()
             self._counts.append(len(self._writer))
             self._options = _options(self._writer.meta)
             self._writer = self._next()
-        self._writer.write(record)
+        self._writer.append(data, codec)
 
-    def commit(self) -> None:
+    def commit(self, source: int | None = None) -> None:
         """What was written is there for good, and for readers that open the folder from now on."""
+        self.source = self.source if source is None else source
         self._writer.commit()
-        Manifest(self.folder, [*self._counts, len(self._writer)]).save()
+        Manifest(self.folder, [*self._counts, len(self._writer)], source=self.source).save()
 
     def close(self) -> None:
         self.commit()

@@ -34,11 +34,12 @@ def _sorted(own):
 
 
 def _first_of_next(own):
-    def groups(self, places):
-        for file, numbers, at in own(self, places):
-            yield file, np.minimum(numbers, max(file.records - 2, 0)), at
+    def located(self, places):
+        files, opened, which, numbers = own(self, places)
+        last = np.array([max(file.records - 2, 0) for file in files], np.int64)
+        return files, opened, which, np.minimum(numbers, last[which])
 
-    return groups
+    return located
 
 
 def _from_index(own):
@@ -116,7 +117,7 @@ FAULTS = {
     "indices are not checked": patched(FileReader, "_places", _unchecked),
     "a record that is asked for twice comes once": patched(FileReader, "_read", _once),
     "a batch comes in the order of the file": patched(FileReader, "_read", _sorted),
-    "the last record of a part is the one before it": patched(FileReader, "_groups", _first_of_next),
+    "the last record of a part is the one before it": patched(FileReader, "_located", _first_of_next),
     "an append overwrites the index": patched(FileWriter, "_open", _from_index),
     "a commit before its records": patched(FileWriter, "commit", _committed),
     "records that a manifest does not know stay": patched(FileWriter, "_open", _keep_all),

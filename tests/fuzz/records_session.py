@@ -57,6 +57,8 @@ class Session:
     def __enter__(self):
         self.exit = contextlib.ExitStack()
         self.folder = Path(self.exit.enter_context(tempfile.TemporaryDirectory()))
+        if self.program["seed"] % 3 == 0:  # as where hfrecord._C is not built
+            self.exit.enter_context(mock.patch("hfrecord.native.extension", None))
         self.exit.enter_context(mock.patch("os.fsync"))  # what a disk keeps is not in question here, and takes long
         self.path = self.folder / {"file": "a.hfr", "dataset": "set", "ffr": "a.ffr"}[self.kind]
         return self
@@ -200,7 +202,8 @@ class Session:
             found = self._stock(records, indices)
             return len(found) if how == "read" and self.schema else found
         if how == "read":
-            records.advise(indices)
+            for _ in range(1 + 40 * (len(indices) % 2)):  # so often that records count as being in memory
+                records.advise(indices)
             found = records.read(np.array(indices, np.int64) if all(type(i) is int for i in indices) else indices)
             return len(found) if self.schema else found
         return [shown(record) for record in records[indices]]

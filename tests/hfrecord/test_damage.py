@@ -20,10 +20,11 @@ worker = ranks.loaded(WORKER)
 
 
 @contextlib.contextmanager
-def started(*arguments):
+def started(*arguments, **environment):
     """A process of the worker's, killed at the end if it is there; what it wrote to stderr is the error's text."""
     command = [sys.executable, WORKER, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     try:
         yield process
     finally:
@@ -72,13 +73,13 @@ def opened(pid: int) -> list[str]:
     return found
 
 
-def test_killed_readers_leave_nothing(tmp_path):
+def killed_readers(path: Path, kills: int) -> None:
     """They have no memory with a name, and a reader that is killed is no matter to others, nor to a writer."""
-    path = tmp_path / "a.hfr"
+    before = set(os.listdir("/dev/shm"))
     with hfrecord.FileWriter(path) as writer:
         for number in range(1000):
             writer.write(worker.record(number))
-    for _ in range(3):
+    for _ in range(kills):
         with started("reads", path) as process:
             told = {int(process.stdout.readline())}
             while len(told) < 2:  # parent and child read
@@ -88,25 +89,39 @@ def test_killed_readers_leave_nothing(tmp_path):
             with hfrecord.FileWriter(path, append=True) as writer:
                 writer.write(worker.record(len(writer)))
     found = hfrecord.FileReader(path)
-    assert found[:] == [worker.record(i) for i in range(1003)]
+    assert found[:] == [worker.record(i) for i in range(1000 + kills)]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "hfr" in name.lower()]
 
 
-def mutated(tmp_path, first: int, last: int) -> None:
-    with started("mutations", tmp_path, first, last) as process:
+def test_killed_readers_leave_nothing(tmp_path):
+    killed_readers(tmp_path / "a.hfr", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.rest
+@pytest.mark.timeout(1800)
+def test_two_hundred_killed_readers(tmp_path):
+    killed_readers(tmp_path / "a.hfr", 200)
+
+
+def mutated(tmp_path, first: int, last: int, **environment) -> None:
+    with started("mutations", tmp_path, first, last, **environment) as process:
         text = process.stdout.read()
         assert process.wait() == 0, "the process's own words are above"
     counts = json.loads(text)
     assert counts["told"] > 3 * counts["right"] > 0, counts
 
 
-def test_a_damaged_file_is_an_error_or_harmless(tmp_path):
-    mutated(tmp_path, 0, 600)
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_damaged_file_is_an_error_or_harmless(tmp_path, native):
+    mutated(tmp_path, 600 * int(native), 600 * int(native) + 300, HFRECORD_NATIVE=native)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ten_thousand_damaged_files(tmp_path):
-    mutated(tmp_path, 1000, 11_000)
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_ten_thousand_damaged_files(tmp_path, native):
+    mutated(tmp_path, 2000, 12_000, HFRECORD_NATIVE=native)
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -3,11 +3,17 @@
 import io
 import itertools
 import json
+import subprocess
+import sys
 import tarfile
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import hfnn
 import hfrecord
 from hfrecord import convert
 from hfrecord.__main__ import main
@@ -32,15 +38,73 @@ def test_a_folder_and_back(folder, tmp_path, capsys):
 
 
 def test_a_conversion_that_was_killed_is_gone_on_with(folder, tmp_path, monkeypatch):
+    """In the middle of a chunk, and between two commits."""
     monkeypatch.setattr(convert, "COMMIT", 1)
-    schema, records, total = convert.source(folder)
+    source = convert.source(folder)
+    cut = convert.Source(source.schema, source.units, lambda begin, end: _cut(source.read(begin, end)), chunk=3)
     with pytest.raises(ZeroDivisionError):
-        cut = (record if record["name"] < "class1/" else 1 / 0 for record in records)
-        convert.write(tmp_path / "out", schema, cut, 5000, None, lambda items, done: items)
+        convert.write(tmp_path / "out", cut, 5000)
     before = len(hfrecord.FileReader(tmp_path / "out"))
-    assert 0 < before < total
+    assert 0 < before < source.units
     assert main(["pack", str(folder), str(tmp_path / "out"), "--part-bytes", "5000"]) == 0
-    assert hfrecord.FileReader(tmp_path / "out")[:] == list(convert.source(folder)[1])
+    assert hfrecord.FileReader(tmp_path / "out")[:] == list(source.read(0, source.units))
+
+
+def _cut(records):
+    return (record if record["name"] < "class1/" else 1 / 0 for record in records)
+
+
+def test_what_is_written_does_not_depend_on_the_number_of_processes(folder, tmp_path, monkeypatch):
+    for name, jobs in (("one", "1"), ("three", "3")):
+        command = ["pack", str(folder), str(tmp_path / name), "--part-bytes", "5000", "--compression", "zstd"]
+        assert main([*command, "--jobs", jobs]) == 0
+    one, three = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "three"))
+    assert one == three and len(one) > 1
+    seen = []
+    convert.write(tmp_path / "two", convert.source(folder), progress=seen.append)
+    assert seen == [0, 20]
+
+
+def test_an_error_of_a_process_is_told(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 100 + "{no json\n")
+    assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--jobs", "2"]) == 1
+    assert "hfrecord: Expecting" in capsys.readouterr().err
+
+
+def test_a_killed_conversion_leaves_no_process_and_goes_on(tmp_path):
+    rows = np.arange(200_000 * 64, dtype=np.int64).reshape(-1, 64)
+    np.save(tmp_path / "a.npy", rows)
+    command = [sys.executable, "-c", SLOW, tmp_path / "a.npy", tmp_path / "out"]
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            told = [int(process.stdout.readline()) for _ in range(50)]
+            own = children(process.pid)
+            process.kill()
+            process.wait()
+        assert len(own) >= 2 and told[-1] > told[0]
+        for _ in range(1000):
+            if not any(Path(f"/proc/{pid}").exists() for pid in own):
+                break
+            time.sleep(0.02)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in own)
+        assert len(hfrecord.FileReader(tmp_path / "out")) >= told[-2]  # the last but one was committed
+    found = convert.write(tmp_path / "out", convert.source(tmp_path / "a.npy"))
+    assert found == 200_000
+    reader = hfrecord.FileReader(tmp_path / "out")
+    assert all((reader[k]["x"] == rows[k]).all() for k in range(0, 200_000, 997))
+
+
+SLOW = """
+import sys
+from hfrecord import convert
+if __name__ == "__main__":
+    convert.COMMIT = 1
+    convert.write(sys.argv[2], convert.source(sys.argv[1]), jobs=2, progress=lambda units: print(units, flush=True))
+"""
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_formats(folder, tmp_path):
@@ -81,6 +145,82 @@ def test_tokens(folder, tmp_path):
     assert main(command) == 0
     found = [bytes(record["input_ids"]) for record in hfrecord.FileReader(tmp_path / "out")]
     assert len(found) == len(text) // 32 > 1 and b"".join(found) == text[: len(text) // 32 * 32]
+
+
+def test_parquet_and_tokens_in_parts(tmp_path):
+    """Units are found again wherever a chunk begins."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": i} for i in range(100)]), tmp_path / "a.parquet", 7)
+    (tmp_path / "texts").mkdir()
+    for number in range(9):
+        (tmp_path / "texts" / str(number)).write_bytes(bytes([number]) * (number * 5 % 11))
+    for source in (convert.source(tmp_path / "a.parquet"), convert.source(tmp_path / "texts", "tokens", 4)):
+        whole = list(map(str, source.read(0, source.units)))
+        assert len(whole) == source.units > 9
+        for step in (1, 3, 10):
+            parts = [source.read(at, min(at + step, source.units)) for at in range(0, source.units, step)]
+            assert [str(record) for part in parts for record in part] == whole
+
+
+def test_a_compressed_tar(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for number in range(5):
+            member = tarfile.TarInfo(f"{number}.bin")
+            member.size = 1000 + number
+            archive.addfile(member, io.BytesIO(bytes([number]) * member.size))
+    assert main(["convert", str(tmp_path / "a.tar.gz"), str(tmp_path / "out"), "--format", "tar"]) == 0
+    found = hfrecord.FileReader(tmp_path / "out")[:]
+    assert [record["bin"] for record in found] == [bytes([i]) * (1000 + i) for i in range(5)]
+
+
+def test_documents_are_packed_by_the_collator(tmp_path):
+    """Bytes as tokens: all of them, each sequence with positions of its own, in batches of no more than max_tokens."""
+    texts = ["a" * 5, "", "\u00e9" * 20, "b" * 70, "c"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    command = ["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--format", "documents", "--length", "32"]
+    assert main([*command, "--jobs", "2"]) == 0 == main(command)
+    dataset = hfrecord.Dataset(tmp_path / "out")
+    pieces = [bytes(record["input_ids"].astype(np.uint8)) for record in dataset]
+    cut = [text.encode()[at : at + 32] for text in texts for at in range(0, len(text.encode()), 32)]
+    assert pieces == cut
+    lengths = (dataset.reader.sizes() - 8) // 4
+    assert lengths.tolist() == list(map(len, cut))
+    sampler = hfnn.data.PackedBatchSampler(lengths, 40, rank=0, world_size=1)
+    collate = hfnn.data.PackedCollator(max_tokens=40)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    found = []
+    for batch in loader:
+        starts = batch["cu_seqlens"].tolist()
+        ids, positions = batch["input_ids"][0].tolist(), batch["position_ids"][0].tolist()
+        for begin, end in itertools.pairwise(starts):
+            found.append(bytes(ids[begin:end]))
+            assert positions[begin:end] == list(range(end - begin))
+    assert sorted(found) == sorted(cut)
+    resumed = hfrecord.DataLoader(dataset, 2, seed=1, collate_fn=collate)
+    first = next(iter(resumed))
+    assert first["input_ids"].shape[0] == 1 and resumed.state_dict()["consumed"] == 2
+
+
+def test_documents_by_a_tokenizer_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("two one one")
+    (tmp_path / "texts" / "b").write_text("three two")
+    more = ["--format", "documents", "--length", "2", "--tokenizer", str(tmp_path / "tokenizer")]
+    assert main(["convert", str(tmp_path / "texts"), str(tmp_path / "out"), *more]) == 0
+    found = [record["input_ids"].tolist() for record in hfrecord.FileReader(tmp_path / "out")]
+    assert found == [[2, 1], [1], [0, 2]]
+
+
+def test_bench_says_what_it_reads(folder, tmp_path, capsys):
+    assert main(["pack", str(folder), str(tmp_path / "out")]) == 0
+    assert main(["bench", str(tmp_path / "out"), "--batch", "4", "--batches", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "3 random batches of 4" in said and said.count("dropped before") == 2 == said.count("in memory")
 
 
 def test_damage_is_told_in_a_line(tmp_path, capsys):
