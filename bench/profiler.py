@@ -52,8 +52,7 @@ def counters_of(run: dict) -> dict:
     lines = run.get("counters", [])
     found = {name: [line[name] for line in lines if name in line] for name in COUNTERS}
     means = {name: statistics.fmean(values) for name, values in found.items() if values}
-    why = {name: reason for line in run.get("missing", ()) for name, reason in line["why"].items()}
-    return means | {"missing": "; ".join(f"{name}: {reason}" for name, reason in why.items())}
+    return means | {"missing": "; ".join(f"{name}: {why}" for name, why in record.missing(run).items())}
 
 
 # overhead
@@ -263,7 +262,7 @@ def attached(options, folder: Path, mode: str) -> list[dict]:
         ask = [sys.executable, "-m", "haiprof", "attach", str(process.pid), "--out", str(out), "--steps", "20"]
         begin = time.perf_counter()
         asking = subprocess.Popen(
-            [*ask, *(["--stacks"] if mode else [])], env=environment(options), stdout=subprocess.PIPE,
+            [*ask, *(["--stacks", "--operators"] if mode else [])], env=environment(options), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         seen = {}

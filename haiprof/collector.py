@@ -18,10 +18,10 @@ import torch
 from haiprof import record, trace
 from haiprof.collectives import Arrivals, Waits
 from haiprof.counters import Counters
+from haiprof.events import Captures, Events
 from haiprof.phases import BACKWARD, PHASES, Hooks, Phases
 
 log = logging.getLogger("haiprof")
-LATER = 2  # steps after which CUDA events are read: nothing has to wait for them then
 SAMPLE = 20  # backward passes that are looked at in a reading of collectives
 SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters of the trace
 
@@ -31,19 +31,22 @@ class Collector:
 
     def __init__(self, folder, hz=1.0, partial=False):
         self.folder, self.interval = Path(folder), 1 / hz
-        self.phases = Phases(self._on_step, self.fail, _mark if torch.version.cuda else None, self._begin)
+        self.events, self.captures = Events(), Captures()
+        self.phases = Phases(self._on_step, self.fail, self.events.mark if torch.version.cuda else None, self._begin)
         self.hooks, self.waits = Hooks(self.phases), Waits(self._last_arrivals)
         self.arrivals, self.counters, self.writer, self.window = Arrivals(), None, None, None
         self.done, self.latest = 0, {}  # steps that are over; what the metrics show
-        self._partial, self._steps, self._gpu = partial, deque(), deque()
+        self._partial, self._steps = partial, deque()
         self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
-        self._lock, self._over, self._thread, self._failed = threading.RLock(), threading.Event(), None, False
+        self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
         self._loader = self.metrics = None
+        self._missing = {}  # as it was written
         self._between = threading.Condition()
 
     def start(self):
         try:
             self.waits.install()
+            self.captures.install()
             self.hooks.install()
         except Exception:
             self.fail()
@@ -76,6 +79,7 @@ class Collector:
         self.phases.stopped = True  # wrappers that somebody has kept only hand calls on
         self.hooks.remove()
         self.waits.remove()
+        self.captures.remove()
 
     def detach(self):
         """Takes the hooks out of a child of a fork, and leaves the files and the thread to its parent."""
@@ -98,7 +102,7 @@ class Collector:
             return
         try:
             self.phases.finish()
-            with self._lock:
+            with self.captures.none():
                 self.arrivals.due = 0.0
                 self._tick()
                 self.writer.write({"kind": "end", "wall": time.time(), "steps": self.done})
@@ -110,7 +114,7 @@ class Collector:
 
     def flush(self):
         """Writes what there is by now, and the trace."""
-        with self._lock:
+        with self.captures.none():
             if self.writer is not None and not self._failed:
                 self.arrivals.due = 0.0
                 self._tick()
@@ -122,10 +126,9 @@ class Collector:
             return
         self._spans.extend((span.name, span.start, span.end) for span in step.spans)
         self._timeline.append((f"step {self.done}", step.begin, step.end))
-        self._steps.append((self.done, step, self.waits.by_phase(step)))
+        self.events.add(self.done, step)
+        self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step)))
         self.done += 1
-        if step.spans and step.spans[0].marks:
-            self._gpu.append(step)
         if self.window is not None:
             self.window.on_step()
         with self._between:
@@ -139,17 +142,27 @@ class Collector:
 
     def _run(self):
         try:
-            self.counters = Counters()
+            self.counters = Counters(gpu=lambda: self.events.device)
             self.counters.read()
-            missing = {**self.counters.missing, **self._serve()}
-            self.writer.write({"kind": "missing", "why": missing})
+            self.counters.missing.update(self._serve())
             wait = min(self.interval, 1.0)
+            self._tell_missing()
             while not self._over.wait(wait):
-                with self._lock:
-                    self._tick()
+                with self.captures.none(self.interval) as nothing_is_captured:
+                    if nothing_is_captured and not self._over.is_set():
+                        self._tick()
                 wait *= 2 if self.writer.full() else 1
         except Exception:
             self.fail()
+
+    def _tell_missing(self):
+        """What is not measured and why, when that has changed; an empty reason where it has come to be measured."""
+        now = self.counters.missing
+        why = {name: reason for name, reason in now.items() if self._missing.get(name) != reason}
+        why |= {name: "" for name in self._missing if name not in now}
+        if why:
+            self._missing = dict(now)
+            self.writer.write({"kind": "missing", "why": why})
 
     def _serve(self):
         """Opens the port of the metrics if it is asked for; the reason where it cannot."""
@@ -173,12 +186,14 @@ class Collector:
             self.writer.write(self._line(steps[:1]))
             steps = steps[1:]
         if steps:
-            self.writer.write(self._line(steps))
+            gpu = self.events.read()
+            self.writer.write(self._line(steps) | ({"gpu": gpu} if gpu else {}))
         if self.counters is not None:
             reading = self.counters.read()
             self.writer.write({"kind": "counters", "wall": time.time(), **reading})
             self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
             self.latest.update(reading)
+            self._tell_missing()
         if time.perf_counter() >= self.arrivals.due:
             self._write_arrivals()
 
@@ -222,26 +237,7 @@ class Collector:
         for name in ("seconds", *sums):
             self.latest[f"step.{name}"] = line[name] / len(steps)
         self.latest["steps"] = self.done
-        gpu = self._gpu_seconds()
-        return {**line, "gpu": gpu} if gpu else line
-
-    def _gpu_seconds(self):
-        """Seconds on the GPU's clock by phase, of steps whose events are over; {} where there are none."""
-        sums, n = {}, 0
-        while len(self._gpu) > LATER:
-            step, following = self._gpu[0], self._gpu[1]
-            first, next_first = step.spans[0].marks, following.spans[0].marks
-            if not next_first[0].query():
-                break
-            self._gpu.popleft()
-            for span in step.spans:
-                if span.marks and None not in span.marks:
-                    seconds = span.marks[0].elapsed_time(span.marks[1]) / 1e3
-                    name = span.name if span.name in PHASES else "forward"
-                    sums[name] = sums.get(name, 0.0) + seconds
-            sums["seconds"] = sums.get("seconds", 0.0) + first[0].elapsed_time(next_first[0]) / 1e3
-            n += 1
-        return {"n": n, **sums} if n else {}
+        return line
 
     def _exposed(self, line):
         """Seconds from the last collective that a backward pass began to its end, when nothing else is left to do.
@@ -269,15 +265,6 @@ class Collector:
     def _lanes(self):
         waits = [("wait", begin, end) for begin, end in self.waits.spans]
         return list(self._spans), waits, list(self._timeline)
-
-
-def _mark():
-    """A CUDA event in the current stream; None before CUDA is used, and while a graph is captured."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _backend():

@@ -42,6 +42,10 @@ class Step(namedtuple("Step", "begin end gap spans")):
             found[FORWARD if span.name == INFERENCE else span.name] += span.end - span.start
         return {**found, "other": self.end - self.begin - sum(found.values())}
 
+    def without_marks(self) -> "Step":
+        """What may be kept for long, and given up in any thread."""
+        return self._replace(spans=[span._replace(marks=None) for span in self.spans])
+
     def passes(self) -> int:
         """Backward passes: more than one where gradients are accumulated, or losses are several."""
         return sum(span.name == BACKWARD for span in self.spans)

@@ -147,6 +147,12 @@ def load(folder) -> list[dict]:
     return [newest[rank] for rank in sorted(newest) if rank < size]
 
 
+def missing(run) -> dict[str, str]:
+    """What was not measured, and why."""
+    why = {name: reason for line in run.get("missing", ()) for name, reason in line["why"].items()}
+    return {name: reason for name, reason in why.items() if reason}
+
+
 def _lines(path):
     with open(path, encoding="ascii") as file:
         for text in file:

@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from haiprof import record
 from haiprof.verdict import PARTS, Verdict
 
 # Counters that are shown: name, title, and how a mean is written.
@@ -38,9 +39,7 @@ def page(verdict: Verdict) -> Group:
     parts = [_findings(verdict)]
     if verdict.ranks:
         parts += [_phases(verdict), _counters(verdict)]
-    missing = {
-        name: why for rank in verdict.ranks for line in rank.run.get("missing", ()) for name, why in line["why"].items()
-    }
+    missing = {name: why for rank in verdict.ranks for name, why in record.missing(rank.run).items()}
     parts += [Text(f"not measured: {name}: {why}", style="dim") for name, why in sorted(missing.items())]
     return Group(*parts)
 
