@@ -6,8 +6,10 @@ which import torch too, leave no files. A failure in it is logged once, and ends
 
 import atexit
 import bisect
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -41,6 +43,7 @@ class Collector:
         self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
         self._loader = self.metrics = None
         self._missing = {}  # as it was written
+        self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
 
     def start(self):
@@ -105,6 +108,7 @@ class Collector:
             with self.captures.none():
                 self.arrivals.due = 0.0
                 self._tick()
+                self._write_captures()
                 self.writer.write({"kind": "end", "wall": time.time(), "steps": self.done})
                 self.writer.close()
                 self._write_trace()
@@ -118,6 +122,7 @@ class Collector:
             if self.writer is not None and not self._failed:
                 self.arrivals.due = 0.0
                 self._tick()
+                self._write_captures()
                 self._write_trace()
 
     def _on_step(self, step):
@@ -178,6 +183,9 @@ class Collector:
 
     def _tick(self):
         """Writes what has come since the last time."""
+        self._ticks += 1
+        if self._ticks & (self._ticks - 1) == 0:  # the 1st, 2nd, 4th, ..., for modules are many
+            self._find_captures()
         if self.phases.loader != self._loader:
             self._loader = self.phases.loader
             self.writer.write({"kind": "loader", **self._loader})
@@ -200,6 +208,24 @@ class Collector:
     def _write_arrivals(self):
         for line in self.arrivals.read():
             self.writer.write({**line, **self._exposed(line)})
+
+    def _find_captures(self):
+        """Keeps what captured models count: the models may be gone when the process ends."""
+        if "hfnn.capture.captured" not in sys.modules:
+            return
+        with contextlib.suppress(RuntimeError):  # a module was added meanwhile
+            for module in (each for root in self.phases.models() for each in root.modules()):
+                if "_hfnn_capture" in vars(module):
+                    counts = vars(module)["_hfnn_capture"].counts
+                    self._captures[id(counts)] = type(module).__name__, counts
+
+    def _write_captures(self):
+        """What the calls of captured models came to: replays, and how many ran as they are, by reason."""
+        self._find_captures()
+        for number, (name, counts) in enumerate(self._captures.values()):
+            counts = dict(counts)
+            line = {"model": name, "number": number, "replayed": counts.pop("replayed", 0), "as_it_is": counts}
+            self.writer.write({"kind": "captures", "wall": time.time(), **line})
 
     def _last_arrivals(self):
         """Before a process group ends, and its records with it."""

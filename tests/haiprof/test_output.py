@@ -171,7 +171,7 @@ CASES = {
         played({**COMPUTE, "data": 0.1}, loader=[{"kind": "loader", "num_workers": 0}]),
         "num_workers=4",
     ),
-    "host-bound": (on_gpu(**{"gpu.busy": 0.4}), "torch.compile"),
+    "host-bound": (on_gpu(**{"gpu.busy": 0.4}), "hfnn.convert(model, optimizer, capture=True)"),
     "memory near its end": (on_gpu(**{"gpu.used": 97, "gpu.total": 100}), 'prefer="memory"'),
     "clock throttled": (
         on_gpu(**{"gpu.throttled": 0x44, "gpu.clock": 900.0, "gpu.clock_max": 1980.0}),
@@ -186,6 +186,18 @@ def test_verdicts(kind):
     first = verdict.judge([run]).findings[0]
     assert first.kind == kind and advice in " ".join(first.advice), first
     assert first.text in " ".join(text_of(report.page(verdict.judge([run]))).split()) or len(first.text) > 100
+
+
+def test_host_bound_although_it_is_captured():
+    run = on_gpu(**{"gpu.busy": 0.4})
+    counted = {"before recording": 3, "its forward draws from numpy": 7}
+    run["captures"] = [{"model": "GPT", "number": 0, "replayed": n, "as_it_is": counted} for n in (5, 90)]
+    judged = verdict.judge([run])
+    (finding,) = judged.findings
+    assert "captured GPT: 90 replays; 7 as it is: its forward draws from numpy; 3 as it is" in finding.evidence
+    assert finding.advice[0] == "hfnn.report(model), on calls that are not replayed: its forward draws from numpy"
+    assert not any("capture=True" in each for each in finding.advice)
+    assert "captured GPT: 90 replays" in " ".join(text_of(report.page(judged)).split())
 
 
 def test_the_verdict_of_ranks_that_spend_their_time_in_collectives():
