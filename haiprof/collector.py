@@ -130,7 +130,7 @@ class Collector:
             self._partial = False
             return
         self._spans.extend((span.name, span.start, span.end) for span in step.spans)
-        self._timeline.append((f"step {self.done}", step.begin, step.end))
+        self._timeline.append((f"ProfilerStep#{self.done}", step.begin, step.end))
         self.events.add(self.done, step)
         self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step)))
         self.done += 1

@@ -70,6 +70,42 @@ def test_phases_of_the_trace_and_of_the_lines_agree(profile):
         assert sum(e["dur"] for e in events) / 1e6 == pytest.approx(sum(line[name] for line in run["steps"]), rel=1e-3)
 
 
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_two_ranks_in_holistic_trace_analysis(profile, tmp_path):
+    """It finds the ranks, the steps by their names, and as much time in each phase as the trace has."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
+    (path,) = profile.glob("*.trace.json.gz")
+    found = trace.read(path)
+    for rank in range(2):
+        trace.write(tmp_path / f"{rank}.trace.json.gz", {"rank": rank, "size": 2}, found["traceEvents"])
+    loaded = analysis.TraceAnalysis(trace_dir=str(tmp_path)).t
+    spans = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    last = max(e["ts"] for e in spans if e["tid"] == trace.STEPS)
+    assert sorted(loaded.get_all_traces()) == [0, 1]
+    names = loaded.symbol_table.get_sym_table()
+    for rank in range(2):
+        frame = loaded.get_trace(rank)
+        assert loaded.get_iterations(rank) == [*range(124)], "the last one it leaves out of every trace"
+        for name in PARTS[:-1]:
+            rows = frame[(frame["name"] == names.index(name)) & (frame["iteration"] >= 0)]
+            own = [e["dur"] for e in spans if e["name"] == name and e["ts"] < last]
+            assert len(rows) == len(own) >= 124
+            assert rows["dur"].sum() == pytest.approx(sum(own), abs=2 * len(own)), "in whole microseconds"
+
+
+PERFETTO = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
+
+
+@pytest.mark.skipif(PERFETTO is None, reason="Perfetto's trace processor is not installed")
+def test_a_rank_in_perfettos_trace_processor(profile, tmp_path):
+    (path,) = profile.glob("*.trace.json.gz")
+    query = tmp_path / "query.sql"
+    query.write_text("select count(*) as n from slice where name glob 'ProfilerStep#*';")
+    done = subprocess.run([PERFETTO, "-q", query, path], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[-1] == "125", done.stdout
+
+
 # Written at the end of the page: what its plots hold, and whatever has gone wrong in it.
 ASK = """
 <script>
