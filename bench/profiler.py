@@ -38,7 +38,19 @@ PARTS = ("overhead", "scripts", "attach")
 # benchmark has timed. seconds: until stacks and counters of another process are there.
 MOST = {"ratio": 1.01, "phases": 0.02, "seconds": 3.0}
 COUNTERS = ("gpu.busy", "gpu.sm", "gpu.tensor", "gpu.dram", "gpu.power", "gpu.clock", "process.cpu")
-OWN = ("ratio", "low", "high", "pairs", "covered", "named", "bytes_per_hour", *COUNTERS, "missing", "error")
+OWN = (
+    "ratio",
+    "low",
+    "high",
+    "host_ratio",
+    "pairs",
+    "covered",
+    "named",
+    "bytes_per_hour",
+    *COUNTERS,
+    "missing",
+    "error",
+)
 
 
 def row(op: str, case: str, provider: str, name: str, us: float | None, **more) -> dict:
@@ -66,14 +78,14 @@ class Steps:
         self.wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
         self.folder, self.cuda = folder, options.device == "cuda"
 
-    def time(self, n: int) -> float:
-        """Microseconds of a step, mean of n."""
+    def time(self, n: int) -> tuple[float, float]:
+        """Microseconds of a step, mean of n: by the clock, and of all threads of the process."""
         self.wait()
-        begin = time.perf_counter()
+        begin, own = time.perf_counter(), time.process_time()
         for _ in range(n):
             self.training.step()
         self.wait()
-        return (time.perf_counter() - begin) * 1e6 / n
+        return (time.perf_counter() - begin) * 1e6 / n, (time.process_time() - own) * 1e6 / n
 
     def start(self, name: str) -> Collector:
         """A collector that has begun to count."""
@@ -121,7 +133,7 @@ def overhead(options, folder: Path):
         case = f"gpt2-{batch}x{options.tokens}"
         steps.training.take((batch, options.tokens))
         steps.time(models.WARM_UP + 5)
-        n = max(3, int(options.seconds * 1e6 / steps.time(3)))
+        n = max(3, int(options.seconds * 1e6 / steps.time(3)[0]))
         pairs, on = [], []
         for turn in range(options.rounds):
             times = {}
@@ -131,13 +143,15 @@ def overhead(options, folder: Path):
                 times[profiled] = steps.time(n)
                 if collector is not None:
                     collector.stop()
-            pairs.append(times[True] / times[False])
+            pairs.append([a / b for a, b in zip(times[True], times[False], strict=True)])
             on.append(times)
-        low, _, high = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else pairs * 3
-        middle = {profiled: statistics.median(times[profiled] for times in on) for profiled in (False, True)}
+        ratios, of_host = zip(*pairs, strict=True)
+        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        middle = {profiled: statistics.median(times[profiled][0] for times in on) for profiled in (False, True)}
         lines = [line for turn in range(options.rounds) for line in record.load(folder / f"{case}-{turn}")]
         merged = {"counters": [c for run in lines for c in run.get("counters", ())], "missing": lines[0]["missing"]}
-        more = {"ratio": statistics.median(pairs), "low": low, "high": high, "pairs": len(pairs)}
+        more = {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": len(pairs)}
+        more["host_ratio"] = statistics.median(of_host)
         rows = [row("overhead", case, "without", "step", middle[False], ratio=1.0, pairs=len(pairs))]
         rows.append(row("overhead", case, "haiprof", "step", middle[True], **more, **counters_of(merged)))
         yield rows + phases(steps, case, n)
@@ -323,11 +337,11 @@ def wrong(r: dict) -> str | None:
 
 
 def table(rows: list[dict], title: str) -> None:
-    columns = ("us", "ratio", "covered", "named", "busy", "SM", "tensor", "DRAM", "W", "MHz", "MB/h")
+    columns = ("us", "ratio", "host", "covered", "named", "busy", "SM", "tensor", "DRAM", "W", "MHz", "MB/h")
     found = report.grid(title, ("what", "case", "who", "pass"), columns)
     for r in rows:
         per_hour = f"{r['bytes_per_hour'] and float(r['bytes_per_hour']) / 1e6:.2f}" if r["bytes_per_hour"] else ""
-        keys = ("op", "case", "provider", "pass", "device_us", "ratio", "covered", "named", *COUNTERS[:6])
+        keys = ("op", "case", "provider", "pass", "device_us", "ratio", "host_ratio", "covered", "named", *COUNTERS[:6])
         found.add_row(*(str(r[key]) for key in keys), per_hour)
     report.put(found)
     for text in dict.fromkeys(r["missing"] for r in rows if r["missing"]):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from haiprof import record, trace
+from haiprof import clock, record, trace
 from haiprof.collectives import Arrivals, Waits
 from haiprof.counters import Counters
 from haiprof.events import Captures, Events
@@ -41,7 +41,7 @@ class Collector:
         self._partial, self._steps = partial, deque()
         self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
         self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
-        self._loader = self.metrics = None
+        self._loader = self.metrics = self._time = None
         self._missing = {}  # as it was written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
@@ -65,6 +65,8 @@ class Collector:
         self._offset = self._head["wall"] - self._head["perf"]
         self.rank = self._head["rank"]
         self.writer = record.Writer(self.folder, self._head)
+        if clock.on_several_hosts():
+            self._time = clock.Asker(self.folder) if self.rank else clock.Server(self.folder)
         self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
         self._thread.start()
 
@@ -99,8 +101,9 @@ class Collector:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
-        if self.metrics is not None:
-            self.metrics.close()
+        for served in (self.metrics, self._time):
+            if hasattr(served, "close"):
+                served.close()
         if self.writer is None or self._failed:
             return
         try:
@@ -204,6 +207,18 @@ class Collector:
             self._tell_missing()
         if time.perf_counter() >= self.arrivals.due:
             self._write_arrivals()
+        if isinstance(self._time, clock.Asker) and time.monotonic() >= self._time.due:
+            self._ask_the_time()
+
+    def _ask_the_time(self):
+        try:
+            line = self._time.ask()
+        except OSError as error:
+            self.counters.missing["clock"] = f"rank 0's clock does not answer: {error or type(error).__name__}"
+        else:
+            self.counters.missing.pop("clock", None)
+            if line is not None:
+                self.writer.write(line)
 
     def _write_arrivals(self):
         for line in self.arrivals.read():
@@ -284,8 +299,15 @@ class Collector:
         return {"exposed": total, "backwards": n}
 
     def _write_trace(self):
-        moved = ([(name, a + self._offset, b + self._offset) for name, a, b in rows] for rows in self._lanes())
-        found = trace.events(self._head, *moved, counters=self._readings)
+        offsets = self._time.offsets if isinstance(self._time, clock.Asker) else ()
+
+        def moved(perf):
+            wall = perf + self._offset
+            return wall + clock.at(offsets, wall)
+
+        lanes = ([(name, moved(begin), moved(end)) for name, begin, end in rows] for rows in self._lanes())
+        readings = [(name, wall + clock.at(offsets, wall), value) for name, wall, value in self._readings]
+        found = trace.events(self._head, *lanes, counters=readings)
         trace.write(f"{self.writer.stem}.trace.json.gz", self._head, found)
 
     def _lanes(self):
