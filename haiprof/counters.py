@@ -13,6 +13,7 @@ from pathlib import Path
 
 IB = Path("/sys/class/infiniband")
 RESCTRL = Path("/sys/fs/resctrl")
+FILESYSTEMS = Path("/proc/filesystems")
 NODES = Path("/sys/devices/system/node")
 
 
@@ -75,16 +76,16 @@ class _Rates:
     """Differences a second of numbers that only grow."""
 
     def __init__(self):
-        self._before, self._at, self._elapsed = {}, time.monotonic(), 0.0
+        self._before, self._at = {}, time.monotonic()
 
     def tick(self):
-        now = time.monotonic()
-        self._elapsed, self._at = now - self._at, now
+        self._at = time.monotonic()
 
     def of(self, name, value) -> dict[str, float]:
-        before = self._before.get(name)
-        self._before[name] = value
-        return {} if before is None or not self._elapsed else {name: max(0.0, value - before) / self._elapsed}
+        """Since this number was last given, which may be several readings ago."""
+        before, at = self._before.get(name, (value, self._at))
+        self._before[name] = value, self._at
+        return {name: max(0.0, value - before) / (self._at - at)} if self._at > at else {}
 
 
 def _process(pid, rates):
@@ -146,19 +147,37 @@ def _resctrl(rates):
     """Bytes of memory traffic, and of that to other sockets (Documentation/arch/x86/resctrl.rst of Linux)."""
     domains = sorted(RESCTRL.glob("mon_data/mon_L3_*"))
     if not domains:
-        mounted = "not mounted (mount -t resctrl resctrl /sys/fs/resctrl, as root)"
-        offered = "resctrl" in Path("/proc/filesystems").read_text()
-        raise Missing(f"resctrl is {mounted}" if offered else "the kernel or the processor has no resctrl")
+        raise Missing(_why_no_resctrl())
+    files = {
+        which: [path for path in (domain / f"mbm_{which}_bytes" for domain in domains) if path.exists()]
+        for which in ("total", "local")
+    }
+    if not files["total"]:
+        raise Missing(f"the processor does not count it: no mbm_total_bytes in {domains[0]}")
 
     def read():
-        total, local = ((_sum(domains, f"mbm_{which}_bytes")) for which in ("total", "local"))
-        return rates.of("memory.traffic", total) | rates.of("memory.to_other_sockets", max(0, total - local))
-
-    def _sum(folders, name):
-        return sum(int((folder / name).read_text()) for folder in folders)
+        total, local = (_sum(files[which]) for which in ("total", "local"))
+        if total is None:
+            return {}
+        found = rates.of("memory.traffic", total)
+        return found if local is None else found | rates.of("memory.to_other_sockets", max(0, total - local))
 
     read()
     return read
+
+
+def _sum(files):
+    """None where there is none, or a domain says "Unavailable" for now."""
+    texts = [path.read_text().strip() for path in files]
+    return sum(map(int, texts)) if texts and all(text.isdigit() for text in texts) else None
+
+
+def _why_no_resctrl():
+    if "resctrl" not in FILESYSTEMS.read_text():
+        return "the kernel or the processor has no resctrl"
+    if not RESCTRL.is_mount():
+        return f"resctrl is not mounted (mount -t resctrl resctrl {RESCTRL}, as root)"
+    return f"resctrl monitors nothing here: no mon_data/mon_L3_* in {RESCTRL}"
 
 
 def _numa(rates):
