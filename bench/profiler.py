@@ -29,7 +29,6 @@ import torch
 
 from haiprof import record, verdict
 from haiprof.collector import Collector
-from haiprof.phases import PHASES
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "haiprof" / "scripts"
@@ -172,8 +171,8 @@ def phases(steps: Steps, case: str, n: int) -> list[dict]:
     total = sum(line["n"] for line in lines)
     if not total:
         return [row("phases", case, "haiprof", "step", None, error="no step on this clock")]
-    found = {name: sum(line.get(name, 0.0) for line in lines) / total * 1e6 for name in ("seconds", *PHASES)}
-    named = sum(found[name] for name in PHASES) / found["seconds"]
+    found = {name: sum(line.get(name, 0.0) for line in lines) / total * 1e6 for name in ("seconds", *record.PHASES)}
+    named = sum(found[name] for name in record.PHASES) / found["seconds"]
     rows = []
     for name in ("seconds", "forward", "backward", "optimizer"):
         shown = "step" if name == "seconds" else name

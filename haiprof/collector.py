@@ -21,7 +21,8 @@ from haiprof import clock, record, trace
 from haiprof.collectives import Arrivals, Waits
 from haiprof.counters import Counters
 from haiprof.events import Captures, Events
-from haiprof.phases import BACKWARD, PHASES, Hooks, Phases
+from haiprof.phases import BACKWARD, Hooks, Phases
+from haiprof.record import PHASES
 
 log = logging.getLogger("haiprof")
 SAMPLE = 20  # backward passes that are looked at in a reading of collectives

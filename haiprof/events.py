@@ -11,7 +11,8 @@ from collections import deque
 
 import torch
 
-from haiprof.phases import PHASES, Places
+from haiprof.phases import Places
+from haiprof.record import PHASES
 
 LATER = 2  # steps after which events are read: nothing has to wait for them then
 

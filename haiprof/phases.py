@@ -22,7 +22,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
-PHASES = ("data", "forward", "backward", "optimizer")
+from haiprof.record import PHASES
+
 DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
 NUMBER = "_haiprof_number"  # of an iterator: ids are used again

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from haiprof import clock
 
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step, in lines and traces; the rest of it is "other"
 HOURLY = 4_000_000  # bytes that a file grows by in an hour, and what it may have at once
 AT_ONCE = 600_000
 SECRET = re.compile(r"token|secret|key|passw|pwd|credential|auth|cookie|session|private|signature", re.IGNORECASE)

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from haiprof import arrivals
 from haiprof.counters import THROTTLED
-from haiprof.phases import PHASES
+from haiprof.record import PHASES
 
 PARTS = (*PHASES, "other")
 # From which share of a step on something is worth a sentence.

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -264,3 +265,8 @@ def test_durations_tell_where_clocks_of_hosts_differ():
     second = [[i, i * 1.0, 0.002, 0] for i in range(5)]
     found = arrivals.lateness([arrived(0, first), arrived(1, second)])
     assert found.waits[0] == pytest.approx(4 * 0.028) and found.charged[1] == pytest.approx(4 * 0.028)
+
+
+def test_reports_do_without_torch():
+    script = "import sys, haiprof.attach, haiprof.diff, haiprof.page; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
