@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 LIMIT_BUILD=${LIMIT_BUILD:-90} LIMIT_TEST=${LIMIT_TEST:-150} LIMIT_BENCH=${LIMIT_BENCH:-140}
 LIMIT_SMALL=${LIMIT_SMALL:-40} LIMIT_HEAD=${LIMIT_HEAD:-120} LIMIT_MODELS=${LIMIT_MODELS:-480}
 LIMIT_CURVE=${LIMIT_CURVE:-490} LIMIT_PAIRS=${LIMIT_PAIRS:-400} LIMIT_FUZZ=${LIMIT_FUZZ:-120}
-LIMIT_HAIPROF=${LIMIT_HAIPROF:-240}
+LIMIT_HAIPROF=${LIMIT_HAIPROF:-320}
 # quack can only be imported from a folder "site-packages".
 export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/rivals/site-packages} WORKERS=${WORKERS:-12}
 export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper

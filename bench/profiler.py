@@ -354,7 +354,7 @@ def parse(argv=None):
     add("--batches", nargs="*", type=int, help="of GPT-2 (default: 4 and 25; tiny: 1)")
     add("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="of the script under torchrun")
     add("--limit", type=float, default=90, help="seconds for a script")
-    parser.set_defaults(rounds=12, seconds=1.2)
+    parser.set_defaults(rounds=8, seconds=1.2)
     options = parser.parse_args(argv)
     options.batches = options.batches or ([1] if options.tiny else [4, 25])
     options.tokens, options.layers = 32 if options.tiny else 1024, None
