@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m py
 test: setup ## tests: of products of many parameters all pairs, and nothing that takes minutes
 	$(PYTEST) -m "not slow and not rest" $(ARGS)
 
-test-all: setup ## all tests, and every rank an interpreter of its own
+test-all: setup $(VENV)/.traces ## all tests, and every rank an interpreter of its own
 	FRESH_RANKS=1 $(PYTEST) $(ARGS)
 
 bench: setup ## the benchmark: this machine's kernels against torch
@@ -95,6 +95,10 @@ endif
 $(VENV)/.built: $(VENV)/.tools CMakeLists.txt $(shell find csrc)
 	$(PIP) install --quiet --no-build-isolation $(PIN) -e '.[examples,test]'
 	$(if $(CUDAARCHS),echo '$(CUDAARCHS)' > $(VENV)/.cudaarchs)
+	touch $@
+
+$(VENV)/.traces: $(VENV)/.built
+	$(PIP) install --quiet $(PIN) $$(sed -n 's/^traces = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 # Into .venv even where $(PYTHON) lends them: their commands are wanted.

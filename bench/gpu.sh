@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|pairs|fuzz|curve|all]...
+# Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|pairs|fuzz|curve|haiprof|all]...
 #
 # Nothing is fetched: python3 has torch, triton, pytest and what pyproject.toml needs for a build. Wheels of rivals that
 # it lacks (liger-kernel, quack-kernels) are installed apart from it, from $WHEELS. Logs and result files go to $OUT.
 # Every part has its own limit, in seconds, so that one that hangs leaves the others their time; together 9 minutes.
-# The parts models, pairs, fuzz and curve take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
+# The parts models, pairs, fuzz, curve and haiprof take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
 # part more where not all are asked for.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -12,11 +12,13 @@ cd "$(dirname "$0")/.." || exit
 LIMIT_BUILD=${LIMIT_BUILD:-90} LIMIT_TEST=${LIMIT_TEST:-150} LIMIT_BENCH=${LIMIT_BENCH:-140}
 LIMIT_SMALL=${LIMIT_SMALL:-40} LIMIT_HEAD=${LIMIT_HEAD:-120} LIMIT_MODELS=${LIMIT_MODELS:-480}
 LIMIT_CURVE=${LIMIT_CURVE:-490} LIMIT_PAIRS=${LIMIT_PAIRS:-400} LIMIT_FUZZ=${LIMIT_FUZZ:-120}
+LIMIT_HAIPROF=${LIMIT_HAIPROF:-320}
 # quack can only be imported from a folder "site-packages".
 export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/rivals/site-packages} WORKERS=${WORKERS:-12}
 export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper
 # Python reads no .pth file there: the second folder is what that of nvidia-cutlass-dsl, which quack needs, would add.
 export PYTHONUNBUFFERED=1 PYTHONPATH=$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages${PYTHONPATH:+:$PYTHONPATH}
+export PATH=$SITE/bin:$PATH # py-spy
 mkdir -p "$OUT" "$SITE"
 
 install_rivals() {
@@ -76,7 +78,18 @@ curve() {
   python3 bench/curve.py ${CURVE:-} --results "$OUT"
 }
 
-export -f install_rivals build tests bench small heads models pairs fuzz curve
+# HAIPROF_ARGS: arguments of profiler.py, as "--part overhead --batches 4".
+haiprof() {
+  local status=0
+  # shellcheck disable=SC2086 # words of their own
+  python3 bench/profiler.py ${HAIPROF_ARGS:-} --results "$OUT" || status=1
+  # And a step of some 10 ms on a CPU that nobody else uses.
+  [[ -n ${HAIPROF_ARGS:-} ]] ||
+    OMP_NUM_THREADS=1 python3 bench/profiler.py --device cpu --tiny --part overhead --rounds 8 --results "$OUT" || status=1
+  return $status
+}
+
+export -f install_rivals build tests bench small heads models pairs fuzz curve haiprof
 failed=0 summary=
 
 # part <function> <limit> <lines>: runs it with its output in a log, and shows the last lines. SIGINT first: the
@@ -87,7 +100,7 @@ part() {
   status=$?
   tail -n "$3" "$OUT/$1.log"
   ((status == 0)) || failed=1
-  summary+=$(printf '%-6s status %3d (124, 137: over its limit)  %4d s of %d' "$1" $status $((SECONDS - begin)) "$2")$'\n'
+  summary+=$(printf '%-7s status %3d (124, 137: over its limit)  %4d s of %d' "$1" $status $((SECONDS - begin)) "$2")$'\n'
 }
 
 what=" ${*:-all} "
@@ -102,5 +115,6 @@ wants head && part heads $LIMIT_HEAD 80
 [[ $what == *" fuzz "* ]] && part fuzz $LIMIT_FUZZ 40
 [[ $what == *" pairs "* ]] && part pairs $LIMIT_PAIRS 80
 [[ $what == *" curve "* ]] && part curve $LIMIT_CURVE 20
+[[ $what == *" haiprof "* ]] && part haiprof $LIMIT_HAIPROF 80
 printf '%s' "$summary"
 exit $failed

@@ -81,7 +81,7 @@ class Training:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = of.build(options.layers, options.tiny).train()
-        self._optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
         self._of, self._plain, self._model = of, model, make(model)
         self.take(of.tiny if options.tiny else of.shape)
 
@@ -99,11 +99,11 @@ class Training:
         self.forget()
         loss = self.loss()
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
         return loss.detach()
 
     def forget(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def calls(self) -> str | None:
         """What a captured model's calls came to."""

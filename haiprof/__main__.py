@@ -92,8 +92,12 @@ def _report(folder, as_html=True):
     report.show(found, Console())
     if as_html:
         path = Path(folder, "report.html")
-        page.write(found, path)
-        print(f"{path}, and a Chrome trace a rank beside it")
+        try:
+            page.write(found, path)
+        except ImportError as error:
+            print(f"haiprof: {error}", file=sys.stderr)
+        else:
+            print(f"{path}, and a Chrome trace a rank beside it")
     return 0
 
 

@@ -46,7 +46,9 @@ def _groups(runs):
         for line in run.get("collectives", ()):
             if line["ranks"] and len(line["ranks"]) > 1:
                 own = found[line["backend"], line["group"], tuple(line["ranks"])][run["run"]["rank"]]
-                own.update((number, (line["wall"] + at, duration)) for number, at, duration, _ in line["rows"])
+                timed = line["backend"] == "nccl"  # of which the host's times say nothing
+                rows = ((number, (line["wall"] + at, duration)) for number, at, duration, _ in line["rows"])
+                own.update(row for row in rows if row[1][1] is not None or not timed)
     return {ranks: rows for (*_, ranks), rows in sorted(found.items(), key=str) if all(rank in rows for rank in ranks)}
 
 

@@ -71,7 +71,7 @@ def outside(pid, folder) -> str:
     head = {"kind": "run", "rank": 0, "size": 1, "host": socket.gethostname(), "pid": pid, **wall}
     head["command"] = record.command(process.cmdline())
     writer = record.Writer(folder, head)
-    counters = Counters(pid, torch_memory=False)
+    counters = Counters(pid)
     counters.read()
     stacks, why = _stacks(pid)
     missing = dict(counters.missing)

@@ -21,6 +21,7 @@ from haiprof.phases import Places
 BLOCK = 64  # neighbours that are written together: fewer would miss which of a step's buckets are late
 MOST = 2 * BLOCK  # collectives that are written of a group at a time
 SOONEST, LATEST, SHARE = 2.0, 10.0, 0.003  # seconds between dumps at first and later, the share that they may cost
+RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")  # that of NCCL is another one
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
@@ -115,6 +116,8 @@ class Arrivals:
         begin = perf_counter()
         by_group = {}
         for group, entry in self._entries():
+            if group[0] == "nccl" and not entry["retired"]:
+                continue  # its kernel runs, or nobody has read its duration yet: it is written later
             if entry["collective_seq_id"] > self._seen.get(group, 0) and not entry["is_p2p"]:
                 by_group.setdefault(group, {}).setdefault(entry["collective_seq_id"], entry)
         lines = [self._line(group, entries) for group, entries in by_group.items()]
@@ -152,8 +155,10 @@ class Arrivals:
     def _entries(self):
         """((backend, name of the group), entry) of what was recorded."""
         c10d = sys.modules.get("torch._C._distributed_c10d")
-        if _groups() and hasattr(c10d, "_dump_fr_trace"):
-            dump = pickle.loads(c10d._dump_fr_trace(True, False, False))
+        for recorder in RECORDERS if _groups() else ():
+            if not hasattr(c10d, recorder):
+                continue
+            dump = pickle.loads(getattr(c10d, recorder)(True, False, False))
             for entry in dump.get("entries", ()):
                 backend = entry["profiling_name"].partition(":")[0]
                 yield (backend, entry["process_group"][0]), entry

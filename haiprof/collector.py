@@ -6,8 +6,10 @@ which import torch too, leave no files. A failure in it is logged once, and ends
 
 import atexit
 import bisect
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -15,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from haiprof import record, trace
+from haiprof import clock, record, trace
 from haiprof.collectives import Arrivals, Waits
 from haiprof.counters import Counters
-from haiprof.phases import BACKWARD, PHASES, Hooks, Phases
+from haiprof.events import Captures, Events
+from haiprof.phases import BACKWARD, Hooks, Phases
+from haiprof.record import PHASES
 
 log = logging.getLogger("haiprof")
-LATER = 2  # steps after which CUDA events are read: nothing has to wait for them then
 SAMPLE = 20  # backward passes that are looked at in a reading of collectives
 SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters of the trace
 
@@ -31,19 +34,23 @@ class Collector:
 
     def __init__(self, folder, hz=1.0, partial=False):
         self.folder, self.interval = Path(folder), 1 / hz
-        self.phases = Phases(self._on_step, self.fail, _mark if torch.version.cuda else None, self._begin)
+        self.events, self.captures = Events(), Captures()
+        self.phases = Phases(self._on_step, self.fail, self.events.mark if torch.version.cuda else None, self._begin)
         self.hooks, self.waits = Hooks(self.phases), Waits(self._last_arrivals)
         self.arrivals, self.counters, self.writer, self.window = Arrivals(), None, None, None
         self.done, self.latest = 0, {}  # steps that are over; what the metrics show
-        self._partial, self._steps, self._gpu = partial, deque(), deque()
+        self._partial, self._steps = partial, deque()
         self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
-        self._lock, self._over, self._thread, self._failed = threading.RLock(), threading.Event(), None, False
-        self._loader = self.metrics = None
+        self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
+        self._loader = self.metrics = self._time = None
+        self._missing = {}  # as it was written
+        self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
 
     def start(self):
         try:
             self.waits.install()
+            self.captures.install()
             self.hooks.install()
         except Exception:
             self.fail()
@@ -59,6 +66,8 @@ class Collector:
         self._offset = self._head["wall"] - self._head["perf"]
         self.rank = self._head["rank"]
         self.writer = record.Writer(self.folder, self._head)
+        if clock.on_several_hosts():
+            self._time = clock.Asker(self.folder) if self.rank else clock.Server(self.folder)
         self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
         self._thread.start()
 
@@ -76,6 +85,7 @@ class Collector:
         self.phases.stopped = True  # wrappers that somebody has kept only hand calls on
         self.hooks.remove()
         self.waits.remove()
+        self.captures.remove()
 
     def detach(self):
         """Takes the hooks out of a child of a fork, and leaves the files and the thread to its parent."""
@@ -92,15 +102,17 @@ class Collector:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
-        if self.metrics is not None:
-            self.metrics.close()
+        for served in (self.metrics, self._time):
+            if hasattr(served, "close"):
+                served.close()
         if self.writer is None or self._failed:
             return
         try:
             self.phases.finish()
-            with self._lock:
+            with self.captures.none():
                 self.arrivals.due = 0.0
                 self._tick()
+                self._write_captures()
                 self.writer.write({"kind": "end", "wall": time.time(), "steps": self.done})
                 self.writer.close()
                 self._write_trace()
@@ -110,10 +122,11 @@ class Collector:
 
     def flush(self):
         """Writes what there is by now, and the trace."""
-        with self._lock:
+        with self.captures.none():
             if self.writer is not None and not self._failed:
                 self.arrivals.due = 0.0
                 self._tick()
+                self._write_captures()
                 self._write_trace()
 
     def _on_step(self, step):
@@ -121,11 +134,10 @@ class Collector:
             self._partial = False
             return
         self._spans.extend((span.name, span.start, span.end) for span in step.spans)
-        self._timeline.append((f"step {self.done}", step.begin, step.end))
-        self._steps.append((self.done, step, self.waits.by_phase(step)))
+        self._timeline.append((f"ProfilerStep#{self.done}", step.begin, step.end))
+        self.events.add(self.done, step)
+        self._steps.append((self.done, step.without_marks(), self.waits.by_phase(step)))
         self.done += 1
-        if step.spans and step.spans[0].marks:
-            self._gpu.append(step)
         if self.window is not None:
             self.window.on_step()
         with self._between:
@@ -139,17 +151,27 @@ class Collector:
 
     def _run(self):
         try:
-            self.counters = Counters()
+            self.counters = Counters(gpu=lambda: self.events.device)
             self.counters.read()
-            missing = {**self.counters.missing, **self._serve()}
-            self.writer.write({"kind": "missing", "why": missing})
+            self.counters.missing.update(self._serve())
             wait = min(self.interval, 1.0)
+            self._tell_missing()
             while not self._over.wait(wait):
-                with self._lock:
-                    self._tick()
+                with self.captures.none(self.interval) as nothing_is_captured:
+                    if nothing_is_captured and not self._over.is_set():
+                        self._tick()
                 wait *= 2 if self.writer.full() else 1
         except Exception:
             self.fail()
+
+    def _tell_missing(self):
+        """What is not measured and why, when that has changed; an empty reason where it has come to be measured."""
+        now = self.counters.missing
+        why = {name: reason for name, reason in now.items() if self._missing.get(name) != reason}
+        why |= {name: "" for name in self._missing if name not in now}
+        if why:
+            self._missing = dict(now)
+            self.writer.write({"kind": "missing", "why": why})
 
     def _serve(self):
         """Opens the port of the metrics if it is asked for; the reason where it cannot."""
@@ -165,6 +187,9 @@ class Collector:
 
     def _tick(self):
         """Writes what has come since the last time."""
+        self._ticks += 1
+        if self._ticks & (self._ticks - 1) == 0:  # the 1st, 2nd, 4th, ..., for modules are many
+            self._find_captures()
         if self.phases.loader != self._loader:
             self._loader = self.phases.loader
             self.writer.write({"kind": "loader", **self._loader})
@@ -173,18 +198,50 @@ class Collector:
             self.writer.write(self._line(steps[:1]))
             steps = steps[1:]
         if steps:
-            self.writer.write(self._line(steps))
+            gpu = self.events.read()
+            self.writer.write(self._line(steps) | ({"gpu": gpu} if gpu else {}))
         if self.counters is not None:
             reading = self.counters.read()
             self.writer.write({"kind": "counters", "wall": time.time(), **reading})
             self._readings.extend((name, time.time(), reading[name]) for name in SHOWN if name in reading)
             self.latest.update(reading)
+            self._tell_missing()
         if time.perf_counter() >= self.arrivals.due:
             self._write_arrivals()
+        if isinstance(self._time, clock.Asker) and time.monotonic() >= self._time.due:
+            self._ask_the_time()
+
+    def _ask_the_time(self):
+        try:
+            line = self._time.ask()
+        except OSError as error:
+            self.counters.missing["clock"] = f"rank 0's clock does not answer: {error or type(error).__name__}"
+        else:
+            self.counters.missing.pop("clock", None)
+            if line is not None:
+                self.writer.write(line)
 
     def _write_arrivals(self):
         for line in self.arrivals.read():
             self.writer.write({**line, **self._exposed(line)})
+
+    def _find_captures(self):
+        """Keeps what captured models count: the models may be gone when the process ends."""
+        if "hfnn.capture.captured" not in sys.modules:
+            return
+        with contextlib.suppress(RuntimeError):  # a module was added meanwhile
+            for module in (each for root in self.phases.models() for each in root.modules()):
+                if "_hfnn_capture" in vars(module):
+                    counts = vars(module)["_hfnn_capture"].counts
+                    self._captures[id(counts)] = type(module).__name__, counts
+
+    def _write_captures(self):
+        """What the calls of captured models came to: replays, and how many ran as they are, by reason."""
+        self._find_captures()
+        for number, (name, counts) in enumerate(self._captures.values()):
+            counts = dict(counts)
+            line = {"model": name, "number": number, "replayed": counts.pop("replayed", 0), "as_it_is": counts}
+            self.writer.write({"kind": "captures", "wall": time.time(), **line})
 
     def _last_arrivals(self):
         """Before a process group ends, and its records with it."""
@@ -222,26 +279,7 @@ class Collector:
         for name in ("seconds", *sums):
             self.latest[f"step.{name}"] = line[name] / len(steps)
         self.latest["steps"] = self.done
-        gpu = self._gpu_seconds()
-        return {**line, "gpu": gpu} if gpu else line
-
-    def _gpu_seconds(self):
-        """Seconds on the GPU's clock by phase, of steps whose events are over; {} where there are none."""
-        sums, n = {}, 0
-        while len(self._gpu) > LATER:
-            step, following = self._gpu[0], self._gpu[1]
-            first, next_first = step.spans[0].marks, following.spans[0].marks
-            if not next_first[0].query():
-                break
-            self._gpu.popleft()
-            for span in step.spans:
-                if span.marks and None not in span.marks:
-                    seconds = span.marks[0].elapsed_time(span.marks[1]) / 1e3
-                    name = span.name if span.name in PHASES else "forward"
-                    sums[name] = sums.get(name, 0.0) + seconds
-            sums["seconds"] = sums.get("seconds", 0.0) + first[0].elapsed_time(next_first[0]) / 1e3
-            n += 1
-        return {"n": n, **sums} if n else {}
+        return line
 
     def _exposed(self, line):
         """Seconds from the last collective that a backward pass began to its end, when nothing else is left to do.
@@ -262,22 +300,20 @@ class Collector:
         return {"exposed": total, "backwards": n}
 
     def _write_trace(self):
-        moved = ([(name, a + self._offset, b + self._offset) for name, a, b in rows] for rows in self._lanes())
-        found = trace.events(self._head, *moved, counters=self._readings)
+        offsets = self._time.offsets if isinstance(self._time, clock.Asker) else ()
+
+        def moved(perf):
+            wall = perf + self._offset
+            return wall + clock.at(offsets, wall)
+
+        lanes = ([(name, moved(begin), moved(end)) for name, begin, end in rows] for rows in self._lanes())
+        readings = [(name, wall + clock.at(offsets, wall), value) for name, wall, value in self._readings]
+        found = trace.events(self._head, *lanes, counters=readings)
         trace.write(f"{self.writer.stem}.trace.json.gz", self._head, found)
 
     def _lanes(self):
         waits = [("wait", begin, end) for begin, end in self.waits.spans]
         return list(self._spans), waits, list(self._timeline)
-
-
-def _mark():
-    """A CUDA event in the current stream; None before CUDA is used, and while a graph is captured."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _backend():

@@ -4,6 +4,7 @@ A source is a function that opens it, and returns a function that reads it: name
 since the last reading. Bytes are bytes, shares are from 0 to 1, power is in watts, clocks are in MHz.
 """
 
+import math
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 IB = Path("/sys/class/infiniband")
 RESCTRL = Path("/sys/fs/resctrl")
+FILESYSTEMS = Path("/proc/filesystems")
 NODES = Path("/sys/devices/system/node")
 
 
@@ -20,9 +22,12 @@ class Missing(Exception):
 
 
 class Counters:
-    """All sources that this machine has. `missing`: the reasons of the others, by name."""
+    """All sources that this machine has. `missing`: the reasons of the others, by name.
 
-    def __init__(self, pid=None, torch_memory=True):
+    pid: of another process. gpu(): (its index, NVML's name) of this process's, or None as long as it uses none.
+    """
+
+    def __init__(self, pid=None, gpu=lambda: None):
         self.missing: dict[str, str] = {}
         self._readers: dict[str, Callable[[], dict]] = {}
         self._rates = _Rates()
@@ -31,10 +36,11 @@ class Counters:
         self._open("infiniband", lambda: _infiniband(self._rates))
         self._open("memory bandwidth", lambda: _resctrl(self._rates))
         self._open("numa", lambda: _numa(self._rates))
-        own = os.environ if pid is None else environment(pid)
-        self._open("gpu", lambda: _nvml(self, own))
-        if torch_memory:
-            self._readers["torch"] = _torch_memory
+        self._gpu = gpu if pid is None else None  # asked as long as it says None
+        if pid is None:
+            self.missing["gpu"] = "the process does not use CUDA"
+        else:
+            self._open_gpu(lambda nvml: _gpu_of(nvml, environment(pid)))
 
     def _open(self, name, source):
         try:
@@ -42,9 +48,20 @@ class Counters:
         except (Missing, ImportError, OSError, ValueError) as error:
             self.missing[name] = str(error) or type(error).__name__
 
+    def _open_gpu(self, find):
+        """find(nvml): NVML's handle."""
+        self.missing.pop("gpu", None)
+        self._open("gpu", lambda: _nvml(self.missing, find))
+        if "gpu" in self._readers:
+            self._open("gpu activity", lambda: _gpm(self.missing, find))
+
     def read(self) -> dict[str, float | list]:
         """What all sources say now. One that fails is given up, with its reason."""
         found = {}
+        if self._gpu is not None and (device := self._gpu()):
+            self._gpu, (index, name) = None, device
+            self._readers["torch"] = lambda: _torch_memory(index)
+            self._open_gpu(lambda nvml: _gpu_named(nvml, index, name))
         self._rates.tick()
         for name, reader in list(self._readers.items()):
             try:
@@ -59,16 +76,16 @@ class _Rates:
     """Differences a second of numbers that only grow."""
 
     def __init__(self):
-        self._before, self._at, self._elapsed = {}, time.monotonic(), 0.0
+        self._before, self._at = {}, time.monotonic()
 
     def tick(self):
-        now = time.monotonic()
-        self._elapsed, self._at = now - self._at, now
+        self._at = time.monotonic()
 
     def of(self, name, value) -> dict[str, float]:
-        before = self._before.get(name)
-        self._before[name] = value
-        return {} if before is None or not self._elapsed else {name: max(0.0, value - before) / self._elapsed}
+        """Since this number was last given, which may be several readings ago."""
+        before, at = self._before.get(name, (value, self._at))
+        self._before[name] = value, self._at
+        return {name: max(0.0, value - before) / (self._at - at)} if self._at > at else {}
 
 
 def _process(pid, rates):
@@ -130,19 +147,37 @@ def _resctrl(rates):
     """Bytes of memory traffic, and of that to other sockets (Documentation/arch/x86/resctrl.rst of Linux)."""
     domains = sorted(RESCTRL.glob("mon_data/mon_L3_*"))
     if not domains:
-        mounted = "not mounted (mount -t resctrl resctrl /sys/fs/resctrl, as root)"
-        offered = "resctrl" in Path("/proc/filesystems").read_text()
-        raise Missing(f"resctrl is {mounted}" if offered else "the kernel or the processor has no resctrl")
+        raise Missing(_why_no_resctrl())
+    files = {
+        which: [path for path in (domain / f"mbm_{which}_bytes" for domain in domains) if path.exists()]
+        for which in ("total", "local")
+    }
+    if not files["total"]:
+        raise Missing(f"the processor does not count it: no mbm_total_bytes in {domains[0]}")
 
     def read():
-        total, local = ((_sum(domains, f"mbm_{which}_bytes")) for which in ("total", "local"))
-        return rates.of("memory.traffic", total) | rates.of("memory.to_other_sockets", max(0, total - local))
-
-    def _sum(folders, name):
-        return sum(int((folder / name).read_text()) for folder in folders)
+        total, local = (_sum(files[which]) for which in ("total", "local"))
+        if total is None:
+            return {}
+        found = rates.of("memory.traffic", total)
+        return found if local is None else found | rates.of("memory.to_other_sockets", max(0, total - local))
 
     read()
     return read
+
+
+def _sum(files):
+    """None where there is none, or a domain says "Unavailable" for now."""
+    texts = [path.read_text().strip() for path in files]
+    return sum(map(int, texts)) if texts and all(text.isdigit() for text in texts) else None
+
+
+def _why_no_resctrl():
+    if "resctrl" not in FILESYSTEMS.read_text():
+        return "the kernel or the processor has no resctrl"
+    if not RESCTRL.is_mount():
+        return f"resctrl is not mounted (mount -t resctrl resctrl {RESCTRL}, as root)"
+    return f"resctrl monitors nothing here: no mon_data/mon_L3_* in {RESCTRL}"
 
 
 def _numa(rates):
@@ -158,17 +193,10 @@ def _numa(rates):
     return read
 
 
-def _torch_memory():
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "gpu.allocated": torch.cuda.memory_allocated(),
-        "gpu.reserved": torch.cuda.memory_reserved(),
-        "gpu.used": total - free,
-        "gpu.total": total,
-    }
+def _torch_memory(device):
+    """What torch's allocator says, which asks nothing of CUDA."""
+    torch = sys.modules["torch"]
+    return {"gpu.allocated": torch.cuda.memory_allocated(device), "gpu.reserved": torch.cuda.memory_reserved(device)}
 
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down, and not just let it rest.
@@ -181,64 +209,101 @@ def environment(pid) -> dict[str, str]:
     return dict(row.decode(errors="replace").partition("=")[::2] for row in rows if row)
 
 
-def _nvml(counters, environment):
+def _gpu_named(nvml, index, name):
+    """The handle of the GPU that torch has under this index."""
+    return nvml.nvmlDeviceGetHandleByUUID(name) if name else nvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def _gpu_of(nvml, environment):
+    """That of the local rank, among those that the environment lets it see: numbers or names."""
+    rank = int(environment.get("LOCAL_RANK", "0"))
+    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    own = visible[rank] if rank < len(visible) else str(rank)
+    return nvml.nvmlDeviceGetHandleByIndex(int(own)) if own.isdigit() else nvml.nvmlDeviceGetHandleByUUID(own)
+
+
+def _opened(find):
+    """(NVML, a handle). Missing where there is none, with NVML's words."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
+        return pynvml, find(pynvml)
     except pynvml.NVMLError as error:
         raise Missing(f"NVML: {error}") from None
-    index = int(environment.get("LOCAL_RANK", "0"))
-    visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.isdigit()]
-    index = int(visible[index]) if index < len(visible) else index
-    try:
-        device = pynvml.nvmlDeviceGetHandleByIndex(index)
-    except pynvml.NVMLError as error:
-        raise Missing(f"NVML, GPU {index}: {error}") from None
-    try:
-        gpm = _Gpm(pynvml, device)
-    except (Missing, AttributeError, pynvml.NVMLError) as error:
-        gpm, counters.missing["gpu activity"] = None, f"GPM, GPU {index}: {error}"
+
+
+def _nvml(missing, find):
+    """What the GPU does not know, or may not tell, is given up one by one."""
+    nvml, device = _opened(find)
+
+    def throttled():
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(device)
+        return sum(bit for bit in THROTTLED if reasons & bit)
+
+    asked = {
+        "gpu.busy": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
+        "gpu.power": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1e3,
+        "gpu.clock": lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
+        "gpu.clock_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
+        "gpu.throttled": throttled,
+        "gpu.used": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
+        "gpu.total": lambda: nvml.nvmlDeviceGetMemoryInfo(device).total,
+    }
 
     def read():
-        use = pynvml.nvmlDeviceGetUtilizationRates(device)
-        reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(device)
-        found = {
-            "gpu.busy": use.gpu / 100,
-            "gpu.power": pynvml.nvmlDeviceGetPowerUsage(device) / 1e3,
-            "gpu.clock": pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM),
-            "gpu.clock_max": pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM),
-            "gpu.throttled": sum(bit for bit in THROTTLED if reasons & bit),
-        }
-        return found | (gpm.read() if gpm else {})
+        found = {}
+        for name, ask in list(asked.items()):
+            try:
+                found[name] = ask()
+            except (nvml.NVMLError, AttributeError) as error:
+                missing[name] = f"NVML: {error}"
+                del asked[name]
+        return found
 
-    read()
     return read
 
 
-class _Gpm:
+SHORTEST = 0.1  # seconds between two samples of GPM: less is too little to count in
+
+
+def _gpm(missing, find):
     """Activity of multiprocessors, tensor cores and memory between two samples: NVML's GPM, Hopper and newer."""
-
-    def __init__(self, nvml, device):
+    nvml, device = _opened(find)
+    try:
         if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-            raise Missing("the GPU has none (it came with Hopper)")
-        self._nvml, self._device = nvml, device
-        self._samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
-        nvml.nvmlGpmSampleGet(device, self._samples[0])
-        self._metrics = {
-            "gpu.sm": nvml.NVML_GPM_METRIC_SM_UTIL,
-            "gpu.tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
-            "gpu.dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
-        }
+            raise Missing("GPM: the GPU has none (it came with Hopper)")
+        samples = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+        nvml.nvmlGpmSampleGet(device, samples[0])
+    except (AttributeError, nvml.NVMLError) as error:
+        raise Missing(f"GPM: {error}") from None
+    metrics = {
+        "gpu.sm": nvml.NVML_GPM_METRIC_SM_UTIL,
+        "gpu.tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        "gpu.dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+    }
+    last = time.monotonic()
 
-    def read(self):
-        nvml = self._nvml
-        nvml.nvmlGpmSampleGet(self._device, self._samples[1])
+    def read():
+        nonlocal last
+        if time.monotonic() - last < SHORTEST:
+            return {}
+        nvml.nvmlGpmSampleGet(device, samples[1])
+        last = time.monotonic()
         asked = nvml.c_nvmlGpmMetricsGet_t()
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._metrics)
-        asked.sample1, asked.sample2 = self._samples
-        for i, metric in enumerate(self._metrics.values()):
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(metrics)
+        asked.sample1, asked.sample2 = samples
+        for i, metric in enumerate(metrics.values()):
             asked.metrics[i].metricId = metric
         nvml.nvmlGpmMetricsGet(asked)
-        self._samples.reverse()
-        return {name: asked.metrics[i].value / 100 for i, name in enumerate(self._metrics)}
+        samples.reverse()
+        found = {}
+        for name, row in zip(metrics, asked.metrics, strict=False):
+            if row.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(row.value):
+                found[name] = row.value / 100
+                missing.pop(name, None)
+            else:
+                missing[name] = f"GPM: {nvml.NVMLError(row.nvmlReturn) if row.nvmlReturn else 'no number'}"
+        return found
+
+    return read

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import Counter
 
+from haiprof import record
+
 TOP = 40  # rows of operators and of rooms that are written
 INTERVAL = 0.005  # seconds between samples of the Python stacks
 
@@ -54,6 +56,9 @@ class Window:
                 activities=activities, record_shapes=True, profile_memory=True, with_stack="hfnn" in sys.modules
             )
             self._profiler.start()
+            if not (torch.distributed.is_available() and torch.distributed.is_initialized()):  # else torch says it
+                rank, size = record.rank_of()
+                self._profiler.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": size}))
         if "memory" in self._what and torch.cuda.is_initialized():
             torch.cuda.memory._record_memory_history(stacks="python")  # C++ frames take minutes to name
         thread = threading.get_ident()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from haiprof import trace
 from haiprof.report import COUNTERS
-from haiprof.verdict import PARTS, Verdict, ms
+from haiprof.verdict import PARTS, Verdict, captures, ms
 
 COLORS = {
     "data": "#e6ab02",
@@ -30,7 +30,8 @@ def write(verdict: Verdict, path):
     script, divs = components([each for each in figures if each is not None]) if figures else ("", ())
     resources = Resources(mode="inline", components=["bokeh"])
     bokeh = resources.render_js() if figures else ""
-    body = "\n".join([_findings(verdict), _table(verdict), *divs])
+    captured = [f"<p>{html.escape(each)}</p>" for each in captures(verdict)]
+    body = "\n".join([_findings(verdict), _table(verdict), *captured, *divs])
     style = "body{font:15px sans-serif;margin:2em;max-width:1100px}td,th{padding:.2em .8em;text-align:right}"
     style += "table{border-collapse:collapse}tr:nth-child(even){background:#f4f4f4}li{margin:.2em}"
     Path(path).write_text(

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import sys
 import threading
+import weakref
 from collections import namedtuple
 from time import perf_counter
 
@@ -21,7 +22,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
-PHASES = ("data", "forward", "backward", "optimizer")
+from haiprof.record import PHASES
+
 DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
 NUMBER = "_haiprof_number"  # of an iterator: ids are used again
@@ -41,6 +43,10 @@ class Step(namedtuple("Step", "begin end gap spans")):
         for span in self.spans:
             found[FORWARD if span.name == INFERENCE else span.name] += span.end - span.start
         return {**found, "other": self.end - self.begin - sum(found.values())}
+
+    def without_marks(self) -> "Step":
+        """What may be kept for long, and given up in any thread."""
+        return self._replace(spans=[span._replace(marks=None) for span in self.spans])
 
     def passes(self) -> int:
         """Backward passes: more than one where gradients are accumulated, or losses are several."""
@@ -69,7 +75,7 @@ class Phases:
         self._within = set()  # optimizers that have stepped in the backward pass under way
         self._begun = self._settled = None  # where this step began, where it may begin at the earliest
         self._gap = 0.0
-        self._trained = set()  # ids of modules that were called with gradients
+        self._trained = {}  # weak references to modules that were called with gradients, by their ids
         self.steps = 0
         self.loader = None  # how the loader that was iterated last was made
 
@@ -158,7 +164,13 @@ class Phases:
         return not getattr(module, "training", True) and id(module) in self._trained
 
     def trains(self, module):
-        self._trained.add(id(module))
+        known = self._trained.get(id(module))
+        if known is None or known() is not module:
+            self._trained[id(module)] = weakref.ref(module)
+
+    def models(self) -> list:
+        """The modules that were called with gradients, from outside."""
+        return [module for module in (known() for known in list(self._trained.values())) if module is not None]
 
     def _cut(self):
         """The step under way ended with the last optimizer: what came since belongs to the next one."""

@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from haiprof import clock
+
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step, in lines and traces; the rest of it is "other"
 HOURLY = 4_000_000  # bytes that a file grows by in an hour, and what it may have at once
 AT_ONCE = 600_000
 SECRET = re.compile(r"token|secret|key|passw|pwd|credential|auth|cookie|session|private|signature", re.IGNORECASE)
@@ -58,7 +61,7 @@ def rank_of() -> tuple[int, int]:
     return 0, 1
 
 
-def clock() -> dict[str, float]:
+def now() -> dict[str, float]:
     """This moment on both clocks: `wall`, seconds since 1970, and `perf`, seconds of perf_counter."""
     return {"wall": time.time_ns() / 1e9, "perf": time.perf_counter()}
 
@@ -80,7 +83,7 @@ def header(**more) -> dict:
         "threads": torch.get_num_threads(),
         "command": command(sys.argv),
         "environment": environment(),
-        **clock(),
+        **now(),
         **more,
     }
 
@@ -143,8 +146,26 @@ def load(folder) -> list[dict]:
                 newest[lines[0]["rank"]] = run
     if not newest:
         raise FileNotFoundError(f"{folder}: no <rank>.<host>.<pid>.jsonl of a profiled process in it")
+    for run in newest.values():
+        _on_one_clock(run)
     size = max(newest.values(), key=lambda run: run["run"]["wall"])["run"]["size"]
     return [newest[rank] for rank in sorted(newest) if rank < size]
+
+
+def _on_one_clock(run):
+    """Moves its times to rank 0's clock, where that of its host is another one (clock.py)."""
+    offsets = [(line["wall"], clock.shift(line)) for line in run.get("clock", ())]
+    lists = [lines for lines in run.values() if isinstance(lines, list)]
+    for line in (run["run"], *(line for lines in lists for line in lines)):
+        for name in ("wall", "until"):
+            if name in line:
+                line[name] += clock.at(offsets, line[name])
+
+
+def missing(run) -> dict[str, str]:
+    """What was not measured, and why."""
+    why = {name: reason for line in run.get("missing", ()) for name, reason in line["why"].items()}
+    return {name: reason for name, reason in why.items() if reason}
 
 
 def _lines(path):

@@ -7,7 +7,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from haiprof.verdict import PARTS, Verdict
+from haiprof import record
+from haiprof.verdict import PARTS, Verdict, captures
 
 # Counters that are shown: name, title, and how a mean is written.
 COUNTERS = [
@@ -37,10 +38,8 @@ def page(verdict: Verdict) -> Group:
     """Everything, as what rich prints."""
     parts = [_findings(verdict)]
     if verdict.ranks:
-        parts += [_phases(verdict), _counters(verdict)]
-    missing = {
-        name: why for rank in verdict.ranks for line in rank.run.get("missing", ()) for name, why in line["why"].items()
-    }
+        parts += [_phases(verdict), _counters(verdict), *map(Text, captures(verdict))]
+    missing = {name: why for rank in verdict.ranks for name, why in record.missing(rank.run).items()}
     parts += [Text(f"not measured: {name}: {why}", style="dim") for name, why in sorted(missing.items())]
     return Group(*parts)
 

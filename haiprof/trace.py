@@ -1,7 +1,7 @@
 """A Chrome trace of a rank, as chrome://tracing, Perfetto and HolisticTraceAnalysis read it.
 
-The format: "Trace Event Format" of the Chromium project. Times are microseconds since 1970, so that the files of all
-ranks are on one clock, as far as their hosts agree about the time.
+The format: "Trace Event Format" of the Chromium project; steps are named as by torch.profiler. Times are microseconds
+since 1970, so that the files of all ranks are on one clock, as far as their hosts agree about the time.
 """
 
 import gzip
@@ -43,15 +43,16 @@ def _micros(seconds):
 
 
 def write(path, head, found):
-    """gzip'd JSON with the run's rank in `distributedInfo`, which HolisticTraceAnalysis asks for."""
-    whole = {
+    """gzip'd JSON. HolisticTraceAnalysis looks for the rank in the text of `distributedInfo`, blank and all."""
+    about = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "distributedInfo": {"rank": head["rank"], "world_size": head["size"], "backend": head.get("backend", "")},
-        "traceEvents": found,
     }
     with gzip.open(path, "wt", encoding="ascii", compresslevel=6) as file:
-        json.dump(whole, file, separators=(",", ":"))
+        file.write(f'{json.dumps(about)[:-1]}, "traceEvents": ')
+        json.dump(found, file, separators=(",", ":"))
+        file.write("}")
 
 
 def read(path) -> dict:

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from haiprof import arrivals
 from haiprof.counters import THROTTLED
-from haiprof.phases import PHASES
+from haiprof.record import PHASES
 
 PARTS = (*PHASES, "other")
 # From which share of a step on something is worth a sentence.
@@ -208,13 +208,29 @@ def _host(verdict):
         "host-bound",
         1 - fmean(busy),
         f"The GPUs are idle {1 - fmean(busy):.0%} of the time: the host does not launch fast enough.",
-        f"utilisation by NVML {fmean(busy):.0%}",
-        [
-            "hfnn.convert(model, optimizer): fewer launches",
-            'torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables: CUDA graphs',
-            "a larger batch",
-        ],
+        "; ".join([f"utilisation by NVML {fmean(busy):.0%}", *captures(verdict)]),
+        [*_about_captures(verdict), 'torch.compile(model, mode="reduce-overhead")', "a larger batch"],
     )
+
+
+def captures(verdict) -> list[str]:
+    """Of each model captured by hfnn on each rank: replays, and why other calls ran as they are. Equal ones once."""
+    found = []
+    for rank in verdict.ranks:
+        newest = {line["number"]: line for line in rank.run.get("captures", ())}
+        for line in newest.values():
+            why = [f"{n} as it is: {reason}" for reason, n in sorted(line["as_it_is"].items(), key=lambda row: -row[1])]
+            found.append("; ".join([f"captured {line['model']}: {line['replayed']} replays", *why]))
+    return list(dict.fromkeys(found))
+
+
+def _about_captures(verdict):
+    lines = [line for rank in verdict.ranks for line in rank.run.get("captures", ())]
+    if not lines:
+        return ["hfnn.convert(model, optimizer, capture=True): forward and backward as CUDA graphs, in fewer kernels"]
+    reasons = {reason: None for line in lines for reason in line["as_it_is"] if reason != "before recording"}
+    advice = [f"hfnn.report(model), on calls that are not replayed: {reason}" for reason in reasons]
+    return advice or ["python -m haiprof attach PID --stacks: what the host does between the replays"]
 
 
 def _memory(verdict):

@@ -1,7 +1,9 @@
 """Ranks of the tests of haiprof: training with 50 ms planted somewhere, which the ranks time themselves."""
 
+import contextlib
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +13,7 @@ from haiprof import collectives
 from haiprof.collector import Collector
 
 PLANTED, STEPS = 0.05, 12
+real_time = time.time
 
 
 class Clock:
@@ -69,9 +72,33 @@ class Optimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def trains(rank, size, store, profile, where, slow=None, backend="gloo"):
-    """Trains with DDP; in `where` ("all": in each phase), rank `slow` (None: each) sleeps PLANTED seconds in each step.
+@contextlib.contextmanager
+def clock_is_ahead(seconds):
+    """Of a rank as on another host: its clock, and what its flight recorder says."""
+    now, now_ns, entries = time.time, time.time_ns, collectives.Arrivals._entries
 
+    def moved(self):
+        for group, entry in entries(self):
+            yield group, {**entry, "time_created_ns": entry["time_created_ns"] + int(seconds * 1e9)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + seconds)
+        patch.setattr(time, "time_ns", lambda: now_ns() + int(seconds * 1e9))
+        patch.setattr(collectives, "time", time.time)
+        patch.setattr(collectives.Arrivals, "_entries", moved)
+        yield
+
+
+def trains_on_two_hosts(rank, size, store, ahead, **more):
+    """`trains`, where the clock of rank 1 is `ahead` by so many seconds."""
+    with pytest.MonkeyPatch.context() as patch, clock_is_ahead(ahead if rank == 1 else 0.0):
+        for name, value in {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+            patch.setenv(name, value)
+        return trains(rank, size, store, hz=10, **more)
+
+
+def trains(rank, size, store, profile, where, slow=None, backend="gloo", hz=1):
+    """Trains with DDP; in `where` ("all": in each phase), rank `slow` (None: each) sleeps PLANTED seconds in each step.
     Returns what it has timed: by phase, of the steps but the first; and when it came to the collectives.
     """
     if backend == "hfreduce":
@@ -88,10 +115,10 @@ def trains(rank, size, store, profile, where, slow=None, backend="gloo"):
     model = Model(plants("forward"), plants("backward"))
     first = model.first.weight
     arrivals = {"backward": [], "all_reduce": []}
-    first.register_post_accumulate_grad_hook(lambda p: arrivals["backward"].append(time.time()))
+    first.register_post_accumulate_grad_hook(lambda p: arrivals["backward"].append(real_time()))
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = Optimizer(model.parameters(), lr=0.01, plant=plants("optimizer"))
-    collector = Collector(profile).start()
+    collector = Collector(profile, hz).start()
     dist.barrier()
     data = iter(DataLoader(Data(plants("data")), batch_size=1))
     for step in range(STEPS):
@@ -103,7 +130,7 @@ def trains(rank, size, store, profile, where, slow=None, backend="gloo"):
         clock("backward", loss.backward)
         clock("optimizer", optimizer.step)
         plants("all_reduce")()
-        arrivals["all_reduce"].append(time.time())
+        arrivals["all_reduce"].append(real_time())
         clock("wait", dist.all_reduce, torch.ones(1))
     collector.stop()
     dist.barrier()

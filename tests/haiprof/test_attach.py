@@ -10,7 +10,7 @@ import pytest
 import ranks
 
 from haiprof import __main__ as command
-from haiprof import attach, control, record, verdict
+from haiprof import attach, control, record, trace, verdict
 
 TRAINS = """
 import sys, threading, time, pathlib, torch
@@ -92,7 +92,8 @@ def test_an_idle_run(tmp_path, training):
     assert "aten::addmm" in names and len(names) <= 40
     stacks = next(out.glob("*.stacks.txt")).read_text()
     assert "a_slow_function" in stacks and "a_slow_function" in run["stacks"][0]["rows"][0][0]
-    assert list(out.glob("*.operators.json.gz"))
+    (operators,) = out.glob("*.operators.json.gz")
+    assert trace.read(operators)["distributedInfo"] == {"rank": 0, "world_size": 1}
     assert any("allocator snapshot" in line["why"] for line in run["missing"])
 
     again = tmp_path / "again"  # by the folder this time; nothing deep

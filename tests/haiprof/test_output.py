@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -68,6 +69,42 @@ def test_phases_of_the_trace_and_of_the_lines_agree(profile):
     for name in PARTS[:-1]:
         events = [e for e in trace.read(path)["traceEvents"] if e["ph"] == "X" and e["name"] == name]
         assert sum(e["dur"] for e in events) / 1e6 == pytest.approx(sum(line[name] for line in run["steps"]), rel=1e-3)
+
+
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_two_ranks_in_holistic_trace_analysis(profile, tmp_path):
+    """It finds the ranks, the steps by their names, and as much time in each phase as the trace has."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
+    (path,) = profile.glob("*.trace.json.gz")
+    found = trace.read(path)
+    for rank in range(2):
+        trace.write(tmp_path / f"{rank}.trace.json.gz", {"rank": rank, "size": 2}, found["traceEvents"])
+    loaded = analysis.TraceAnalysis(trace_dir=str(tmp_path)).t
+    spans = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    last = max(e["ts"] for e in spans if e["tid"] == trace.STEPS)
+    assert sorted(loaded.get_all_traces()) == [0, 1]
+    names = loaded.symbol_table.get_sym_table()
+    for rank in range(2):
+        frame = loaded.get_trace(rank)
+        assert loaded.get_iterations(rank) == [*range(124)], "the last one it leaves out of every trace"
+        for name in PARTS[:-1]:
+            rows = frame[(frame["name"] == names.index(name)) & (frame["iteration"] >= 0)]
+            own = [e["dur"] for e in spans if e["name"] == name and e["ts"] < last]
+            assert len(rows) == len(own) >= 124
+            assert rows["dur"].sum() == pytest.approx(sum(own), abs=2 * len(own)), "in whole microseconds"
+
+
+PERFETTO = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
+
+
+@pytest.mark.skipif(PERFETTO is None, reason="Perfetto's trace processor is not installed")
+def test_a_rank_in_perfettos_trace_processor(profile, tmp_path):
+    (path,) = profile.glob("*.trace.json.gz")
+    query = tmp_path / "query.sql"
+    query.write_text("select count(*) as n from slice where name glob 'ProfilerStep#*';")
+    done = subprocess.run([PERFETTO, "-q", query, path], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[-1] == "125", done.stdout
 
 
 # Written at the end of the page: what its plots hold, and whatever has gone wrong in it.
@@ -171,7 +208,7 @@ CASES = {
         played({**COMPUTE, "data": 0.1}, loader=[{"kind": "loader", "num_workers": 0}]),
         "num_workers=4",
     ),
-    "host-bound": (on_gpu(**{"gpu.busy": 0.4}), "torch.compile"),
+    "host-bound": (on_gpu(**{"gpu.busy": 0.4}), "hfnn.convert(model, optimizer, capture=True)"),
     "memory near its end": (on_gpu(**{"gpu.used": 97, "gpu.total": 100}), 'prefer="memory"'),
     "clock throttled": (
         on_gpu(**{"gpu.throttled": 0x44, "gpu.clock": 900.0, "gpu.clock_max": 1980.0}),
@@ -186,6 +223,18 @@ def test_verdicts(kind):
     first = verdict.judge([run]).findings[0]
     assert first.kind == kind and advice in " ".join(first.advice), first
     assert first.text in " ".join(text_of(report.page(verdict.judge([run]))).split()) or len(first.text) > 100
+
+
+def test_host_bound_although_it_is_captured():
+    run = on_gpu(**{"gpu.busy": 0.4})
+    counted = {"before recording": 3, "its forward draws from numpy": 7}
+    run["captures"] = [{"model": "GPT", "number": 0, "replayed": n, "as_it_is": counted} for n in (5, 90)]
+    judged = verdict.judge([run])
+    (finding,) = judged.findings
+    assert "captured GPT: 90 replays; 7 as it is: its forward draws from numpy; 3 as it is" in finding.evidence
+    assert finding.advice[0] == "hfnn.report(model), on calls that are not replayed: its forward draws from numpy"
+    assert not any("capture=True" in each for each in finding.advice)
+    assert "captured GPT: 90 replays" in " ".join(text_of(report.page(judged)).split())
 
 
 def test_the_verdict_of_ranks_that_spend_their_time_in_collectives():
@@ -216,3 +265,8 @@ def test_durations_tell_where_clocks_of_hosts_differ():
     second = [[i, i * 1.0, 0.002, 0] for i in range(5)]
     found = arrivals.lateness([arrived(0, first), arrived(1, second)])
     assert found.waits[0] == pytest.approx(4 * 0.028) and found.charged[1] == pytest.approx(4 * 0.028)
+
+
+def test_reports_do_without_torch():
+    script = "import sys, haiprof.attach, haiprof.diff, haiprof.page; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -5,18 +5,19 @@ from pathlib import Path
 import planted
 import pytest
 import ranks
+from test_scripts import steps_of
 
-from haiprof import arrivals, record, verdict
+from haiprof import arrivals, record, trace, verdict
 
 WORKER = Path(planted.__file__)
 PHASES = ("data", "forward", "backward", "optimizer")
 EXACT = 0.05  # of what was planted
 
 
-def profiled(tmp_path, where, slow=None, backend="gloo", size=2):
+def profiled(tmp_path, where, slow=None, backend="gloo", size=2, work="trains", **more):
     folder = tmp_path / "profile"
-    more = {"profile": str(folder), "where": where, "slow": slow, "backend": backend}
-    truth = ranks.run(WORKER, "trains", size, tmp_path, timeout=120, **more)
+    more |= {"profile": str(folder), "where": where, "slow": slow, "backend": backend}
+    truth = ranks.run(WORKER, work, size, tmp_path, timeout=120, **more)
     runs = record.load(folder)
     assert [run["run"]["rank"] for run in runs] == list(range(size))
     return truth, runs
@@ -57,8 +58,24 @@ CASES = [(where, "gloo") for where in (*PHASES, "all_reduce")] + [("backward", "
 
 @pytest.mark.parametrize(("where", "backend"), CASES)
 def test_the_rank_that_makes_others_wait_is_named(tmp_path, where, backend):
-    slow = 1
-    truth, runs = profiled(tmp_path, where, slow, backend)
+    named(*profiled(tmp_path, where, 1, backend), where)
+
+
+@pytest.mark.parametrize("ahead", [3.7, -3.7])
+def test_also_where_its_host_has_another_clock(tmp_path, ahead):
+    """And the traces of both are on the clock of rank 0."""
+    truth, runs = profiled(tmp_path, "backward", 1, work="trains_on_two_hosts", ahead=ahead)
+    named(truth, runs, "backward")
+    (line,) = runs[1]["clock"]
+    assert line["offset"] == pytest.approx(-ahead, abs=0.005) and line["error"] < 0.005
+    own, other = (steps_of(trace.read(f"{run['stem']}.trace.json.gz")) for run in runs)
+    assert own.keys() == other.keys() and len(own) == planted.STEPS
+    for step, (begin, end) in own.items():
+        assert begin < other[step][1] and other[step][0] < end
+
+
+def named(truth, runs, where, slow=1):
+    """Rank `slow`, by as much as the ranks themselves have timed."""
     found = arrivals.lateness(runs, since_third_step(runs))
     waited = expected(truth, slow)
     assert waited > 0.7 * planted.PLANTED * (planted.STEPS - 3)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hfnn
+from haiprof import record
 from haiprof.collector import Collector
 
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU)
@@ -143,6 +144,35 @@ def test_conversion_and_its_proofs_are_the_same(tmp_path):
     with profiled(tmp_path):
         assert hfnn.report(hfnn.convert(model())).rows == plain
     assert sum(row.to is not None for row in plain) >= 4
+
+
+def test_captured_models_are_replayed_and_told_of(tmp_path):
+    """The same losses and replays with the collector, by played graphs where there is no GPU."""
+    from played_graphs import DEVICE, played
+
+    def trained(looks=None):
+        torch.manual_seed(0)
+        inner = hfnn.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).to(DEVICE), capture=True)
+        model = nn.Sequential(inner)  # as a wrapper has it
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+        for step in range(10):
+            x = torch.full((4, 8), float(step), device=DEVICE)
+            loss = model(x if step != 7 else x.requires_grad_()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+            if looks and step == 8:
+                looks.flush()
+        return torch.stack(found), dict(vars(inner)["_hfnn_capture"].counts)
+
+    with played():
+        losses, counts = trained()
+        with profiled(tmp_path) as collector:
+            again, own = trained(collector)  # its model is gone when the collector stops
+    assert torch.equal(again, losses) and own == counts and counts["replayed"] == 6
+    *_, line = record.load(tmp_path)[0]["captures"]
+    assert (line["model"], line["replayed"], line["as_it_is"]) == ("Sequential", 6, {"before recording": 4})
 
 
 def test_modules_are_bare_to_hfnn(tmp_path):

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from haiprof import phases as phases_module
-from haiprof.phases import PHASES, Hooks, Phases
+from haiprof.phases import Hooks, Phases
+from haiprof.record import PHASES
 
 
 def fault():

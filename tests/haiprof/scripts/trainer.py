@@ -24,7 +24,8 @@ def main():
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=True,
+            logging_steps=10,
+            use_cpu=not torch.cuda.is_available(),
         )
         trainer = transformers.Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:16])
         trainer.train()

@@ -1,0 +1,113 @@
+"""The clocks of hosts: how far that of this process is from rank 0's, asked by datagrams.
+
+The method: "Network Time Protocol Version 4" (RFC 5905, chapter 8), of several exchanges the one that took least. Rank
+0 writes its address into the folder that all ranks share; nobody asks where all ranks are on one host.
+"""
+
+import bisect
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+FILE = "clock.json"  # where rank 0 answers
+ASKED, LOST, PATIENCE, EVERY = 16, 3, 0.2, 60.0  # exchanges, those that may be lost; seconds for one, between times
+TIME = struct.Struct("!d")
+
+
+def on_several_hosts() -> bool:
+    """Whether the launcher's environment says so."""
+    size, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    return size.isdigit() and here.isdigit() and int(here) < int(size)
+
+
+class Server:
+    """A thread that answers with its time, until `close`."""
+
+    def __init__(self, folder):
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("", 0))
+        address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        new = Path(folder, f"{FILE}.{os.getpid()}")
+        new.write_text(json.dumps({"address": address, "port": self._socket.getsockname()[1]}))
+        new.replace(Path(folder, FILE))
+        self._thread = threading.Thread(target=self._run, name="haiprof clock", daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                asked, sender = self._socket.recvfrom(64)
+                if not asked:
+                    return
+                self._socket.sendto(asked + TIME.pack(time.time()), sender)
+
+    def close(self):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+            own.sendto(b"", ("127.0.0.1", self._socket.getsockname()[1]))
+        self._thread.join(10)
+        self._socket.close()
+
+
+class Asker:
+    """offsets: (time, seconds to add to it) as they were found; due: when to ask again, of time.monotonic."""
+
+    def __init__(self, folder):
+        self._file, self.due, self.offsets = Path(folder, FILE), 0.0, []
+
+    def ask(self) -> dict | None:
+        """A line for the file: `offset`, what rank 0's clock is ahead, and how wrong that may be, `error`; seconds.
+
+        None where rank 0 has not said yet where it is. OSError where it does not answer.
+        """
+        if not self._file.exists():
+            return None
+        where = json.loads(self._file.read_text())
+        self.due = time.monotonic() + EVERY
+        best, lost = None, 0
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+            own.settimeout(PATIENCE)
+            own.connect((where["address"], where["port"]))
+            for _ in range(ASKED):
+                try:
+                    found = _exchange(own)
+                except TimeoutError:
+                    lost += 1
+                    if lost == LOST and best is None:
+                        raise
+                    continue
+                best = found if best is None or found["error"] < best["error"] else best
+        self.offsets.append((best["wall"], shift(best)))
+        return best
+
+
+def _exchange(own) -> dict:
+    begin = time.time()
+    own.send(TIME.pack(begin))
+    while True:
+        answer = own.recv(64)
+        if answer[: TIME.size] == TIME.pack(begin):  # and not to one that was given up
+            break
+    end = time.time()
+    (there,) = TIME.unpack(answer[TIME.size :])
+    return {"kind": "clock", "wall": end, "offset": there - (begin + end) / 2, "error": (end - begin) / 2}
+
+
+def shift(line) -> float:
+    """Seconds to add to times of this process: none where the offset is not larger than its error."""
+    return line["offset"] if abs(line["offset"]) > line["error"] else 0.0
+
+
+def at(offsets, when: float) -> float:
+    """Seconds to add to a time, between those that were found in proportion; 0 where there are none."""
+    if not offsets:
+        return 0.0
+    i = bisect.bisect_right(offsets, (when, float("inf")))
+    if i in (0, len(offsets)):
+        return offsets[min(i, len(offsets) - 1)][1]
+    (begin, before), (end, after) = offsets[i - 1], offsets[i]
+    return before + (after - before) * (when - begin) / (end - begin)
