@@ -37,6 +37,14 @@ _LATE = "not all ranks came in time, or not all have HAISCALE_AUTO in their envi
 _mode = ""  # one of _MODES once this is begun
 
 
+class _State:
+    gave_up = ""  # why this process makes no more groups on hfreduce: an attempt has failed, which may take long
+    left = False  # the same on all ranks: the default group could not be switched, so nothing is
+
+
+_state = _State()
+
+
 def begin() -> None:
     """Replaces what is replaced, once, as HAISCALE_AUTO says; as by "1" where that is not set."""
     global _mode
@@ -57,8 +65,9 @@ def begin() -> None:
 def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, decide):
     """What `decide` made of the votes of all `size` ranks, in their order, on the first of them; equal on all of them.
 
-    None where votes, or the decision, did not come in time: on all ranks, too, for the first to write an end does so
-    for everybody. Votes and decisions are what JSON can tell.
+    None where votes, or the decision, did not come in half of `timeout`, which leaves the other half for what torch
+    does then: on all ranks, too, for the first to write an end does so for everybody. Votes and decisions are what JSON
+    can tell.
     """
     _made[about] += 1
     store = dist.PrefixStore(f"haiscale.auto {about} {_made[about]}", store)
@@ -67,10 +76,10 @@ def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, de
     try:
         if rank == 0:
             votes = [str(each) for each in range(size)]
-            store.wait(votes, timeout)
+            store.wait(votes, timeout / 2)
             decided = decide([json.loads(store.get(each)) for each in votes])
         else:
-            store.wait(["decided"], timeout)
+            store.wait(["decided"], timeout / 2)
     except RuntimeError:  # torch's stores raise its subclasses, or itself
         pass  # nobody is waited for any longer
     return json.loads(store.compare_set("decided", "", json.dumps(decided)))
@@ -92,59 +101,75 @@ def _say(rank: int, text: str) -> None:
 
 @functools.wraps(_make)
 def _new_group(*args, **kwargs):
-    given = inspect.signature(_make).bind(*args, **kwargs)
-    given.apply_defaults()
-    asked, store, timeout = (given.arguments[name] for name in ("backend", "store", "timeout"))
-    rank, size, others = (given.arguments[name] for name in ("group_rank", "group_size", "global_ranks_in_group"))
-    me = dist.get_rank() if others else rank
-    if not _concerns(given.arguments):
-        return _make(*args, **kwargs)
-    about = given.arguments["group_name"]
-    found = _agree(about, store, rank, size, timeout, _possible(), functools.partial(_decide, str(asked)))
-    why = _LATE if found is None else found["why"]
-    backend = found and found["backend"]
-    group, failed = None, ""
-    if backend:
-        given.arguments["backend"] = c10d.Backend(backend)
+    try:
+        given = inspect.signature(_make).bind(*args, **kwargs)
+        given.apply_defaults()
+        concerned = _concerns(given.arguments)
+    except Exception:  # of what is wrong with the arguments, torch says
+        concerned = False
+    made = _switch(given) if concerned else None
+    return _make(*args, **kwargs) if made is None else made
+
+
+def _switch(given):
+    """What torch's function returns for a switched group; None, on all its ranks, where it is to be as asked for."""
+    asked, size, others = (given.arguments[name] for name in ("backend", "group_size", "global_ranks_in_group"))
+    about = [given.arguments[name] for name in ("group_name", "store", "group_rank", "group_size", "timeout")]
+    if not others:
+        _state.gave_up, _state.left = "", False
+    found = _agree(*about, _possible(), functools.partial(_decide, str(asked)))
+    found = found or {"backend": None, "why": _LATE, "impossible": True}
+    made, failed = None, ""
+    if found["backend"]:
+        given.arguments["backend"] = c10d.Backend(found["backend"])
         try:
-            group, prefixed = _make(*given.args, **given.kwargs)
+            made = _make(*given.args, **given.kwargs)
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
-        failed = _agree(about, store, rank, size, timeout, failed, _first)
+        failed = _agree(*about, failed, _first)
         if failed == "":
-            c10d._world.pg_map[group] = asked, prefixed  # what the script is told, which may depend on it
+            c10d._world.pg_map[made[0]] = asked, made[1]  # what the script is told, and maybe depends on
         else:
-            backend, why = None, failed or _LATE
-            if group is not None:
-                _forget(group)
+            found = {"backend": None, "why": failed or _LATE, "impossible": True}
+            if made is not None:
+                _forget(made[0])
+                made = None
+    if found["impossible"]:
+        _state.gave_up, _state.left = found["why"], not others
     if not others:
-        _say(me, _line(str(asked), backend, size, found, why))
-    elif not backend and why:
-        _say(me, f"a group of {size} ranks stays on {asked}: {why}")
-    return (group, prefixed) if backend else _make(*args, **kwargs)
+        _say(given.arguments["group_rank"], _line(str(asked), size, **found))
+    elif made is None:
+        _say(dist.get_rank(), f"a group of {size} ranks stays on {asked}: {found['why']}")
+    return made
 
 
 def _concerns(given) -> bool:
     """Whether there is anything to switch in what a group is asked for: by its arguments, equal on all its ranks."""
     members = given["global_ranks_in_group"]
-    if given["group_rank"] < 0 or given["pg_tag"] or (members and dist.get_rank() not in members):
+    if given["group_rank"] in (None, -1) or given["pg_tag"]:
+        return False
+    if members and (_state.left or dist.get_rank() not in members):
         return False
     if given["backend_options"] is not None:
         return False  # they are of the backend that was asked for
     if given["group_name"] in c10d._world.pg_names.values():
         return False  # which is an error
-    try:
-        names = c10d.BackendConfig(given["backend"]).get_device_backend_map().values()
-    except (ValueError, KeyError):
+    asked = str(given["backend"])
+    if asked not in ("gloo", "nccl", "undefined") and ":" not in asked:
         return False
-    return not {"gloo", "nccl"}.isdisjoint(names)
+    return not {"gloo", "nccl"}.isdisjoint(_devices(asked).values())
+
+
+def _devices(asked: str) -> dict[str, str]:
+    """Of what torch is asked for, the backend by device."""
+    return dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
 
 
 def _possible() -> dict:
     """What this rank could do: why not, if it has no hfreduce; whether that takes CUDA tensors; its host."""
     from haiscale import mesh
 
-    why = ""
+    why = _state.gave_up
     try:
         from hfreduce import backend
 
@@ -155,20 +180,25 @@ def _possible() -> dict:
 
 
 def _decide(asked: str, votes: list[dict]) -> dict:
-    """{"backend": what to ask torch for, or None; "why": what of it is as it was asked for, if anything; "hosts"}."""
+    """backend: what to ask torch for, if anything; why: what of it is as it was asked for; impossible: all of it is."""
     from haiscale.mesh import why_nccl
 
     hosts = len({vote["host"] for vote in votes})
-    for rank, vote in enumerate(votes):
-        if vote["why"]:
-            return {"backend": None, "why": f"on rank {rank}, {vote['why']}", "hosts": hosts}
+    why = _first([vote["why"] for vote in votes])
+    if why:
+        return {"backend": None, "why": why, "impossible": True, "hosts": hosts}
     why = why_nccl(hosts == 1, all(vote["cuda"] for vote in votes))
-    before = c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map()
     to = {"gloo": "hfreduce", "nccl": "nccl" if why else "hfreduce"}
-    after = {device: to.get(name, name) if device in ("cpu", "cuda") else name for device, name in before.items()}
+    before = _devices(asked).items()
+    after = {device: to.get(name, name) if device in ("cpu", "cuda") else name for device, name in before}
     names = set(after.values())
     backend = "hfreduce" if names == {"hfreduce"} else ",".join(":".join(pair) for pair in after.items())
-    return {"backend": backend if "hfreduce" in names else None, "why": why if "nccl" in names else "", "hosts": hosts}
+    return {
+        "backend": backend if "hfreduce" in names else None,
+        "why": why if "nccl" in names else "",
+        "impossible": False,
+        "hosts": hosts,
+    }
 
 
 def _forget(group) -> None:
@@ -183,21 +213,21 @@ def _forget(group) -> None:
     c10d._unregister_process_group(group.group_name)
 
 
-def _line(asked, backend, size, found, why) -> str:
-    """Of the default group, and so of all."""
+def _line(asked, size, backend, why, impossible, hosts=0) -> str:
+    """What the default group, and so all of them, came to."""
     asked = "torch's default" if asked == "undefined" else asked
-    ranks = f"{size} ranks" + (f" on {found['hosts']} host{'s' * (found['hosts'] > 1)}" if found else "")
-    if backend:
-        switched = f"{ranks} run on {backend} instead of {asked}" + (f", not CUDA tensors: {why}" if why else "")
-    else:
-        switched = f"{ranks} stay on {asked}" + (f": {why}" if why else "")
-    wrapper = "DistributedDataParallel is haiscale's where it takes the model"
+    ranks = f"{size} ranks" + (f" on {hosts} host{'s' * (hosts > 1)}" if hosts else "")
+    if impossible:
+        return f"nothing is switched, {ranks} stay on {asked}: {why}"
+    switched = f"{ranks} run on {backend} instead of {asked}" if backend else f"{ranks} stay on {asked}"
+    if why:
+        switched += f" ({why})"
     models = {
         "1": "models are not converted (HAISCALE_AUTO=convert does)",
         "convert": "what it wraps is converted by hfnn",
         "capture": "what it wraps is converted by hfnn, with capture=True",
     }
-    return "; ".join([switched, wrapper, models[_mode]])
+    return f"{switched}; DistributedDataParallel is haiscale's where it takes the model; {models[_mode]}"
 
 
 # Models
@@ -212,7 +242,9 @@ def _new_ddp(cls, *args, **kwargs):
     except TypeError:  # a copy is made; or the arguments are wrong, which torch will say
         return object.__new__(cls)
     module = given.get("module")
-    if not isinstance(module, nn.Module) or not dist.is_initialized() or type(module) is nn.ParameterList:
+    if _state.left or not isinstance(module, nn.Module) or not dist.is_initialized():
+        return object.__new__(cls)
+    if type(module) is nn.ParameterList:
         return object.__new__(cls)  # a list has no forward: torch's `replicate` calls what is in the wrapper
     if _mode in ("convert", "capture"):
         _convert(module)

@@ -19,9 +19,9 @@ class NotOnAllRanks(Exception):
 class DistributedDataParallel(wrapper.DDP):
     """haiscale.ddp.DDP for a script that was written for torch's wrapper, whose instances count as torch's.
 
-    Gradients are in memory of their own unless gradient_as_bucket_view asks otherwise, and what is unfrozen later is not
-    averaged, both as torch has them. agree() is called once this rank has no objection; NotOnAllRanks is raised unless
-    it returns "". given: torch's arguments by their names.
+    Gradients are in memory of their own unless gradient_as_bucket_view asks otherwise, and what is unfrozen later is
+    not averaged, both as torch has them. agree() is called once this rank has no objection; NotOnAllRanks is raised
+    unless it returns "". given: torch's arguments by their names.
     """
 
     def __init__(self, agree, given):

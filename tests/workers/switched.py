@@ -1,4 +1,4 @@
-"""Ranks of tests/haiscale/test_auto.py, with HAISCALE_AUTO in the environment: nothing here names haiscale to be switched.
+"""Ranks of tests/haiscale/test_auto.py, which sets HAISCALE_AUTO: what they call are torch's names.
 
 Each function returns what `dist` and the model looked like; a script's own errors are returned as text.
 """
@@ -118,6 +118,9 @@ def as_ever(rank, size, store):
     start(rank, size, f"{store}.named", backend=None)  # torch chooses
     found["none"] = runs_on()
     dist.destroy_process_group()
+    start(rank, size, f"{store}.one", backend="cpu:gloo,cuda:nccl")
+    found["devices"] = [runs_on(), dist.get_backend()]
+    dist.destroy_process_group()
     start(rank, size, f"{store}.both", backend="cpu:gloo,cuda:gloo")
     found["both"] = [runs_on(), dist.get_backend()]
     dist.destroy_process_group()
@@ -142,6 +145,31 @@ def one_store(rank, size, store):
     return {"found": found, "lines": LINES}
 
 
+def unequal(rank, size, store):
+    """One rank's environment lacks HAISCALE_AUTO (the test's)."""
+    start(rank, size, store, timeout=timedelta(seconds=8))
+    return {"runs on": runs_on(), "lines": LINES}
+
+
+def unmet(rank, size, store):
+    """Ranks that all have hfreduce, but do not meet."""
+    from hfreduce import backend
+
+    def create(*_):
+        raise RuntimeError("no route to the others")
+
+    before, backend.create = backend.create, create if rank == 1 else backend.create
+    start(rank, size, store, timeout=timedelta(seconds=8))
+    found = {"runs on": runs_on(), "again": runs_on(dist.new_group())}
+    found["wrapper"] = type(DistributedDataParallel(nn.Linear(2, 2))).__module__
+    dist.barrier()
+    dist.destroy_process_group()
+    backend.create = before
+    lines = list(LINES)
+    start(rank, size, f"{store}.other")
+    return {**found, "afterwards": runs_on(), "lines": lines}
+
+
 def wrapped(rank, size, store):
     """Torch's name gives haiscale's wrapper, and torch's own where haiscale's has a reason not to."""
     start(rank, size, store)
@@ -161,6 +189,12 @@ def wrapped(rank, size, store):
     one_sided = nn.Sequential(nn.Embedding(4, 2, sparse=rank == 1))  # one rank alone has a reason
     one_sided = DistributedDataParallel(one_sided)
     found["one side"] = type(one_sided).__module__
+
+    more = nn.Linear(2, 2)
+    more.register_buffer("own", torch.ones(2 + rank))  # torch does not mind, if they are not broadcast
+    more = DistributedDataParallel(more, broadcast_buffers=False)
+    more(torch.ones(2)).sum().backward()
+    found["unequal"] = [type(more).__module__, more.module.bias.grad.tolist()]
 
     class Own(DistributedDataParallel):
         pass
