@@ -32,7 +32,7 @@ def launched(tmp_path, *command, auto=None, **more):
     return losses, lines, [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("script", ["ddp", "trainer", "accelerated", "fabric"])
+@pytest.mark.parametrize("script", ["ddp", "trainer", "accelerated", "fabric", "sharded"])
 def test_scripts(script, tmp_path):
     needs = {"trainer": "accelerate", "accelerated": "accelerate", "fabric": "lightning_fabric"}
     pytest.importorskip(needs.get(script, "torch"))
