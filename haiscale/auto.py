@@ -31,13 +31,14 @@ _log = logging.getLogger("haiscale.auto")
 _MODES = ("1", "convert", "capture")
 _Torch = nn.parallel.DistributedDataParallel
 _make = c10d._new_process_group_helper
-_made: Counter = Counter()  # of decisions, by what they were about: a store may live longer than a group
 _said: set[str] = set()
 _LATE = "not all ranks came in time, or not all have HAISCALE_AUTO in their environment"
 _mode = ""  # one of _MODES once this is begun
 
 
 class _State:
+    worlds = 0  # default groups so far: a store may live longer than they
+    decisions: Counter = Counter()  # since the last of them, by what they were about
     gave_up = ""  # why this process makes no more groups on hfreduce: an attempt has failed, which may take long
     left = False  # the same on all ranks: the default group could not be switched, so nothing is
 
@@ -49,7 +50,7 @@ def begin() -> None:
     """Replaces what is replaced, once, as HAISCALE_AUTO says; as by "1" where that is not set."""
     global _mode
     asked = os.environ.get("HAISCALE_AUTO") or "1"
-    if asked == "0" or _mode or not dist.is_available():
+    if asked == "0" or _mode:
         return
     if asked not in _MODES:
         _log.warning("HAISCALE_AUTO=%s is none of 0, %s: nothing is switched", asked, ", ".join(_MODES))
@@ -69,8 +70,8 @@ def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, de
     does then: on all ranks, too, for the first to write an end does so for everybody. Votes and decisions are what JSON
     can tell.
     """
-    _made[about] += 1
-    store = dist.PrefixStore(f"haiscale.auto {about} {_made[about]}", store)
+    _state.decisions[about] += 1
+    store = dist.PrefixStore(f"haiscale.auto {_state.worlds} {about} {_state.decisions[about]}", store)
     store.set(str(rank), json.dumps(vote))
     decided = None
     try:
@@ -80,8 +81,8 @@ def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, de
             decided = decide([json.loads(store.get(each)) for each in votes])
         else:
             store.wait(["decided"], timeout / 2)
-    except RuntimeError:  # torch's stores raise its subclasses, or itself
-        pass  # nobody is waited for any longer
+    except Exception:  # nobody is waited for any longer
+        _log.debug("no decision about %s", about, exc_info=True)
     return json.loads(store.compare_set("decided", "", json.dumps(decided)))
 
 
@@ -116,6 +117,8 @@ def _switch(given):
     asked, size, others = (given.arguments[name] for name in ("backend", "group_size", "global_ranks_in_group"))
     about = [given.arguments[name] for name in ("group_name", "store", "group_rank", "group_size", "timeout")]
     if not others:
+        _state.worlds += 1
+        _state.decisions.clear()
         _state.gave_up, _state.left = "", False
     found = _agree(*about, _possible(), functools.partial(_decide, str(asked)))
     found = found or {"backend": None, "why": _LATE, "impossible": True}

@@ -133,7 +133,8 @@ def one_store(rank, size, store):
     found = []
     for _ in range(3):
         dist.init_process_group("gloo", store=dist.PrefixStore("same", kept), rank=rank, world_size=size)
-        found.append(runs_on())
+        group = dist.new_group([0] if not found else [0, 1])  # of one name, whose members are others at first
+        found.append(runs_on(group if found else None))
         if len(found) == 2 and rank == 1:
             sys.modules["hfreduce._build"] = None  # from here on it cannot be imported
         dist.barrier()
@@ -148,7 +149,10 @@ def one_store(rank, size, store):
 def unequal(rank, size, store):
     """One rank's environment lacks HAISCALE_AUTO (the test's)."""
     start(rank, size, store, timeout=timedelta(seconds=8))
-    return {"runs on": runs_on(), "lines": LINES}
+    found = {"runs on": runs_on(), "lines": LINES}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def unmet(rank, size, store):
@@ -167,7 +171,9 @@ def unmet(rank, size, store):
     backend.create = before
     lines = list(LINES)
     start(rank, size, f"{store}.other")
-    return {**found, "afterwards": runs_on(), "lines": lines}
+    found["afterwards"] = runs_on()
+    dist.destroy_process_group()
+    return {**found, "lines": lines}
 
 
 def wrapped(rank, size, store):
