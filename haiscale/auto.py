@@ -23,6 +23,7 @@ import os
 from collections import Counter
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -125,6 +126,8 @@ def _switch(given):
     made, failed = None, ""
     if found["backend"]:
         given.arguments["backend"] = c10d.Backend(found["backend"])
+        # Apart from what torch writes if this fails, and reads then.
+        given.arguments["store"] = dist.PrefixStore("haiscale.auto", given.arguments["store"])
         try:
             made = _make(*given.args, **given.kwargs)
         except Exception as error:
@@ -169,7 +172,7 @@ def _devices(asked: str) -> dict[str, str]:
 
 
 def _possible() -> dict:
-    """What this rank could do: why not, if it has no hfreduce; whether that takes CUDA tensors; its host."""
+    """What this rank could do: why not, if it has no hfreduce; whether that takes all its CUDA tensors; its host."""
     from haiscale import mesh
 
     why = _state.gave_up
@@ -179,7 +182,8 @@ def _possible() -> dict:
         backend.native()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-    return {"why": why, "cuda": mesh.hfreduce_takes_cuda(), "host": mesh._host()}
+    takes = mesh.hfreduce_takes_cuda() or torch.cuda.device_count() == 0
+    return {"why": why, "cuda": takes, "host": mesh._host()}
 
 
 def _decide(asked: str, votes: list[dict]) -> dict:

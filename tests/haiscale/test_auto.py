@@ -74,7 +74,7 @@ def test_what_scripts_ask_torch_for_is_answered_as_ever(debug, tmp_path):
     lines = told(results)
     (found, _) = results
     assert found.pop("twice") == "ValueError: trying to initialize the default process group twice!"
-    assert "neither" in found.pop("unknown")
+    assert "neither" in found.pop("unknown") and found.pop("nccl") is None, "there are no GPUs"
     assert found == {
         "default": "hfreduce", "backend": "gloo", "identity": True, "groups": ["hfreduce"] * 3, "odd": "hfreduce",
         "options": "gloo", "tagged": "gloo", "alone": "hfreduce", "none": "hfreduce",
