@@ -30,7 +30,7 @@ def next_token(logits: Tensor, ids: Tensor) -> Tensor:
 def cut(model: nn.Module, ids: Tensor, size: int, chunks: int, placement: str, hfnn: bool) -> list[nn.Module]:
     """All chunks; where they are cut is found once for all providers, by the layers and the loss as rank 0 measures."""
     from haiscale import pipeline
-    from haiscale.pipeline import measure
+    from haiscale.pipeline.timeline import measure
 
     def criterion(logits):
         return next_token(logits, ids)

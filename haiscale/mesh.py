@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import importlib
+import logging
 import os
 import socket
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("haiscale")
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,17 +55,43 @@ def init(
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
     options = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
-    dist.init_process_group(backend or _default_backend(mine), **options)
+    why_not = None
+    if backend is None:
+        import hfreduce  # noqa: F401  # registers itself
+
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        why_not = why_nccl(one_host, hfreduce_takes_cuda()) if mine.type == "cuda" else None
+        backend = "nccl" if why_not else "hfreduce"
+    dist.init_process_group(backend, **options)
+    if dist.get_rank() == 0:
+        size = dist.get_world_size()
+        if why_not:
+            _log.warning("haiscale.init: %d ranks on NCCL, not on hfreduce: %s", size, why_not)
+        else:
+            _log.info("haiscale.init: %d ranks on %s", size, backend)
     return mine
 
 
-def _default_backend(mine: torch.device) -> str:
-    import hfreduce  # noqa: F401  # registers itself
+def why_nccl(one_host: bool, takes_cuda: bool) -> str | None:
+    """Why CUDA tensors go by NCCL unless a backend is named; None where they go by hfreduce.
 
-    if mine.type == "cpu" or not dist.is_nccl_available():
-        return "hfreduce"
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return "hfreduce" if one_host and hfreduce_takes_cuda() else "nccl"
+    one_host: whether all ranks are known to be on one. takes_cuda: `hfreduce_takes_cuda` of all ranks.
+    """
+    if not dist.is_nccl_available():
+        return None
+    if not one_host:
+        return "GPUs of several hosts, between which hfreduce has TCP alone"
+    return None if takes_cuda else "this hfreduce was built without CUDA"
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The name of the backend that a group runs on.
+
+    That of torch.distributed.get_backend, but for groups that `haiscale.auto` has switched: of these torch tells the
+    name that the script asked for, and this "hfreduce".
+    """
+    names = {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")}
+    return names.pop() if len(names) == 1 else dist.get_backend(group)
 
 
 def hfreduce_takes_cuda() -> bool:

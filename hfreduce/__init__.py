@@ -37,7 +37,7 @@ from hfreduce.api import (
     scatter,
     send,
 )
-from hfreduce.backend import Options, describe, monitored_barrier, operations, record, register
+from hfreduce.backend import Options, describe, monitored_barrier, nbytes, operations, record, register
 
 try:
     from hfreduce._C import Fault
@@ -63,6 +63,7 @@ __all__ = [
     "gather",
     "init",
     "monitored_barrier",
+    "nbytes",
     "operations",
     "record",
     "recv_",

@@ -56,10 +56,11 @@ def register():
             "ask hfreduce; unset it, or do not import hfreduce"
         )
     if not hasattr(dist.Backend, "HFREDUCE"):
-        dist.Backend.register_backend("hfreduce", _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("hfreduce", create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options, pg_options=None):
+def create(options, pg_options=None):
+    """The backend of one process group, as torch.distributed asks for it."""
     c10d = native()
     if pg_options is not None and not isinstance(pg_options, c10d.Options):
         raise TypeError(f"pg_options of the hfreduce backend are hfreduce.Options, got {type(pg_options).__name__}")
@@ -104,6 +105,11 @@ def record(group=None):
 def operations():
     """How many operations this process has begun on the backend, on all process groups."""
     return native().operations()
+
+
+def nbytes():
+    """How many bytes the dense tensors have that those operations give back, all together."""
+    return native().nbytes()
 
 
 def monitored_barrier(group=None, timeout=None):

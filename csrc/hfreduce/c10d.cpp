@@ -70,7 +70,7 @@ Living& living() {
   return *all;
 }
 
-std::atomic<uint64_t> begun{0};
+std::atomic<uint64_t> begun{0}, bytes_begun{0};
 
 milliseconds until(Deadline deadline) { return std::chrono::duration_cast<milliseconds>(deadline - Clock::now()); }
 
@@ -123,6 +123,7 @@ Backend::~Backend() {
 }
 
 uint64_t Backend::operations() { return begun.load(std::memory_order_relaxed); }
+uint64_t Backend::nbytes() { return bytes_begun.load(std::memory_order_relaxed); }
 
 Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body) {
   try {
@@ -131,6 +132,8 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
     TORCH_CHECK_WITH(DistBackendError, false, fault.what());
   }
   begun.fetch_add(1, std::memory_order_relaxed);
+  for (const at::Tensor& output : outputs)
+    if (output.layout() == c10::kStrided) bytes_begun.fetch_add(output.nbytes(), std::memory_order_relaxed);
   const OpType type = start.type;
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
   std::unique_ptr<Placed> placed = place(line, start, outputs);
@@ -313,6 +316,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       unlocked);
   hfreduce::bind_arrivals(m);
   m.def("operations", &Backend::operations);
+  m.def("nbytes", &Backend::nbytes);
   m.def("set_told_by", [](py::function where, py::function why) {
     hfreduce::where = where.release().ptr(), hfreduce::why = why.release().ptr();
   });

@@ -52,6 +52,7 @@ class Backend : public c10d::Backend {
   Communicator& communicator() { return *communicator_; }
   std::string describe() const;
   static uint64_t operations();  // begun by this process, on all its groups
+  static uint64_t nbytes();      // of the dense tensors that those give back
 
   bool supportsSplitting() const override { return true; }
   // batch_isend_irecv then begins message by message, as on gloo: what it has begun when one of them is refused stands,

@@ -26,7 +26,7 @@ from haiscale.ddp.arrivals import native
 from haiscale.ddp.buckets import CODES, Bucket, cut, flats
 from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.sizes import Sizes
-from haiscale.mesh import host_groups
+from haiscale.mesh import backend_of, host_groups
 from hfreduce.wire import Wire
 
 NAMES = 8  # parameters that a message lists
@@ -48,7 +48,7 @@ class Reducer:
         self.feedback, self.wire = feedback, None  # or, once there are buckets, what carries them in CODES
         self.lenient, self.static = lenient or static, static
         self.device = checks.host_device(group)
-        self.averages = dist.get_backend(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
+        self.averages = backend_of(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
         self.size, self.authority, self.contributors = group.size(), None, None
         self.buckets: list[Bucket] | None = None
         self.flats, self.order, self.bucket_of = [], [], {}

@@ -17,7 +17,7 @@ from haiscale.ddp.buffers import Buffers, broadcast
 from haiscale.ddp.overlap import Overlap
 from haiscale.ddp.precision import Dtypes, Narrow, feedback
 from haiscale.ddp.reducer import Reducer
-from haiscale.mesh import assisted
+from haiscale.mesh import assisted, backend_of
 
 _Torch = nn.parallel.DistributedDataParallel
 _DELAYED = "averages begin in the order in which gradients get ready"
@@ -76,8 +76,12 @@ class DDP(nn.Module, Joinable):
         parameters = self._check()
         self.device = parameters[0].device
         self.device_ids, self.output_device = _devices(parameters, device_ids, output_device)
+        self._connect(parameters, init_sync, broadcast_buffers)
+
+    def _connect(self, parameters, init_sync, broadcast_buffers):
+        """The first messages to the other ranks: all before is this rank's own."""
         if init_sync:
-            self._digest = checks.same_model(module, self.process_group, self.parameters_to_ignore)
+            self._digest = checks.same_model(self.module, self.process_group, self.parameters_to_ignore)
             broadcast(self._states(buffers=broadcast_buffers), self.process_group)
         else:
             self._digest = "unchecked"
@@ -86,7 +90,7 @@ class DDP(nn.Module, Joinable):
     def _set_up(self, parameters):
         """What is not copied or pickled with the model."""
         narrow = self.dtypes.param and Narrow(self.module, list(self._named_parameters().values()), self.dtypes)
-        backend = "the CPU-assisted reduce" if self.cpu_assisted else dist.get_backend(self.process_group)
+        backend = "the CPU-assisted reduce" if self.cpu_assisted else backend_of(self.process_group)
         backend += " in float8" if self.wire_dtype == buckets.CODES else ""
         key = f"{self._digest[:16]}, {self.process_group.size()} ranks of {backend}"
         cap = None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))
@@ -285,7 +289,7 @@ class DDP(nn.Module, Joinable):
 
     def explain(self) -> str:
         """What is averaged, how, and why so, as a text."""
-        backend, size = dist.get_backend(self.reducer.group), self.process_group.size()
+        backend, size = backend_of(self.reducer.group), self.process_group.size()
         parameters = self.reducer.parameters
         total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
         dtypes = {str(buckets.dtype_of(p, self.wire_dtype)).removeprefix("torch.") for p in parameters}

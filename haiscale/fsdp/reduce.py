@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, ReduceScatterOp
 
 from haiscale.fsdp.flat import WHOLE_ALIGNMENT, Flat, Parameter
 from haiscale.fsdp.unit import is_fake
+from haiscale.mesh import backend_of
 
 AVERAGING = ("hfreduce", "nccl", "fake")  # backends whose reductions average; elsewhere a sum is divided
 
@@ -40,7 +41,7 @@ class Reductions:
         self.needs: list[int] = []  # bytes, of each flat that needs one
         self.ended: Callable[[list[Parameter]], None] | None = None  # called when the `.grad` of these is there
         self._turn = 0
-        averages = dist.get_backend(group) in AVERAGING
+        averages = backend_of(group) in AVERAGING
         ranks = group.size() * (replicas.size() if replicas else 1)
         self._op, self._divisor = (dist.ReduceOp.AVG, 1) if averages else (dist.ReduceOp.SUM, ranks)
 

@@ -13,8 +13,8 @@ import importlib
 
 from haiscale.pipeline import dual_pipe_v, gpipe, interleaved, one_f_one_b, zero_bubble
 from haiscale.pipeline.actions import Action, Schedule
-from haiscale.pipeline.picture import draw, plot
-from haiscale.pipeline.simulate import Costs, Span, Timeline, check, predict
+from haiscale.pipeline.timeline.picture import draw, plot
+from haiscale.pipeline.timeline.simulate import Costs, Span, Timeline, check, predict
 
 # Each a function (stages, microbatches) -> Schedule; "interleaved" has a third argument, chunks on each rank.
 SCHEDULES = {
@@ -29,7 +29,7 @@ SCHEDULES = {
 _HOMES = {
     **dict.fromkeys(("DualPipeV", "GPipe", "Interleaved1F1B", "PipeDream", "Pipeline", "ZeroBubble"), "wrappers"),
     **dict.fromkeys(("layer_costs", "partition"), "partitioning"),
-    **dict.fromkeys(("LayerCost", "message_times", "stage_costs"), "measure"),
+    **dict.fromkeys(("LayerCost", "message_times", "stage_costs"), "timeline.measure"),
     **dict.fromkeys(("Pop", "SequentialModel", "Stash"), "sequential"),
     **dict.fromkeys(("materialize", "on_meta"), "meta"),
 }

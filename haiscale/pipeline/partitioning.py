@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from haiscale import checks
-from haiscale.pipeline import decoder, measure, sequential
+from haiscale.pipeline import decoder, sequential
 from haiscale.pipeline.actions import check_counts, in_turn, v_shape
 from haiscale.pipeline.stage import Cut, mark
+from haiscale.pipeline.timeline import measure
 
 log = logging.getLogger("haiscale.pipeline")
 PLACEMENTS = {"loop": "chunk r + v * stages is the v-th of rank r", "v": "rank r has r and 2 * stages - 1 - r"}
@@ -35,8 +36,8 @@ def partition(
     that they have in it.
 
     balance: how many layers each chunk has, in the order of the model; of a decoder the embeddings count as a layer,
-    each block, and the norm with the head. By default it is measured (measure.py), on `sample`, the inputs of one
-    microbatch, or for decoders on one sequence; where torch.distributed is initialised, on rank 0 alone, for all,
+    each block, and the norm with the head. By default it is measured (timeline/measure.py), on `sample`, the inputs of
+    one microbatch, or for decoders on one sequence; where torch.distributed is initialised, on rank 0 alone, for all,
     so all ranks of all pipelines must call this. Where nothing can be measured, layers count by their parameters.
 
     num_model_chunks: chunks on each rank, then the result for a rank is a list; placement: which they are, "loop" for

@@ -22,16 +22,14 @@ from haiscale.pipeline import (
     dual_pipe_v,
     gpipe,
     interleaved,
-    measured,
     one_f_one_b,
-    picture,
-    simulate,
     ties,
     zero_bubble,
 )
 from haiscale.pipeline.actions import FORWARD, Schedule
 from haiscale.pipeline.engine import CHECKPOINTS, Engine, Work
 from haiscale.pipeline.stage import cut_of
+from haiscale.pipeline.timeline import measured, picture, simulate
 
 
 class Pipeline(nn.Module):

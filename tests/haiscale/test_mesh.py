@@ -47,14 +47,31 @@ def test_siblings_of_ranks_with_unequally_many_groups(four):
 @pytest.mark.parametrize("device, hosts, kernels, backend", [
     ("cpu", 2, True, "hfreduce"), ("cuda", 1, True, "hfreduce"), ("cuda", 2, True, "nccl"), ("cuda", 1, False, "nccl"),
 ])  # fmt: skip
-def test_default_backend(device, hosts, kernels, backend, monkeypatch):
+def test_default_backend(device, hosts, kernels, backend, monkeypatch, caplog):
+    """And NCCL is not taken without a word."""
     import torch
 
+    asked = []
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4 * hosts)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(mesh, "_rank_device", lambda: torch.device(device))
     monkeypatch.setattr(mesh, "hfreduce_takes_cuda", lambda: kernels)
+    for name, value in {"RANK": 0, "MASTER_ADDR": "here", "MASTER_PORT": 1, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("WORLD_SIZE", str(4 * hosts))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert mesh._default_backend(torch.device(device)) == backend
+    haiscale.init()
+    assert asked == [backend]
+    why = (
+        "GPUs of several hosts, between which hfreduce has TCP alone"
+        if hosts > 1
+        else "this hfreduce was built without"
+    )
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (backend == "nccl") == bool(lines)
+    assert all(f"haiscale.init: {4 * hosts} ranks on NCCL, not on hfreduce: {why}" in line for line in lines)
 
 
 def test_what_does_not_fit_is_told(four):

@@ -15,13 +15,13 @@ from haiscale.pipeline import (
     decoder,
     layer_costs,
     materialize,
-    measure,
     on_meta,
     partition,
     predict,
     stage_costs,
 )
 from haiscale.pipeline.stage import cut_of
+from haiscale.pipeline.timeline import measure
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61}

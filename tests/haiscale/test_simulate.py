@@ -19,12 +19,12 @@ from haiscale.pipeline import (
     Timeline,
     check,
     draw,
-    picture,
     plot,
     predict,
 )
 from haiscale.pipeline.gpipe import schedule as gpipe
 from haiscale.pipeline.one_f_one_b import schedule as one_f_one_b
+from haiscale.pipeline.timeline import picture
 
 
 def by_hand(*orders, placement=None, microbatches=None):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from haiscale import checks
 from haiscale.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from haiscale.pipeline.simulate import Costs, Span, Timeline, needs, peak
+from haiscale.pipeline.timeline.simulate import Costs, Span, Timeline, needs, peak
 
 MIB = 1024**2
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from haiscale import checks
 from haiscale.pipeline import backward, messages
-from haiscale.pipeline.simulate import Costs
+from haiscale.pipeline.timeline.simulate import Costs
 from hfnn.memory import saved_bytes
 
 SLACK = 0.05

@@ -14,7 +14,7 @@ import textwrap
 from os import PathLike
 
 from haiscale.pipeline.actions import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
-from haiscale.pipeline.simulate import Timeline
+from haiscale.pipeline.timeline.simulate import Timeline
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward of inputs", WEIGHT: "backward of weights"}
 COLOURS = {FORWARD: "#6fa8dc", BACKWARD: "#93c47d", INPUT: "#76a5af", WEIGHT: "#f6b26b"}

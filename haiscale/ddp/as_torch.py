@@ -1,0 +1,56 @@
+"""The wrapper under torch's name, with what torch's has besides: what `haiscale.auto` gives for torch's."""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from haiscale.ddp import wrapper
+
+_BUILTIN = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+class NotOnAllRanks(Exception):
+    """Some rank cannot have the wrapper; the ranks know."""
+
+
+class DistributedDataParallel(wrapper.DDP):
+    """haiscale.ddp.DDP for a script that was written for torch's wrapper, whose instances count as torch's.
+
+    Gradients are in memory of their own unless gradient_as_bucket_view asks otherwise, and what is unfrozen later is
+    not averaged, both as torch has them. agree() is called once this rank has no objection; NotOnAllRanks is raised
+    unless it returns "". given: torch's arguments by their names.
+    """
+
+    def __init__(self, agree, given):
+        object.__setattr__(self, "_agree", agree)
+        super().__init__(**{"gradient_as_bucket_view": False, **given})
+
+    def _connect(self, *how):
+        if self.__dict__.pop("_agree")() != "":
+            raise NotOnAllRanks
+        super()._connect(*how)
+
+    def _check(self):
+        parameters = super()._check()
+        if any(hasattr(p, "_in_backward_optimizers") for p in parameters):
+            raise ValueError("optimizers step within its backward")
+        return parameters
+
+    def _set_up(self, parameters):
+        super()._set_up(parameters)
+        self.reducer.frozen = []
+        # Of torch.distributed.pipelining, before the last microbatch's backward; forwards are in no_sync there.
+        self.reducer.prepare_for_backward = lambda outputs: self.reducer.arm(True)
+
+    def _set_static_graph(self):
+        """The deprecated way to static_graph=True, before the first forward."""
+        self.static_graph = self.reducer.static = self.reducer.lenient = True
+
+    def _register_builtin_comm_hook(self, kind):
+        self.register_comm_hook(None, _BUILTIN[kind])
+
+
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
