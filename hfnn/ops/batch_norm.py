@@ -190,7 +190,7 @@ def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
         )  # fmt: skip
     else:
         # Copies: who changes the running statistics before backward changes nothing of this call.
-        mean, rstd = running[0].detach().to(wide, copy=True), (running[1].detach().to(wide) + eps).rsqrt_()
+        mean, rstd = running[0].detach().to(wide, copy=True), (running[1].detach().double() + eps).rsqrt_().to(wide)
         kernel.rebuild(x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, kind, slope, kernel.queue(x))
     return y, mean, rstd, flags
 

@@ -50,18 +50,19 @@ def stepped(module, batches, dys):
     return [*found, *(b.clone() for b in module.buffers())]
 
 
-def held(mine, exact, own, name, kernel, terms):
-    """The accuracy rule. terms: of each sum that a gradient of a parameter is.
+def held(mine, exact, own, name, terms, exactly=True):
+    """The accuracy rule; of sums by channel, where not `exactly`, what the roundings of so many terms of 1 add up to.
 
-    torch's sums on the CPU are of float64. Triton's, interpreted there, are of float32, as on a GPU: each of their few
-    may be off by what so many roundings are.
+    torch's sums on the CPU are of float64, ours with the channels last, and Triton's, of float32. So is its product of
+    rstd and weight, which is rounded twice here: of few channels that may be all the error there is.
     """
     if not exact.is_floating_point():
         assert torch.equal(mine, exact)
-    elif kernel == "triton" and not mine.is_cuda and mine.dim() == 1:
-        assert testing.error(mine, exact).l2 <= (2 + terms**0.5) * torch.finfo(mine.dtype).eps / 2
+    elif mine.dim() == 1 and not exactly:
+        rounding = 8 * torch.finfo(torch.float32).eps * terms**0.5
+        torch.testing.assert_close(mine.double(), exact, rtol=4 * torch.finfo(mine.dtype).eps, atol=rounding)
     else:
-        testing.assert_close(mine, exact, own, testing.GRADIENTS, name, terms)
+        testing.assert_close(mine, exact, own, testing.GRADIENTS * (1 if exactly else 2), name, terms)
 
 
 def random_parts(module):
@@ -103,7 +104,7 @@ def test_modules_batch_after_batch(mode, case, dims, layout, kernel, device):
     assert found[0].grad_fn.name() == "_BatchNormBackward"
     assert len(found) == len(exact)
     for i, (a, b, c) in enumerate(zip(found, exact, own, strict=True)):
-        held(a, b, c, f"result {i}", kernel, batches[0].numel())
+        held(a, b, c, f"result {i}", batches[0].numel(), kernel == "cpp")
         assert a.stride() == c.stride()
 
 
@@ -134,11 +135,11 @@ def test_random_calls(kernel, data):
     """Shapes, dtypes, layouts and options nobody chose, with a sum and an activation behind."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    most = 40 if kernel == "cpp" else 8
-    dims = data.draw(st.integers(0, 3))
+    most = 40 if kernel == "cpp" else 10
+    dims = data.draw(st.integers(0, 3 if kernel == "cpp" else 2))
     # Of fewer numbers a norm of errors is a matter of luck.
-    shape = (data.draw(st.integers(4, 12)), data.draw(st.integers(4, most)), *(
-        data.draw(st.integers(1, most)) for _ in range(dims)))  # fmt: skip
+    shape = (data.draw(st.integers(8, 16)), data.draw(st.integers(8, most)), *(
+        data.draw(st.integers(1, 8)) for _ in range(dims)))  # fmt: skip
     dtype = data.draw(st.sampled_from(DTYPES))
     act = data.draw(st.sampled_from(ACTIVATIONS))
     residual = data.draw(st.booleans()) and act not in ("silu", "hardswish")
@@ -170,7 +171,7 @@ def test_random_calls(kernel, data):
     if act not in (None, "silu") and not _clear_of_kinks(exact[0]):
         return
     for i, (a, b, c) in enumerate(zip(mine, exact, own, strict=True)):
-        held(a, b, c, f"result {i}", kernel, x.numel())
+        held(a, b, c, f"result {i}", x.numel(), exactly=False)
     assert mine[0].stride() == own[0].stride()
 
 
