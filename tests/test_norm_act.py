@@ -11,7 +11,7 @@ from torch import nn
 
 import hfnn
 from hfnn.ops import batch_norm
-from hfnn.patterns import norm_act
+from hfnn.patterns import batch_norm_act, norm_act
 
 
 class BasicBlock(nn.Module):
@@ -355,3 +355,61 @@ def test_libraries(library, name, sites):
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in theirs.modules())
     shortcuts = sum(n.endswith("downsample") for n, _ in theirs.named_modules())
     assert len(sites) == norms - shortcuts
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's."""
+
+    wrong = None
+
+    def __init__(self, features, act=nn.ReLU, **options):
+        super().__init__(features, **options)
+        self.drop, self.act = nn.Identity(), act() if act is nn.SiLU or act is nn.Identity else act(inplace=True)
+
+    def forward(self, x):
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(2 if self.wrong == "count" else 1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        training = self.training or (self.running_mean is None and self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        mean, var = (self.running_mean, self.running_var) if tracked else (None, None)
+        factor = factor / 2 if self.wrong == "factor" else factor
+        x = F.batch_norm(x, mean, var, self.weight, self.bias, training, factor, self.eps)
+        return self.act(self.drop(x)) * (2 if self.wrong == "scale" else 1) if self.wrong else self.act(self.drop(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}], ids=str)
+@pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.Identity])
+def test_norms_that_have_their_activation(act, options, sites):
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Conv2d(3, 8, 1), BatchNormAct2d(8, act, **options)).double()
+    mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
+    mine = pickle.loads(pickle.dumps(mine))
+    x = torch.randn(3, 3, 6, 6).double()
+    for train in (True, True, False):
+        same(results(mine, x, train), results(theirs, x, train), torch.float64)
+    if options.get("track_running_stats", True):
+        assert len(sites) == 3 and all(ran for *_, ran in sites)
+    mine[1].act, theirs[1].act = nn.Tanh(), nn.Tanh()
+    same(results(mine, x, True), results(theirs, x, True), torch.float64)
+
+
+@pytest.mark.parametrize("wrong", ["count", "factor", "scale"])
+def test_norms_whose_forward_is_another(wrong, monkeypatch):
+    monkeypatch.setattr(BatchNormAct2d, "wrong", wrong)
+    why = batch_norm_act.recognise(BatchNormAct2d(8))
+    assert ("off by" if wrong == "scale" else "running statistics become others") in str(why)
+
+
+def test_timm_norms(sites):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    theirs = timm.create_model("mobilenetv3_small_050").double()
+    mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
+    x = torch.randn(2, 3, 64, 64).double()
+    for a, b in zip(results(mine, x, False), results(theirs, x, False), strict=True):
+        assert (a - b).double().norm() <= 1e-9 * b.double().norm() + 1e-20
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in theirs.modules())
+    assert len(sites) == norms and all(ran for *_, ran in sites)
