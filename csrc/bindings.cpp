@@ -6,6 +6,7 @@
 #include "adafactor.h"
 #include "add_norm.h"
 #include "attention.h"
+#include "batch_norm.h"
 #include "bits.h"
 #include "caster.h"
 #include "compare.h"
@@ -100,6 +101,7 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("layer_norm"), add_layer_norm_cpu, "add_functions");
   bind(cpu.def_submodule("rms_norm"), rms_norm_cpu);
   bind(cpu.def_submodule("rms_norm"), add_rms_norm_cpu, "add_functions");
+  bind(cpu.def_submodule("batch_norm"), batch_norm_cpu);
   bind(cpu.def_submodule("gelu"), gelu_cpu);
   bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);

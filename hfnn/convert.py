@@ -18,7 +18,17 @@ from hfnn import adapters
 from hfnn.capture import captured
 from hfnn.core.kernel import PREFERENCES
 from hfnn.optim import swap
-from hfnn.patterns import block_end, experts, feed_forward, gated_norm, linear, lookalike, routed
+from hfnn.patterns import (
+    batch_norm_act,
+    block_end,
+    experts,
+    feed_forward,
+    gated_norm,
+    linear,
+    lookalike,
+    norm_act,
+    routed,
+)
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 from hfnn.patterns.subclass import FORWARDS, ROOMS, Converted, is_converted, make_subclass, original, restore, settings
@@ -55,6 +65,8 @@ RECOGNISERS = (
     feed_forward.recognise,
     experts.recognise,
     adapters.recognise,
+    norm_act.recognise,
+    batch_norm_act.recognise,
     routed.recognise,
 )
 

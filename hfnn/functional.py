@@ -12,6 +12,7 @@ from hfnn.ops.avg_pool import (
     avg_pool2d,
     avg_pool3d,
 )
+from hfnn.ops.batch_norm import batch_norm, batch_norm_act
 from hfnn.ops.cross_entropy import cross_entropy
 from hfnn.ops.dropout import dropout
 from hfnn.ops.dropout_add import dropout_add
@@ -85,6 +86,8 @@ __all__ = [
     "avg_pool1d",
     "avg_pool2d",
     "avg_pool3d",
+    "batch_norm",
+    "batch_norm_act",
     "binary_cross_entropy_with_logits",
     "causal_softmax",
     "celu",

@@ -219,6 +219,7 @@ def clone(
     modules: dict | None = None,
     changed: dict | None = None,
     cls: type | None = None,
+    buffers: dict | None = None,
 ) -> nn.Module:
     """Another object of the module's class (or of `cls`), with its attributes but those `changed`, and no hooks.
 
@@ -239,6 +240,7 @@ def clone(
         **vars(nn.Module()),
         "training": training,
         "_parameters": dict(parameters),
+        "_buffers": dict(buffers or {}),
         "_modules": dict(modules or {}),
     }
     before = {name: list(part.items()) for name, part in state.items() if isinstance(part, dict)}

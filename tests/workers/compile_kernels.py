@@ -121,6 +121,20 @@ def launch_masked_softmax(dtype, cols):
             op.backward(y, y, x, 0.125, causal, 0, 0)
 
 
+def launch_batch_norm(dtype, shape):
+    """Each activation and sum that the room asks for, in training."""
+    op, (P, C, S) = kernels("batch_norm"), shape
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    w, mean, rstd = (torch.empty(C, device="meta") for _ in range(3))
+    bits = torch.empty((P * C // 8,) if S == 1 else (P, C, -(-S // 8)), dtype=torch.uint8, device="meta")
+    partials = torch.empty(3, op.partials(P, C, S), C, device="meta")
+    for kind, residual in ((0, None), (1, None), (1, x), (2, x), (3, None), (4, None), (5, None)):
+        flags = None if residual is None else bits
+        op.forward(x, w, w, residual, x, flags, mean, rstd, w, w, partials, 0.1, 1e-5, kind, 0.1, 0)
+        op.backward(x, x, w, w, flags, mean, rstd, x, residual, w, w, partials, True, kind, 0.1, 0)
+        op.backward(x, x, w, w, flags, mean, rstd, x, residual, None, None, None, False, kind, 0.1, 0)
+
+
 def launch_recode():
     x, op = torch.empty(1 << 20, dtype=BF16, device="meta"), kernels("recode")
     rank, start, table = (torch.empty(1 << 16, dtype=d, device="meta") for d in (torch.uint8, torch.int32, torch.int16))
@@ -305,6 +319,10 @@ def launch_all(everything):
     for cols in (1000, 8192, 128256) if everything else (128256,):
         launch_losses(BF16, cols)
         launch_masked_softmax(BF16, cols)
+    for shape in (
+        ((401408, 256, 1), (128, 256, 3136), (128, 512, 49)) if everything else ((401408, 256, 1), (128, 512, 49))
+    ):
+        launch_batch_norm(BF16, shape)
     for dtype in dtypes:
         launch_rooms(dtype, everything)
         for cols in (64, 1000, 1001, 2048, 3000, 4096, 8192, 10000) if everything else (1000, 8192):

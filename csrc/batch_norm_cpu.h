@@ -1,0 +1,220 @@
+// What batch_norm.cpp does to a run of elements, where numbers by channel are the same all along the run, or change
+// with the element.
+#pragma once
+#include "batch_norm.h"
+#include "bits_cpu.h"
+#include "exp_cpu.h"
+
+namespace hfnn {
+
+namespace {
+// The activations; of a sum those up to kPiecewise.
+enum Kind { kIdentity, kRelu, kLeakyRelu, kRelu6, kPiecewise = kRelu6, kSilu, kHardswish, kKinds };
+
+// y is dy in backward. dx and dresidual are backward's.
+struct BatchNormCall {
+  Tensor x, weight, bias, residual, y, bits, mean, rstd, running_mean, running_var, partials, dx, dresidual, dweight,
+      dbias;
+  int64_t kind = 0;
+  double slope = 0, momentum = 0, eps = 0;
+  bool training = false, forward = false, sums = false;
+  int64_t planes() const { return x.shape[0]; }
+  int64_t channels() const { return x.shape[1]; }
+  int64_t size() const { return x.shape[2]; }
+  int64_t terms() const { return planes() * size(); }
+};
+
+// A mean and a sum of squares around it, of a growing number of terms (Chan, Golub and LeVeque, 1983).
+struct Moments {
+  double count = 0, mean = 0, squares = 0;
+
+  HFNN_INLINE void add(double n, double m, double s) {
+    const double all = count + n, delta = m - mean;
+    mean += delta * (n / all);
+    squares += s + delta * delta * (count * n / all);
+    count = all;
+  }
+};
+
+// z of one channel, and dx.
+template <class W>
+struct One {
+  W mean, scale, bias, mean_g, mean_gx;
+  HFNN_INLINE W z(W x, int64_t) const { return fused(x - mean, scale, bias); }
+  HFNN_INLINE W dx(W g, W x, int64_t) const { return scale * (g - mean_g) - (x - mean) * mean_gx; }
+};
+// Of many: the first one is the run's first element's.
+template <class W>
+struct Each {
+  const W *mean, *scale, *bias, *mean_g, *mean_gx;
+  HFNN_INLINE W z(W x, int64_t i) const { return fused(x - mean[i], scale[i], bias[i]); }
+  HFNN_INLINE W centred(W x, int64_t i) const { return x - mean[i]; }
+  HFNN_INLINE W dx(W g, W x, int64_t i) const { return scale[i] * (g - mean_g[i]) - (x - mean[i]) * mean_gx[i]; }
+};
+}  // namespace
+
+// f(z). Comparisons are such that a NaN stays one.
+template <int kKind, class W>
+HFNN_INLINE W activated(W z, W slope) {
+  if constexpr (kKind == kRelu) return z < 0 ? W(0) : z;
+  if constexpr (kKind == kLeakyRelu) return z > 0 ? z : z * slope;
+  if constexpr (kKind == kRelu6) return z < 0 ? W(0) : z > 6 ? W(6) : z;
+  if constexpr (kKind == kSilu) return z / (1 + exp_minus(z));
+  if constexpr (kKind == kHardswish) {
+    const W t = z + 3;
+    return z * (t < 0 ? W(0) : t > 6 ? W(6) : t) / 6;
+  }
+  return z;
+}
+
+// Whether the slope of a piecewise linear f is 1 at z.
+template <int kKind, class W>
+HFNN_INLINE bool flag_of(W z) {
+  if constexpr (kKind == kRelu) return !(z <= 0);
+  if constexpr (kKind == kRelu6) return !((z <= 0) | (z >= 6));
+  return z > 0;
+}
+
+// g * f'(z).
+template <int kKind, class W>
+HFNN_INLINE W descended(W z, W g, W slope) {
+  if constexpr (kKind == kRelu) return z <= 0 ? W(0) : g;
+  if constexpr (kKind == kLeakyRelu) return z > 0 ? g : g * slope;
+  if constexpr (kKind == kRelu6) return (z <= 0) | (z >= 6) ? W(0) : g;
+  if constexpr (kKind == kHardswish) return z < -3 ? W(0) : z <= 3 ? g * (z / 3 + W(0.5)) : g;
+  if constexpr (kKind == kSilu) {
+    const W e = exp_minus(z), s = 1 / (1 + e);
+    return g * (s + z * s * (z > 0 ? e * s : 1 - s));  // 1 - s without cancellation
+  }
+  return g;
+}
+
+// f(std::integral_constant) of the kind.
+template <class F>
+HFNN_INLINE void with_piecewise(int64_t kind, F f) {
+  if (kind == kIdentity) return f(std::integral_constant<int, kIdentity>{});
+  if (kind == kRelu) return f(std::integral_constant<int, kRelu>{});
+  if (kind == kLeakyRelu) return f(std::integral_constant<int, kLeakyRelu>{});
+  return f(std::integral_constant<int, kRelu6>{});
+}
+template <class F>
+HFNN_INLINE void with_kind(int64_t kind, F f) {
+  if (kind <= kPiecewise) return with_piecewise(kind, f);
+  if (kind == kSilu) return f(std::integral_constant<int, kSilu>{});
+  return f(std::integral_constant<int, kHardswish>{});
+}
+
+// The tensors of a call, and buffers of a run. `bit`: the byte where a run's flags are, which have whole bytes.
+template <class T>
+struct Lanes {
+  using W = Wide<T>;
+  Runs<T> x, y, residual, dx, dresidual;
+  W z[kRun];
+  uint8_t flags[kRun + 8];
+
+  explicit Lanes(const BatchNormCall& c)
+      : x(c.x, kRun), y(c.y, kRun), residual(c.residual, kRun), dx(c.dx, kRun), dresidual(c.dresidual, kRun) {}
+
+  template <class Numbers>
+  HFNN_INLINE void forward(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit) {
+    const W slope = W(c.slope);
+    const T* xs = x.read(first, n);
+    T* ys = y.open(first);
+    if (c.residual) {
+      const T* rs = residual.read(first, n);
+      with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) z[i] = at.z(load(xs[i]), i) + load(rs[i]);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) store(ys[i], activated<kind>(z[i], slope));
+        if (!c.bits) return;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) flags[i] = flag_of<kind>(z[i]);
+        std::memset(flags + n, 0, 8);
+        pack_run<1>(flags, c.bits.as<uint8_t>() + bit, (n + 7) / 8 * 8);
+      });
+    } else {
+      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) store(ys[i], activated<kind>(at.z(load(xs[i]), i), slope));
+      });
+    }
+    y.close(first, n);
+  }
+
+  // use(g) with the function that has g of element i of a run. Where there are flags, writes dresidual if `pass_on`.
+  template <class Numbers, class Use>
+  HFNN_INLINE void with_gradient(const BatchNormCall& c, Numbers at, const T* xs, int64_t first, int64_t n, int64_t bit,
+                                 bool pass_on, Use use) {
+    const W slope = W(c.slope);
+    const T* dys = y.read(first, n);
+    if (!c.bits) {
+      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
+        use([=](int64_t i) HFNN_FLAT { return descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope); });
+      });
+      return;
+    }
+    unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
+    const W outside = c.kind == kLeakyRelu ? slope : W(0);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      const W scaled = load(dys[i]) * outside;
+      z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
+    }
+    const W* g = z;
+    if (pass_on) {
+      T* out = dresidual.open(first);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) store(out[i], g[i]);
+      dresidual.close(first, n);
+    }
+    use([=](int64_t i) HFNN_FLAT { return g[i]; });
+  }
+
+  // loop(g, x) for a run, with functions that have both of element i. Writes dresidual.
+  template <class Numbers, class Loop>
+  HFNN_INLINE void sums(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit, Loop loop) {
+    const T* xs = x.read(first, n);
+    with_gradient(c, at, xs, first, n, bit, bool(c.dresidual),
+                  [&](auto g) HFNN_FLAT { loop(g, [=](int64_t i) HFNN_FLAT { return load(xs[i]); }); });
+  }
+
+  // dx of a run, and dresidual, which is g, unless `sums` has written it.
+  template <class Numbers>
+  HFNN_INLINE void backward(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit) {
+    const T* xs = x.read(first, n);
+    const auto write = [&](auto g) HFNN_FLAT {
+      if (!c.dx) return;
+      T* out = dx.open(first);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) store(out[i], at.dx(g(i), load(xs[i]), i));
+      dx.close(first, n);
+    };
+    if (c.dresidual && c.sums) {
+      const T* g = dresidual.read(first, n);
+      write([=](int64_t i) HFNN_FLAT { return load(g[i]); });
+    } else {
+      with_gradient(c, at, xs, first, n, bit, bool(c.dresidual), write);
+    }
+  }
+};
+
+// mean and rstd of a channel from its moments, and what they do to the running ones.
+template <class W>
+HFNN_INLINE void settle(const BatchNormCall& c, int64_t channel, const Moments& m) {
+  const double var = m.squares / m.count;
+  c.mean.as<W>()[channel] = W(m.mean);
+  c.rstd.as<W>()[channel] = var == 0 && c.eps == 0 ? W(0) : W(1 / std::sqrt(var + c.eps));
+  const auto move = [&](const Tensor& running, double value) HFNN_FLAT {
+    if (!running) return;
+    with_dtype(running.dtype, [&](auto stored) HFNN_FLAT {
+      using R = decltype(stored);
+      R& r = running.as<R>()[channel];
+      store(r, static_cast<Wide<R>>((1 - c.momentum) * double(load(r)) + c.momentum * value));
+    });
+  };
+  move(c.running_mean, m.mean);
+  move(c.running_var, m.squares / std::max(m.count - 1, 1.0));
+}
+
+}  // namespace hfnn

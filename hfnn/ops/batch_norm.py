@@ -1,0 +1,404 @@
+"""Batch normalisation, with a sum and an activation behind it.
+
+    y = f(z),    z = (x - mean) * rstd * weight + bias + residual,    rstd = 1 / sqrt(var + eps)
+
+Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift", ICML
+2015. Forward reads x for its statistics, once, and writes y; with f and the sum it still writes y alone. Backward reads
+what it needs twice, for two sums and for dx. f' is told from x, or, where a residual went into z, which is not kept,
+from a bit an element: so there f is piecewise linear.
+
+Names end in their shape: C channels, PCS as kernels take x (csrc/batch_norm.h): planes, channels, the elements of a
+plane; with the channels last in memory, S is 1.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hfnn.core import bits, recipe
+from hfnn.core.context import is_plain
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Op, kernels
+from hfnn.ops.layer_norm import statistics_dtype
+
+# The activations, by the numbers that kernels know them by; those up to PIECEWISE may follow a sum.
+ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
+PIECEWISE = ACTIVATIONS.index("relu6")
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def reference(
+    x,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    residual=None,
+    act=None,
+    negative_slope=0.01,
+):
+    """The definition, in the dtype of x; the running statistics stay as they are."""
+    dims, shape = (0, *range(2, x.dim())), (-1, *(1,) * (x.dim() - 2))
+    if training:
+        centred = x - x.mean(dims, keepdim=True)
+        var = centred.square().mean(dims, keepdim=True)
+    else:
+        centred, var = x - running_mean.view(shape), running_var.view(shape)
+    y = centred * torch.rsqrt(var + eps)
+    y = y if weight is None else y * weight.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return _activated(y if residual is None else y + residual, act, negative_slope)
+
+
+def _activated(z, act, negative_slope):
+    if act is None:
+        return z
+    return F.leaky_relu(z, negative_slope) if act == "leaky_relu" else getattr(F, act)(z)
+
+
+def _in_torch(*args, residual=None, act=None, negative_slope=0.01, **how):
+    """torch's own ops, for arguments of `batch_norm_act`."""
+    args, behind = args[:8], args[8:]
+    residual, act, negative_slope = *behind, *(residual, act, negative_slope)[len(behind) :]
+    z = F.batch_norm(*args, **how)
+    return _activated(z if residual is None else z + residual, act, negative_slope)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of a case: (N, C, ...) and maybe what follows: "relu", "add_relu", "silu_last", ... .
+
+    "last": the channels are last in memory. Shapes are extended to two dimensions, and to a batch of two.
+    """
+    form = case[-1] if isinstance(case[-1], str) else ""
+    shape = case[: len(case) - bool(form)]
+    shape = shape if len(shape) > 1 else (2, *shape)
+    shape = (2, *shape[1:]) if math.prod(shape) == shape[1] else shape
+    words = form.split("_last")[0]
+    draw = lambda *size: torch.randn(size, generator=generator).to(dtype).to(device)  # noqa: E731
+    x, residual = draw(*shape), draw(*shape) if words.startswith("add_") else None
+    if form.endswith("last") and len(shape) in _LAST:
+        x, residual = (t if t is None else t.to(memory_format=_LAST[len(shape)]) for t in (x, residual))
+    args = x, None, None, draw(shape[1]), draw(shape[1]), True, 0.1, 1e-5
+    act = words.removeprefix("add_").removesuffix("last")
+    return (*args, residual, act) if act else args, {}
+
+
+def _op(name, torchs, floor, cases, bench, **more):
+    return Op(
+        name, reference, torchs, kernels=kernels("batch_norm", floor), sample=sample, cases=cases, bench=bench,
+        traffic=(3, 5), saves=False, sums=True, **more,
+    )  # fmt: skip
+
+
+# The shapes of ResNet-50.
+_BENCH = (128, 64, 112, 112), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)
+OP = _op(
+    "batch_norm",
+    lambda *args, **how: F.batch_norm(*args, **how),
+    1 << 20,
+    ((4, 3), (2, 3, 769), (3, 5, 6, 7, "last"), (64, 12, 5), (2, 3, 40, 41)),
+    tuple((*shape, form) for shape in _BENCH for form in ("last", "first")),
+    small=(3, 5),
+)
+ACT = _op(
+    "batch_norm_act",
+    _in_torch,
+    1 << 18,
+    (
+        (4, 3, "relu"), (2, 3, 769, "add_relu"), (2, 3, 769, "silu"), (3, 8, 6, 7, "add_relu_last"),
+        (3, 5, 6, 7, "relu_last"), (3, 5, 6, 7, "hardswish_last"), (4, 6, 5, "leaky_relu"), (4, 6, 5, "add_leaky_relu"),
+        (4, 6, 5, "relu6"), (4, 6, 5, "add_relu6"),
+    ),
+    tuple(
+        (*shape, form) for shape in _BENCH for form in ("relu_last", "add_relu_last", "silu_last", "relu", "add_relu")
+    ),
+    small=(3, 5, "silu"),
+    recipe=False,  # where there is a residual, with which a case begins
+)  # fmt: skip
+OPS = OP, ACT
+
+
+def _layout(x) -> torch.memory_format:
+    """The format that torch's result has for x: channels last where the strides of x are in that order."""
+    if x.is_contiguous() or x.dim() not in _LAST:
+        return torch.contiguous_format
+    least = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(d) < least or x.stride(d) == 0 or (d == 0 and least == x.stride(1)):
+            return torch.contiguous_format
+        least = x.stride(d) * x.shape[d]
+    return _LAST[x.dim()]
+
+
+def _planes_of_one(x, layout) -> bool:
+    """Whether kernels see the channels last in memory: so they are too where each has one element."""
+    return layout is not torch.contiguous_format or x.numel() == x.shape[0] * x.shape[1]
+
+
+def _planes(x, layout):
+    """x in that format as (P, C, S): a view of its memory."""
+    if x is None:
+        return None
+    if layout is torch.contiguous_format:
+        return x.view(*x.shape[:2], math.prod(x.shape[2:]))
+    channels = x.shape[1]
+    return x.as_strided((x.numel() // channels, channels, 1), (channels, 1, 1))
+
+
+def _flags(x_PCS):
+    """Memory for a bit an element."""
+    planes, channels, size = x_PCS.shape
+    shape = (bits.size(x_PCS.numel()),) if size == 1 else (planes, channels, bits.size(size))
+    return torch.empty(shape, dtype=torch.uint8, device=x_PCS.device)
+
+
+def _mask(packed, x, layout):
+    """The flags of x, of its shape."""
+    x_PCS = _planes(x, layout)
+    planes, channels, size = x_PCS.shape
+    if size == 1:
+        found = bits.unpack(packed, x_PCS.shape)
+    else:
+        found = bits.unpack(packed.view(-1), (planes, channels, 8 * packed.shape[-1]))[..., :size]
+    return (
+        found.reshape(x.shape)
+        if layout is torch.contiguous_format
+        else torch.empty_like(x, dtype=torch.bool).copy_(found.view(x.shape[0], *x.shape[2:], channels).movedim(-1, 1))
+    )
+
+
+def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
+    """(y, mean_C, rstd_C, flags or None). keep: whether flags are wanted, if there is a residual."""
+    training, momentum, eps, kind, slope = how
+    x = x.contiguous(memory_format=layout)
+    residual = residual if residual is None else residual.contiguous(memory_format=layout)
+    y = torch.empty_like(x, memory_format=layout)
+    x_PCS, residual_PCS, y_PCS = (_planes(t, layout) for t in (x, residual, y))
+    flags = _flags(x_PCS) if keep and residual is not None and kind else None
+    wide = statistics_dtype(x)
+    if training:
+        mean, rstd = torch.empty(2, x.shape[1], dtype=wide, device=x.device)
+        partials = torch.empty(3, kernel.partials(*x_PCS.shape), x.shape[1], dtype=wide, device=x.device)
+        kernel.forward(
+            x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, *running, partials, momentum, eps, kind, slope,
+            kernel.queue(x),
+        )  # fmt: skip
+    else:
+        # Copies: who changes the running statistics before backward changes nothing of this call.
+        mean, rstd = running[0].detach().to(wide, copy=True), (running[1].detach().double() + eps).rsqrt_().to(wide)
+        kernel.rebuild(x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, kind, slope, kernel.queue(x))
+    return y, mean, rstd, flags
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, running, how, layout, kernel):
+        y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
+        recipe.save(ctx, x, weight, bias, made=(mean, rstd, flags))
+        ctx.how, ctx.layout, ctx.kernel = how, layout, kernel
+        return y if residual is not None else recipe.carry(ctx, y, _rebuild(how, layout, kernel))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean, rstd, flags = recipe.saved(ctx)
+        needs, kernel = ctx.needs_input_grad[:4], ctx.kernel
+        training, _, _, kind, slope = ctx.how
+        if torch.is_grad_enabled():
+            return (*_differentiable(ctx, dy, x, weight, bias, mean, rstd, flags), *(None,) * 4)
+        x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
+        dx = torch.empty_like(x) if needs[0] else None  # whose strides are those of x, also of a dimension of one
+        dresidual = None
+        if needs[3]:
+            dresidual = dy if flags is None else torch.empty_like(x)
+        dweight, dbias = (
+            torch.empty_like(p) if need else None for p, need in zip((weight, bias), needs[1:3], strict=True)
+        )
+        x_PCS, dy_PCS, dx_PCS = (_planes(t, ctx.layout) for t in (x, dy, dx))
+        partials = None
+        if needs[1] or needs[2] or (needs[0] and training):
+            partials = torch.empty(2, kernel.partials(*x_PCS.shape), x.shape[1], dtype=mean.dtype, device=x.device)
+        kernel.backward(
+            dy_PCS, x_PCS, weight, bias, flags, mean, rstd, dx_PCS,
+            None if flags is None else _planes(dresidual, ctx.layout), dweight, dbias, partials, training, kind, slope,
+            kernel.queue(x),
+        )  # fmt: skip
+        return dx, dweight, dbias, dresidual, *(None,) * 4
+
+
+def _formula(how, out_dtype, act=True):
+    """z, or y, in torch's ops in the widest dtype at hand, returning what the kernel returned."""
+    training, _, eps, kind, slope = how
+
+    def formula(x, weight, bias, mean, rstd):
+        wide, channels = torch.promote_types(x.dtype, torch.float32), (-1, *(1,) * (x.dim() - 2))
+        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+        if training:
+            z = F.batch_norm(x.to(wide), None, None, weight, bias, True, 0.0, eps)
+        else:
+            z = (x.to(wide) - mean.view(channels)) * rstd.view(channels)
+            z = z if weight is None else z * weight.view(channels)
+            z = z if bias is None else z + bias.view(channels)
+        return (_activated(z, ACTIVATIONS[kind], slope) if act else z).to(out_dtype)
+
+    return formula
+
+
+def _differentiable(ctx, dy, x, weight, bias, mean, rstd, flags):
+    """The gradients by differentiable ops."""
+    _, _, _, kind, slope = ctx.how
+    if flags is not None:
+        outside = slope if ACTIVATIONS[kind] == "leaky_relu" else 0.0
+        dy = torch.where(_mask(flags, x.contiguous(memory_format=ctx.layout), ctx.layout), dy, dy * outside)
+    formula = _formula(ctx.how, dy.dtype, flags is None)
+    needs = ctx.needs_input_grad[:4]
+    return *double_backward(lambda *given: formula(*given, mean, rstd), (x, weight, bias), needs[:3], dy), (
+        dy if needs[3] else None
+    )
+
+
+def _rebuild(how, layout, kernel):
+    def build(x, weight, bias, mean, rstd, flags):
+        if torch.is_grad_enabled():
+            return _formula(how, x.dtype)(x, weight, bias, mean, rstd)
+        x = x.contiguous(memory_format=layout)
+        y = torch.empty_like(x)
+        x_PCS, y_PCS = _planes(x, layout), _planes(y, layout)
+        kernel.rebuild(x_PCS, weight, bias, None, y_PCS, None, mean, rstd, *how[3:], kernel.queue(x))
+        return y
+
+    return build
+
+
+def _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual) -> bool:
+    """Whether a kernel takes these; where it does not, torch's own op does, or says why not."""
+    if x.dim() < 2 or x.numel() == 0 or type(momentum) not in (int, float):
+        return False
+    if training and (x.numel() == x.shape[1] or eps <= 0):  # some versions of torch refuse an eps of 0
+        return False
+    if (running_mean is None) is not (running_var is None) or (running_mean is None and not training):
+        return False
+    channels, like = x.shape[1:2], x.dtype if weight is None else weight.dtype
+    for t in (running_mean, running_var):
+        if t is not None and (t.shape != channels or t.dtype is not like or t.device != x.device or not is_plain(t)):
+            return False
+        if t is not None and (not t.is_contiguous() or t.requires_grad):
+            return False
+    if any(p is not None and (p.shape != channels or not p.is_contiguous()) for p in (weight, bias)):
+        return False
+    return residual is None or (
+        residual.shape == x.shape and residual.dtype is x.dtype and residual.device == x.device and is_plain(residual)
+    )
+
+
+def _run(op, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer):
+    """The result by a kernel, or None where torch's own ops are to run."""
+    kernel = op.select(x, weight, bias, out=x.dtype, prefer=prefer)
+    if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
+        return None
+    if residual is not None and kind > PIECEWISE:
+        return None
+    layout = _layout(x)
+    if residual is not None and kind and x.shape[1] % 8 and kernel.name == "triton" and _planes_of_one(x, layout):
+        return None  # its flags begin a byte in each row
+    how = bool(training), float(momentum), eps, kind, slope
+    if torch.is_grad_enabled():
+        return _BatchNorm.apply(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel)
+    return _compute(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel, False)[0]
+
+
+def batch_norm(
+    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *, prefer="auto"
+):
+    """`torch.nn.functional.batch_norm`.
+
+    Shapes: input (N, C, ...), in the usual order of memory or with the channels last, which the result keeps; the
+    others (C,), float32 or of the input's dtype. With training=True running_mean and running_var, where given, move
+    by `momentum` towards the batch's. The result has the dtype of input; its consumers can rebuild it. prefer: "auto" |
+    "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    """
+    if not OP.passes(input, prefer):
+        of_x = running_mean, running_var, weight, bias, training, momentum, eps
+        y = _run(OP, input, *of_x, None, 0, 0.0, prefer)
+        if y is not None:
+            return y
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def batch_norm_act(
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    residual=None,
+    act=None,
+    negative_slope=0.01,
+    *,
+    prefer="auto",
+):
+    """`act(batch_norm(input, ...) + residual)` in one pass behind the statistics.
+
+    Arguments as of `batch_norm`, and: residual of input's shape and dtype, or None; act: "relu", "leaky_relu" (with
+    `negative_slope`), "relu6", "silu", "hardswish" or None. Kept for backward are input and the statistics, and a bit
+    an element with a residual, which is not kept. With one, silu and hardswish run by themselves. The sum and act work
+    on float32, and are rounded once. Raises ValueError for another `act`, else what torch raises.
+    """
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
+    of_x = running_mean, running_var, weight, bias, training, momentum, eps
+    if not ACT.passes(input, prefer):
+        y = _run(ACT, input, *of_x, residual, ACTIVATIONS.index(act), negative_slope, prefer)
+        if y is not None:
+            return y
+    if residual is None:
+        return _in_torch(input, *of_x, residual, act, negative_slope)
+    return _activated(batch_norm(input, *of_x, prefer=prefer) + residual, act, negative_slope)
+
+
+def arguments(module: nn.Module) -> tuple:
+    """What torch's module gives to the function besides the input; counts a batch, as its forward does."""
+    factor = 0.0 if module.momentum is None else module.momentum
+    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    mean, var = module.running_mean, module.running_var
+    training = module.training or (mean is None and var is None)
+    if module.training and not module.track_running_stats:
+        mean = var = None
+    return mean, var, module.weight, module.bias, training, factor, module.eps
+
+
+class _Module:
+    """What the three modules share. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        if OP.passes(input, self.prefer):
+            return super().forward(input)
+        self._check_input_dim(input)
+        return batch_norm(input, *arguments(self), prefer=self.prefer)
+
+
+class BatchNorm1d(_Module, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d`: the same arguments, defaults and state dict."""
+
+
+class BatchNorm2d(_Module, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d`: the same arguments, defaults and state dict."""
+
+
+class BatchNorm3d(_Module, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d`: the same arguments, defaults and state dict."""
+
+
+OP.modules.update({nn.BatchNorm1d: BatchNorm1d, nn.BatchNorm2d: BatchNorm2d, nn.BatchNorm3d: BatchNorm3d})
