@@ -121,7 +121,8 @@ class Kernel:
 
     name: the kind, as in `hfnn.use`; source: where it is, imported at the first use; device: "cpu" or "cuda";
     dtypes: of the input; max_cols: the longest row; out: whether the output may have another dtype than the input;
-    min_elements: the measured size of input under which host time decides and torch's own op is faster.
+    min_elements: the measured size of input under which host time decides and torch's own op is faster; tried: whether
+    its tests have passed on such a device: if not, it runs inside `hfnn.use` alone.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Kernel:
     max_cols: int | None = None
     out: bool = True
     min_elements: int = 0
+    tried: bool = True
 
     @property
     def missing(self) -> str | None:
@@ -152,6 +154,8 @@ class Kernel:
         interpreted = _forced == "triton" == self.name and device == "cpu" and _interpreting()
         if device != self.device and not interpreted:
             reasons.append(f"runs on {self.device}, got {device}")
+        if not self.tried and _forced != self.name:
+            reasons.append(f"has not been tested on {self.device} yet, and runs inside hfnn.use alone")
         if dtype not in self.dtypes:
             reasons.append(f"takes {', '.join(map(str, self.dtypes))}, got {dtype}")
         if self.max_cols is not None and cols > self.max_cols:
@@ -175,15 +179,15 @@ class Kernel:
         return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else torch.get_num_threads()
 
 
-def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_cols: int | None = None):
+def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_cols: int | None = None, **triton):
     """The kernels of an op that has one in Triton and one in C++, `first` before them.
 
     source: their file; floor, cuda: from how many elements on they are faster than torch, in C++ and in Triton;
-    max_cols: the longest row in Triton.
+    max_cols: the longest row in Triton; triton: other fields of that kernel.
     """
     return (
         *first,
-        Kernel("triton", f"hfnn.kernels.{source}", "cuda", max_cols=max_cols, min_elements=cuda),
+        Kernel("triton", f"hfnn.kernels.{source}", "cuda", max_cols=max_cols, min_elements=cuda, **triton),
         Kernel("cpp", f"hfnn._C:cpu.{source}", "cpu", (*FLOATS, torch.float64), min_elements=floor),
     )
 

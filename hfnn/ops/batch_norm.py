@@ -90,8 +90,8 @@ def sample(case, dtype, device, generator=None):
 
 def _op(name, torchs, floor, cases, bench, **more):
     return Op(
-        name, reference, torchs, kernels=kernels("batch_norm", floor), sample=sample, cases=cases, bench=bench,
-        traffic=(3, 5), saves=False, sums=True, **more,
+        name, reference, torchs, kernels=kernels("batch_norm", floor, tried=False), sample=sample, cases=cases,
+        bench=bench, traffic=(3, 5), saves=False, sums=True, **more,
     )  # fmt: skip
 
 
