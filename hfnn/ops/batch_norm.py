@@ -30,18 +30,9 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def reference(
-    x,
-    running_mean=None,
-    running_var=None,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-    residual=None,
-    act=None,
-    negative_slope=0.01,
-):
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5,
+    residual=None, act=None, negative_slope=0.01
+):  # fmt: skip
     """The definition, in the dtype of x; the running statistics stay as they are."""
     dims, shape = (0, *range(2, x.dim())), (-1, *(1,) * (x.dim() - 2))
     if training:
