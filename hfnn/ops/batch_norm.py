@@ -30,18 +30,9 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def reference(
-    x,
-    running_mean=None,
-    running_var=None,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-    residual=None,
-    act=None,
-    negative_slope=0.01,
-):
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5,
+    residual=None, act=None, negative_slope=0.01
+):  # fmt: skip
     """The definition, in the dtype of x; the running statistics stay as they are."""
     dims, shape = (0, *range(2, x.dim())), (-1, *(1,) * (x.dim() - 2))
     if training:
@@ -72,19 +63,18 @@ def _in_torch(*args, residual=None, act=None, negative_slope=0.01, **how):
 def sample(case, dtype, device, generator=None):
     """Arguments of a case: (N, C, ...) and maybe what follows: "relu", "add_relu", "silu_last", ... .
 
-    "last": the channels are last in memory. Shapes are extended to two dimensions, and to a batch of two.
+    "last", "first": where the channels are in memory. Shapes are extended to two dimensions, and to a batch of two.
     """
     form = case[-1] if isinstance(case[-1], str) else ""
-    shape = case[: len(case) - bool(form)]
+    shape, words = case[: len(case) - bool(form)], form.split("_")
     shape = shape if len(shape) > 1 else (2, *shape)
     shape = (2, *shape[1:]) if math.prod(shape) == shape[1] else shape
-    words = form.split("_last")[0]
     draw = lambda *size: torch.randn(size, generator=generator).to(dtype).to(device)  # noqa: E731
-    x, residual = draw(*shape), draw(*shape) if words.startswith("add_") else None
-    if form.endswith("last") and len(shape) in _LAST:
+    x, residual = draw(*shape), draw(*shape) if "add" in words else None
+    if "last" in words and len(shape) in _LAST:
         x, residual = (t if t is None else t.to(memory_format=_LAST[len(shape)]) for t in (x, residual))
     args = x, None, None, draw(shape[1]), draw(shape[1]), True, 0.1, 1e-5
-    act = words.removeprefix("add_").removesuffix("last")
+    act = "_".join(word for word in words if word not in ("add", "first", "last"))
     return (*args, residual, act) if act else args, {}
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, recipe
-from hfnn.ops import embedding, layer_norm, linear, smooth
+from hfnn.ops import batch_norm, embedding, layer_norm, linear, smooth
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -186,6 +186,28 @@ _plant(
     "double_backward",
     lambda double: lambda *args: tuple(None if g is None else g.detach() for g in double(*args)),
 )
+
+
+def _counted_twice(arguments):
+    def run(module):
+        arguments(module)
+        return arguments(module)
+
+    return run
+
+
+_plant("a batch counted twice", batch_norm, "arguments", _counted_twice)
+
+
+def _other_flags(compute):
+    def run(*args):
+        y, mean, rstd, flags = compute(*args)
+        return y, mean, rstd, flags if flags is None else ~flags
+
+    return run
+
+
+_plant("the flags of a sum turned round", batch_norm, "_compute", _other_flags)
 
 
 def _forward_as(cls, change):

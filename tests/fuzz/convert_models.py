@@ -103,6 +103,14 @@ def _conv(D, dimensions, size, bias):
     return getattr(nn, f"Conv{dimensions}d")(D, D, size, padding=size // 2, bias=bias)
 
 
+def _batch_norm(D, dimensions, momentum, affine, tracked):
+    return getattr(nn, f"BatchNorm{dimensions}d")(D, momentum=momentum, affine=affine, track_running_stats=tracked)
+
+
+def _draw_batch_norm(rng, tree, layout):
+    return DIMENSIONS.get(layout, 1), rng.choice((0.1, 0.1, None)), rng.random() < 0.8, rng.random() < 0.8
+
+
 def _pool(D, kind, dimensions, ceil):
     cls = getattr(nn, f"{kind}Pool{dimensions}d")
     if kind.startswith("Adaptive"):
@@ -129,7 +137,20 @@ LAYERS = {
     "glu": Layer(LAST, 1.5, lambda D: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU(-1))),
     "dropout": Layer(ALL, 2, lambda D, *how: nn.Dropout(*how), _choose((0.0, 0.0, 0.5), (False, False, True))),
     "group_norm": Layer(FIRST, 1, lambda D: own.GroupNorm(2, D)),
-    "batch_norm": Layer(("image",), 1, nn.BatchNorm2d),
+    "batch_norm": Layer(("rows", *FIRST), 1.5, lambda D, *how: _batch_norm(D, *how), _draw_batch_norm),
+    "conv_block": Layer(
+        FIRST,
+        3,
+        lambda D, how, name, inplace, *norm: own.ConvBlock(
+            D, norm[0], _batch_norm(D, *norm), _activation(name, inplace), how
+        ),
+        lambda rng, tree, to: (
+            rng.choice(own.ConvBlock.HOW),
+            rng.choice(("ReLU", "LeakyReLU", "ReLU6", "SiLU", "Hardswish", "GELU")),
+            False,
+            *_draw_batch_norm(rng, tree, to),
+        ),
+    ),
     "conv": Layer(FIRST, 4, _conv, lambda rng, tree, to: (DIMENSIONS[to], rng.choice((1, 3)), rng.random() < 0.7)),
     "pool": Layer(
         FIRST,

@@ -116,6 +116,25 @@ class GroupNorm(nn.GroupNorm):
         return super().forward(x.contiguous())
 
 
+class ConvBlock(nn.Module):
+    """act(norm(conv(x)) + x), the sum in place, by itself or not there, as convolutional models have it."""
+
+    HOW = ("plain", "sum", "inplace")
+
+    def __init__(self, D, dimensions, norm, act, how):
+        super().__init__()
+        self.conv = getattr(nn, f"Conv{dimensions}d")(D, D, 1, bias=False)
+        self.norm, self.act, self.how = norm, act, how
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        if self.how == "sum":
+            y = y + x
+        elif self.how == "inplace":
+            y += x
+        return self.act(y)
+
+
 class QuickGELU(nn.Module):
     factor = 1.0
 
