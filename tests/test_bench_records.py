@@ -22,6 +22,6 @@ def test_a_share_of_the_records(bench_script):
 
 def test_wrong_records_are_an_error(bench_script, monkeypatch):
     records = bench_script("records")
-    monkeypatch.setattr(records.script.Pread, "read", lambda self, batch, following: [b""] * len(batch))
+    monkeypatch.setattr(records.script.MODES["pread"], "read", lambda self, batch, following: [b""] * len(batch))
     with pytest.raises(AssertionError, match="pread: wrong records"):
         records("--size", "2K-20K", "--mode", "pread")

@@ -15,8 +15,7 @@
 namespace hfrecord {
 namespace {
 
-constexpr size_t MOST_PARTS = 64;             // of a system call
-constexpr uint64_t WORTH_FILLING = 256 << 10;  // bytes
+constexpr size_t MOST_PARTS = 64;  // of a system call
 
 // Fills the parts, which stand behind one another in the file. False at its end, or where the system says no.
 bool fill(int fd, iovec* parts, size_t count, uint64_t offset) {
@@ -37,18 +36,6 @@ bool fill(int fd, iovec* parts, size_t count, uint64_t offset) {
       if (parts->iov_len == 0) ++parts, --count;
     }
   }
-}
-
-// Memory for a large record, all pages by one call: one by one, at their first use, they take longer than the copy.
-void populate(unsigned char* begin, uint64_t size) {
-#ifdef MADV_POPULATE_WRITE
-  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
-  const auto last = (reinterpret_cast<uintptr_t>(begin) + size) / page * page;
-  if (size >= WORTH_FILLING) madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE);
-#else
-  static_cast<void>(begin), static_cast<void>(size);
-#endif
 }
 
 }  // namespace
@@ -144,7 +131,6 @@ size_t File::read_cold(const Entry* entries, size_t count, unsigned char* const*
 size_t File::read(const Entry* entries, const int64_t* numbers, size_t count, unsigned char* const* places, bool check,
                   bool warm) {
   const unsigned char* map = warm ? mapped() : nullptr;
-  for (size_t k = 0; k < count; ++k) populate(places[k], entries[k].length);
   const size_t there = map != nullptr ? count : read_cold(entries, count, places);
   for (size_t k = 0; k < there; ++k) {
     const Entry& entry = entries[k];
