@@ -14,7 +14,9 @@ def test_overhead_and_phases(bench_script):
     assert [row["pass"] for row in phases[::2]] == ["step", "forward", "backward", "optimizer"]
     own = {row["pass"]: float(row["device_us"]) for row in phases[::2]}
     found = {row["pass"]: float(row["device_us"]) for row in phases[1::2]}
-    assert all(0.3 * own[name] < found[name] < 1.1 * own[name] for name in own), (own, found)
+    step, of_haiprof = own.pop("step"), found.pop("step")  # not of the very same steps: by one more
+    assert step / 3 < of_haiprof < step * 3
+    assert all(0.3 * own[name] < found[name] < 1.01 * own[name] for name in own), (own, found)  # inside the marks
 
 
 @pytest.mark.slow
