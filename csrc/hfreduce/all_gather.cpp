@@ -8,17 +8,17 @@
 
 namespace hfreduce::local {
 
-void all_gather(Team& team, const void* in, void* out, int64_t stride, int64_t bytes, const Watch& watch) {
-  const int64_t most = piece(team.slot_bytes(), 1, 1);
-  copy(at(out, team.rank() * stride), in, bytes);
+void all_gather(ShmGroup& shm, const void* in, void* out, int64_t stride, int64_t bytes, const Watch& watch) {
+  const int64_t most = piece(shm.slot_bytes(), 1, 1);
+  copy(at(out, shm.rank() * stride), in, bytes);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, bytes - done);
-    copy(team.mine(), at(in, done), now);
-    team.arrive(watch);
-    for (int b = 0; b < team.size(); ++b)
-      if (b != team.rank()) copy(at(out, b * stride + done), team.slot(b), now);
-    team.next();
+    copy(shm.mine(), at(in, done), now);
+    shm.arrive(watch);
+    for (int b = 0; b < shm.size(); ++b)
+      if (b != shm.rank()) copy(at(out, b * stride + done), shm.slot(b), now);
+    shm.next();
     done += now;
   } while (done < bytes);
 }

@@ -22,7 +22,7 @@ int64_t Sender::write(const void* data, int64_t bytes) {
   return begun() && bytes > 0 ? static_cast<int64_t>(stream_.write(data, bytes)) : 0;
 }
 
-void Sender::want(Patience::Wanted& wanted) const { wanted.add(stream_, rank_); }
+void Sender::want(Backoff::Wanted& wanted) const { wanted.add(stream_, rank_); }
 
 bool Receiver::begun() {
   if (!stream_) stream_ = rail_.links.from(rank_, channel_, rail_.watch);
@@ -35,7 +35,7 @@ bool Receiver::begun() {
   return got_ == sizeof(Header);
 }
 
-void Receiver::want(Patience::Wanted& wanted) const {
+void Receiver::want(Backoff::Wanted& wanted) const {
   if (stream_)
     wanted.add(*stream_, rank_);
   else

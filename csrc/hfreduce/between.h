@@ -61,7 +61,7 @@ class Sender {
   Sender(const Rail& rail, int rank, int channel, int64_t bytes);
   int64_t write(const void* data, int64_t bytes);  // says how many; 0 too while the header has not left
   bool begun();                                    // whether the header has left
-  void want(Patience::Wanted& wanted) const;
+  void want(Backoff::Wanted& wanted) const;
 
  private:
   Outgoing& stream_;
@@ -77,7 +77,7 @@ class Receiver {
       : rail_(rail), rank_(rank), channel_(channel), bytes_(bytes) {}
   int64_t read(void* data, int64_t bytes);
   bool begun();  // whether the header has come
-  void want(Patience::Wanted& wanted) const;
+  void want(Backoff::Wanted& wanted) const;
 
  private:
   void compare() const;

@@ -7,15 +7,15 @@
 
 namespace hfreduce::local {
 
-void broadcast(Team& team, void* data, int64_t bytes, int root, const Watch& watch) {
-  const int64_t most = piece(team.slot_bytes(), 1, 1);
+void broadcast(ShmGroup& shm, void* data, int64_t bytes, int root, const Watch& watch) {
+  const int64_t most = piece(shm.slot_bytes(), 1, 1);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, bytes - done);
-    if (team.rank() == root) copy(team.mine(), at(data, done), now);
-    team.arrive(watch);
-    if (team.rank() != root) copy(at(data, done), team.slot(root), now);
-    team.next();
+    if (shm.rank() == root) copy(shm.mine(), at(data, done), now);
+    shm.arrive(watch);
+    if (shm.rank() != root) copy(at(data, done), shm.slot(root), now);
+    shm.next();
     done += now;
   } while (done < bytes);
 }

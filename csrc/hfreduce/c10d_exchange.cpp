@@ -16,7 +16,7 @@ struct Backend::Exchange {
 
 void Backend::all_to_all_now(const Exchange& exchange, milliseconds timeout) {
   const auto& [inputs, outputs, in_counts, in_offsets, out_counts, out_offsets] = exchange;
-  const DType dtype = wire_of(inputs[0].scalar_type()).dtype;
+  const DType dtype = element_of(inputs[0].scalar_type()).dtype;
   const Way way = this->way(inputs[0].device(), Kind::all_to_all, 0, dtype, timeout);
   const Memory in(inputs, true, way);
   Memory out(outputs, false, way);
@@ -41,9 +41,9 @@ Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std:
   Exchange exchange{{input}, {output}, zeros, zeros, zeros, zeros};
   c10d::computeLengthsAndOffsets(input_splits, input, &exchange.in_counts, &exchange.in_offsets);
   c10d::computeLengthsAndOffsets(output_splits, output, &exchange.out_counts, &exchange.out_offsets);
-  const Wire wire = wire_of(input.scalar_type());
+  const Element element = element_of(input.scalar_type());
   for (auto* list : {&exchange.in_counts, &exchange.in_offsets, &exchange.out_counts, &exchange.out_offsets})
-    for (int64_t& number : *list) number *= wire.width;
+    for (int64_t& number : *list) number *= element.width;
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::ALLTOALL_BASE, "hfreduce:all_to_all", options.asyncOp, input.device()};
   return collective(start, {output}, [=, this](int&) { all_to_all_now(exchange, timeout); });
@@ -54,13 +54,13 @@ Backend::Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::A
                     ", got none");
   check_list("all_to_all", inputs, size_, inputs[0]);
   check_list("all_to_all", outputs, size_, inputs[0]);
-  const Wire wire = wire_of(inputs[0].scalar_type());
+  const Element element = element_of(inputs[0].scalar_type());
   Exchange exchange{inputs, outputs, {}, {}, {}, {}};
   for (const auto& [tensors, counts, offsets] : {std::tie(inputs, exchange.in_counts, exchange.in_offsets),
                                                  std::tie(outputs, exchange.out_counts, exchange.out_offsets)}) {
     int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
-      counts.push_back(tensor.numel() * wire.width);
+      counts.push_back(tensor.numel() * element.width);
       offsets.push_back(offset);
       offset += counts.back();
     }
@@ -102,23 +102,23 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::SEND, "hfreduce:send", true, tensor.device()};
   return begin(*messages(to, kSend, tag), start, {}, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
+    const Element element = element_of(tensor.scalar_type());
     Way way = by_host(timeout);
     gpu::DeviceMessages* const device = device_messages(tensor);
     if (device && device->sends(to, tag)) way.accelerator = met_;
     const Memory memory(tensor, true, way);
-    const int64_t count = memory.count() * wire.width;
+    const int64_t count = memory.count() * element.width;
     if (way.accelerator)
-      device->send(memory.data(), count, wire.dtype, to, native(tensor), timeout);
+      device->send(memory.data(), count, element.dtype, to, native(tensor), timeout);
     else
-      communicator_->send(memory.data(), count, wire.dtype, to, tag, timeout);
+      communicator_->send(memory.data(), count, element.dtype, to, tag, timeout);
   });
 }
 
 // from: -1 for whoever has sent. Which way a message comes its sender has decided. Returns who sent it.
 int Backend::recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout) {
-  const Wire wire = wire_of(tensor.scalar_type());
-  const int64_t count = tensor.numel() * wire.width;
+  const Element element = element_of(tensor.scalar_type());
+  const int64_t count = tensor.numel() * element.width;
   Way way = by_host(timeout);
   std::optional<Memory> memory;
   const auto place = [&] { return memory.emplace(tensor, false, way).data(); };
@@ -127,8 +127,8 @@ int Backend::recv_now(const at::Tensor& tensor, int from, int tag, milliseconds 
     device_messages(tensor)->take(place(), message, watch, native(tensor));
   };
   const Received message = tensor.device().is_cpu()
-                               ? communicator_->receive(place, nullptr, count, wire.dtype, from, tag, timeout)
-                               : communicator_->receive(place, take, count, wire.dtype, from, tag, timeout);
+                               ? communicator_->receive(place, nullptr, count, element.dtype, from, tag, timeout)
+                               : communicator_->receive(place, take, count, element.dtype, from, tag, timeout);
   if (gpu::DeviceMessages* const device = device_messages(tensor); device && !message.ticket)
     device->offer(message.from);
   if (memory) memory->give_back();

@@ -20,17 +20,17 @@ Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&
   check_root("broadcast", options.rootRank);
   const int root = static_cast<int>(options.rootRank);
   const milliseconds timeout = patience(options.timeout);
-  const Wire wire = wire_of(tensor.scalar_type());
-  const auto by = path(tensor.device(), Kind::broadcast, bytes_of(tensor), wire.dtype);
+  const Element element = element_of(tensor.scalar_type());
+  const auto by = path(tensor.device(), Kind::broadcast, bytes_of(tensor), element.dtype);
   const Start start{OpType::BROADCAST, "hfreduce:broadcast", options.asyncOp, tensor.device(), by};
   return collective(start, tensors, [=, this](int&) {
-    const Way way = this->way(tensor.device(), Kind::broadcast, bytes_of(tensor), wire.dtype, timeout);
+    const Way way = this->way(tensor.device(), Kind::broadcast, bytes_of(tensor), element.dtype, timeout);
     const Memory memory(tensor, rank_ == root, way);
-    const int64_t count = memory.count() * wire.width;
+    const int64_t count = memory.count() * element.width;
     if (way.accelerator)
-      way.accelerator->broadcast(memory.data(), count, wire.dtype, root, native(tensor), timeout);
+      way.accelerator->broadcast(memory.data(), count, element.dtype, root, native(tensor), timeout);
     else
-      communicator_->broadcast(memory.data(), count, wire.dtype, root, timeout);
+      communicator_->broadcast(memory.data(), count, element.dtype, root, timeout);
     if (rank_ != root) memory.give_back();
   });
 }
@@ -54,7 +54,7 @@ Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allredu
   const OpType type = tensors.size() == 1 ? OpType::ALLREDUCE : OpType::ALLREDUCE_COALESCED;
   Start start{type, "hfreduce:all_reduce", options.asyncOp, device_of("all_reduce", tensors)};
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const DType dtype = wire_of(tensors[i].scalar_type()).dtype;
+    const DType dtype = element_of(tensors[i].scalar_type()).dtype;
     const auto by = path(start.device, Kind::all_reduce, bytes_of(tensors[i]), dtype, reductions[i].op);
     start.path = i ? both(start.path, by) : by;
   }
@@ -64,17 +64,17 @@ Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allredu
 }
 
 void Backend::all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout) {
-  const Wire wire = wire_of(tensor.scalar_type());
+  const Element element = element_of(tensor.scalar_type());
   const c10::Device device = tensor.device();
   if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) return;
-  const Way way = this->way(device, Kind::all_reduce, bytes_of(tensor), wire.dtype, timeout, reduction.op);
+  const Way way = this->way(device, Kind::all_reduce, bytes_of(tensor), element.dtype, timeout, reduction.op);
   const Memory memory(tensor, true, way);
   void* const data = memory.data();
-  const int64_t count = memory.count() * wire.width;
+  const int64_t count = memory.count() * element.width;
   if (way.accelerator)
-    way.accelerator->all_reduce(data, data, count, wire.dtype, reduction, native(tensor), timeout);
+    way.accelerator->all_reduce(data, data, count, element.dtype, reduction, native(tensor), timeout);
   else
-    communicator_->all_reduce(data, data, count, wire.dtype, reduction, timeout);
+    communicator_->all_reduce(data, data, count, element.dtype, reduction, timeout);
   memory.give_back();
 }
 
@@ -86,38 +86,38 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::REDUCE, "hfreduce:reduce", options.asyncOp, tensor.device()};
   return collective(start, tensors, [=, this](int&) {
-    const Wire wire = wire_of(tensor.scalar_type());
+    const Element element = element_of(tensor.scalar_type());
     const Memory memory(tensor, true, by_host(timeout));
-    communicator_->reduce(memory.data(), rank_ == root ? memory.data() : nullptr, memory.count() * wire.width,
-                          wire.dtype, reduction, root, timeout);
+    communicator_->reduce(memory.data(), rank_ == root ? memory.data() : nullptr, memory.count() * element.width,
+                          element.dtype, reduction, root, timeout);
     if (rank_ == root) memory.give_back();
   });
 }
 
 // outputs: the whole output as one tensor, or one tensor for each rank, of whatever sizes the ranks' inputs have.
 void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout) {
-  const Wire wire = wire_of(input.scalar_type());
+  const Element element = element_of(input.scalar_type());
   const c10::Device device = input.device();
   const bool alone = size_ == 1 && !device.is_cpu();
   if (alone || !even(outputs)) {
     outputs[rank_].copy_(input.view_as(outputs[rank_]));
     for (int root = 0; root < size_ && !alone; ++root) {
       const Memory memory(outputs[root], rank_ == root, by_host(timeout));
-      communicator_->broadcast(memory.data(), memory.count() * wire.width, wire.dtype, root, timeout);
+      communicator_->broadcast(memory.data(), memory.count() * element.width, element.dtype, root, timeout);
       memory.give_back();
     }
     return;
   }
-  const Way way = this->way(device, Kind::all_gather, bytes_of(outputs), wire.dtype, timeout);
+  const Way way = this->way(device, Kind::all_gather, bytes_of(outputs), element.dtype, timeout);
   const Memory in(input, true, way);
   Memory out(outputs, false, way);
   const char* const place = out.data() + rank_ * in.count() * input.element_size();
   if (out.overlaps(in) && in.data() != place) out.copy(false);
-  const int64_t count = in.count() * wire.width;
+  const int64_t count = in.count() * element.width;
   if (way.accelerator)
-    way.accelerator->all_gather(in.data(), out.data(), count, wire.dtype, native(input), timeout);
+    way.accelerator->all_gather(in.data(), out.data(), count, element.dtype, native(input), timeout);
   else
-    communicator_->all_gather(in.data(), out.data(), count, wire.dtype, timeout);
+    communicator_->all_gather(in.data(), out.data(), count, element.dtype, timeout);
   out.give_back();
 }
 
@@ -131,7 +131,7 @@ Backend::Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   const milliseconds timeout = patience(options.timeout);
   Start start{OpType::ALLGATHER, "hfreduce:all_gather", options.asyncOp, input.device()};
   if (even(list))
-    start.path = path(input.device(), Kind::all_gather, bytes_of(list), wire_of(input.scalar_type()).dtype);
+    start.path = path(input.device(), Kind::all_gather, bytes_of(list), element_of(input.scalar_type()).dtype);
   return collective(start, list, [=, this](int&) { all_gather_now(list, input, timeout); });
 }
 
@@ -156,7 +156,7 @@ Backend::Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors
   const OpType type = inputs.size() == 1 ? OpType::_ALLGATHER_BASE : OpType::COALESCED;
   Start start{type, "hfreduce:all_gather", options.asyncOp, device_of("all_gather", inputs)};
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const DType dtype = wire_of(inputs[i].scalar_type()).dtype;
+    const DType dtype = element_of(inputs[i].scalar_type()).dtype;
     const auto by = path(start.device, Kind::all_gather, bytes_of(outputs[i]), dtype);
     start.path = i ? both(start.path, by) : by;
   }
@@ -199,11 +199,11 @@ Backend::Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, co
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::GATHER, "hfreduce:gather", options.asyncOp, input.device()};
   return collective(start, list, [=, this](int&) {
-    const Wire wire = wire_of(input.scalar_type());
+    const Element element = element_of(input.scalar_type());
     const Memory in(input, true, by_host(timeout));
     Memory out(list, false, by_host(timeout));
     if (out.overlaps(in)) out.copy(false);
-    communicator_->gather(in.data(), out.data(), in.count() * wire.width, wire.dtype, root, timeout);
+    communicator_->gather(in.data(), out.data(), in.count() * element.width, element.dtype, root, timeout);
     out.give_back();
   });
 }
@@ -220,11 +220,11 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::SCATTER, "hfreduce:scatter", options.asyncOp, output.device()};
   return collective(start, outputs, [=, this](int&) {
-    const Wire wire = wire_of(output.scalar_type());
+    const Element element = element_of(output.scalar_type());
     const Memory in(list, true, by_host(timeout));
     Memory out(output, false, by_host(timeout));
     if (out.overlaps(in)) out.copy(false);
-    communicator_->scatter(in.data(), out.data(), out.count() * wire.width, wire.dtype, root, timeout);
+    communicator_->scatter(in.data(), out.data(), out.count() * element.width, element.dtype, root, timeout);
     out.give_back();
   });
 }
@@ -232,27 +232,27 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
 // inputs: the whole input as one tensor, or one for each rank, of whatever sizes the ranks' outputs have.
 void Backend::reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction,
                                  milliseconds timeout) {
-  const Wire wire = wire_of(output.scalar_type());
+  const Element element = element_of(output.scalar_type());
   const c10::Device device = output.device();
   if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) {
     output.copy_(inputs[0].view_as(output));
   } else if (even(inputs)) {
-    const Way way = this->way(device, Kind::reduce_scatter, bytes_of(inputs), wire.dtype, timeout, reduction.op);
+    const Way way = this->way(device, Kind::reduce_scatter, bytes_of(inputs), element.dtype, timeout, reduction.op);
     Memory out(output, false, way);
     const Memory in(inputs, true, way);
     if (out.overlaps(in)) out.copy(false);
-    const int64_t count = out.count() * wire.width;
+    const int64_t count = out.count() * element.width;
     if (way.accelerator)
-      way.accelerator->reduce_scatter(in.data(), out.data(), count, wire.dtype, reduction, native(output), timeout);
+      way.accelerator->reduce_scatter(in.data(), out.data(), count, element.dtype, reduction, native(output), timeout);
     else
-      communicator_->reduce_scatter(in.data(), out.data(), count, wire.dtype, reduction, timeout);
+      communicator_->reduce_scatter(in.data(), out.data(), count, element.dtype, reduction, timeout);
     out.give_back();
   } else {
     Memory out(output, false, by_host(timeout));
     for (int root = 0; root < size_; ++root) {
       const Memory in(inputs[root], true, by_host(timeout));
       if (rank_ == root && out.overlaps(in)) out.copy(false);
-      communicator_->reduce(in.data(), rank_ == root ? out.data() : nullptr, in.count() * wire.width, wire.dtype,
+      communicator_->reduce(in.data(), rank_ == root ? out.data() : nullptr, in.count() * element.width, element.dtype,
                             reduction, root, timeout);
     }
     out.give_back();
@@ -270,7 +270,7 @@ Backend::Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& in
   const milliseconds timeout = patience(options.timeout);
   Start start{OpType::REDUCE_SCATTER, "hfreduce:reduce_scatter", options.asyncOp, output.device()};
   if (even(list)) {
-    const DType dtype = wire_of(output.scalar_type()).dtype;
+    const DType dtype = element_of(output.scalar_type()).dtype;
     start.path = path(start.device, Kind::reduce_scatter, bytes_of(list), dtype, reduction.op);
   }
   return collective(start, outputs, [=, this](int&) { reduce_scatter_now(output, list, reduction, timeout); });
@@ -300,7 +300,7 @@ Backend::Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   const OpType type = inputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED;
   Start start{type, "hfreduce:reduce_scatter", options.asyncOp, device_of("reduce_scatter", inputs)};
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const DType dtype = wire_of(inputs[i].scalar_type()).dtype;
+    const DType dtype = element_of(inputs[i].scalar_type()).dtype;
     const auto by = path(start.device, Kind::reduce_scatter, bytes_of(inputs[i]), dtype, reductions[i].op);
     start.path = i ? both(start.path, by) : by;
   }

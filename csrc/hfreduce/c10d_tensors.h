@@ -15,12 +15,12 @@ namespace hfreduce {
 using Tensors = std::vector<at::Tensor>;
 
 // How an element crosses: as `width` numbers of `dtype`. What is only moved may be of any dtype.
-struct Wire {
+struct Element {
   DType dtype;
   int64_t width = 1;
 };
 
-inline Wire wire_of(at::ScalarType type) {
+inline Element element_of(at::ScalarType type) {
   switch (type) {
     case at::kByte:
       return {DType::u8};
@@ -59,7 +59,7 @@ inline Wire wire_of(at::ScalarType type) {
 
 // The dtypes that reductions know. Unsigned ones of more than 8 bits, the other floats of 8 bits, and quantized ones
 // are only moved.
-inline bool has_arithmetic(at::ScalarType type) { return type == at::kByte || wire_of(type).dtype != DType::u8; }
+inline bool has_arithmetic(at::ScalarType type) { return type == at::kByte || element_of(type).dtype != DType::u8; }
 
 inline const char* name_of(c10d::ReduceOp::RedOpType op) {
   constexpr const char* names[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
@@ -71,7 +71,7 @@ inline Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type) {
   constexpr Op ops[] = {Op::sum, Op::avg, Op::prod, Op::min, Op::max, Op::band, Op::bor, Op::bxor, Op::premul_sum};
   const bool linear = op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG;
   const bool known = op.op_ < std::size(ops) && has_arithmetic(type) && (!c10::isComplexType(type) || linear);
-  TORCH_CHECK_VALUE(known && supported(wire_of(type).dtype, ops[op.op_]), "hfreduce: ReduceOp.", name_of(op.op_),
+  TORCH_CHECK_VALUE(known && supported(element_of(type).dtype, ops[op.op_]), "hfreduce: ReduceOp.", name_of(op.op_),
                     " is not defined for ", type,
                     " tensors (bit operations: integers and bool; PREMUL_SUM: floats; AVG: all but bool; complex: SUM "
                     "and AVG; none for unsigned integers of more than 8 bits)");

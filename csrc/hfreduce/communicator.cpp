@@ -36,29 +36,29 @@ Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = 
 Communicator::State::State(Store& store, const Config& given)
     : config(given), mesh(given.interface), sent(given.size), received(given.size) {
   const Deadline deadline = Clock::now() + config.timeout;
-  Team::check_slots(1, config.slot_bytes);
+  ShmGroup::check_slots(1, config.slot_bytes);
   for (int i = static_cast<int>(config.global_ranks.size()); i < config.size; ++i) config.global_ranks.push_back(i);
   roster = meet(store, deadline);
   mesh.start(roster, health);
   for (const std::vector<int>& host : roster.hosts)  // of all, so that all ranks refuse
-    Team::check_slots(static_cast<int>(host.size()), config.slot_bytes);
+    ShmGroup::check_slots(static_cast<int>(host.size()), config.slot_bytes);
   std::vector<std::string> names;
   for (int rank : roster.local()) names.push_back(roster.peers[rank].name());
   plan.emplace(Shape{static_cast<int>(names.size()), static_cast<int>(roster.hosts.size()), roster.cores},
                config.slot_bytes, agree(store, deadline));
-  const size_t bytes = Team::segment_bytes(static_cast<int>(names.size()), config.slot_bytes);
-  team.emplace(share(bytes, shared++, deadline), roster.me().local_rank, roster.local(), names, config.slot_bytes,
-               roster.cores);
+  const size_t bytes = ShmGroup::segment_bytes(static_cast<int>(names.size()), config.slot_bytes);
+  shm.emplace(share(bytes, shared++, deadline), roster.me().local_rank, roster.local(), names, config.slot_bytes,
+              roster.cores);
   health.on_failure = [this](const Fault& fault, bool from_peer) {
-    team->wake();
+    shm->wake();
     if (monitor && !from_peer) monitor->tell(fault);
     std::lock_guard lock(hooking);
     if (hook) hook();
   };
   monitor = std::make_unique<Monitor>(roster, liveness(deadline), health, recorder, config.where,
-                                      [this](int rank) { return team->last(rank); });
-  if (!roster.one_host()) hierarchy.emplace(roster, mesh, *team, health, *plan);
-  messages.emplace(roster, mesh, *team, health);
+                                      [this](int rank) { return shm->last(rank); });
+  if (!roster.one_host()) hierarchy.emplace(roster, mesh, *shm, health, *plan);
+  messages.emplace(roster, mesh, *shm, health);
 }
 
 Roster Communicator::State::meet(Store& store, Deadline deadline) {
@@ -202,9 +202,9 @@ void Communicator::all_reduce(const void* in, void* out, int64_t count, DType dt
     if (s.hierarchy) return s.hierarchy->all_reduce(in, out, count, dtype, reduction, watch);
     const Choice choice = s.plan->choose(Kind::all_reduce, bytes);
     if (choice.inside == Inside::one_shot)
-      local::all_reduce_one_shot(*s.team, in, out, count, dtype, reduction, choice.chunk, watch);
+      local::all_reduce_one_shot(*s.shm, in, out, count, dtype, reduction, choice.chunk, watch);
     else
-      local::all_reduce_two_shot(*s.team, in, out, count, dtype, reduction, choice.chunk, watch);
+      local::all_reduce_two_shot(*s.shm, in, out, count, dtype, reduction, choice.chunk, watch);
   });
 }
 
@@ -217,7 +217,7 @@ void Communicator::reduce(const void* in, void* out, int64_t count, DType dtype,
   const Call call = call_of(Kind::reduce, count, dtype, reduction.op, root, reduction.factor);
   s.collective(call, bytes, rank() == root ? bytes : 0, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->reduce(in, out, count, dtype, reduction, root, watch);
-    local::reduce(*s.team, in, out, count, dtype, reduction, root, watch);
+    local::reduce(*s.shm, in, out, count, dtype, reduction, root, watch);
   });
 }
 
@@ -229,7 +229,7 @@ void Communicator::reduce_scatter(const void* in, void* out, int64_t count, DTyp
   const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
   s.collective(call, bytes * size(), bytes, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->reduce_scatter(in, out, count, dtype, reduction, watch);
-    local::reduce_scatter(*s.team, in, count, out, count, dtype, reduction, size(), watch);
+    local::reduce_scatter(*s.shm, in, count, out, count, dtype, reduction, size(), watch);
   });
 }
 
@@ -238,7 +238,7 @@ void Communicator::all_gather(const void* in, void* out, int64_t count, DType dt
   const int64_t bytes = count * size_of(dtype);
   s.collective(call_of(Kind::all_gather, count, dtype), bytes, bytes * size(), timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->all_gather(in, out, bytes, watch);
-    local::all_gather(*s.team, in, out, bytes, bytes, watch);
+    local::all_gather(*s.shm, in, out, bytes, bytes, watch);
   });
 }
 
@@ -249,7 +249,7 @@ void Communicator::broadcast(void* data, int64_t count, DType dtype, int root, m
   const Call call = call_of(Kind::broadcast, count, dtype, Op::sum, root);
   s.collective(call, bytes, bytes, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->broadcast(data, bytes, root, watch);
-    local::broadcast(*s.team, data, bytes, root, watch);
+    local::broadcast(*s.shm, data, bytes, root, watch);
   });
 }
 
@@ -260,7 +260,7 @@ void Communicator::gather(const void* in, void* out, int64_t count, DType dtype,
   const Call call = call_of(Kind::gather, count, dtype, Op::sum, root);
   s.collective(call, bytes, rank() == root ? bytes * size() : 0, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->gather(in, out, bytes, root, watch);
-    local::gather(*s.team, in, out, bytes, root, watch);
+    local::gather(*s.shm, in, out, bytes, root, watch);
   });
 }
 
@@ -271,7 +271,7 @@ void Communicator::scatter(const void* in, void* out, int64_t count, DType dtype
   const Call call = call_of(Kind::scatter, count, dtype, Op::sum, root);
   s.collective(call, rank() == root ? bytes * size() : 0, bytes, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->scatter(in, out, bytes, root, watch);
-    local::scatter(*s.team, in, out, bytes, root, watch);
+    local::scatter(*s.shm, in, out, bytes, root, watch);
   });
 }
 
@@ -294,7 +294,7 @@ void Communicator::all_to_all(const void* in, const std::vector<int64_t>& in_off
   s.collective(call_of(Kind::all_to_all, 0, dtype), all[0], all[1], timeout, [&](const Watch& watch) {
     const int64_t *from = bytes[0].data(), *sizes = bytes[1].data(), *to = bytes[2].data(), *wanted = bytes[3].data();
     if (s.hierarchy) return s.hierarchy->all_to_all(in, from, sizes, out, to, wanted, watch);
-    local::all_to_all(*s.team, in, from, sizes, out, to, wanted, watch);
+    local::all_to_all(*s.shm, in, from, sizes, out, to, wanted, watch);
   });
 }
 
@@ -302,8 +302,8 @@ void Communicator::barrier(milliseconds timeout) {
   State& s = *state_;
   s.collective(call_of(Kind::barrier, 0, DType::u8), 0, 0, timeout, [&](const Watch& watch) {
     if (s.hierarchy) return s.hierarchy->barrier(watch);
-    s.team->arrive(watch);
-    s.team->next();
+    s.shm->arrive(watch);
+    s.shm->next();
   });
 }
 

@@ -17,7 +17,7 @@
 #include "monitor.h"
 #include "recorder.h"
 #include "roster.h"
-#include "team.h"
+#include "shm_group.h"
 
 namespace hfreduce {
 
@@ -52,7 +52,7 @@ struct Communicator::State {
   Mesh mesh;
   Roster roster;
   std::optional<Plan> plan;
-  std::optional<Team> team;
+  std::optional<ShmGroup> shm;
   std::unique_ptr<Monitor> monitor;
   std::optional<Hierarchy> hierarchy;  // of several hosts
   std::optional<Messages> messages;
@@ -109,7 +109,7 @@ void Communicator::State::collective(const Call& call, int64_t bytes_in, int64_t
                                      Body body) {
   std::lock_guard lock(collectives);
   run(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch) {
-    team->begin(watch.call);
+    shm->begin(watch.call);
     body(watch);
   });
 }

@@ -121,7 +121,7 @@ bool Direct::finished() {
 }
 
 void Direct::run() {
-  Patience patience(rail_.watch);
+  Backoff backoff(rail_.watch);
   while (!finished()) {
     bool moved = false;
     for (Host& host : hosts_) {
@@ -130,10 +130,10 @@ void Direct::run() {
     }
     moved |= add();
     if (moved) {
-      patience.moved();
+      backoff.moved();
       continue;
     }
-    patience.rest([&](Patience::Wanted& wanted) {
+    backoff.rest([&](Backoff::Wanted& wanted) {
       for (Host& host : hosts_) {
         const bool full = !host.to.begun() || may_send(host) > 0, empty = !host.from.begun() || may_receive(host) > 0;
         if (full) host.to.want(wanted);

@@ -14,14 +14,14 @@ namespace hfreduce {
 namespace {
 
 // All ranks of the host that have enqueued under this number, this one included.
-Fault differing(const Roster& roster, const Team& team, const Call& call, int unknown) {
+Fault differing(const Roster& roster, const ShmGroup& shm, const Call& call, int unknown) {
   std::vector<int> ranks;
   std::vector<std::string> names;
   std::vector<Call> calls;
-  for (int i = 0; i < team.size(); ++i) {
-    const auto theirs = team.noted(i, call.sequence);
+  for (int i = 0; i < shm.size(); ++i) {
+    const auto theirs = shm.noted(i, call.sequence);
     if (!theirs) continue;
-    ranks.push_back(team.ranks()[i]), names.push_back(team.name(i)), calls.push_back(*theirs);
+    ranks.push_back(shm.ranks()[i]), names.push_back(shm.name(i)), calls.push_back(*theirs);
   }
   const bool told = std::any_of(calls.begin(), calls.end(), [&](const Call& other) { return !same(other, call); });
   if (told) return mismatch(ranks, names, calls);
@@ -49,10 +49,10 @@ Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, m
   call.sequence = ++s.sequence;
   s.operations.fetch_add(1, std::memory_order_relaxed);
   if (timeout < milliseconds(0)) timeout = s.config.timeout;
-  s.team->note(call);
-  for (int i = 0; i < s.team->size(); ++i) {
-    const auto theirs = s.team->noted(i, call.sequence);
-    if (theirs && !same(*theirs, call)) s.health.fail(differing(s.roster, *s.team, call, s.team->ranks()[i]));
+  s.shm->note(call);
+  for (int i = 0; i < s.shm->size(); ++i) {
+    const auto theirs = s.shm->noted(i, call.sequence);
+    if (theirs && !same(*theirs, call)) s.health.fail(differing(s.roster, *s.shm, call, s.shm->ranks()[i]));
   }
   s.health.check();
   const uint64_t id = s.recorder.scheduled(call, bytes_in, bytes_out);
@@ -66,8 +66,8 @@ void Communicator::ended(const Enqueued& enqueued, bool well) { state_->recorder
 void Communicator::overdue(const Enqueued& enqueued) {
   State& s = *state_;
   std::vector<int> missing, others;
-  for (int i = 0; i < s.team->size(); ++i)
-    if (s.team->newest(i) < enqueued.call.sequence) missing.push_back(s.team->ranks()[i]);
+  for (int i = 0; i < s.shm->size(); ++i)
+    if (s.shm->newest(i) < enqueued.call.sequence) missing.push_back(s.shm->ranks()[i]);
   for (int rank = 0; rank < size(); ++rank)
     if (rank != s.roster.rank) others.push_back(rank);
   s.health.fail(s.overdue(enqueued.call, missing.empty() ? others : missing, enqueued.timeout));
@@ -83,7 +83,7 @@ void Communicator::look(const Enqueued& enqueued) {
 }
 
 void Communicator::differs(const Enqueued& enqueued, int rank) {
-  state_->health.fail(differing(state_->roster, *state_->team, enqueued.call, rank));
+  state_->health.fail(differing(state_->roster, *state_->shm, enqueued.call, rank));
 }
 
 void Communicator::broke(const Enqueued& enqueued, const std::string& what) {
@@ -109,9 +109,9 @@ void Communicator::broke(const Enqueued& enqueued, std::exception_ptr error) {
 
 bool Communicator::quiet(milliseconds patience) {
   State& s = *state_;
-  s.team->be_quiet();
+  s.shm->be_quiet();
   const Deadline deadline = Clock::now() + patience;
-  while (!s.team->all_quiet()) {
+  while (!s.shm->all_quiet()) {
     if (s.health.failed() || Clock::now() >= deadline) return false;
     std::this_thread::sleep_for(milliseconds(1));
   }

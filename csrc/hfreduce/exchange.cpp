@@ -17,7 +17,7 @@ struct Moving {
 };
 
 template <class End>
-void want(std::vector<Moving<End>>& all, Patience::Wanted& wanted) {
+void want(std::vector<Moving<End>>& all, Backoff::Wanted& wanted) {
   for (Moving<End>& one : all) {
     if (!one.finished()) one.end.want(wanted);
   }
@@ -33,7 +33,7 @@ void exchange(const Rail& rail, const std::vector<Parcel>& out, const std::vecto
   for (const Parcel& parcel : in)
     receivers.push_back(
         {Receiver(rail, parcel.rank, 0, parcel.bytes), static_cast<char*>(parcel.data), parcel.bytes, 0});
-  Patience patience(rail.watch);
+  Backoff backoff(rail.watch);
   while (true) {
     bool moved = false, finished = true;
     for (Moving<Sender>& one : senders) {
@@ -50,9 +50,9 @@ void exchange(const Rail& rail, const std::vector<Parcel>& out, const std::vecto
     }
     if (finished) return;
     if (moved)
-      patience.moved();
+      backoff.moved();
     else
-      patience.rest([&](Patience::Wanted& wanted) {
+      backoff.rest([&](Backoff::Wanted& wanted) {
         want(senders, wanted);
         want(receivers, wanted);
       });

@@ -7,17 +7,17 @@
 
 namespace hfreduce::local {
 
-void gather(Team& team, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
-  const int64_t most = piece(team.slot_bytes(), 1, 1);
-  if (team.rank() == root) copy(at(out, root * bytes), in, bytes);
+void gather(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
+  const int64_t most = piece(shm.slot_bytes(), 1, 1);
+  if (shm.rank() == root) copy(at(out, root * bytes), in, bytes);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, bytes - done);
-    if (team.rank() != root) copy(team.mine(), at(in, done), now);
-    team.arrive(watch);
-    for (int b = 0; team.rank() == root && b < team.size(); ++b)
-      if (b != root) copy(at(out, b * bytes + done), team.slot(b), now);
-    team.next();
+    if (shm.rank() != root) copy(shm.mine(), at(in, done), now);
+    shm.arrive(watch);
+    for (int b = 0; shm.rank() == root && b < shm.size(); ++b)
+      if (b != root) copy(at(out, b * bytes + done), shm.slot(b), now);
+    shm.next();
     done += now;
   } while (done < bytes);
 }

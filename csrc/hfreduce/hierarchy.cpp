@@ -45,9 +45,9 @@ bool fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 }  // namespace
 
 struct Hierarchy::State {
-  State(const Roster& roster, Mesh& mesh, Team& team, Health& health, const Plan& plan)
+  State(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health, const Plan& plan)
       : roster(roster),
-        team(team),
+        shm(shm),
         plan(plan),
         layout(roster),
         carriers{TcpLinks(roster, mesh, 2, streams(plan)), TcpLinks(roster, mesh, 3, streams(plan))},
@@ -65,8 +65,8 @@ struct Hierarchy::State {
 
   // The ranks of this host wait for one another: each collective has one step of theirs or more, which compares it.
   void meet(const Watch& watch) {
-    team.arrive(watch);
-    team.next();
+    shm.arrive(watch);
+    shm.next();
   }
   // The sum of the chunk inside this host, slice i in `slice` of rail i.
   void sum_inside(const void* chunk, void* slice, int64_t count, DType dtype, Reduction reduction, const Watch& watch);
@@ -79,7 +79,7 @@ struct Hierarchy::State {
                  const Watch& watch);
 
   const Roster& roster;
-  Team& team;
+  ShmGroup& shm;
   const Plan& plan;
   const Layout layout;
   std::unique_ptr<char[]> memory;
@@ -88,8 +88,8 @@ struct Hierarchy::State {
   Stages stages;  // last: its threads end before all that they use
 };
 
-Hierarchy::Hierarchy(const Roster& roster, Mesh& mesh, Team& team, Health& health, const Plan& plan)
-    : state_(std::make_unique<State>(roster, mesh, team, health, plan)) {}
+Hierarchy::Hierarchy(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health, const Plan& plan)
+    : state_(std::make_unique<State>(roster, mesh, shm, health, plan)) {}
 Hierarchy::~Hierarchy() = default;
 
 namespace {
@@ -117,17 +117,17 @@ void Hierarchy::State::reserve(int64_t bytes, int64_t pad_bytes) {
 
 void Hierarchy::State::sum_inside(const void* chunk, void* slice, int64_t count, DType dtype, Reduction reduction,
                                   const Watch& watch) {
-  if (team.size() == layout.rails)
-    return local::reduce_scatter(team, chunk, count, slice, count, dtype, reduction, 1, watch);
+  if (shm.size() == layout.rails)
+    return local::reduce_scatter(shm, chunk, count, slice, count, dtype, reduction, 1, watch);
   for (int r = 0; r < layout.rails; ++r)
-    local::reduce(team, at(chunk, r * count * size_of(dtype)), slice, count, dtype, reduction, r, watch);
+    local::reduce(shm, at(chunk, r * count * size_of(dtype)), slice, count, dtype, reduction, r, watch);
 }
 
 void Hierarchy::State::share_inside(const void* slice, void* chunk, int64_t bytes, const Watch& watch) {
-  if (team.size() == layout.rails) return local::all_gather(team, slice, chunk, bytes, bytes, watch);
+  if (shm.size() == layout.rails) return local::all_gather(shm, slice, chunk, bytes, bytes, watch);
   for (int r = 0; r < layout.rails; ++r) {
     if (r == layout.local) copy(at(chunk, r * bytes), slice, bytes);
-    local::broadcast(team, at(chunk, r * bytes), bytes, r, watch);
+    local::broadcast(shm, at(chunk, r * bytes), bytes, r, watch);
   }
 }
 
@@ -212,7 +212,7 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         for (int h = 0; h < layout.hosts; ++h)
-          local::reduce_scatter(s.team, at(in, (h * layout.rails * count + chunk.first) * size), count,
+          local::reduce_scatter(s.shm, at(in, (h * layout.rails * count + chunk.first) * size), count,
                                 s.slices(c) + h * chunk.count * size, chunk.count, dtype, undivided(reduction), 1,
                                 watch);
       },
@@ -256,7 +256,7 @@ void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Watch
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         for (int h = 0; h < layout.hosts; ++h)
-          local::all_gather(s.team, s.slices(c) + h * chunk.count, at(out, h * layout.rails * bytes + chunk.first),
+          local::all_gather(s.shm, s.slices(c) + h * chunk.count, at(out, h * layout.rails * bytes + chunk.first),
                             bytes, chunk.count, watch);
       });
 }
@@ -274,7 +274,7 @@ void Hierarchy::broadcast(void* data, int64_t bytes, int root, const Watch& watc
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         if (!source) return;
-        local::broadcast(s.team, at(data, chunk.first), chunk.count, s.local_of(root), watch);
+        local::broadcast(s.shm, at(data, chunk.first), chunk.count, s.local_of(root), watch);
         if (!chunk.whole) copy(s.pad(), at(data, chunk.first), chunk.count);
       },
       [&](int64_t c, const Rail& rail) {
@@ -300,7 +300,7 @@ void Hierarchy::gather(const void* in, void* out, int64_t bytes, int root, const
   const std::vector<int>& near = s.roster.local();
   std::unique_ptr<char[]> blocks;
   if (root == s.roster.rank) blocks.reset(new char[bytes * near.size()]);
-  local::gather(s.team, in, blocks.get(), bytes, s.local_of(root), watch);
+  local::gather(s.shm, in, blocks.get(), bytes, s.local_of(root), watch);
   if (root != s.roster.rank) return;
   for (size_t i = 0; i < near.size(); ++i) copy(at(out, near[i] * bytes), blocks.get() + i * bytes, bytes);
   std::vector<Parcel> parcels;
@@ -327,7 +327,7 @@ void Hierarchy::scatter(const void* in, void* out, int64_t bytes, int root, cons
     blocks.reset(new char[bytes * near.size()]);
     for (size_t i = 0; i < near.size(); ++i) copy(blocks.get() + i * bytes, at(in, near[i] * bytes), bytes);
   }
-  local::scatter(s.team, blocks.get(), out, bytes, s.local_of(root), watch);
+  local::scatter(s.shm, blocks.get(), out, bytes, s.local_of(root), watch);
 }
 
 void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int64_t* in_sizes, void* out,
@@ -340,7 +340,7 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
     near[2].push_back(out_offsets[rank]);
     near[3].push_back(out_sizes[rank]);
   }
-  local::all_to_all(s.team, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
+  local::all_to_all(s.shm, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
   std::vector<Parcel> parcels, expected;
   for (int i = 1; i < s.roster.size(); ++i) {  // not all begin with the same rank
     const int rank = (s.roster.rank + i) % s.roster.size();
@@ -373,7 +373,7 @@ void Hierarchy::barrier(const Watch& watch) {
   s.meet(watch);
   char nothing = 0;
   if (!s.layout.rail.empty()) between::tree_all_reduce(s.stages.rail(watch), &nothing, 1, {DType::u8, Op::bor, 1});
-  if (s.team.size() > s.layout.rails) s.meet(watch);
+  if (s.shm.size() > s.layout.rails) s.meet(watch);
 }
 
 }  // namespace hfreduce

@@ -8,14 +8,14 @@
 
 #include "mesh.h"
 #include "plan.h"
+#include "shm_group.h"
 #include "stream.h"
-#include "team.h"
 
 namespace hfreduce {
 
 class Hierarchy {
  public:
-  Hierarchy(const Roster& roster, Mesh& mesh, Team& team, Health& health, const Plan& plan);
+  Hierarchy(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health, const Plan& plan);
   ~Hierarchy();
 
   void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, const Watch&);

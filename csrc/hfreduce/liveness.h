@@ -14,7 +14,7 @@ namespace hfreduce::liveness {
 
 enum class Message : uint32_t {
   request = 1,  // a number: "where do you stand?"
-  standing,     // the number, a Standing: at once, or as soon as Python has said where it is
+  status,       // the number, a RankStatus: at once, or as soon as Python has said where it is
   fault,        // cause, culprits, text: "this has failed for all of us"
   goodbye,      // "the end of this connection is no death"; or, as in a fault, of what the rank has died
 };

@@ -30,20 +30,20 @@ using namespace message;
 
 namespace {
 
-[[noreturn]] void refuse(const Header& theirs, const Wish& wish, const Peer& sender, const Peer& me) {
+[[noreturn]] void refuse(const Header& theirs, const PostedReceive& posted, const Peer& sender, const Peer& me) {
   const auto size = [](const Call& call, int64_t bytes) {
     return std::to_string(call.count) + " " + name(call.dtype) + " (" + std::to_string(bytes) + " bytes)";
   };
   throw Fault(Fault::Cause::mismatch, {sender.rank, me.rank},
-              "recv with tag " + std::to_string(wish.tag) + ": " + me.name() + " expects " +
-                  size(wish.watch.call, wish.bytes) + ", " + sender.name() + " sent " +
+              "recv with tag " + std::to_string(posted.tag) + ": " + me.name() + " expects " +
+                  size(posted.watch.call, posted.bytes) + ", " + sender.name() + " sent " +
                   size(theirs.call, theirs.bytes) + ". Both sides must give the same dtype and number of elements.");
 }
 
 }  // namespace
 
-Messages::Messages(const Roster& roster, Mesh& mesh, Team& team, Health&)
-    : state_(std::make_unique<State>(roster, mesh, team)) {}
+Messages::Messages(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health&)
+    : state_(std::make_unique<State>(roster, mesh, shm)) {}
 Messages::~Messages() = default;
 
 bool Messages::State::connect_in(int rank) {
@@ -51,7 +51,7 @@ bool Messages::State::connect_in(int rank) {
   const Peer& peer = roster.peers[rank];
   if (stream || rank == roster.rank) return stream != nullptr;
   if (local(rank)) {
-    stream = std::make_unique<PipeIncoming>(team.pipe(peer.local_rank, team.rank()), Team::kPipe);
+    stream = std::make_unique<PipeIncoming>(shm.pipe(peer.local_rank, shm.rank()), ShmGroup::kPipe);
   } else if (mesh.dialed(rank, Purpose::message, 0)) {
     std::vector<Socket> sockets;
     sockets.push_back(mesh.take(rank, Purpose::message, 0, Clock::now()));
@@ -60,33 +60,33 @@ bool Messages::State::connect_in(int rank) {
   return stream != nullptr;
 }
 
-bool Messages::State::match(int from, Wish& wish) {
+bool Messages::State::match(int from, PostedReceive& posted) {
   Pair& pair = pairs[from];
-  for (auto kept = pair.kept.begin(); !wish.begun && kept != pair.kept.end(); ++kept) {
+  for (auto kept = pair.unexpected.begin(); !posted.begun && kept != pair.unexpected.end(); ++kept) {
     const Header& header = kept->header;
-    if (header.tag != wish.tag) continue;
+    if (header.tag != posted.tag) continue;
     if (!kept->complete) return false;
-    if (header.bytes != wish.bytes || header.call.dtype != wish.watch.call.dtype)
-      refuse(header, wish, roster.peers[from], roster.me());
+    if (header.bytes != posted.bytes || header.call.dtype != posted.watch.call.dtype)
+      refuse(header, posted, roster.peers[from], roster.me());
     if (header.sort == Sort::ready) {
-      clear(from, wish, header);
+      clear(from, posted, header);
     } else {
-      wish.ticket = header.ticket;
-      if (header.following()) std::memcpy(wish.place(), kept->memory.get(), wish.bytes);
+      posted.ticket = header.ticket;
+      if (header.following()) std::memcpy(posted.place(), kept->memory.get(), posted.bytes);
       pair.taken += header.cost();
-      wish.begun = wish.done = true;
+      posted.begun = posted.done = true;
     }
-    pair.kept.erase(kept);
+    pair.unexpected.erase(kept);
     return true;
   }
   return false;
 }
 
-void Messages::State::clear(int from, Wish& wish, const Header& ready) {
+void Messages::State::clear(int from, PostedReceive& posted, const Header& ready) {
   Pair& pair = pairs[from];
-  wish.memory = static_cast<char*>(wish.place());
-  wish.begun = true;
-  pair.landing[ready.ticket] = &wish;
+  posted.memory = static_cast<char*>(posted.place());
+  posted.begun = true;
+  pair.landing[ready.ticket] = &posted;
   Header header;
   header.sort = Sort::clear;
   header.ticket = ready.ticket;
@@ -94,10 +94,10 @@ void Messages::State::clear(int from, Wish& wish, const Header& ready) {
   pair.first.append(reinterpret_cast<const char*>(&header), sizeof(header));
 }
 
-void Messages::State::begin(int from, Wish* wish) {
+void Messages::State::begin(int from, PostedReceive* posted) {
   Pair& pair = pairs[from];
   const Header& header = pair.header;
-  const bool wanted = wish && !wish->begun && header.tag == wish->tag;
+  const bool wanted = posted && !posted->begun && header.tag == posted->tag;
   pair.owner = nullptr;
   switch (header.sort) {
     case Sort::clear:
@@ -113,23 +113,23 @@ void Messages::State::begin(int from, Wish* wish) {
     case Sort::eager:
       break;
   }
-  if (wanted && (header.bytes != wish->bytes || header.call.dtype != wish->watch.call.dtype))
-    refuse(header, *wish, roster.peers[from], roster.me());
+  if (wanted && (header.bytes != posted->bytes || header.call.dtype != posted->watch.call.dtype))
+    refuse(header, *posted, roster.peers[from], roster.me());
   if (!wanted) {
-    pair.into = pair.kept.emplace_back(header).memory.get();
+    pair.into = pair.unexpected.emplace_back(header).memory.get();
   } else if (header.sort == Sort::ready) {
-    clear(from, *wish, header);
+    clear(from, *posted, header);
   } else {
-    wish->ticket = header.ticket;
-    pair.into = header.following() ? static_cast<char*>(wish->place()) : nullptr;
-    wish->begun = true;
-    pair.owner = wish;
+    posted->ticket = header.ticket;
+    pair.into = header.following() ? static_cast<char*>(posted->place()) : nullptr;
+    posted->begun = true;
+    pair.owner = posted;
   }
 }
 
 void Messages::State::finish(Pair& pair) {
   const Header& header = pair.header;
-  const bool kept = !pair.kept.empty() && !pair.kept.back().complete;
+  const bool kept = !pair.unexpected.empty() && !pair.unexpected.back().complete;
   if (header.sort == Sort::data) {
     pair.owner->got += header.bytes;
     pair.owner->done = pair.owner->got == pair.owner->bytes;
@@ -138,7 +138,7 @@ void Messages::State::finish(Pair& pair) {
     pair.owner->done = true;
     pair.taken += header.cost();
   } else if (kept) {
-    pair.kept.back().complete = true;
+    pair.unexpected.back().complete = true;
   }
   pair.changed.notify_all();
   pair.begun = false;
@@ -148,12 +148,12 @@ void Messages::State::finish(Pair& pair) {
 }
 
 // Reads on; false when there is nothing to read.
-bool Messages::State::step(int from, Wish* wish, const Done& done) {
+bool Messages::State::step(int from, PostedReceive* posted, const Done& done) {
   Pair& pair = pairs[from];
   bool moved = false;
   while (!done()) {
     if (!pair.begun) {
-      if (wish && match(from, *wish)) {  // what was just kept comes before what follows it
+      if (posted && match(from, *posted)) {  // what was just kept comes before what follows it
         moved = true;
         continue;
       }
@@ -163,7 +163,7 @@ bool Messages::State::step(int from, Wish* wish, const Done& done) {
       moved |= now > 0;
       if (now == 0) return moved;
       if (pair.header_bytes < sizeof(Header)) continue;
-      begin(from, wish);
+      begin(from, posted);
       pair.begun = true;
     }
     const int64_t left = pair.header.following() - pair.bytes;
@@ -178,22 +178,22 @@ bool Messages::State::step(int from, Wish* wish, const Done& done) {
   return true;
 }
 
-bool Messages::State::advance(int from, Wish* wish, const Watch& watch, const Done& done) {
+bool Messages::State::advance(int from, PostedReceive* posted, const Watch& watch, const Done& done) {
   Pair& pair = pairs[from];
   if (pair.given_up) return false;
-  bool moved = wish && match(from, *wish);
-  if (!pair.reading && !done() && connect_in(from)) moved |= step(from, wish, done);
+  bool moved = posted && match(from, *posted);
+  if (!pair.reading && !done() && connect_in(from)) moved |= step(from, posted, done);
   return flush(from, watch.deadline) || moved;
 }
 
-// Until `done`, which is asked with the lock; `wish`: what this thread receives.
-void Messages::State::wait(int from, Wish* wish, const Watch& watch, const Done& done) {
+// Until `done`, which is asked with the lock; `posted`: what this thread receives.
+void Messages::State::wait(int from, PostedReceive* posted, const Watch& watch, const Done& done) {
   Pair& pair = pairs[from];
-  Patience patience(watch);
+  Backoff backoff(watch);
   std::unique_lock lock(pair.mutex);
   while (!done()) {
-    if (advance(from, wish, watch, done)) {
-      patience.moved();
+    if (advance(from, posted, watch, done)) {
+      backoff.moved();
     } else if (pair.reading) {
       pair.changed.wait_for(lock, kLook);
       lock.unlock();
@@ -203,7 +203,7 @@ void Messages::State::wait(int from, Wish* wish, const Watch& watch, const Done&
       pair.reading = true;
       lock.unlock();
       try {
-        rest(from, patience);
+        rest(from, backoff);
       } catch (...) {
         lock.lock();
         pair.reading = false;
@@ -217,11 +217,11 @@ void Messages::State::wait(int from, Wish* wish, const Watch& watch, const Done&
   pair.changed.notify_all();  // another reads now
 }
 
-void Messages::State::rest(int from, Patience& patience) {
+void Messages::State::rest(int from, Backoff& backoff) {
   Pair& pair = pairs[from];
   milliseconds longest = kLook;
-  patience.rest(
-      [&](Patience::Wanted& wanted) {
+  backoff.rest(
+      [&](Backoff::Wanted& wanted) {
         std::lock_guard lock(pair.mutex);
         if (!pair.first.empty()) longest = kShared;  // which the pipe had no room for
         if (pair.in)
@@ -234,10 +234,10 @@ void Messages::State::rest(int from, Patience& patience) {
 
 namespace {
 
-// A receiver's wish, which others may see until its message is there, or it gives up.
+// A posted receive, which others may see until its message is there, or it gives up.
 class Wishing {
  public:
-  Wishing(std::vector<Pair>& pairs, const Wish& wish) : pairs_(pairs), wish_(wish) {}
+  Wishing(std::vector<Pair>& pairs, const PostedReceive& posted) : pairs_(pairs), wish_(posted) {}
   ~Wishing() {
     if (wish_.done) return;
     for (Pair& pair : pairs_) {
@@ -248,42 +248,42 @@ class Wishing {
 
  private:
   std::vector<Pair>& pairs_;
-  const Wish& wish_;
+  const PostedReceive& wish_;
 };
 
 }  // namespace
 
 uint64_t Messages::recv(const Place& place, int64_t bytes, int from, int tag, const Watch& watch) {
-  Wish wish{place, bytes, tag, watch};
-  const Wishing wishing(state_->pairs, wish);
-  state_->wait(from, &wish, watch, [&] { return wish.done; });
-  return wish.ticket;
+  PostedReceive posted{place, bytes, tag, watch};
+  const Wishing wishing(state_->pairs, posted);
+  state_->wait(from, &posted, watch, [&] { return posted.done; });
+  return posted.ticket;
 }
 
 uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int tag, const Watch& watch) {
-  Wish wish{place, bytes, tag, watch};
-  const Wishing wishing(state_->pairs, wish);
-  const auto begun = [&] { return wish.begun; };
-  Patience patience(watch);
+  PostedReceive posted{place, bytes, tag, watch};
+  const Wishing wishing(state_->pairs, posted);
+  const auto begun = [&] { return posted.begun; };
+  Backoff backoff(watch);
   const int size = state_->roster.size();
   while (true) {
     bool moved = false;
     for (int from = 0; from < size; ++from) {
       {
         std::lock_guard lock(state_->pairs[from].mutex);
-        moved |= state_->advance(from, &wish, watch, begun);
+        moved |= state_->advance(from, &posted, watch, begun);
       }
-      if (!wish.begun) continue;
-      state_->wait(from, &wish, watch, [&] { return wish.done; });
-      return source = from, wish.ticket;
+      if (!posted.begun) continue;
+      state_->wait(from, &posted, watch, [&] { return posted.done; });
+      return source = from, posted.ticket;
     }
     if (moved) {
-      patience.moved();
+      backoff.moved();
       continue;
     }
     // Naps: another sender may dial, or another thread keep a message, while this one sleeps.
-    patience.rest(
-        [&](Patience::Wanted& wanted) {
+    backoff.rest(
+        [&](Backoff::Wanted& wanted) {
           for (int from = 0; from < size; ++from)
             if (from != state_->roster.rank) wanted.add(from);
         },

@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "mesh.h"
+#include "shm_group.h"
 #include "stream.h"
-#include "team.h"
 
 namespace hfreduce {
 
@@ -16,7 +16,7 @@ namespace hfreduce {
 // Bytes that go another way have a ticket in their header, which is not 0: what the sender tells the receiver of them.
 class Messages {
  public:
-  Messages(const Roster& roster, Mesh& mesh, Team& team, Health& health);
+  Messages(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health);
   ~Messages();
 
   // Asked for once, when the message has come, and not where it has a ticket.

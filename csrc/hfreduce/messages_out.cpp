@@ -13,7 +13,7 @@ void Messages::State::connect_out(int rank, Deadline deadline) {
   const Peer& peer = roster.peers[rank];
   if (stream) return;
   if (local(rank)) {
-    stream = std::make_unique<PipeOutgoing>(team.pipe(team.rank(), peer.local_rank), Team::kPipe);
+    stream = std::make_unique<PipeOutgoing>(shm.pipe(shm.rank(), peer.local_rank), ShmGroup::kPipe);
     return;
   }
   std::vector<Socket> sockets;
@@ -32,14 +32,14 @@ bool Messages::State::flush(int to, Deadline deadline) {
 
 void Messages::State::push(int to, const void* data, size_t bytes, const Watch& watch) {
   Outgoing& stream = *pairs[to].out;
-  Patience patience(watch);
+  Backoff backoff(watch);
   for (size_t done = 0; done < bytes;) {
     const size_t now = stream.write(static_cast<const char*>(data) + done, bytes - done);
     done += now;
     if (now)
-      patience.moved();
+      backoff.moved();
     else
-      patience.rest([&](Patience::Wanted& wanted) { wanted.add(stream, to); });
+      backoff.rest([&](Backoff::Wanted& wanted) { wanted.add(stream, to); });
   }
 }
 
@@ -99,7 +99,7 @@ void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ti
   {
     std::lock_guard lock(pair.mutex);
     if (to == state_->roster.rank) {
-      message::Kept& kept = pair.kept.emplace_back(header);
+      message::UnexpectedMessage& kept = pair.unexpected.emplace_back(header);
       if (header.following()) std::memcpy(kept.memory.get(), data, size);
       kept.complete = true;
       pair.changed.notify_all();

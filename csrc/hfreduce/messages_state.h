@@ -37,15 +37,15 @@ constexpr int64_t kPiece = 512 << 10;   // of a message that waited: between two
 constexpr milliseconds kLook{20};       // the longest sleep: a fault wakes nobody
 constexpr milliseconds kShared{1};      // where something may have to be done that wakes nobody
 
-struct Kept {
-  explicit Kept(const Header& header) : header(header), memory(new char[header.following()]) {}
+struct UnexpectedMessage {
+  explicit UnexpectedMessage(const Header& header) : header(header), memory(new char[header.following()]) {}
   Header header;
   std::unique_ptr<char[]> memory;
   bool complete = false;
 };
 
 // What a receiver waits for.
-struct Wish {
+struct PostedReceive {
   const Messages::Place& place;
   int64_t bytes;
   int tag;
@@ -61,18 +61,18 @@ struct Pair {
   std::mutex mutex;
   std::condition_variable changed;
 
-  std::unique_ptr<Incoming> in;  // none yet, or from this rank itself
-  bool reading = false;          // whether a thread reads, or sleeps until there is something to read
-  bool given_up = false;         // whether a receiver has left in the middle of its message: after a fault
-  Header header;                 // of the frame that is coming in
-  size_t header_bytes = 0;       // of it, that have come
-  bool begun = false;            // whether it is known where its bytes go
-  Wish* owner = nullptr;         // whose memory that is; none: the last of the kept
+  std::unique_ptr<Incoming> in;    // none yet, or from this rank itself
+  bool reading = false;            // whether a thread reads, or sleeps until there is something to read
+  bool given_up = false;           // whether a receiver has left in the middle of its message: after a fault
+  Header header;                   // of the frame that is coming in
+  size_t header_bytes = 0;         // of it, that have come
+  bool begun = false;              // whether it is known where its bytes go
+  PostedReceive* owner = nullptr;  // whose memory that is; none: the last of the unexpected
   char* into = nullptr;
   int64_t bytes = 0;  // that have come
-  std::list<Kept> kept;
-  std::map<uint64_t, Wish*> landing;  // receivers whose way was told to be clear, by the sender's number
-  int64_t taken = 0;                  // what messages cost that did not wait and that receivers have, all of them ever
+  std::list<UnexpectedMessage> unexpected;
+  std::map<uint64_t, PostedReceive*> landing;  // receivers whose way was told to be clear, by the sender's number
+  int64_t taken = 0;  // what messages cost that did not wait and that receivers have, all of them ever
 
   std::unique_ptr<Outgoing> out;
   bool writing = false;
@@ -87,27 +87,27 @@ struct Pair {
 struct Messages::State {
   using Header = message::Header;
   using Pair = message::Pair;
-  using Wish = message::Wish;
+  using PostedReceive = message::PostedReceive;
   using Done = std::function<bool()>;  // asked with the mutex
 
-  State(const Roster& roster, Mesh& mesh, Team& team) : roster(roster), mesh(mesh), team(team), pairs(roster.size()) {}
+  State(const Roster& roster, Mesh& mesh, ShmGroup& shm) : roster(roster), mesh(mesh), shm(shm), pairs(roster.size()) {}
 
   bool local(int rank) const { return roster.peers[rank].host == roster.me().host; }
   void connect_out(int rank, Deadline deadline);  // `out` is this thread's
   bool connect_in(int rank);                      // whether messages from this rank could be read
 
   // These have the mutex of the pair.
-  bool match(int from, Wish& wish);  // with what is kept; whether that was anything
-  void clear(int from, Wish& wish, const Header& ready);
+  bool match(int from, PostedReceive& posted);  // with what is kept; whether that was anything
+  void clear(int from, PostedReceive& posted, const Header& ready);
   bool flush(int to, Deadline deadline);  // what is to be written first, unless somebody writes anyway
-  void begin(int from, Wish* wish);
+  void begin(int from, PostedReceive* posted);
   void finish(Pair& pair);
   // Moves what can be moved without waiting, and says whether that was anything.
-  bool advance(int from, Wish* wish, const Watch& watch, const Done& done);
-  bool step(int from, Wish* wish, const Done& done);
+  bool advance(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  bool step(int from, PostedReceive* posted, const Done& done);
 
-  void wait(int from, Wish* wish, const Watch& watch, const Done& done);
-  void rest(int from, Patience& patience);
+  void wait(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  void rest(int from, Backoff& backoff);
   void begin_writing(int to, const Watch& watch);
   bool write_first(int to, bool then_end, const Watch& watch);  // whether there was anything; if not, it may be the end
   void write(int to, const Header& header, const void* data, const Watch& watch);
@@ -115,7 +115,7 @@ struct Messages::State {
 
   const Roster& roster;
   Mesh& mesh;
-  Team& team;
+  ShmGroup& shm;
   std::vector<Pair> pairs;  // by the other's rank
 };
 

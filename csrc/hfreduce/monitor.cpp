@@ -82,8 +82,8 @@ struct Monitor::State {
   void send(int rank, const std::string& bytes);  // the mutex is held
   void flush(int rank);                           // the mutex is held
   void wake() { eventfd_write(wake_fd, 1); }
-  Standing standing() const;
-  std::vector<Standing> ask(milliseconds patience);
+  RankStatus status() const;
+  std::vector<RankStatus> ask(milliseconds patience);
   void tell(const Fault& fault);
   void leave(const std::string& why);
 
@@ -96,7 +96,7 @@ struct Monitor::State {
   std::mutex mutex;  // of what follows, but for what the monitor's thread alone touches; nobody waits with it
   std::condition_variable changed;
   std::vector<Link> links;
-  std::map<uint32_t, std::vector<Standing>> rounds;  // questions that wait for answers
+  std::map<uint32_t, std::vector<RankStatus>> rounds;  // questions that wait for answers
   uint32_t asked = 0;
   std::optional<Deadline> leaving;
 
@@ -198,10 +198,10 @@ bool Monitor::State::take(int rank) {
 
 void Monitor::State::handle(int rank, Message kind, std::string_view body) {
   uint32_t number;
-  Standing theirs;
+  RankStatus theirs;
   if (kind == Message::request && get(body, number)) {
     answers.push_back({rank, number, frames.ask(), Clock::now() + kFrame});
-  } else if (kind == Message::standing && get(body, number) && get(body, theirs)) {
+  } else if (kind == Message::status && get(body, number) && get(body, theirs)) {
     theirs.frame[sizeof(theirs.frame) - 1] = 0;
     std::lock_guard lock(mutex);
     if (const auto round = rounds.find(number); round != rounds.end()) round->second[rank] = theirs;
@@ -253,7 +253,7 @@ void Monitor::State::report(const Death& death) {
   else
     text += " is out of reach (" + std::generic_category().message(death.error) + "): its host is down or cut off.";
   const Call call = last ? last(death.rank) : Call();
-  const Standing mine = recorder.standing();
+  const RankStatus mine = recorder.status();
   text += call.sequence ? " Its last collective was " + told(call) + "." : " What it did last is not known here.";
   if (mine.last.sequence)
     text += " " + roster.me().name() + (mine.running ? " is in " : " was last in ") + told(mine.last) + ".";
@@ -270,24 +270,24 @@ void Monitor::State::answer_due() {
       ++i;
       continue;
     }
-    Standing mine = standing();
+    RankStatus mine = status();
     std::strncpy(mine.frame, frame.value_or("").c_str(), sizeof(mine.frame) - 1);
     std::string body;
     put(body, answer.number);
     put(body, mine);
     {
       std::lock_guard lock(mutex);
-      send(answer.to, framed(Message::standing, body));
+      send(answer.to, framed(Message::status, body));
     }
     answers.erase(answers.begin() + i);
   }
 }
 
-Standing Monitor::State::standing() const {
-  Standing standing = recorder.standing();
-  standing.rank = roster.rank;
-  standing.answered = Standing::here;
-  return standing;
+RankStatus Monitor::State::status() const {
+  RankStatus status = recorder.status();
+  status.rank = roster.rank;
+  status.answered = RankStatus::here;
+  return status;
 }
 
 void Monitor::State::send(int rank, const std::string& bytes) {
@@ -307,7 +307,7 @@ void Monitor::State::flush(int rank) {
   }
 }
 
-std::vector<Standing> Monitor::State::ask(milliseconds patience) {
+std::vector<RankStatus> Monitor::State::ask(milliseconds patience) {
   const Deadline deadline = Clock::now() + patience;
   const bool failed = health.failed();
   const uint64_t ticket = frames.ask();
@@ -319,11 +319,11 @@ std::vector<Standing> Monitor::State::ask(milliseconds patience) {
   for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Message::request, body));
   wake();  // for what the sockets did not take
   lock.unlock();
-  Standing mine = standing();
+  RankStatus mine = status();
   const std::string frame = frames.wait(ticket, std::min(deadline, Clock::now() + kFrame));
   std::strncpy(mine.frame, frame.c_str(), sizeof(mine.frame) - 1);
   lock.lock();
-  std::vector<Standing>& round = rounds[number];
+  std::vector<RankStatus>& round = rounds[number];
   round[roster.rank] = mine;
   changed.wait_until(lock, deadline, [&] {
     if (!failed && health.failed()) return true;
@@ -331,16 +331,16 @@ std::vector<Standing> Monitor::State::ask(milliseconds patience) {
       if (links[i].open() && !links[i].left && !round[i].answered) return false;
     return true;
   });
-  std::vector<Standing> standings = std::move(round);
+  std::vector<RankStatus> statuses = std::move(round);
   rounds.erase(number);
   for (size_t i = 0; i < links.size(); ++i) {
-    Standing& standing = standings[i];
-    standing.rank = static_cast<int32_t>(i);
-    if (standing.answered) continue;
-    standing.answered = links[i].left ? Standing::left : links[i].open() ? Standing::silent : Standing::died;
-    if (last) standing.last = last(standing.rank);
+    RankStatus& status = statuses[i];
+    status.rank = static_cast<int32_t>(i);
+    if (status.answered) continue;
+    status.answered = links[i].left ? RankStatus::left : links[i].open() ? RankStatus::silent : RankStatus::died;
+    if (last) status.last = last(status.rank);
   }
-  return standings;
+  return statuses;
 }
 
 void Monitor::State::tell(const Fault& fault) {
@@ -383,7 +383,7 @@ Monitor::~Monitor() {
   close(state_->wake_fd);
 }
 
-std::vector<Standing> Monitor::ask(milliseconds patience) { return state_->ask(patience); }
+std::vector<RankStatus> Monitor::ask(milliseconds patience) { return state_->ask(patience); }
 void Monitor::tell(const Fault& fault) { state_->tell(fault); }
 void Monitor::leave(const std::string& why) { state_->leave(why); }
 

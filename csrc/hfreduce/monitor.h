@@ -27,7 +27,7 @@ class Monitor {
   ~Monitor();  // as leave()
 
   // Where every rank stands, by rank, within `patience`. Returns at once when a fault arrives meanwhile.
-  std::vector<Standing> ask(milliseconds patience);
+  std::vector<RankStatus> ask(milliseconds patience);
 
   // Tells every peer of a fault of ours.
   void tell(const Fault& fault);
@@ -42,8 +42,8 @@ class Monitor {
 };
 
 // The sentence and the table of a timeout: which ranks are missing from `call`, where everybody is. waited_for: of whom
-// this rank knows that it waits for them; the standings may show that these wait for others.
+// this rank knows that it waits for them; the statuses may show that these wait for others.
 Fault timed_out(const Roster& roster, const Call& call, const std::vector<int>& waited_for,
-                const std::vector<Standing>& standings, milliseconds waited);
+                const std::vector<RankStatus>& statuses, milliseconds waited);
 
 }  // namespace hfreduce

@@ -9,16 +9,16 @@
 
 namespace hfreduce::local {
 
-void all_reduce_one_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+void all_reduce_one_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                          int64_t chunk, const Watch& watch) {
   const int64_t size = size_of(dtype);
-  for_chunks(team, count, size, chunk, [&](int64_t done, int64_t now) {
-    copy(team.mine(), at(in, done * size), now * size);
-    team.arrive(watch);
-    Inputs inputs(team, 0, reduction);
-    inputs.memory[team.rank()] = at(in, done * size);
-    inputs.reduce(at(out, done * size), now, dtype, reduction.op, team.size());
-    team.next();
+  for_chunks(shm, count, size, chunk, [&](int64_t done, int64_t now) {
+    copy(shm.mine(), at(in, done * size), now * size);
+    shm.arrive(watch);
+    Inputs inputs(shm, 0, reduction);
+    inputs.memory[shm.rank()] = at(in, done * size);
+    inputs.reduce(at(out, done * size), now, dtype, reduction.op, shm.size());
+    shm.next();
   });
 }
 

@@ -195,7 +195,7 @@ void Recorder::ended(uint64_t id, bool well) {
   record.well = well;
 }
 
-Standing Recorder::standing() const {
+RankStatus Recorder::status() const {
   const Time now = Clock::now();
   std::lock_guard lock(mutex_);
   const Record* last = nullptr;
@@ -208,14 +208,14 @@ Standing Recorder::standing() const {
     }
     if (begun(record.ended) && (!last || record.ended > last->ended)) last = &record;
   }
-  Standing standing;
-  standing.collective = collective_;
-  if (!last) return standing;
-  standing.last = last->call;
-  standing.running = last->running();
+  RankStatus status;
+  status.collective = collective_;
+  if (!last) return status;
+  status.last = last->call;
+  status.running = last->running();
   const auto age = std::chrono::duration_cast<milliseconds>(now - (last->running() ? last->started : last->ended));
-  standing.age_ms = static_cast<int32_t>(std::clamp<int64_t>(age.count(), 0, INT32_MAX));
-  return standing;
+  status.age_ms = static_cast<int32_t>(std::clamp<int64_t>(age.count(), 0, INT32_MAX));
+  return status;
 }
 
 std::string Recorder::json(const std::string& group, int rank, const std::vector<int>& global_ranks) const {

@@ -11,7 +11,7 @@
 namespace hfreduce {
 
 // Where a rank stands, as its peers learn of it: in one struct of fixed layout, sent as it is.
-struct Standing {
+struct RankStatus {
   enum Answered : uint8_t { silent, here, left, died };  // silent: no answer came
   Call last;                // the operation it was in last, or is in; sequence 0 before the first
   uint64_t collective = 0;  // the number of the last collective that it has begun
@@ -36,7 +36,7 @@ class Recorder {
   void ended(uint64_t id, bool well);
 
   // The newest operation that runs, or else the one that ended last. rank, answered and frame are left to the caller.
-  Standing standing() const;
+  RankStatus status() const;
 
   // torch's flight-recorder schema 2.10 as JSON: entries, pg_config, pg_status. The analyser (python -m
   // torch.distributed.flight_recorder.fr_trace) reads a folder of files <prefix><global rank>, each the pickle of this

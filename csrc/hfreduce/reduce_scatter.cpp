@@ -8,19 +8,19 @@
 
 namespace hfreduce::local {
 
-void reduce_scatter(Team& team, const void* in, int64_t stride, void* out, int64_t count, DType dtype,
+void reduce_scatter(ShmGroup& shm, const void* in, int64_t stride, void* out, int64_t count, DType dtype,
                     Reduction reduction, int64_t divisor, const Watch& watch) {
-  const int64_t size = size_of(dtype), most = piece(team.slot_bytes(), team.size(), size);
+  const int64_t size = size_of(dtype), most = piece(shm.slot_bytes(), shm.size(), size);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, count - done);
-    for (int b = 0; b < team.size(); ++b)
-      if (b != team.rank()) copy(team.mine() + b * most * size, at(in, (b * stride + done) * size), now * size);
-    team.arrive(watch);
-    Inputs inputs(team, team.rank() * most * size, reduction);
-    inputs.memory[team.rank()] = at(in, (team.rank() * stride + done) * size);
+    for (int b = 0; b < shm.size(); ++b)
+      if (b != shm.rank()) copy(shm.mine() + b * most * size, at(in, (b * stride + done) * size), now * size);
+    shm.arrive(watch);
+    Inputs inputs(shm, shm.rank() * most * size, reduction);
+    inputs.memory[shm.rank()] = at(in, (shm.rank() * stride + done) * size);
     inputs.reduce(at(out, done * size), now, dtype, reduction.op, divisor);
-    team.next();
+    shm.next();
     done += now;
   } while (done < count);
 }

@@ -125,15 +125,15 @@ void Ring::add(int64_t bytes) {
 }
 
 void Ring::run() {
-  Patience patience(rail_.watch);
+  Backoff backoff(rail_.watch);
   // The headers too are waited for, of empty messages.
   while (send_step_ < end_ || receive_step_ < end_ || !to_.begun() || !from_.begun()) {
     const bool sent = send(), received = receive();
     if (sent || received) {
-      patience.moved();
+      backoff.moved();
       continue;
     }
-    patience.rest([&](Patience::Wanted& wanted) {
+    backoff.rest([&](Backoff::Wanted& wanted) {
       if (!to_.begun() || (send_step_ < end_ && sent_ < ready())) to_.want(wanted);
       if (!from_.begun() || receive_step_ < end_) from_.want(wanted);
     });

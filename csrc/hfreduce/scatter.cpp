@@ -7,17 +7,17 @@
 
 namespace hfreduce::local {
 
-void scatter(Team& team, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
-  const int64_t most = piece(team.slot_bytes(), team.size(), 1);
-  if (team.rank() == root) copy(out, at(in, root * bytes), bytes);
+void scatter(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
+  const int64_t most = piece(shm.slot_bytes(), shm.size(), 1);
+  if (shm.rank() == root) copy(out, at(in, root * bytes), bytes);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, bytes - done);
-    for (int b = 0; team.rank() == root && b < team.size(); ++b)
-      if (b != root) copy(team.mine() + b * most, at(in, b * bytes + done), now);
-    team.arrive(watch);
-    if (team.rank() != root) copy(at(out, done), team.slot(root) + team.rank() * most, now);
-    team.next();
+    for (int b = 0; shm.rank() == root && b < shm.size(); ++b)
+      if (b != root) copy(shm.mine() + b * most, at(in, b * bytes + done), now);
+    shm.arrive(watch);
+    if (shm.rank() != root) copy(at(out, done), shm.slot(root) + shm.rank() * most, now);
+    shm.next();
     done += now;
   } while (done < bytes);
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "reduce.h"
-#include "team.h"
+#include "shm_group.h"
 
 namespace hfreduce {
 
@@ -30,8 +30,8 @@ inline int64_t piece(size_t bytes, int n, int64_t size) {
 
 // f(first, count) for one chunk of a message after the other, of what fits into a slot; an empty message has one.
 template <class F>
-void for_chunks(const Team& team, int64_t count, int64_t size, int64_t chunk, F f) {
-  const int64_t most = piece(std::min<int64_t>(chunk, team.slot_bytes()), 1, size);
+void for_chunks(const ShmGroup& shm, int64_t count, int64_t size, int64_t chunk, F f) {
+  const int64_t most = piece(std::min<int64_t>(chunk, shm.slot_bytes()), 1, size);
   int64_t done = 0;
   do {
     const int64_t now = std::min(most, count - done);
@@ -42,10 +42,10 @@ void for_chunks(const Team& team, int64_t count, int64_t size, int64_t chunk, F 
 
 // All ranks' inputs of a reduction: their slots at this byte, and their factors.
 struct Inputs {
-  Inputs(const Team& team, int64_t byte, Reduction reduction) {
-    for (int i = 0; i < team.size(); ++i) memory.push_back(team.slot(i) + byte);
+  Inputs(const ShmGroup& shm, int64_t byte, Reduction reduction) {
+    for (int i = 0; i < shm.size(); ++i) memory.push_back(shm.slot(i) + byte);
     if (reduction.op == Op::premul_sum)
-      for (int i = 0; i < team.size(); ++i) factors.push_back(team.call(i).factor);
+      for (int i = 0; i < shm.size(); ++i) factors.push_back(shm.call(i).factor);
   }
   void reduce(void* out, int64_t count, DType dtype, Op op, int64_t divisor) const {
     hfreduce::reduce(out, memory.data(), factors.empty() ? nullptr : factors.data(), static_cast<int>(memory.size()),

@@ -20,11 +20,11 @@ void Stages::run(int64_t chunks, const Watch& watch, const Inside& first, const 
     for (int64_t c = 0; c < chunks + kUnderWay - 1; ++c) {
       if (c < chunks) {
         first(c);
-        if (on_rail) lanes_[c % kLanes].wire.submit([&, c] { second(c, rails[c % kLanes]); });
+        if (on_rail) lanes_[c % kLanes].thread.submit([&, c] { second(c, rails[c % kLanes]); });
       }
       const int64_t done = c - (kUnderWay - 1);
       if (done < 0) continue;
-      if (on_rail) lanes_[done % kLanes].wire.wait();
+      if (on_rail) lanes_[done % kLanes].thread.wait();
       last(done);
     }
   } catch (const Fault& fault) {
@@ -39,7 +39,7 @@ void Stages::run(int64_t chunks, const Watch& watch, const Inside& first, const 
 // Ends what is under way, which uses what the caller is about to leave.
 void Stages::fail(const Fault& fault) {
   health_.fail(fault);
-  for (Lane& lane : lanes_) lane.wire.stop();
+  for (Lane& lane : lanes_) lane.thread.stop();
 }
 
 }  // namespace hfreduce

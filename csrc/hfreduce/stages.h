@@ -3,8 +3,8 @@
 
 #include <functional>
 
+#include "job_thread.h"
 #include "rails.h"
-#include "wire.h"
 
 namespace hfreduce {
 
@@ -30,7 +30,7 @@ class Stages {
   static constexpr int kLanes = 2;
   struct Lane {
     TcpLinks links;
-    Wire wire;
+    JobThread thread;
   };
 
   between::Rail rail(const Watch& watch, int lane) { return {lanes_[lane].links, watch, layout_.rail, layout_.host}; }

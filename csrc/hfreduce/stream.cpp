@@ -16,14 +16,14 @@ constexpr milliseconds kGlance{1};        // of a sleep that nothing ends early
 
 void Stream::sleep(milliseconds longest) const { std::this_thread::sleep_for(std::min(longest, kGlance)); }
 
-void Patience::Wanted::add(const Stream& stream, int rank) {
+void Backoff::Wanted::add(const Stream& stream, int rank) {
   ranks_.push_back(rank);
   if (!stream.descriptors(fds_)) silent_ = &stream;
 }
 
-void Patience::Wanted::add(int rank) { ranks_.push_back(rank), unseen_ = true; }
+void Backoff::Wanted::add(int rank) { ranks_.push_back(rank), unseen_ = true; }
 
-void Patience::rest(const std::function<void(Wanted&)>& wanted, milliseconds longest) {
+void Backoff::rest(const std::function<void(Wanted&)>& wanted, milliseconds longest) {
   if (++idle_ <= kLooks) return;
   if (idle_ <= kLooks + kYields) {
     sched_yield();

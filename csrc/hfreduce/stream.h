@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "mesh.h"
-#include "team.h"
+#include "shm_group.h"
 
 namespace hfreduce {
 
@@ -44,9 +44,9 @@ class Incoming : public Stream {
 };
 
 // How a loop waits that moves bytes on several streams: it looks again at once, then lets others run, then sleeps.
-class Patience {
+class Backoff {
  public:
-  explicit Patience(const Watch& watch) : watch_(watch) {}
+  explicit Backoff(const Watch& watch) : watch_(watch) {}
 
   // What is waited for, asked for only when it comes to sleeping; ranks are those at the other ends, of the group.
   class Wanted {
@@ -55,7 +55,7 @@ class Patience {
     void add(int rank);  // one that has no stream yet, and wakes nobody when it has
 
    private:
-    friend class Patience;
+    friend class Backoff;
     std::vector<pollfd> fds_;
     std::vector<int> ranks_;
     const Stream* silent_ = nullptr;  // one without descriptors

@@ -20,29 +20,29 @@ std::string seconds(int64_t ms) {
   return text;
 }
 
-std::string state(const Standing& standing) {
-  switch (standing.answered) {
-    case Standing::silent:
+std::string state(const RankStatus& status) {
+  switch (status.answered) {
+    case RankStatus::silent:
       return "does not answer (stopped, or its host is cut off?)";
-    case Standing::left:
+    case RankStatus::left:
       return "has left the group";
-    case Standing::died:
+    case RankStatus::died:
       return "has died";
     default:
       break;
   }
-  if (!standing.last.sequence) return "in no operation yet";
-  return (standing.running ? "in it for " : "ended it ") + seconds(standing.age_ms) + (standing.running ? "" : " ago");
+  if (!status.last.sequence) return "in no operation yet";
+  return (status.running ? "in it for " : "ended it ") + seconds(status.age_ms) + (status.running ? "" : " ago");
 }
 
-Line line(const Roster& roster, const Standing& standing, bool missing) {
-  const Peer& peer = roster.peers[standing.rank];
-  const std::string frame(standing.frame, strnlen(standing.frame, sizeof(standing.frame)));
+Line line(const Roster& roster, const RankStatus& status, bool missing) {
+  const Peer& peer = roster.peers[status.rank];
+  const std::string frame(status.frame, strnlen(status.frame, sizeof(status.frame)));
   return {std::to_string(peer.global_rank),
           peer.hostname,
           missing ? "missing" : "",
-          standing.last.sequence ? told(standing.last) : "-",
-          state(standing),
+          status.last.sequence ? told(status.last) : "-",
+          state(status),
           frame.empty() ? "-" : frame};
 }
 
@@ -67,12 +67,12 @@ bool message(const Call& call) { return call.kind == Kind::send || call.kind == 
 
 // Whoever waits for a message that does not come may wait for a rank that itself waits for another: those that do not
 // answer, if all that are waited for do.
-std::vector<int> behind_them(const std::vector<int>& missing, const std::vector<Standing>& standings) {
+std::vector<int> behind_them(const std::vector<int>& missing, const std::vector<RankStatus>& statuses) {
   std::vector<int> silent;
-  for (const Standing& standing : standings) {
-    if (standing.answered != Standing::silent) continue;
-    if (contains(missing, standing.rank)) return {};
-    silent.push_back(standing.rank);
+  for (const RankStatus& status : statuses) {
+    if (status.answered != RankStatus::silent) continue;
+    if (contains(missing, status.rank)) return {};
+    silent.push_back(status.rank);
   }
   return silent;
 }
@@ -86,17 +86,17 @@ std::string names(const Roster& roster, const std::vector<int>& ranks) {
 // The ranks that have not come to a collective. The one that is waited for may itself be waiting for another: a
 // neighbour between hosts, which it shows by being in an earlier one. Silence alone tells little, so it is believed
 // first of those that are waited for.
-std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<Standing>& standings) {
+std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<RankStatus>& statuses) {
   if (message(call)) return missing;
   std::vector<int> idle_missing, idle, behind_missing, behind;
-  for (const Standing& standing : standings) {
-    const bool here = standing.answered == Standing::here, waited_for = contains(missing, standing.rank);
-    if (here && standing.collective >= call.sequence) continue;
-    behind.push_back(standing.rank);
-    if (waited_for) behind_missing.push_back(standing.rank);
-    if (here && standing.running) continue;
-    idle.push_back(standing.rank);
-    if (waited_for) idle_missing.push_back(standing.rank);
+  for (const RankStatus& status : statuses) {
+    const bool here = status.answered == RankStatus::here, waited_for = contains(missing, status.rank);
+    if (here && status.collective >= call.sequence) continue;
+    behind.push_back(status.rank);
+    if (waited_for) behind_missing.push_back(status.rank);
+    if (here && status.running) continue;
+    idle.push_back(status.rank);
+    if (waited_for) idle_missing.push_back(status.rank);
   }
   for (const std::vector<int>& found : {idle_missing, idle, behind_missing, behind})
     if (!found.empty()) return found;
@@ -106,16 +106,16 @@ std::vector<int> culprits(const Call& call, const std::vector<int>& missing, con
 }  // namespace
 
 Fault timed_out(const Roster& roster, const Call& call, const std::vector<int>& waited_for,
-                const std::vector<Standing>& standings, milliseconds waited) {
-  std::vector<int> missing = culprits(call, waited_for, standings);
+                const std::vector<RankStatus>& statuses, milliseconds waited) {
+  std::vector<int> missing = culprits(call, waited_for, statuses);
   std::string text = "Timed out after " + seconds(waited.count()) + " on " + roster.me().name() + " in " + told(call);
   if (!missing.empty()) text += ", waiting for " + names(roster, missing);
   if (message(call)) {
-    const std::vector<int> silent = behind_them(missing, standings);
+    const std::vector<int> silent = behind_them(missing, statuses);
     if (!silent.empty()) text += ", while " + names(roster, silent) + " does not answer", missing = silent;
   }
-  const auto is_missing = [&](const Standing& standing) { return contains(missing, standing.rank); };
-  std::vector<Standing> sorted = standings;
+  const auto is_missing = [&](const RankStatus& status) { return contains(missing, status.rank); };
+  std::vector<RankStatus> sorted = statuses;
   std::stable_partition(sorted.begin(), sorted.end(), is_missing);
   const size_t rows = std::min(sorted.size(), std::max(kRows, missing.size()));
   std::vector<Line> lines = {{"rank", "host", "", "last operation", "state", "Python"}};

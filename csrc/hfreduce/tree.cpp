@@ -57,7 +57,7 @@ class Half {
   Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Way& way);
   bool advance();  // moves what can be moved; whether that was anything
   bool finished();
-  void want(Patience::Wanted& wanted);
+  void want(Backoff::Wanted& wanted);
 
  private:
   // Another host of the tree, above or below.
@@ -161,7 +161,7 @@ bool Half::finished() {
   return true;
 }
 
-void Half::want(Patience::Wanted& wanted) {
+void Half::want(Backoff::Wanted& wanted) {
   for (Node& node : nodes_) {
     const bool full = node.to && (!node.to->begun() || may_send(node) > 0);
     const bool empty = node.from && (!node.from->begun() || may_receive(node) > 0);
@@ -176,7 +176,7 @@ void tree(const Rail& rail, void* data, int64_t count, const Sum& sum, const Way
   halves.push_back(std::make_unique<Half>(rail, 0, data, first, sum, way));
   if (first < count)
     halves.push_back(std::make_unique<Half>(rail, 1, static_cast<char*>(data) + first * size, count - first, sum, way));
-  Patience patience(rail.watch);
+  Backoff backoff(rail.watch);
   while (true) {
     bool moved = false, finished = true;
     for (auto& half : halves) {
@@ -185,9 +185,9 @@ void tree(const Rail& rail, void* data, int64_t count, const Sum& sum, const Way
     }
     if (finished) return;
     if (moved)
-      patience.moved();
+      backoff.moved();
     else
-      patience.rest([&](Patience::Wanted& wanted) {
+      backoff.rest([&](Backoff::Wanted& wanted) {
         for (auto& half : halves) half->want(wanted);
       });
   }

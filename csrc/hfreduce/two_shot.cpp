@@ -12,44 +12,44 @@ namespace hfreduce::local {
 namespace {
 
 // The chunk that begins at `in`; `here` says whether this rank wants it in `out`.
-void chunk_two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
-                    const Watch& watch) {
+void chunk_two_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                    bool here, const Watch& watch) {
   const int64_t size = size_of(dtype);
-  const int n = team.size();
-  const Slice own(count, size, team.rank(), n);
-  copy(team.mine(), in, own.first * size);
-  copy(team.mine() + own.last * size, at(in, own.last * size), (count - own.last) * size);
-  team.arrive(watch);
-  Inputs inputs(team, own.first * size, reduction);
-  inputs.memory[team.rank()] = at(in, own.first * size);
-  team.next();
-  inputs.reduce(team.mine() + own.first * size, own.count(), dtype, reduction.op, n);
-  team.arrive(watch);
+  const int n = shm.size();
+  const Slice own(count, size, shm.rank(), n);
+  copy(shm.mine(), in, own.first * size);
+  copy(shm.mine() + own.last * size, at(in, own.last * size), (count - own.last) * size);
+  shm.arrive(watch);
+  Inputs inputs(shm, own.first * size, reduction);
+  inputs.memory[shm.rank()] = at(in, own.first * size);
+  shm.next();
+  inputs.reduce(shm.mine() + own.first * size, own.count(), dtype, reduction.op, n);
+  shm.arrive(watch);
   for (int i = 0; here && i < n; ++i) {
     const Slice slice(count, size, i, n);
-    copy(at(out, slice.first * size), team.slot(i) + slice.first * size, slice.count() * size);
+    copy(at(out, slice.first * size), shm.slot(i) + slice.first * size, slice.count() * size);
   }
-  team.next();
+  shm.next();
 }
 
-void two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
+void two_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, bool here,
               int64_t chunk, const Watch& watch) {
   const int64_t size = size_of(dtype);
-  for_chunks(team, count, size, chunk, [&](int64_t done, int64_t now) {
-    chunk_two_shot(team, at(in, done * size), at(out, done * size), now, dtype, reduction, here, watch);
+  for_chunks(shm, count, size, chunk, [&](int64_t done, int64_t now) {
+    chunk_two_shot(shm, at(in, done * size), at(out, done * size), now, dtype, reduction, here, watch);
   });
 }
 
 }  // namespace
 
-void all_reduce_two_shot(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+void all_reduce_two_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                          int64_t chunk, const Watch& watch) {
-  two_shot(team, in, out, count, dtype, reduction, true, chunk, watch);
+  two_shot(shm, in, out, count, dtype, reduction, true, chunk, watch);
 }
 
-void reduce(Team& team, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
+void reduce(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
             const Watch& watch) {
-  two_shot(team, in, out, count, dtype, reduction, team.rank() == root, team.slot_bytes(), watch);
+  two_shot(shm, in, out, count, dtype, reduction, shm.rank() == root, shm.slot_bytes(), watch);
 }
 
 }  // namespace hfreduce::local

@@ -10,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-SOURCES = [CORE / f"{name}.cpp" for name in ["reduce", "segment", "types", "cuda/assisted_cores"]]
+SOURCES = [CORE / f"{name}.cpp" for name in ["reduce", "segment", "types", "cuda/reduce_workers"]]
 # Two files are called assisted.cpp.
 OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
 

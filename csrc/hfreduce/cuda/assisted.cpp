@@ -10,7 +10,7 @@
 //
 // Bytes of each rank over its link, for N bytes of input (of output: all_gather): all_reduce N down and N up,
 // reduce_scatter N down and N / n up, all_gather N / n down and N (n - 1) / n up, broadcast N down on the root and N up
-// on the others. assisted_cores.cpp says what that is in memory, assisted_ring.h why no chunk overtakes another.
+// on the others. reduce_workers.cpp says what that is in memory, assisted_ring.h why no chunk overtakes another.
 //
 // The caller's stream itself brings the chunks down, so no event needs to be put between it and the first one; a
 // message of one chunk goes up on it too, and needs none at its end.
@@ -24,8 +24,8 @@
 #include <thread>
 #include <type_traits>
 
-#include "cuda/assisted_cores.h"
 #include "cuda/assisted_ring.h"
+#include "cuda/reduce_workers.h"
 #include "reduce.h"
 
 namespace hfreduce::gpu {
@@ -112,7 +112,7 @@ struct Assisted::State {
   std::atomic<bool> gone{false};
   std::mutex going;
   const pid_t owner = getpid();
-  std::unique_ptr<Cores> cores;
+  std::unique_ptr<ReduceWorkers> workers;
 };
 
 Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Options& given)
@@ -131,9 +131,9 @@ Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Opti
   up_stream = driver.stream(true);
   down_event = down_last = driver.event();
   up_event = driver.event();
-  const Cores::Options threads{options.threads,       options.share,      options.least,
-                               options.streaming > 0, driver.numa_node(), options.hosts};
-  cores = std::make_unique<Cores>(ring, threads, std::move(stopped), [this] { let_go(); });
+  const ReduceWorkers::Options threads{options.threads,       options.share,      options.least,
+                                       options.streaming > 0, driver.numa_node(), options.hosts};
+  workers = std::make_unique<ReduceWorkers>(ring, threads, std::move(stopped), [this] { let_go(); });
 }
 
 // Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
@@ -149,9 +149,9 @@ void Assisted::State::meet(const std::function<bool()>& stopped) {
 }
 
 Assisted::State::~State() {
-  if (cores && !end_by(Clock::now())) let_go();
-  if (cores) cores->quit();
-  if (cores && !end_by(Clock::now() + kLeave)) {
+  if (workers && !end_by(Clock::now())) let_go();
+  if (workers) workers->quit();
+  if (workers && !end_by(Clock::now() + kLeave)) {
     // A device may still write here: the memory stays until this process ends.
     static_cast<void>(new Ring(std::move(ring)));
     return;
@@ -220,7 +220,7 @@ Assisted::State::Order Assisted::State::begin(Work& work, Stream stream, bool br
   if (!order.quiet) driver.wait_event(down_last, stream);
   if (!brings) {
     write(head.arrived, work.first + work.chunks, stream);
-    cores->push(work);
+    workers->push(work);
   }
   if (!wants) {
     if (!order.quiet) driver.wait_event(up_event, order.upper);
@@ -249,7 +249,7 @@ void Assisted::State::bring(const Work& work, const Part& part, uint32_t k, Stre
   }
   down(part, k, stream);
   write(ring.mine().arrived, k + 1, stream);
-  if (k == work.first) cores->push(work);  // they wake while the first bytes come down
+  if (k == work.first) workers->push(work);  // they wake while the first bytes come down
 }
 
 template <class Up>
@@ -300,7 +300,7 @@ Assisted::~Assisted() {
 }
 
 void Assisted::let_go() { state_->let_go(); }
-void Assisted::quit() { state_->cores->quit(); }
+void Assisted::quit() { state_->workers->quit(); }
 
 void Assisted::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
                           const Enqueued& enqueued) {

@@ -2,8 +2,8 @@
 // work in. Where devices do not reach each other, they have the same, but less of it, in pinned memory of the host,
 // which all of them write to, look at and read over PCIe.
 //
-// Everything is made of steps, as on the CPU (team.h), but each block of a kernel is a team of its own: block b of all
-// ranks take part in the steps of block b, and of no other. In step s of block b a rank writes into slot (b, s % 2,
+// Everything is made of steps, as on the CPU (shm_group.h), but each block of a kernel is a team of its own: block b of
+// all ranks take part in the steps of block b, and of no other. In step s of block b a rank writes into slot (b, s % 2,
 // its rank) of every peer (stores over the link), raises flag (b, its rank) of every peer to s, waits until its own
 // flags (b, *) have reached s, and then reads its own slots (b, s % 2, *). A rank that has seen flag s of a peer knows
 // that the peer has done with step s - 1; so a slot may be written again two steps later, and no other rule is needed.

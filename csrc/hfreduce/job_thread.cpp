@@ -1,10 +1,10 @@
-#include "wire.h"
+#include "job_thread.h"
 
 #include <utility>
 
 namespace hfreduce {
 
-Wire::~Wire() {
+JobThread::~JobThread() {
   {
     std::lock_guard lock(mutex_);
     ending_ = true;
@@ -13,7 +13,7 @@ Wire::~Wire() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Wire::submit(Job job) {
+void JobThread::submit(Job job) {
   {
     std::lock_guard lock(mutex_);
     jobs_.push_back(std::move(job));
@@ -22,7 +22,7 @@ void Wire::submit(Job job) {
   changed_.notify_all();
 }
 
-void Wire::wait() {
+void JobThread::wait() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return done_ > waited_ || error_; });
   if (done_ > waited_)
@@ -31,7 +31,7 @@ void Wire::wait() {
     std::rethrow_exception(error_);
 }
 
-void Wire::stop() {
+void JobThread::stop() {
   std::unique_lock lock(mutex_);
   jobs_.clear();
   changed_.wait(lock, [&] { return !running_; });
@@ -39,7 +39,7 @@ void Wire::stop() {
   error_ = nullptr;
 }
 
-void Wire::work() {
+void JobThread::work() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return ending_ || (!jobs_.empty() && !error_); });

@@ -19,7 +19,7 @@
 
 namespace hfreduce {
 
-class Team {
+class ShmGroup {
  public:
   static constexpr int kEnqueued = 64;
   // What lies at the head of a segment.
@@ -42,8 +42,8 @@ class Team {
 
   // segments: of every local rank, in order, this one's own included. ranks, names: their group ranks, and what
   // messages call them.
-  Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
-       size_t slot_bytes, int cores);
+  ShmGroup(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
+           size_t slot_bytes, int cores);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(segments_.size()); }

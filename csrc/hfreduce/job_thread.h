@@ -12,11 +12,11 @@
 namespace hfreduce {
 
 // Jobs watch the health and a deadline themselves, so waiting for one needs no deadline of its own.
-class Wire {
+class JobThread {
  public:
   using Job = std::function<void()>;
 
-  ~Wire();  // joins the thread; no job may be left
+  ~JobThread();  // joins the thread; no job may be left
   void submit(Job job);
   // Returns when the oldest job that was not waited for yet is done; throws what it threw. After such a throw, call
   // stop.

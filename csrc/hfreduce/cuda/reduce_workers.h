@@ -15,7 +15,7 @@
 
 namespace hfreduce::gpu {
 
-class Cores {
+class ReduceWorkers {
  public:
   struct Options {
     int threads;
@@ -25,8 +25,8 @@ class Cores {
     Hosts hosts;
   };
   // stopped: whether the communicator has failed. The leader then calls on_stop, once, and all threads end.
-  Cores(const Ring& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
-  ~Cores();  // as quit
+  ReduceWorkers(const Ring& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
+  ~ReduceWorkers();  // as quit
 
   void push(const Work& work);  // by one thread at a time, in the order of chunks
   void quit();                  // the threads end where they wait, and are joined

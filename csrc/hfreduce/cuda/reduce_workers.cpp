@@ -1,7 +1,7 @@
 // Bytes through memory for a chunk, all ranks together: each input is read once, the result is written once (and read
 // before, unless it is streamed); the copy engines write each input once and read the result once a rank. As long as
 // the ring stays in the last-level cache, most of that does not get to the memory.
-#include "cuda/assisted_cores.h"
+#include "cuda/reduce_workers.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -50,7 +50,8 @@ void bind(int node) {
 
 }  // namespace
 
-Cores::Cores(const Ring& ring, const Options& options, std::function<bool()> stopped, std::function<void()> on_stop)
+ReduceWorkers::ReduceWorkers(const Ring& ring, const Options& options, std::function<bool()> stopped,
+                             std::function<void()> on_stop)
     : ring_(ring),
       options_(options),
       stopped_(std::move(stopped)),
@@ -69,9 +70,9 @@ Cores::Cores(const Ring& ring, const Options& options, std::function<bool()> sto
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-Cores::~Cores() { quit(); }
+ReduceWorkers::~ReduceWorkers() { quit(); }
 
-void Cores::push(const Work& work) {
+void ReduceWorkers::push(const Work& work) {
   {
     std::lock_guard lock(mutex_);
     const uint64_t pushed = pushed_.load(std::memory_order_relaxed);
@@ -84,18 +85,18 @@ void Cores::push(const Work& work) {
   wake(idle_);
 }
 
-void Cores::quit() {
+void ReduceWorkers::quit() {
   end();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
 
-void Cores::end() {
+void ReduceWorkers::end() {
   quit_ = true;
   for (Bed* bed : {&idle_, &early_, &carriers_}) wake(*bed);
 }
 
-void Cores::wake(Bed& bed) {
+void ReduceWorkers::wake(Bed& bed) {
   if (!bed.sleepers.load(std::memory_order_seq_cst)) return;  // who goes to sleep after this will see it before
   {
     std::lock_guard lock(mutex_);
@@ -103,7 +104,7 @@ void Cores::wake(Bed& bed) {
   bed.awake.notify_all();
 }
 
-void Cores::run(int thread) {
+void ReduceWorkers::run(int thread) {
   bind(options_.numa_node);
   prctl(PR_SET_TIMERSLACK, 1000);  // ns: else a nap takes twice as long
   Work work;
@@ -111,7 +112,7 @@ void Cores::run(int thread) {
   }
 }
 
-bool Cores::next(int thread, Work& work) {
+bool ReduceWorkers::next(int thread, Work& work) {
   Place& place = places_[thread];
   const uint64_t begun = place.works.load(std::memory_order_relaxed);
   const auto there = [&] { return pushed_.load(std::memory_order_seq_cst) > begun; };
@@ -127,7 +128,7 @@ bool Cores::next(int thread, Work& work) {
   return true;
 }
 
-bool Cores::perform(const Work& work, int thread) {
+bool ReduceWorkers::perform(const Work& work, int thread) {
   Cut cut(work, ring_.chunk, options_.least);
   for (uint32_t k = work.first; !cut.done(); ++k) {
     const Part part = cut.next();
@@ -139,18 +140,18 @@ bool Cores::perform(const Work& work, int thread) {
 
 // What this rank adds up of a slot, and carries: a slice, or the blocks of the ranks of its place on all hosts, with
 // what lies between them.
-struct Cores::Share {
+struct ReduceWorkers::Share {
   int64_t byte, count;
 };
 
-Cores::Share Cores::share(const Work& work, const Part& part) const {
+ReduceWorkers::Share ReduceWorkers::share(const Work& work, const Part& part) const {
   const int64_t step = part.step(work), blocks = work.rows / ring_.size;
   if (work.rows > 1) return {ring_.rank * blocks * step, blocks > 1 ? blocks * step / work.size : part.count};
   const Slice slice(part.count, work.size, ring_.rank, options_.hosts.rails ? options_.hosts.rails : ring_.size);
   return {slice.first * work.size, slice.count()};
 }
 
-bool Cores::add(const Work& work, const Part& part, uint32_t chunk, int thread) {
+bool ReduceWorkers::add(const Work& work, const Part& part, uint32_t chunk, int thread) {
   Share mine = work.sums() ? share(work, part) : Share{};
   // A chunk is done when all that add it up have been awake: for a small one only as many as are worth it.
   const auto threads =
@@ -177,7 +178,7 @@ bool Cores::add(const Work& work, const Part& part, uint32_t chunk, int thread) 
   return true;
 }
 
-void Cores::reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk, bool leader) {
+void ReduceWorkers::reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk, bool leader) {
   std::vector<const void*> inputs(ring_.size);
   std::vector<double> factors;
   const bool factored = work.reduction.op == Op::premul_sum;
@@ -195,7 +196,7 @@ void Cores::reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk
 }
 
 // Every lane has its chunks in order; what they have carried is published in the order of all.
-bool Cores::carry(const Work& work, const Part& part, uint32_t chunk, int thread) {
+bool ReduceWorkers::carry(const Work& work, const Part& part, uint32_t chunk, int thread) {
   const int lane = thread - options_.threads;
   if (static_cast<int>(chunk % Hosts::kLanes) != lane) return true;
   if (!wait(thread, [&] { return passed(added_.load(std::memory_order_seq_cst), chunk + 1); })) return false;
@@ -208,7 +209,7 @@ bool Cores::carry(const Work& work, const Part& part, uint32_t chunk, int thread
   return true;
 }
 
-bool Cores::exchange(const Work& work, void* data, int64_t count, int lane) {
+bool ReduceWorkers::exchange(const Work& work, void* data, int64_t count, int lane) {
   Flag& carrying = ring_.mine().carrying;
   std::exception_ptr error;
   carrying.fetch_add(1, std::memory_order_seq_cst);
@@ -224,7 +225,7 @@ bool Cores::exchange(const Work& work, void* data, int64_t count, int lane) {
 }
 
 // Whether to go on.
-bool Cores::publish(const Work& work, uint32_t chunk) {
+bool ReduceWorkers::publish(const Work& work, uint32_t chunk) {
   Ring::Head& mine = ring_.mine();
   // Sequentially consistent, as the loads are: the last one sees that all have, and more than one may. Who has let go
   // did so before anybody read what was not whole, and so before the last of all could be here. This rank comes last:
@@ -242,7 +243,7 @@ bool Cores::publish(const Work& work, uint32_t chunk) {
 
 // Whether to go on; `met`: whether that is so already.
 template <class Until>
-bool Cores::spin(bool leader, Until until, bool& met) {
+bool ReduceWorkers::spin(bool leader, Until until, bool& met) {
   const Deadline deadline = Clock::now() + kSpin;
   do {
     for (int i = 0; i < 16; ++i) {
@@ -257,7 +258,7 @@ bool Cores::spin(bool leader, Until until, bool& met) {
 }
 
 template <class Until>
-bool Cores::wait(int thread, Until until) {
+bool ReduceWorkers::wait(int thread, Until until) {
   bool met = false;
   if (!spin(thread == 0, until, met)) return false;
   if (met || thread == 0) return met || look(until);
@@ -265,7 +266,7 @@ bool Cores::wait(int thread, Until until) {
 }
 
 template <class Until>
-bool Cores::look(Until until) {
+bool ReduceWorkers::look(Until until) {
   Deadline ask = Clock::now();
   while (!until()) {
     ring_.sweep();
@@ -284,7 +285,7 @@ bool Cores::look(Until until) {
 }
 
 template <class Until>
-bool Cores::sleep(Bed& bed, Until until) {
+bool ReduceWorkers::sleep(Bed& bed, Until until) {
   bed.sleepers.fetch_add(1, std::memory_order_seq_cst);
   std::unique_lock lock(mutex_);
   bed.awake.wait(lock, [&] { return until() || quit_.load(std::memory_order_seq_cst); });

@@ -1,4 +1,4 @@
-#include "team.h"
+#include "shm_group.h"
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -33,9 +33,11 @@ bool reached(uint32_t there, uint32_t wanted) { return static_cast<int32_t>(ther
 
 }  // namespace
 
-size_t Team::segment_bytes(int local_size, size_t slot_bytes) { return kHeader + 2 * slot_bytes + local_size * kPipe; }
+size_t ShmGroup::segment_bytes(int local_size, size_t slot_bytes) {
+  return kHeader + 2 * slot_bytes + local_size * kPipe;
+}
 
-void Team::check_slots(int local_size, size_t slot_bytes) {
+void ShmGroup::check_slots(int local_size, size_t slot_bytes) {
   // Of a line for each rank, or more: all collectives cut slots into whole lines, and into a part for each rank.
   constexpr size_t line = 64, least = 4096, most = size_t{1} << 30;
   const size_t needed = std::max(least, local_size * line);
@@ -45,8 +47,8 @@ void Team::check_slots(int local_size, size_t slot_bytes) {
                                 std::to_string(local_size) + " of the ranks, got " + std::to_string(slot_bytes));
 }
 
-Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks, std::vector<std::string> names,
-           size_t slot_bytes, int cores)
+ShmGroup::ShmGroup(std::vector<Segment> segments, int local_rank, std::vector<int> ranks,
+                   std::vector<std::string> names, size_t slot_bytes, int cores)
     : segments_(std::move(segments)),
       ranks_(std::move(ranks)),
       names_(std::move(names)),
@@ -57,14 +59,14 @@ Team::Team(std::vector<Segment> segments, int local_rank, std::vector<int> ranks
   spins_ = size() <= cores ? 200 : 0;
 }
 
-void Team::begin(const Call& call) {
+void ShmGroup::begin(const Call& call) {
   header(rank_).calls[++calls_ % 2] = call;
   first_ = true;
 }
 
-const Call& Team::call(int local_rank) const { return header(local_rank).calls[calls_ % 2]; }
+const Call& ShmGroup::call(int local_rank) const { return header(local_rank).calls[calls_ % 2]; }
 
-Call Team::last(int rank) const {
+Call ShmGroup::last(int rank) const {
   const auto local = std::find(ranks_.begin(), ranks_.end(), rank);
   if (local == ranks_.end()) return Call();
   const int there = static_cast<int>(local - ranks_.begin());
@@ -75,7 +77,7 @@ Call Team::last(int rank) const {
 }
 
 // A word at a time, the sequence number last: who finds the same number before and after has a whole call.
-void Team::note(const Call& call) {
+void ShmGroup::note(const Call& call) {
   uint64_t words[sizeof(Call) / sizeof(uint64_t)];
   std::memcpy(words, &call, sizeof(call));
   static_assert(offsetof(Call, sequence) == 0 && sizeof(words) == sizeof(Call));
@@ -86,7 +88,7 @@ void Team::note(const Call& call) {
   header(rank_).newest.store(call.sequence, std::memory_order_release);
 }
 
-std::optional<Call> Team::noted(int local_rank, uint64_t sequence) const {
+std::optional<Call> ShmGroup::noted(int local_rank, uint64_t sequence) const {
   uint64_t words[sizeof(Call) / sizeof(uint64_t)];
   const auto& place = header(local_rank).enqueued[sequence % kEnqueued];
   if (!sequence || place[0].load(std::memory_order_acquire) != sequence) return std::nullopt;
@@ -97,21 +99,21 @@ std::optional<Call> Team::noted(int local_rank, uint64_t sequence) const {
   return call;
 }
 
-uint64_t Team::newest(int local_rank) const { return header(local_rank).newest.load(std::memory_order_acquire); }
+uint64_t ShmGroup::newest(int local_rank) const { return header(local_rank).newest.load(std::memory_order_acquire); }
 
-bool Team::all_quiet() const {
+bool ShmGroup::all_quiet() const {
   for (int i = 0; i < size(); ++i)
     if (!header(i).quiet.load(std::memory_order_acquire)) return false;
   return true;
 }
 
-char* Team::slot(int local_rank) const {
+char* ShmGroup::slot(int local_rank) const {
   return segments_[local_rank].data() + kHeader + (step_ % 2 ? slot_bytes_ : 0);
 }
 
-char* Team::pipe(int from, int to) const { return segments_[to].data() + kHeader + 2 * slot_bytes_ + from * kPipe; }
+char* ShmGroup::pipe(int from, int to) const { return segments_[to].data() + kHeader + 2 * slot_bytes_ + from * kPipe; }
 
-void Team::arrive(const Watch& watch) {
+void ShmGroup::arrive(const Watch& watch) {
   Header& mine = header(rank_);
   // Sequentially consistent with the sleeper's increment: either it sees this step, or we see that it sleeps.
   mine.step.store(step_, std::memory_order_seq_cst);
@@ -121,7 +123,7 @@ void Team::arrive(const Watch& watch) {
   first_ = false;
 }
 
-void Team::wait_for(int local_rank, uint32_t step, const Watch& watch) {
+void ShmGroup::wait_for(int local_rank, uint32_t step, const Watch& watch) {
   Header& peer = header(local_rank);
   const auto there = [&] { return reached(peer.step.load(std::memory_order_acquire), step); };
   for (int i = 0; i < spins_; ++i) {
@@ -141,14 +143,14 @@ void Team::wait_for(int local_rank, uint32_t step, const Watch& watch) {
   }
 }
 
-std::vector<int> Team::missing(uint32_t step) const {
+std::vector<int> ShmGroup::missing(uint32_t step) const {
   std::vector<int> ranks;
   for (int i = 0; i < size(); ++i)
     if (!reached(header(i).step.load(std::memory_order_acquire), step)) ranks.push_back(ranks_[i]);
   return ranks;
 }
 
-void Team::compare() const {
+void ShmGroup::compare() const {
   bool agreed = true;
   for (int i = 1; i < size(); ++i) agreed = agreed && same(call(i), call(0));
   if (agreed) return;
@@ -157,7 +159,7 @@ void Team::compare() const {
   throw mismatch(ranks_, names_, calls);
 }
 
-void Team::wake() {
+void ShmGroup::wake() {
   for (int i = 0; i < size(); ++i) wake_all(header(i).step);
 }
 
