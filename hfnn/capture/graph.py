@@ -81,7 +81,10 @@ class Cuda:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # what eager calls needed, and the last pool
         with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
             graph = Graph(function, self._pool, self._stream)
+            current.wait_stream(self._stream)  # to which torch gave a generator's first state, which a replay replaces
         self._graphs.add(graph)
         return graph
 
