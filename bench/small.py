@@ -71,6 +71,8 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
         given["out_features"], given["in_features"] = given["weight"].shape
         given["num_embeddings"], given["embedding_dim"] = given["weight"].shape
     x = args[0]
+    if "running_mean" in given:
+        given["num_features"] = x.shape[1]
     for original, room in op.modules.items():
         wanted = inspect.signature(original).parameters
         _, _, *names = inspect.signature(original.forward).parameters  # after self and x: the target of a loss
@@ -125,7 +127,7 @@ def _refusal(subject: Subject) -> str | None:
     try:
         y = subject.forward()
         torch.autograd.grad(y, subject.leaves, torch.ones_like(y))
-    except RuntimeError as why:
+    except (RuntimeError, ValueError) as why:
         return str(why).split("\n")[0]
     return None
 

@@ -170,7 +170,7 @@ def test_the_report_counts_as_saved_bytes_does(model, x):
     report = hfnn.memory.report(model, x, prefer="memory")
     assert report.eager == hfnn.memory.saved_bytes(lambda: model(x)).total - 2 * 4 * WIDTH
     hfnn.convert(model, prefer="memory")
-    assert report.converted == hfnn.memory.saved_bytes(lambda: model(x)).total - 2 * 4 * WIDTH
+    assert report.converted == hfnn.memory.saved_bytes(lambda: model(x)).total  # the room keeps its own statistics
 
 
 @pytest.mark.parametrize("converted", [False, True, "partly"])
