@@ -96,7 +96,7 @@ def convert(
     capture=True: on a GPU the model's forward and backward are replayed as CUDA graphs, once three calls of the same
     shapes have run as they are (hfnn/capture). The loop around it stays as it is. What cannot be replayed runs as it
     is, and `hfnn.report` counts it with its reason. On the CPU it does nothing, and says so. Converting again
-    without it ends it. Under dropout of hfnn's, masks are others than without capture.
+    without it ends it. hfnn's dropout draws other masks than without capture.
 
     optimizer: of torch.optim, of which hfnn.optim has the class, or a subclass that inherits its step; it becomes
     hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,32 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
             model(torch.randn(2, 8, device=DEVICE)).sum().backward()
     why = "it could not be recorded: operation not permitted when stream is capturing"
     assert vars(model)["_hfnn_capture"].counts[why] == 3 and caplog.text.count("is not captured") == 1
+
+
+def test_a_call_of_another_thread_waits_for_the_recording(graphs):
+    """Whose parameters are not the model's: a call among them would leave no gradient."""
+    main, calls, found = threading.get_ident(), [], []
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            if threading.get_ident() == main and len(calls) == captured.WARM + 1 and other.ident is None:
+                other.start()
+                other.join(0.5)
+            return super().forward(x)
+
+    model = hfnn.convert(nn.Sequential(Slow(8, 8)).to(DEVICE), capture=True)
+    parameters, x = [*model.parameters()], torch.randn(2, 8, device=DEVICE)
+
+    def beside():
+        found.extend(torch.autograd.grad(model(x).sum(), parameters))
+
+    other = threading.Thread(target=beside)
+    for _ in range(captured.WARM + 2):
+        calls.append(None)
+        model(x).sum().backward()
+    other.join()
+    assert len(found) == 2 and torch.equal(found[1], torch.full_like(found[1], 2.0))
+    assert vars(model)["_hfnn_capture"].counts["replayed"] == 2
 
 
 def test_what_looks_at_a_captured_model_leaves_it_captured(graphs):

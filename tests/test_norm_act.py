@@ -410,6 +410,7 @@ def test_timm_norms(sites):
     theirs = timm.create_model("mobilenetv3_small_050").double()
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
     x = torch.randn(2, 3, 64, 64).double()
+    # Of many norms in a row each divides by the spread that the one before left: 1.5e-9 was seen.
     for a, b in zip(results(mine, x, False), results(theirs, x, False), strict=True):
         assert (a - b).double().norm() <= 1e-7 * b.double().norm() + 1e-20
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in theirs.modules())

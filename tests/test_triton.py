@@ -56,8 +56,8 @@ def test_compiles_without_spilling(arguments, tmp_path):
         spills = 0
         if launch["kernel"].startswith("attention"):
             spills = 1700 if arguments[0] != "90" else 256 if "keys" in launch["kernel"] else 0
-        elif launch["kernel"] == "batch_norm.sums_kernel" and arguments[0] != "90":
-            spills = 8  # so, too
+        elif launch["kernel"] == "batch_norm.sums_kernel" and arguments[0] == "100":
+            spills = 8  # bytes: its tiles were chosen for Hopper, too
         assert launch["LOCAL"] == 0 and launch["STACK"] <= spills, launch
         given = launch["given"]
         # What promises to have tiles in flight has them, but for what may pass tiles over, and the copy engine's loads.
