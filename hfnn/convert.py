@@ -79,6 +79,7 @@ def convert(
     skip: Filter | Iterable[Filter] | None = None,
     prefer: str = "auto",
     recompute: str | None = None,
+    exact: bool = False,
     capture: bool = False,
     **options,
 ) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
@@ -90,8 +91,11 @@ def convert(
     selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
     only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm": feed-forward networks
     do not keep the first products, the widest tensors of a transformer, but compute them again in backward. Converting
-    again changes nothing but `prefer` and `recompute`, and looks anew at modules that went back to their own forward.
-    Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
+    again changes nothing but `prefer`, `recompute` and `exact`, and looks anew at modules that went back to their own
+    forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
+
+    exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it
+    those of float32 tensors are not rounded to 16 bits on their way, which takes less time (hfnn/ops/linear.py).
 
     capture=True: on a GPU the model's forward and backward are replayed as CUDA graphs, once three calls of the same
     shapes have run as they are (hfnn/capture). The loop around it stays as it is. What cannot be replayed runs as it
@@ -113,13 +117,13 @@ def convert(
         raise ValueError(
             f"got {', '.join(options)}: those are for an optimizer, as in hfnn.convert(model, optimizer, ...)"
         )
-    _convert(model, only, skip, prefer, recompute)
+    _convert(model, only, skip, prefer, recompute, exact)
     if capture:
         captured.capture(model)
     return model if optimizer is None else (model, swap.convert(optimizer, **options))
 
 
-def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -> None:
+def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, exact: bool) -> None:
     for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
@@ -138,6 +142,7 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None) -
             object.__setattr__(module, "__class__", room)
         if is_converted(module) or feed_forward.is_own(module):
             _set(module, "prefer", prefer)
+            _set(module, "exact", exact)
     for part, attributes in ((p, a) for parts in of_parts for p, a in parts.items() if is_converted(p)):
         for name, value in attributes.items():
             _set(part, name, value)

@@ -1,8 +1,12 @@
 // Linear maps that keep a recipe of their input: hfnn/ops/linear.py, which says what is torch's.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "rooms.h"
@@ -27,9 +31,42 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Tensor& bias,
   return at::linear(as(x, dtype), as(weight, dtype), as(bias, dtype));
 }
 
+// a b + beta * out, in the dtype of out: of 16-bit operands without a result of 16 bits in between.
+static void product_into(Tensor& out, const Tensor& a, const Tensor& b, double beta) {
+  if (out.scalar_type() == a.scalar_type() || !a.is_cuda()) {
+    at::addmm_out(out, out, as(a, out.scalar_type()), as(b, out.scalar_type()), beta);
+  } else {
+    at::addmm_out(out, out, a, b, out.scalar_type(), beta);
+  }
+}
+static Tensor product_as(const Tensor& a, const Tensor& b, ScalarType dtype) {
+  if (a.scalar_type() == dtype) return at::mm(a, b);
+  return a.is_cuda() ? at::mm(a, b, dtype) : at::mm(as(a, dtype), as(b, dtype));
+}
+
+// Rows of ones, kept for ever, for a recorded graph may read them. Undefined where a graph is being recorded.
+static Tensor ones(const Tensor& like, ScalarType dtype, int64_t count) {
+  static std::vector<Tensor> made;  // under the GIL
+  for (const Tensor& row : made)
+    if (row.size(1) >= count && row.scalar_type() == dtype && row.device() == like.device()) return row;
+  if (capturing(like)) return {};
+  return made.emplace_back(at::ones({1, 2 * count}, like.options().dtype(dtype)));
+}
+
+// The gradient of an input that several products read, as far as this backward has added it up. The engine holds it.
+struct Sum {
+  WeakTensor total{Tensor().getIntrusivePtr()};
+  const Node* producer = nullptr;
+  uint32_t output = 0;
+  int task = -1;
+  std::optional<c10::Stream> stream;
+};
+
 struct LinearRoom : Room {
   Kept inputs[3];  // x, weight (out, in), and with recompute the bias
   ScalarType dtype;
+  ScalarType of[3];  // the dtype in which each gradient leaves its product: of x, weight, bias
+  Tensor row_of_ones;
   int64_t width;
   bool by_rows, by_columns;  // the layouts of the weight and of x
 
@@ -38,30 +75,71 @@ struct LinearRoom : Room {
 
   Tensor build(ScalarType) override { return product(inputs[0].part(dtype), inputs[1].get(), inputs[2].get(), dtype); }
 
-  variable_list gradients(const Tensor& dy) override {
+  variable_list gradients(const Tensor& dy) override { return gradients(dy, of, true); }
+
+  variable_list one_of_many(const Tensor& dy) override { return gradients(dy, of, false); }
+
+  // Every op is torch's, and differentiable.
+  variable_list differentiable(const Tensor& dy) override {
+    const ScalarType low[] = {dtype, dtype, dtype};
+    return gradients(dy, low, false);
+  }
+
+ private:
+  variable_list gradients(const Tensor& dy, const ScalarType (&of)[3], bool adds_up) {
     const Tensor dy_RO = rows(dy);
     Tensor dx, dweight, dbias;
     if (wanted(1)) {  // first, so that what is rebuilt for it is gone before dx is there
       const Tensor x_RI = rows(as(inputs[0].get(dtype), dtype));
-      dweight = by_rows ? at::mm(dy_RO.t(), x_RI) : at::mm(x_RI.t(), dy_RO).t();
+      dweight = by_rows ? product_as(dy_RO.t(), x_RI, of[1]) : product_as(x_RI.t(), dy_RO, of[1]).t();
     }
     if (wanted(0)) {
       const Tensor weight = as(unpacked_weight(), dtype);
-      dx = by_columns ? at::mm(weight.t(), dy_RO.t()).t() : at::mm(dy_RO, weight);
       auto shape = dy.sizes().vec();
       shape.back() = width;
-      dx = dx.view(shape);
+      if (by_columns) {
+        dx = product_as(weight.t(), dy_RO.t(), of[0]).t().view(shape);
+      } else if (of[0] != dtype && adds_up) {
+        dx = added_up(dy_RO, weight, shape);
+      } else {
+        dx = product_as(dy_RO, weight, of[0]).view(shape);
+      }
     }
-    if (next_edges().size() > 2 && wanted(2)) dbias = dy_RO.sum(0);
+    if (next_edges().size() > 2 && wanted(2)) {
+      dbias = row_of_ones.defined() && adds_up && dy_RO.is_contiguous()
+                  ? product_as(row_of_ones.narrow(1, 0, dy_RO.size(0)), dy_RO, of[2]).squeeze(0)
+                  : dy_RO.sum(0);
+    }
     variable_list grads{dx, dweight, dbias};
     grads.resize(next_edges().size());
     return grads;
   }
 
-  // Every op is torch's, and differentiable.
-  variable_list differentiable(const Tensor& dy) override { return gradients(dy); }
+  // dy W, or an undefined tensor where the product was added to the gradient of x that another room has returned, and
+  // that waits with the engine for the others. That nobody else holds it tells that the engine has not replaced it.
+  Tensor added_up(const Tensor& dy_RO, const Tensor& weight, at::IntArrayRef shape) {
+    thread_local std::array<Sum, 4> sums;
+    thread_local size_t next = 0;
+    const auto& edge = next_edge(0);
+    const int task = torch::autograd::get_current_graph_task_id();
+    const bool may = task >= 0 && post_hooks().empty();
+    for (Sum& sum : sums) {
+      if (!may || sum.task != task || sum.producer != edge.function.get() || sum.output != edge.input_nr) continue;
+      Tensor total(sum.total.lock());
+      if (!total.defined() || total.use_count() != 2 || total.sizes() != shape || sum.stream != stream()) continue;
+      Tensor total_RI = rows(total);
+      product_into(total_RI, dy_RO, weight, 1);
+      return {};
+    }
+    Tensor dx = at::empty(shape, dy_RO.options().dtype(of[0]));
+    Tensor dx_RI = rows(dx);
+    product_into(dx_RI, dy_RO, weight, 0);
+    if (may)
+      sums[next++ % sums.size()] = {WeakTensor(dx.getIntrusivePtr()), edge.function.get(), edge.input_nr, task,
+                                    stream()};
+    return dx;
+  }
 
- private:
   Tensor unpacked_weight() {
     try {
       return inputs[1].get();
@@ -77,7 +155,7 @@ struct LinearRoom : Room {
   }
 };
 
-// (input, weight, bias, recompute, prefer, by_columns): the weight is (in, out) where by_columns is true.
+// (input, weight, bias, recompute, prefer, by_columns, exact): the weight is (in, out) where by_columns is true.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);
@@ -136,6 +214,12 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (x->requires_grad() || recompute) node->inputs[1].save(weight, is_parameter(args[1]));
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
+  // By the size alone, and not by whether a recipe was taken, for no bit of a gradient may depend on that.
+  const bool wide = worth && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
+  const Tensor* leaves[] = {x, given, bias};
+  for (int i = 0; i < 3; ++i)
+    node->of[i] = wide && leaves[i]->defined() && leaves[i]->scalar_type() == at::kFloat ? at::kFloat : dtype;
+  if (node->of[2] != dtype && bias->requires_grad() && y.numel()) node->row_of_ones = ones(*x, dtype, rows(y).size(0));
   node->width = x->size(-1);
   node->by_rows = weight.stride(0) == weight.size(1) && weight.stride(1) == 1;
   node->by_columns = by_columns;

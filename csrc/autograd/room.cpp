@@ -424,7 +424,7 @@ variable_list Room::batched(const Tensor& dy) {
   auto one = py::cpp_function([this](const Tensor& each) {
     variable_list found = at::GradMode::is_enabled() ? differentiable(each) : [&] {
       at::AutoDispatchBelowADInplaceOrView below;
-      return gradients(each);
+      return one_of_many(each);
     }();
     py::tuple out(found.size());
     for (size_t i = 0; i < found.size(); ++i) out[i] = found[i].defined() ? py::cast(found[i]) : py::none();
@@ -439,7 +439,6 @@ variable_list Room::batched(const Tensor& dy) {
 }
 
 namespace {
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 struct LastCast {
   WeakTensor x{Tensor().getIntrusivePtr()}, low{Tensor().getIntrusivePtr()};
   uint32_t version = 0;

@@ -23,6 +23,7 @@ using at::ScalarType;
 using at::Tensor;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using NodePtr = decltype(torch::autograd::Edge::function);  // shared_ptr before torch 2.13, then intrusive_ptr
 
 template <class N>
@@ -109,6 +110,8 @@ class Room : public Node {
   virtual Tensor build(ScalarType dtype) = 0;
   // Of dy, one for each edge: runs below autograd.
   virtual variable_list gradients(const Tensor& dy) = 0;
+  // The same of one of several dy that the engine gives as one.
+  virtual variable_list one_of_many(const Tensor& dy) { return gradients(dy); }
   // The same by differentiable ops, under create_graph.
   virtual variable_list differentiable(const Tensor& dy) = 0;
   virtual std::span<Kept> kept() = 0;
@@ -166,6 +169,7 @@ class Room : public Node {
 // Switches and counters, for tests and reports.
 struct State {
   std::atomic<bool> recipes{true};
+  std::atomic<bool> wide_on_cpu{false};  // 16-bit products end in float32 there, too, as they do on a GPU
   std::atomic<int64_t> taken{0}, rebuilt{0};
 };
 State& state();

@@ -27,10 +27,12 @@ class Conv1D:
     """GPT-2's linear map, whose weight is stored as (in, out): y = x W + b."""
 
     op = linear.OP
-    prefer, recompute = "auto", False
+    prefer, recompute, exact = "auto", False, False
 
     def forward(self, x):
-        y = linear.keeping_less(x, self.weight, self.bias, self.recompute, self.prefer, by_columns=True)
+        y = linear.keeping_less(
+            x, self.weight, self.bias, self.recompute, self.prefer, by_columns=True, exact=self.exact
+        )
         return super().forward(x) if y is None else y
 
 

@@ -311,7 +311,7 @@ def _same_randomness(model) -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """The classes of modules, their preference, their buffers and what these hold are afterwards what they were."""
-    own = ("prefer", "_hfnn_capture")
+    own = ("prefer", "exact", "_hfnn_capture")
     before = [(m, type(m), [(n, vars(m)[n]) for n in own if n in vars(m)], dict(m._buffers)) for m in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

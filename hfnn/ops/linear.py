@@ -2,10 +2,15 @@
 
     y = x W^T + b    (`Linear`)          y = x W + b    (`Conv1D` of transformers)
 
-The products are torch's own, on the operands and in the layouts torch uses, so gradients are torch's to the bit. What
-differs is what backward needs: where the input comes with a recipe (hfnn/core/recipe.py), its sources are kept instead.
-Under autocast the input is cast once for all consumers, and the weight's cast is made again instead of kept. With
-recompute=True the output has a recipe, too: its consumers keep nothing, and the product runs again in backward.
+The products are torch's own, on the operands and in the layouts torch uses. What differs is what backward needs: where
+the input comes with a recipe (hfnn/core/recipe.py), its sources are kept instead. Under autocast the input is cast once
+for all consumers, and the weight's cast is made again instead of kept. With recompute=True the output has a recipe,
+too: its consumers keep nothing, and the product runs again in backward.
+
+Gradients are torch's to the bit, except on a GPU those of float32 tensors under autocast, of inputs from `FLOORS` on.
+torch rounds each product to 16 bits, casts it to float32, and adds it to the products of the same input. Here a product
+has float32 results at once and is added where the sum is, and the sum of a bias' gradient is a product with a row of
+ones. exact=True keeps torch's order.
 """
 
 import functools
@@ -49,13 +54,13 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx, x, weight_OI, bias, how):
-        token, low, dtype, recompute = how
+        token, low, dtype, recompute, wide = how
         if recompute:
             recipe.save(ctx, low if token is None else token, weight_OI, bias)
         else:  # what may change where only the other's gradient is wanted is not kept
             ctx.save_for_backward(low if weight_OI.requires_grad else None, weight_OI if x.requires_grad else None)
             ctx.recipe = None if token is None else recipe.Kept({0: token})
-        ctx.dtype = dtype
+        ctx.dtype, ctx.of = dtype, [t.dtype if wide and t is not None else dtype for t in (x, weight_OI, bias)]
         low = as_dtype(x, dtype) if low is None else low
         ctx.by_rows = weight_OI.stride() == (weight_OI.shape[1], 1)
         ctx.by_columns = not low.is_contiguous() and _rows(low).stride(0) == 1 < low.shape[-1]
@@ -78,15 +83,15 @@ class _Linear(Function):
         if needs_weight and _wanted(nodes[1][0]):  # first, so that what is rebuilt for it is gone before dx is there
             if x is None:
                 x = ctx.recipe.tokens[0].tensor(ctx.dtype)
-            dweight = _outer(dy_RO, _rows(x), ctx.by_rows)
+            dweight = _outer(dy_RO, _rows(x), ctx.by_rows, ctx.of[1])
             del x
         if needs_x and _wanted(nodes[0][0]):
             weight = as_dtype(weight_OI, ctx.dtype)
             # As torch, in the layout of x.
-            dx = torch.mm(weight.t(), dy_RO.t()).t() if ctx.by_columns else torch.mm(dy_RO, weight)
+            dx = _mm(weight.t(), dy_RO.t(), ctx.of[0]).t() if ctx.by_columns else _mm(dy_RO, weight, ctx.of[0])
             dx = dx.view(*dy.shape[:-1], weight_OI.shape[1])
         if needs_bias:
-            dbias = dy_RO.sum(0)
+            dbias = dy_RO.sum(0) if ctx.of[2] is ctx.dtype else _mm(_ones(dy_RO), dy_RO, ctx.of[2])[0]
         return dx, dweight, dbias, None
 
 
@@ -111,9 +116,20 @@ def _rows(x):
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _outer(dy_RO, x_RI, by_rows):
+def _outer(dy_RO, x_RI, by_rows, dtype):
     """dy^T x (out, in), computed in the weight's own layout, as torch does."""
-    return torch.mm(dy_RO.t(), x_RI) if by_rows else torch.mm(x_RI.t(), dy_RO).t()
+    return _mm(dy_RO.t(), x_RI, dtype) if by_rows else _mm(x_RI.t(), dy_RO, dtype).t()
+
+
+def _mm(a, b, dtype):
+    """a @ b in `dtype`: of 16-bit operands without a result of 16 bits in between."""
+    if a.dtype is dtype or torch.is_grad_enabled():
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _ones(dy_RO):
+    return dy_RO.new_ones(1, dy_RO.shape[0])
 
 
 def _wanted(node) -> bool:
@@ -121,7 +137,7 @@ def _wanted(node) -> bool:
     return not node.next_functions or torch._C._will_engine_execute_node(node)
 
 
-def _linear(x, weight_OI, bias, recompute):
+def _linear(x, weight_OI, bias, recompute, prefer, exact):
     """x @ weight_OI^T + bias, or None where torch's own op is to run, or to raise."""
     if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_OI.shape[1]:
         return None
@@ -146,25 +162,28 @@ def _linear(x, weight_OI, bias, recompute):
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
     low = recipe.cast(x, dtype) if token is None else None
-    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute))
+    wide = casts and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
+    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, wide))
 
 
 # Under autocast, by preference: the smallest input of which not to keep a cast, nor of the weight, is worth host time.
 FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
+wide_on_cpu = False  # for tests: gradients are made on the CPU as on a GPU
 
 
-def linear(input, weight, bias=None, *, recompute=False, prefer="auto"):
+def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=False):
     """`torch.nn.functional.linear`, keeping a recipe of its input where the input has one.
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
     result keep nothing of it, and it is computed again in backward. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what torch raises.
+    (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: gradients are torch's to the
+    bit under autocast, too. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact)
     if y is NotImplemented:
         gains = _gains(input, recompute, prefer) and weight.dim() == 2
-        y = _linear(input, weight, bias, recompute) if gains else None
+        y = _linear(input, weight, bias, recompute, prefer, exact) if gains else None
     return _linear_of_torch(input, weight, bias) if y is None else y
 
 
@@ -175,22 +194,22 @@ def _gains(input, recompute, prefer) -> bool:
     return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
 
 
-def keeping_less(input, weight, bias, recompute=False, prefer="auto", by_columns=False):
+def keeping_less(input, weight, bias, recompute=False, prefer="auto", by_columns=False, exact=False):
     """`linear`, or None where there is nothing to gain. by_columns: the weight is stored as (in, out)."""
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns, exact)
     if y is NotImplemented:
         weight = weight.t() if by_columns else weight
-        y = _linear(input, weight, bias, recompute) if _gains(input, recompute, prefer) else None
+        y = _linear(input, weight, bias, recompute, prefer, exact) if _gains(input, recompute, prefer) else None
     return y
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`: the same arguments, defaults and state dict. `convert` sets `prefer` and `recompute`."""
+    """`torch.nn.Linear`: the same arguments, defaults and state dict. `convert` sets `prefer`, `recompute`, `exact`."""
 
-    prefer, recompute = "auto", False
+    prefer, recompute, exact = "auto", False, False
 
     def forward(self, input):
-        return linear(input, self.weight, self.bias, recompute=self.recompute, prefer=self.prefer)
+        return linear(input, self.weight, self.bias, recompute=self.recompute, prefer=self.prefer, exact=self.exact)
 
 
 OP.modules[nn.Linear] = Linear

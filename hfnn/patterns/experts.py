@@ -37,7 +37,7 @@ EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
 class MixtureOfExperts:
     """Goes before the class of such a module."""
 
-    prefer = "auto"
+    prefer, exact = "auto", False
     _hfnn_when = "while its activation carries no hooks, which would not be called"
 
     def _apply_gate(self, gate_up_out):
@@ -81,7 +81,7 @@ def _open(module) -> bool:
 def loop(module, x_TH, index_TK, weight_TK):
     """The sum over the experts, in their order; T tokens, each to K of E experts. Index E stands for no expert."""
     product = functools.partial(gated, activation=module._hfnn_like.f, prefer=module.prefer)
-    project = functools.partial(linear, prefer=module.prefer)
+    project = functools.partial(linear, prefer=module.prefer, exact=module.exact)
     y_TH = torch.zeros_like(x_TH)
     for e in torch.unique(index_TK).tolist():
         if e >= module.gate_up_proj.shape[0]:

@@ -22,11 +22,11 @@ INPUTS, OUTPUTS = 24, 16
 class Mapped:
     """Goes before the class of such a module: hfnn's linear map where it keeps less, else the class's own code."""
 
-    prefer, recompute = "auto", False
+    prefer, recompute, exact = "auto", False, False
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and not compiling() and is_plain(args[0]):
-            y = linear.keeping_less(args[0], self.weight, self.bias, self.recompute, self.prefer)
+            y = linear.keeping_less(args[0], self.weight, self.bias, self.recompute, self.prefer, exact=self.exact)
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)

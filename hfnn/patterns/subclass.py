@@ -27,7 +27,7 @@ _OPS = {room: op for op in ops.ALL for room in op.modules.values()}
 # Of torch's classes, as they were before anybody replaced one.
 FORWARDS = {torch_class: torch_class.forward for torch_class in ROOMS}
 # What `convert` may set on modules, by what their rooms read.
-SETTINGS = ("prefer", "recompute", "keep")
+SETTINGS = ("prefer", "recompute", "keep", "exact")
 # Files whose `__init_subclass__` derives the forward of each class from the one it finds there. Another author's may
 # note down the class, and is not called.
 _DERIVE = ("transformers.modeling_layers",)

@@ -28,10 +28,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`: the same arguments, defaults, state dict and results.
 
     With `need_weights=True`, the default, torch's own code runs, and in eval where nothing wants a gradient.
-    `hfnn.convert` sets `prefer`.
+    `hfnn.convert` sets `prefer` and `exact`.
     """
 
-    prefer = "auto"
+    prefer, exact = "auto", False
     _hfnn_when = "where it is called with need_weights=False"
 
     @property
@@ -134,7 +134,7 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
         y = scaled_dot_product_attention(q, k, v, mask, dropped, is_causal, prefer=module.prefer)
     del q, k, v
     out, prefer = module.out_proj, module.prefer
-    y = linear(y.transpose(1, 2).flatten(2), out.weight, out.bias, prefer=prefer)  # (B, T, E)
+    y = linear(y.transpose(1, 2).flatten(2), out.weight, out.bias, prefer=prefer, exact=module.exact)  # (B, T, E)
     if query.dim() == 2:
         return y.squeeze(0)
     # Put in torch's order, (T, B, E), after the product: what that keeps is then attention's own result, not a copy.
@@ -145,7 +145,7 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
 def _projected(module, query, key, value):
     """q, k, v, each with the heads apart: (..., H, D)."""
     bias, heads = module.in_proj_bias, (module.num_heads, module.head_dim)
-    project = functools.partial(linear, prefer=module.prefer)
+    project = functools.partial(linear, prefer=module.prefer, exact=module.exact)
     if not module._qkv_same_embed_dim:
         weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
     elif key is value and query is key:
