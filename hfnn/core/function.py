@@ -12,6 +12,11 @@ _LEVEL = 1  # of is_grads_batched, which does not nest
 _REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))
 
 
+def drawing():
+    """Random numbers may be drawn in the `with` block, also while gradients are computed for many dy at once."""
+    return torch._C._ExcludeDispatchKeyGuard(_REFUSES_TO_DRAW)
+
+
 class Function(torch.autograd.Function):
     """`apply` is C++'s, without torch's Python for functorch, which `context` has excluded: half the price.
 
@@ -78,7 +83,7 @@ def _of_many(backward, ctx, grads):
     """The gradients of each, batched as those given."""
     if any(dy is not None and _functorch.is_legacy_batchedtensor(dy) for dy in grads):
         level, batched = _LEVEL, torch._add_batch_dim
-        plain = functools.partial(torch._C._ExcludeDispatchKeyGuard, _REFUSES_TO_DRAW)
+        plain = drawing
         apart = [_legacy(dy) for dy in grads]
     elif any(dy is not None and _functorch.is_batchedtensor(dy) for dy in grads):
         level = max(_functorch.maybe_get_level(dy) for dy in grads if dy is not None)

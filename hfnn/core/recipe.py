@@ -133,6 +133,30 @@ class _Output:
             self.left = error
 
 
+class Unread:
+    """A parameter that `build` takes first, and the room's own backward does not read: for `carry`."""
+
+    __slots__ = ("_mark", "_p")
+
+    def __init__(self, p: torch.Tensor):
+        self._p, self._mark = p, (p._version, p.data_ptr())
+
+    def holds(self) -> bool:
+        return self._p is not None and self._mark == (self._p._version, self._p.data_ptr())
+
+    def get(self, dtype, last) -> torch.Tensor:
+        if not self.holds():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._p.type()} {[*self._p.shape]}] is at version {self._p._version}; expected version "
+                f"{self._mark[0]} instead."
+            )
+        return self._p
+
+    def release(self) -> None:
+        self._p = None
+
+
 class Token:
     """A consumer's hold on the node that made its input, in place of that input."""
 

@@ -191,9 +191,12 @@ class _BatchNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, running, how, layout, kernel):
         y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
-        recipe.save(ctx, x, weight, bias, made=(mean, rstd, flags))
-        ctx.how, ctx.layout, ctx.kernel = how, layout, kernel
-        return y if residual is not None else recipe.carry(ctx, y, _rebuild(how, layout, kernel))
+        # Without an activation only what builds y again reads the bias: it may be written to before backward.
+        late = None if bias is None or how[3] else recipe.Unread(bias)
+        recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd, flags))
+        ctx.how, ctx.layout, ctx.kernel, ctx.bias_dtype = how, layout, kernel, None if bias is None else bias.dtype
+        build = _rebuild(how, layout, kernel, late is not None)
+        return y if residual is not None else recipe.carry(ctx, y, build, token=late)
 
     @staticmethod
     def backward(ctx, dy):
@@ -201,15 +204,16 @@ class _BatchNorm(Function):
         needs, kernel = ctx.needs_input_grad[:4], ctx.kernel
         training, _, _, kind, slope = ctx.how
         if torch.is_grad_enabled():
+            if bias is None and ctx.bias_dtype is not None:  # any will do, see forward
+                bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype)
             return (*_differentiable(ctx, dy, x, weight, bias, mean, rstd, flags), *(None,) * 4)
         x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
         dx = torch.empty_like(x) if needs[0] else None  # whose strides are those of x, also of a dimension of one
         dresidual = None
         if needs[3]:
             dresidual = dy if flags is None else torch.empty_like(x)
-        dweight, dbias = (
-            torch.empty_like(p) if need else None for p, need in zip((weight, bias), needs[1:3], strict=True)
-        )
+        dweight = torch.empty_like(weight) if needs[1] else None
+        dbias = x.new_empty(x.shape[1], dtype=ctx.bias_dtype) if needs[2] else None
         x_PCS, dy_PCS, dx_PCS = (_planes(t, ctx.layout) for t in (x, dy, dx))
         partials = None
         if needs[1] or needs[2] or (needs[0] and training):
@@ -253,8 +257,12 @@ def _differentiable(ctx, dy, x, weight, bias, mean, rstd, flags):
     )
 
 
-def _rebuild(how, layout, kernel):
-    def build(x, weight, bias, mean, rstd, flags):
+def _rebuild(how, layout, kernel, late):
+    """What makes y of the saved tensors. late: the bias comes before them, and not with them."""
+
+    def build(*tensors):
+        first, x, weight, bias, mean, rstd, _ = tensors if late else (None, *tensors)
+        bias = first if late else bias
         if torch.is_grad_enabled():
             return _formula(how, x.dtype)(x, weight, bias, mean, rstd)
         x = x.contiguous(memory_format=layout)

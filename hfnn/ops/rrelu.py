@@ -13,7 +13,7 @@ from torch import nn
 
 from hfnn.core import bits
 from hfnn.core.context import capturing, compiling, context
-from hfnn.core.function import Function
+from hfnn.core.function import Function, drawing
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
@@ -68,7 +68,8 @@ def _slopes(x, lower, upper, seed, offset):
     generator = torch.Generator(x.device).manual_seed(seed)
     if x.is_cuda:
         generator.set_offset(offset)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(lower, upper, generator=generator)
+    with drawing():  # for a dy that stands for one, in a backward that is for many
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(lower, upper, generator=generator)
 
 
 def _takes(x, prefer):

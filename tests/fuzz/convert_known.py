@@ -142,6 +142,14 @@ def _changed_in_checkpoint(program, difference):
     return noticed and _between(program, changes, _at(difference))
 
 
+def _not_computed_again(program, difference):
+    """Stock reads all that a linear map saved, also for the gradient of a bias alone, which needs none of it. So a
+    checkpoint computes it again, and calls the hooks inside, for stock only."""
+    partial = any(step[0] == "backward" and step[1]["inputs"] for step in program["steps"])
+    again = any(call["call"] == "checkpoint" for call in _calls(program)) or _layers(program, "checkpoint")
+    return partial and bool(again) and difference.label.split()[0] == "hook" and difference.how == "missing"
+
+
 def _writes_refused(program, difference):
     """Ours keeps less, so that stock alone refuses a write; and hooks or threads of the program's own keep a run that
     saves copies from telling what is right."""
@@ -275,6 +283,7 @@ LIMITS = (
     Known("writes to what ours does not keep", "nothing", _writes_refused),
     Known("what torch has no kernel for", "nothing", _more_than_torch),
     Known("changed between a checkpoint and its backward", "nothing", _changed_in_checkpoint),
+    Known("computed again by stock alone", "nothing", _not_computed_again),
     Known("torch's autocast cache serves two dtypes", "nothing", _cached_cast),
     Known("torch's views forget their hooks", "nothing", _forgotten),
     Known("kept inputs of which torch keeps a copy", "nothing: a documented limit", _own_input),
