@@ -421,3 +421,11 @@ def test_a_run_that_is_too_slow_is_killed(bench, tmp_path):
         ("hfnn", 0, "error"),
     ]
     assert all("status -9" in columns["error"] for *_, columns in found)
+
+
+def test_pages_say_what_the_results_say(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    page = importlib.import_module("results_page")
+    assert page.main(["--check"]) == 0, capsys.readouterr().out
+    monkeypatch.setattr(page, "TABLES", page.TABLES[1:])
+    assert page.main(["--check"]) == 1

@@ -356,7 +356,7 @@ def test_products_of_one_input_add_up_where_the_sum_is(device, wide):
     leaf = torch.randn(ROWS, COLS, device=device, requires_grad=True)
     x, weights = leaf * 1, parameters(device, *[(WIDE, COLS)] * 3)
     ys = under(device, lambda: [added_up(x, w) for w in weights])
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     calls = {event.key: event.count for event in profile.key_averages()}
     if linear_room._native is not native._python:

@@ -1,0 +1,372 @@
+"""docs/benchmarks.md, and the table of models in README.md, written from the newest rows of bench/results.
+
+bench/results_page.py            # writes both
+bench/results_page.py --check    # exit status 1 where they are not what the rows say
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+BEGIN, END = "<!-- models: written by bench/results_page.py -->\n", "<!-- end of models -->\n"
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass
+class Table:
+    """A table in Markdown. rows, columns: by their heading, what rows of the CSV file must say; a cell shows the rows
+    of both by `show`, which gets them in their order, or None where they are not there."""
+
+    title: str
+    text: str
+    file: str
+    rows: dict[str, dict]
+    columns: dict[str, dict]
+    show: Callable[..., str | None]
+    every: dict = field(default_factory=dict)
+    passes: tuple[str, ...] = ("forward", "backward")
+    corner: str = ""
+
+    def __str__(self) -> str:
+        known = report.newest(RESULTS / f"{self.file}.csv")
+        lines = [f"| {self.corner} | {' | '.join(self.columns)} |", "| --- " * (1 + len(self.columns)) + "|"]
+        for heading, row in self.rows.items():
+            cells = [self._cell(known, {**self.every, **row, **column}) for column in self.columns.values()]
+            if any(cell != "-" for cell in cells):
+                lines.append(f"| {heading} | {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
+
+    def section(self) -> str:
+        return f"## {self.title}\n\n{textwrap.fill(self.text, 120)}\n\n{self}"
+
+    def _cell(self, known: list[dict], wanted: dict) -> str:
+        found = []
+        for name in self.passes:
+            of = {**wanted, "pass": name}
+            rows = [r for r in known if all(r[k] in (v if isinstance(v, tuple) else (v,)) for k, v in of.items())]
+            if not rows:
+                return "-"
+            found.append(max(rows, key=lambda r: r["date"]))
+        return self.show(*found) or "-"
+
+
+def _number(text: str, digits: int = 3) -> str:
+    """With so many digits, and spaces between thousands."""
+    value = float(f"{float(text):.{digits}g}")
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _percent(*rows) -> str:
+    return ", ".join(f"{float(r['pct_of_copy']):.0f}" for r in rows)
+
+
+def _tflops(*rows) -> str | None:
+    if any(not r["tflops"] for r in rows):
+        return None
+    kernel = rows[0]["kernel"].removeprefix("torch ")
+    return ", ".join(_number(r["tflops"]) for r in rows) + (f" ({kernel})" if "torch" in rows[0]["kernel"] else "")
+
+
+def _milliseconds(row) -> str | None:
+    return f"{float(row['device_us']) / 1e3:.1f}" if row["device_us"] else None
+
+
+def _model(row) -> str | None:
+    return f"{_milliseconds(row)}; {float(row['peak_gib']):.1f}" if row["device_us"] else None
+
+
+def _of_stock(row) -> str:
+    return f"{float(row['device_us']) / 1e3:.1f} ({float(row['ratio']):.2f})"
+
+
+def _head(row) -> str:
+    return f"{_number(float(row['device_us']) / 1e3)}; {_number(row['peak_mib'], 4)}"
+
+
+def _optimizer(row) -> str:
+    share = f"{float(row['pct_of_copy']):.0f} %" if float(row["parameters"] or 0) > 1e8 else "-"
+    return f"{_number(row['device_us'], 4)}; {share}; {_number(row['host_us'])}"
+
+
+def _tokens(row) -> str:
+    return f"{float(row['tokens_per_s']) / 1e3:.0f}; {float(row['peak_gib']):.1f}"
+
+
+def _microseconds(row) -> str:
+    return _number(row["device_us"])
+
+
+MODELS = {
+    "GPT-2 124M, 16 x 1024 tokens": {"op": "gpt2", "case": "16x1024"},
+    "BERT-base, 32 x 512": {"op": "bert", "case": "32x512"},
+    "Llama 1.1B, 8 x 2048": {"op": "llama", "case": "8x2048"},
+    "ViT-B/16, 128 images": {"op": "vit", "case": "128x224"},
+}
+KERNELS = {
+    "torch": {"provider": "torch"},
+    "torch.compile": {"provider": "compile"},
+    "Liger": {"provider": "liger"},
+    "quack": {"provider": "quack"},
+    "hfnn CUDA": {"provider": "hfnn", "kernel": "cuda"},
+    # "torch" in rows of gated ops, from before their nodes named the kernel; nothing else here was left to torch.
+    "hfnn Triton": {"provider": "hfnn", "kernel": ("triton", "torch")},
+}
+PAIRS = {
+    "GPT-2 4 x 1024": ("gpt2", "4x1024"),
+    "GPT-2 16 x 1024": ("gpt2", "16x1024"),
+    "BERT 8 x 512": ("bert", "8x512"),
+    "BERT 32 x 512": ("bert", "32x512"),
+    "Llama 1 x 2048": ("llama", "1x2048"),
+    "Llama 8 x 2048": ("llama", "8x2048"),
+    "ViT, 128 images": ("vit", "128x224"),
+    "Swin-T, 128": ("swin", "128x224"),
+    "ConvNeXt-T, 128": ("convnext", "128x224"),
+    "UNet of Stable Diffusion 2.1, 5 of 512 x 512": ("unet", "5x512"),
+}
+SIZES = {"4 KiB": 4096, "64 KiB": 65536, "256 KiB": 262144, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "16 MiB": 16 << 20,
+         "128 MiB": 128 << 20, "256 MiB": 256 << 20, "1 GiB": 1 << 30}  # fmt: skip
+OPTIMIZERS = {
+    "GPT-2's 124 M parameters, float32": {"case": "gpt2-124m", "dtype": "float32"},
+    "Llama's 1.1 B, float32": {"case": "llama-1.1b", "dtype": "float32"},
+    "Llama's 1.1 B, bfloat16": {"case": "llama-1.1b", "dtype": "bfloat16"},
+    "1000 small tensors, float32": {"case": "1000-tensors", "dtype": "float32"},
+}
+ATTENTION = {
+    "causal, 2 x 16 x 8192 x 128": "2x16x16x8192x128xcausal",
+    "causal, 16 x 12 x 1024 x 64": "16x12x12x1024x64xgpt2",
+    "32 heads, 8 of keys, 4 x 4096 x 128": "4x32x8x4096x128xgqa",
+    "window of 1024, 2 x 16 x 8192 x 128": "2x16x16x8192x128xwindow",
+    "softcap, 2 x 16 (8 of keys) x 4096 x 128": "2x16x8x4096x128xsoftcap",
+    "ALiBi, 4 x 16 x 2048 x 128": "4x16x16x2048x128xalibi",
+    "sinks, 2 x 64 (8 of keys) x 4096 x 64": "2x64x8x4096x64xsinks",
+    "dropout 0.1, 16 x 12 x 1024 x 64": "16x12x12x1024x64xdropout",
+    "boolean mask of padding, 32 x 12 x 512 x 64": "32x12x12x512x64xpadding",
+    "bias with a gradient, 8 x 12 x 1024 x 64": "8x12x12x1024x64xbias",
+    "65536 tokens of ragged sequences, 16 x 128": "1x16x16x65536x128xvarlen",
+}
+
+
+def _ops() -> dict[str, dict]:
+    names = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "gelu": "GELU", "silu": "SiLU", "swiglu": "SwiGLU",
+             "geglu": "GEGLU", "dropout": "dropout", "softmax": "softmax", "log_softmax": "log-softmax"}  # fmt: skip
+    found = {}
+    for row in report.newest(RESULTS / "NVIDIA_H200.csv"):
+        if row["op"] in names:
+            case = row["case"].replace("xnone", " (erf)").replace("xtanh", " (tanh)").replace("x0.1", ", p 0.1")
+            found[f"{names[row['op']]} {case.replace('x', ' x ')}"] = {"op": row["op"], "case": row["case"]}
+    order = [*names]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[1]["op"])))
+
+
+def _collectives(file, title, text, providers, sizes, **every) -> Table:
+    kinds = ("all_reduce", "reduce_scatter", "all_gather") if "NVIDIA" in file else ("all_reduce",)
+    columns = {
+        f"{kind}, {ranks} ranks: {name}": {"op": kind, "ranks": str(ranks), "provider": name}
+        for kind in kinds
+        for ranks in (2, 4)
+        for name in providers
+    }
+    rows = {heading: {"bytes": str(SIZES[heading])} for heading in sizes}
+    return Table(title, text, file, rows, columns, _microseconds, every, (every.pop("pass"),), "bytes")
+
+
+TABLES = (
+    Table(
+        "Whole models",
+        "Milliseconds a training step, and GiB at most above weights and optimizer states. One H200, bf16 "
+        "autocast, fused "
+        "AdamW, unmodified models of transformers and timm (`bench/models.py`). Each row of a model is a "
+        "process of its own, "
+        "and not all ran on one machine: hosts differ. The next table compares within a process.",
+        "NVIDIA_H200-models",
+        MODELS,
+        {
+            "torch": {"provider": "eager"},
+            "torch.compile": {"provider": "compile"},
+            "compile, memory budget 0.75": {"provider": "compile-0.75"},
+            "Liger": {"provider": "liger"},
+            "`hfnn.convert(model)`": {"provider": "hfnn"},
+            "`hfnn.convert(model, capture=True)`": {"provider": "hfnn-captured"},
+        },
+        _model,
+        passes=("step",),
+    ),
+    Table(
+        "Whole models, step by step beside stock",
+        "Milliseconds a step, and the share of stock's, in turns in one process (`bench/models.py --pairs`).",
+        "NVIDIA_H200-pairs",
+        {name: {"op": op, "case": case} for name, (op, case) in PAIRS.items()},
+        {
+            "torch": {"provider": "eager"},
+            "converted": {"provider": "hfnn"},
+            "converted, `capture=True`": {"provider": "hfnn-captured"},
+        },
+        _of_stock,
+        passes=("step",),
+    ),
+    Table(
+        "Norms, activations, dropout, softmax",
+        "Per cent of the bandwidth of a copy in the same process, forward, then backward. One H200, bf16 "
+        "(`bench/run.py`).",
+        "NVIDIA_H200",
+        _ops(),
+        {k: v for k, v in KERNELS.items() if k != "quack"},
+        _percent,
+        {"dtype": "bfloat16"},
+    ),
+    Table(
+        "Cross-entropy",
+        "The logits are read and never written over. Forward and backward together, per cent of the bandwidth "
+        "of a copy of "
+        "three times the logits' bytes: two reads and a write.",
+        "NVIDIA_H200",
+        {f"{c.replace('x', ' x ')}": {"op": "cross_entropy", "case": c} for c in ("8192x32000", "8192x128256")},
+        KERNELS,
+        _percent,
+        {"dtype": "bfloat16"},
+        ("both",),
+    ),
+    Table(
+        "A linear map and its cross-entropy",
+        "`hfnn.functional.linear_cross_entropy`, which keeps no logits; hidden 4096, vocabulary 128256, forward "
+        "and backward: "
+        "milliseconds, and MiB at most above the inputs, gradients included, which are 1002 MiB and more "
+        "(`bench/run.py --head`; [notes](notes/linear_cross_entropy.md)). The gradient of the weight errs at "
+        "most twice as "
+        "much as torch's single product; Liger's up to four times.",
+        "NVIDIA_H200-heads",
+        {
+            f"{tokens} tokens, {dtype}": {"case": f"{tokens}x4096x128256", "dtype": dtype}
+            for dtype in ("bfloat16", "autocast")
+            for tokens in (256, 1024, 4096, 8192, 16384, 65536)
+        },
+        {k: KERNELS[k] for k in ("torch", "torch.compile", "Liger")} | {"hfnn": {"provider": "hfnn"}},
+        _head,
+        passes=("both",),
+    ),
+    Table(
+        "Attention",
+        "TFLOP/s of the pairs that attend, forward, then backward (`bench/attention.py`). In brackets: torch's "
+        "kernel that "
+        "hfnn leaves the call to.",
+        "NVIDIA_H200-attention",
+        {heading: {"case": case} for heading, case in ATTENTION.items()},
+        {
+            "flash": {"provider": "flash"},
+            "efficient": {"provider": "efficient"},
+            "cuDNN": {"provider": "cudnn"},
+            "flex_attention, compiled": {"provider": "flex"},
+            "varlen_attn": {"provider": "varlen_attn"},
+            "hfnn": {"provider": "hfnn"},
+            "hfnn, Triton": {"provider": "hfnn triton"},
+        },
+        _tflops,
+    ),
+    Table(
+        "Ragged sequences",
+        "A training step of a Llama of 8 layers on 16384 tokens of sequences of different lengths: thousand "
+        "tokens a second, and "
+        "GiB at the peak. Packed by `hfnn.data.PackedCollator` (`bench/attention.py --packing`).",
+        "NVIDIA_H200-packing",
+        {name: {"provider": name} for name in ("padded torch", "padded hfnn", "packed torch", "packed hfnn")},
+        {"thousand tokens a second; GiB": {}},
+        _tokens,
+        passes=("step",),
+    ),
+    Table(
+        "AdamW",
+        "A step: microseconds; per cent of the bandwidth of a copy; the host's microseconds (`bench/optim.py`). "
+        'States of 8 and 4 bits: `hfnn.convert(optimizer, state_dtype="8bit")`. Remainder: 16-bit parameters with 16 '
+        "further bits.",
+        "NVIDIA_H200-optim",
+        OPTIMIZERS,
+        {
+            "torch fused": {"provider": "torch-fused"},
+            "hfnn": {"provider": "hfnn"},
+            "float32 states": {"provider": "hfnn-float32"},
+            "remainder": {"provider": "hfnn-remainder"},
+            "8 bits": {"provider": "hfnn-8bit"},
+            "4 bits": {"provider": "hfnn-4bit"},
+        },
+        _optimizer,
+        passes=("step",),
+    ),
+    Table(
+        "Wrappers on two GPUs",
+        "Milliseconds a step, unconverted models (`bench/parallel.py`; [notes](notes/parallel.md)).",
+        "NVIDIA_H200-parallel",
+        {
+            "GPT-2 124M, 4 x 1024 tokens a rank": {"op": "gpt2"},
+            "GPT-2 medium": {"op": "gpt2-medium"},
+            "VGG16, 32 images a rank": {"op": "vgg16"},
+        },
+        {
+            "DDP: torch, NCCL": {"provider": "torch-ddp", "kernel": "nccl"},
+            "haiscale, hfreduce": {"provider": "haiscale-ddp", "kernel": "hfreduce"},
+            "FSDP: torch, NCCL": {"provider": "torch-fsdp2", "kernel": "nccl"},
+            "haiscale FSDP, hfreduce": {"provider": "haiscale-fsdp", "kernel": "hfreduce"},
+        },
+        _milliseconds,
+        {"ranks": "2"},
+        ("step",),
+    ),
+    _collectives(
+        "NVIDIA_H200-hfreduce",
+        "Collectives on GPUs",
+        "Microseconds a call, bfloat16, with peer access, beside NCCL in the same run (`bench/hfreduce.py "
+        "--device cuda`).",
+        ("nccl", "hfreduce"),
+        ("4 KiB", "256 KiB", "8 MiB", "128 MiB", "1 GiB"),
+        dtype="bfloat16",
+        **{"pass": "p2p on"},
+    ),
+    _collectives(
+        "Intel_R_Xeon_R_Processor-hfreduce",
+        "Collectives on a CPU",
+        "Microseconds a call, float32, in place, on two cores, beside gloo in the same run "
+        "(`bench/hfreduce.py`). `direct` is "
+        "`hfreduce.all_reduce_`, without torch.distributed.",
+        ("gloo", "hfreduce", "direct"),
+        ("4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"),
+        dtype="float32",
+        **{"pass": "in place"},
+    ),
+)
+HEAD = """# Benchmarks
+
+The newest row of each case in [bench/results](../bench/results), as `python bench/results_page.py` writes it: change
+rows, not this page. How a number comes about is in [bench/README.md](../bench/README.md); what was tried, and what
+stands between a number and its roof, in [notes](notes). "-": not measured.
+"""
+
+
+def pages() -> dict[Path, str]:
+    """What the files should hold, by path."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    sections = "\n".join(table.section() for table in TABLES)
+    return {ROOT / "docs/benchmarks.md": f"{HEAD}\n{sections}", readme: f"{before}{BEGIN}{TABLES[0]}{END}{after}"}
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is not what bench/results says: python bench/results_page.py")
+        if not options.check:
+            path.write_text(pages()[path])
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
