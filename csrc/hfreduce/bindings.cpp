@@ -8,7 +8,7 @@
 
 #include "communicator.h"
 #include "cuda/paths.h"
-#include "reduce.h"
+#include "collectives/reduce.h"
 
 namespace py = pybind11;
 using namespace hfreduce;

@@ -8,8 +8,8 @@
 #include <system_error>
 
 #include "communicator_state.h"
-#include "local.h"
-#include "reduce.h"
+#include "collectives/host/local.h"
+#include "collectives/reduce.h"
 
 namespace hfreduce {
 

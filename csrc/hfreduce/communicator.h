@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "fault.h"
+#include "diagnostics/fault.h"
 #include "plan.h"
-#include "segment.h"
-#include "store.h"
+#include "transport/segment.h"
+#include "bootstrap/store.h"
 #include "types.h"
 
 namespace hfreduce {

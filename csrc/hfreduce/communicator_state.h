@@ -9,15 +9,15 @@
 #include <vector>
 
 #include "communicator.h"
-#include "forks.h"
-#include "hierarchy.h"
-#include "mesh.h"
-#include "messages.h"
-#include "mismatch.h"
-#include "monitor.h"
-#include "recorder.h"
-#include "roster.h"
-#include "shm_group.h"
+#include "transport/forks.h"
+#include "collectives/interhost/hierarchy.h"
+#include "bootstrap/mesh.h"
+#include "transport/messages.h"
+#include "diagnostics/mismatch.h"
+#include "diagnostics/monitor.h"
+#include "diagnostics/recorder.h"
+#include "bootstrap/roster.h"
+#include "collectives/host/shm_group.h"
 
 namespace hfreduce {
 

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "communicator_state.h"
-#include "rails.h"
+#include "collectives/interhost/rails.h"
 
 namespace hfreduce {
 

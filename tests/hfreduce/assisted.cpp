@@ -8,7 +8,7 @@
 //   dead        one rank dies after its part came down
 //   carried     one rank lets go while both send to another host
 // Then rounds and seed. Prints "ok".
-#include "cuda/assisted.h"
+#include "cuda/staged/assisted.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@
 #include <string>
 
 #include "assisted_calls.h"
-#include "cuda/assisted_ring.h"
+#include "cuda/staged/assisted_ring.h"
 #include "fake_gpu.h"
 #include "played_hosts.h"
 

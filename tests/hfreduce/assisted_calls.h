@@ -6,8 +6,8 @@
 
 #include "communicator.h"
 #include "played_hosts.h"
-#include "reduce.h"
-#include "slots.h"
+#include "collectives/reduce.h"
+#include "collectives/host/slots.h"
 
 namespace hfreduce::gpu {
 

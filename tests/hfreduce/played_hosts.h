@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/assisted.h"
-#include "reduce.h"
-#include "slots.h"
+#include "cuda/staged/assisted.h"
+#include "collectives/reduce.h"
+#include "collectives/host/slots.h"
 
 namespace hfreduce::gpu {
 

@@ -10,9 +10,9 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-SOURCES = [CORE / f"{name}.cpp" for name in ["reduce", "segment", "types", "cuda/reduce_workers"]]
+SOURCES = [CORE / f"{name}.cpp" for name in ["collectives/reduce", "transport/segment", "types", "cuda/staged/reduce_workers"]]
 # Two files are called assisted.cpp.
-OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
+OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/staged/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
 
 pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 

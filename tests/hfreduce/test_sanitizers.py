@@ -17,9 +17,8 @@ CORE = HERE.parents[1] / "csrc" / "hfreduce"
 
 def build(folder, kernels, *flags):
     """The programs and the core, each file on its own, as many at a time as there are cores. kernels: these, too."""
-    core = [f for f in CORE.glob("*.cpp") if f.stem != "bindings" and not f.stem.startswith("c10d")]
-    core += (CORE / "cuda").glob("*.cpp")
-    kernels = [*(CORE / "cuda").glob("*.cu")] if kernels else []
+    core = [f for f in CORE.rglob("*.cpp") if f.stem != "bindings" and f.parent.name != "torch"]
+    kernels = [*(CORE / "cuda/p2p").glob("*.cu")] if kernels else []
     programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "device_messages.cpp")]
     programs += [HERE / "accelerator.cpp"] if kernels else []
     include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)
@@ -33,7 +32,7 @@ def build(folder, kernels, *flags):
     sources = core + kernels + programs
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
-    with_kernels = [f for f in core if f != CORE / "cuda/no_kernels.cpp"] + kernels
+    with_kernels = [f for f in core if f != CORE / "cuda/p2p/no_kernels.cpp"] + kernels
     runs = []
     for program in programs:
         others = with_kernels if program.stem == "accelerator" else core

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "store.h"
+#include "bootstrap/store.h"
 
 #define EXPECT(condition)                                                          \
   do {                                                                             \

@@ -4,14 +4,14 @@
 #include <atomic>
 #include <mutex>
 
-#include "cuda/assisted.h"
-#include "cuda/copies.h"
-#include "cuda/device_messages.h"
+#include "cuda/staged/assisted.h"
+#include "cuda/p2p/copies.h"
+#include "cuda/p2p/device_messages.h"
 #include "cuda/in_flight.h"
 #include "cuda/meeting.h"
-#include "cuda/peers.h"
-#include "rails.h"
-#include "reduce.h"
+#include "cuda/p2p/peers.h"
+#include "collectives/interhost/rails.h"
+#include "collectives/reduce.h"
 
 namespace hfreduce::gpu {
 

@@ -9,9 +9,9 @@
 
 #include "communicator.h"
 #include "cuda/accelerator.h"
-#include "cuda/copies.h"
-#include "cuda/device_messages.h"
-#include "cuda/peers.h"
+#include "cuda/p2p/copies.h"
+#include "cuda/p2p/device_messages.h"
+#include "cuda/p2p/peers.h"
 
 namespace hfreduce::gpu {
 

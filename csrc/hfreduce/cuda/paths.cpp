@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/peers.h"
-#include "reduce.h"
+#include "cuda/p2p/peers.h"
+#include "collectives/reduce.h"
 
 namespace hfreduce::gpu {
 
