@@ -8,16 +8,15 @@
 #include <optional>
 #include <vector>
 
-#include "communicator.h"
-#include "transport/forks.h"
-#include "collectives/interhost/hierarchy.h"
 #include "bootstrap/mesh.h"
-#include "transport/messages.h"
-#include "diagnostics/mismatch.h"
-#include "diagnostics/monitor.h"
-#include "diagnostics/recorder.h"
 #include "bootstrap/roster.h"
 #include "collectives/host/shm_group.h"
+#include "collectives/interhost/hierarchy.h"
+#include "communicator.h"
+#include "diagnostics/monitor.h"
+#include "diagnostics/recorder.h"
+#include "transport/messages.h"
+#include "transport/socket.h"
 
 namespace hfreduce {
 
@@ -54,7 +53,7 @@ struct Communicator::State {
   std::optional<Plan> plan;
   std::optional<ShmGroup> shm;
   std::unique_ptr<Monitor> monitor;
-  std::optional<Hierarchy> hierarchy;  // of several hosts
+  std::optional<interhost::Hierarchy> hierarchy;  // of several hosts
   std::optional<Messages> messages;
   std::mutex collectives, ending;
   std::vector<std::atomic<uint64_t>> sent, received;  // messages, by the other's rank; of any thread

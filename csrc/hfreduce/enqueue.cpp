@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "collectives/interhost/rail.h"
 #include "communicator_state.h"
-#include "collectives/interhost/rails.h"
 
 namespace hfreduce {
 
@@ -139,7 +139,7 @@ void Communicator::on_failure(std::function<void()> hook) {
   if (s.hook && s.health.failed()) s.hook();
 }
 
-Layout Communicator::layout() const { return Layout(state_->roster); }
+interhost::HostLayout Communicator::layout() const { return interhost::HostLayout(state_->roster); }
 bool Communicator::one_host() const { return state_->roster.one_host(); }
 int Communicator::cores() const { return state_->roster.cores; }
 bool Communicator::was_shut_down() const { return state_->shut_down; }

@@ -34,8 +34,8 @@ struct Paths {
 };
 
 // Small messages by one path and large ones by the other, in few threads.
-std::vector<gpu::Row> rows_of(const Paths& paths) {
-  std::vector<gpu::Row> rows;
+std::vector<gpu::DeviceRow> rows_of(const Paths& paths) {
+  std::vector<gpu::DeviceRow> rows;
   for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
     rows.push_back({kind, 12 << 10, paths.of(kind, true), 1, 32, 0});
     rows.push_back({kind, std::numeric_limits<int64_t>::max(), paths.of(kind, false), 1, 32, 1024});
@@ -45,7 +45,7 @@ std::vector<gpu::Row> rows_of(const Paths& paths) {
 
 // A rank with its accelerator, and memory that it may call its device's.
 struct Rank {
-  Rank(Store& store, const Config& config, std::vector<gpu::Row> rows, unsigned seed)
+  Rank(Store& store, const Config& config, std::vector<gpu::DeviceRow> rows, unsigned seed)
       : c(store, config),
         gpu(new gpu::FakeGpu(seed, 5, "played " + std::to_string(config.rank))),
         accelerator(c, std::unique_ptr<gpu::Driver>(gpu), std::move(rows), kPatience) {
@@ -129,8 +129,8 @@ void defaults(Store& store, const Config& config, bool peers) {
   EXPECT(path(Kind::all_reduce, 4, Op::premul_sum) == small);
   EXPECT(path(Kind::all_to_all, 0) == large);
   EXPECT(path(Kind::all_reduce, 16 << 20) == large && path(Kind::all_gather, 36 << 20) == large);
-  EXPECT(path(Kind::all_reduce, 20 << 20) == (peers ? large : gpu::Path::assisted));
-  EXPECT(path(Kind::broadcast, 25 << 20) == (peers ? large : gpu::Path::assisted));
+  EXPECT(path(Kind::all_reduce, 20 << 20) == (peers ? large : gpu::Path::staged));
+  EXPECT(path(Kind::broadcast, 25 << 20) == (peers ? large : gpu::Path::staged));
   EXPECT((r.accelerator.describe().find("small messages by mapped memory") != std::string::npos) != peers);
 }
 
@@ -162,7 +162,7 @@ void rank(Store& store, const Config& config, const Paths& paths, int rounds, un
     if (config.rank == 1) other = std::thread([&] { r.c.abort("the end"); });
     // Kernels that are let go leave slots behind that the next ones write to, while peers may still read them: that is
     // so, and of no harm, but ThreadSanitizer would say it.
-    const int64_t count = paths.large != gpu::Path::assisted ? 1000 : 100'000;
+    const int64_t count = paths.large != gpu::Path::staged ? 1000 : 100'000;
     EXPECT(failure(r, copies, count, kPatience).find("the end") != std::string::npos);
     if (other.joinable()) other.join();
   }
@@ -194,8 +194,8 @@ int main(int argc, char** argv) {
   for (const Paths& paths :
        {Paths{"1", gpu::Path::packets, gpu::Path::two_shot},
         Paths{"1", gpu::Path::packets, gpu::Path::two_shot, gpu::Path::copies},
-        Paths{"0", gpu::Path::mapped, gpu::Path::mapped_two_shot}, Paths{"0", gpu::Path::mapped, gpu::Path::assisted},
-        Paths{"0", gpu::Path::assisted, gpu::Path::assisted}}) {
+        Paths{"0", gpu::Path::mapped, gpu::Path::mapped_two_shot}, Paths{"0", gpu::Path::mapped, gpu::Path::staged},
+        Paths{"0", gpu::Path::staged, gpu::Path::staged}}) {
     setenv("HFREDUCE_P2P", paths.p2p, 1);
     for (const char* const fault : {"", "differs", "late", "abort"}) {
 #ifdef __SANITIZE_THREAD__

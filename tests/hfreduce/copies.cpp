@@ -11,8 +11,8 @@
 
 #include <string>
 
-#include "fake_gpu.h"
 #include "collectives/host/slots.h"
+#include "fake_gpu.h"
 #include "threads.h"
 
 using namespace hfreduce;

@@ -76,7 +76,7 @@ struct Rank {
   void settle() {
     for (gpu::Stream stream : streams) gpu->synchronize(stream);
   }
-  bool takes(Kind kind) const { return accelerator.path(kind, 4096, DType::f32, Op::sum) == gpu::Path::assisted; }
+  bool takes(Kind kind) const { return accelerator.path(kind, 4096, DType::f32, Op::sum) == gpu::Path::staged; }
 
   gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
   Communicator c;

@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/staged/assisted.h"
-#include "collectives/reduce.h"
 #include "collectives/host/slots.h"
+#include "collectives/reduce.h"
+#include "cuda/staged/staged.h"
 
 namespace hfreduce::gpu {
 

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
 SOURCES = (
     *sorted((CORE / "cuda/p2p").glob("*.cu")),
-    *(CORE / name for name in ("cuda/p2p/peers.cpp", "collectives/reduce.cpp", "transport/segment.cpp", "types.cpp")),
+    *(CORE / name for name in ("cuda/p2p/peers.cpp", "collectives/reduce.cpp", "transport/segment.cpp")),
     HERE / "kernels.cpp",
 )
 

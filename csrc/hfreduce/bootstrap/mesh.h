@@ -9,24 +9,10 @@
 #include <memory>
 #include <string>
 
-#include "diagnostics/fault.h"
 #include "bootstrap/roster.h"
+#include "transport/socket.h"
 
 namespace hfreduce {
-
-// A connected, non-blocking socket; closed by its destructor. Children of a fork do not keep it open: a peer would not
-// notice the parent's death.
-class Socket {
- public:
-  explicit Socket(int fd = -1);
-  Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  Socket& operator=(Socket&& other) noexcept;
-  ~Socket();
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 enum class Purpose : uint8_t { liveness, segment, collective, message };
 const char* name(Purpose);
@@ -50,11 +36,6 @@ class Mesh {
   Socket take(int rank, Purpose purpose, int index, Deadline deadline);
   // Whether take would return, or throw, at once.
   bool dialed(int rank, Purpose purpose, int index) const;
-
-  // Gives a local peer a file descriptor of ours, and the other way round, over a connection for Purpose::segment.
-  // Throws Fault::broken that names the peer's process when the peer has gone or the deadline has passed.
-  static void give(const Socket& socket, int fd, Deadline deadline);
-  static int receive(const Socket& socket, Deadline deadline);
 
   std::string interface() const;  // "eth0 10.0.0.3", for printing
   void close();                   // joins the thread; idempotent

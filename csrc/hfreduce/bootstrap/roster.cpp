@@ -17,6 +17,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 namespace hfreduce {
 namespace {
@@ -199,6 +200,22 @@ std::string machine_id() {
 }
 
 }  // namespace
+
+bool ask_until(Deadline deadline, const std::function<bool()>& answered) {
+  const Clock::duration longest = milliseconds(50);
+  for (Clock::duration pause = milliseconds(1);; pause = std::min(pause * 3 / 2, longest)) {
+    if (answered()) return true;
+    const Clock::duration left = deadline - Clock::now();
+    if (left <= Clock::duration::zero()) return false;
+    std::this_thread::sleep_for(std::min(pause, left));
+  }
+}
+
+std::string Store::wait(const std::string& key, Deadline deadline) {
+  std::optional<std::string> value;
+  if (ask_until(deadline, [&] { return (value = find(key)).has_value(); })) return *std::move(value);
+  throw std::runtime_error("hfreduce: nobody has set the key '" + key + "' in the store by the deadline");
+}
 
 std::string random_hex(int bytes) {
   std::string random(bytes, '\0'), digits;

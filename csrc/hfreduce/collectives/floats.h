@@ -56,7 +56,7 @@ HFREDUCE_INLINE void store(BFloat16& y, float x) {
 
 // What follows from the widths. A subnormal is an integer times 2^-kUnit.
 template <int kExponent, int kMantissa>
-struct Layout {
+struct FloatFormat {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kUnit = kBias - 1 + kMantissa;
@@ -68,7 +68,7 @@ struct Layout {
 
 template <int kExponent, int kMantissa, bool kInfinities>
 HFREDUCE_INLINE float load(Small<kExponent, kMantissa, kInfinities> x) {
-  using L = Layout<kExponent, kMantissa>;
+  using L = FloatFormat<kExponent, kMantissa>;
   const uint32_t magnitude = x.bits & L::kOnes, sign = uint32_t(x.bits & L::kSign) << (31 - kExponent - kMantissa);
   // Infinities and NaNs take float32's highest exponent.
   const bool special = kInfinities ? magnitude >= L::kInfinity : magnitude == L::kOnes;
@@ -81,7 +81,7 @@ HFREDUCE_INLINE float load(Small<kExponent, kMantissa, kInfinities> x) {
 // Below the smallest normal, adding 2^(23 - kUnit) leaves the rounded multiple of 2^-kUnit in the low bits of the sum.
 template <int kExponent, int kMantissa, bool kInfinities>
 HFREDUCE_INLINE void store(Small<kExponent, kMantissa, kInfinities>& y, float x) {
-  using L = Layout<kExponent, kMantissa>;
+  using L = FloatFormat<kExponent, kMantissa>;
   constexpr float kMagic = power_of_two(23 - L::kUnit);
   constexpr uint32_t kBelowHalf = (1u << (L::kShift - 1)) - 1;
   // What a number too large becomes: infinity, or the largest.

@@ -28,12 +28,12 @@ class DeviceMessages;
 class Accelerator {
  public:
   // rows: rank 0's are everybody's.
-  Accelerator(Communicator&, std::unique_ptr<Driver>, std::vector<Row> rows, milliseconds timeout);
+  Accelerator(Communicator&, std::unique_ptr<Driver>, std::vector<DeviceRow> rows, milliseconds timeout);
   ~Accelerator();  // as shutdown, at once
 
   // The path of a collective: of `bytes` as Plan::choose counts them (all_to_all: 0). Equal on all ranks.
   Path path(Kind, int64_t bytes, DType, Op) const;
-  static bool captures(Path path) { return path < Path::assisted; }  // into a CUDA graph
+  static bool captures(Path path) { return path < Path::staged; }  // into a CUDA graph
 
   // Enqueue on `stream`, of the device that is current; they throw Fault when the communicator has failed. What fails
   // later fails the communicator: kernels end, streams are let go, and the next operation throws. Not for Path::host.

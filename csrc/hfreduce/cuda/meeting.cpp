@@ -206,11 +206,11 @@ std::string ordered(Communicator& c, Driver& driver, milliseconds timeout) {
   });
 }
 
-std::vector<Row> agree(Communicator& c, std::vector<Row> rows, milliseconds timeout) {
+std::vector<DeviceRow> agree(Communicator& c, std::vector<DeviceRow> rows, milliseconds timeout) {
   auto count = static_cast<int64_t>(rows.size());
   c.broadcast(&count, 1, DType::i64, 0, timeout);
   rows.resize(count);
-  if (count) c.broadcast(rows.data(), count * static_cast<int64_t>(sizeof(Row)), DType::u8, 0, timeout);
+  if (count) c.broadcast(rows.data(), count * static_cast<int64_t>(sizeof(DeviceRow)), DType::u8, 0, timeout);
   return rows;
 }
 

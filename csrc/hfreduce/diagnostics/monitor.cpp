@@ -14,18 +14,73 @@
 #include <condition_variable>
 #include <cstring>
 #include <map>
+#include <optional>
+#include <string_view>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 
 #include "diagnostics/frames.h"
-#include "diagnostics/liveness.h"
-#include "diagnostics/mismatch.h"
 
 namespace hfreduce {
 
-using namespace liveness;
-
 namespace {
+
+// What monitors say to one another: a head and a body.
+enum class Message : uint32_t {
+  request = 1,  // a number: "where do you stand?"
+  status,       // the number, a RankStatus: at once, or as soon as Python has said where it is
+  fault,        // cause, culprits, text: "this has failed for all of us"
+  goodbye,      // "the end of this connection is no death"; or, as in a fault, of what the rank has died
+};
+
+struct Head {
+  Message message;
+  uint32_t bytes;  // of the body
+};
+
+constexpr uint32_t kLongest = 1 << 20;
+
+template <class T>
+void put(std::string& to, const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  to.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// Takes a value off the front; false when there is too little.
+template <class T>
+bool get(std::string_view& from, T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if (from.size() < sizeof(value)) return false;
+  std::memcpy(&value, from.data(), sizeof(value));
+  from.remove_prefix(sizeof(value));
+  return true;
+}
+
+std::string framed(Message message, const std::string& body) {
+  std::string out;
+  put(out, Head{message, static_cast<uint32_t>(body.size())});
+  return out + body;
+}
+
+std::string encode(const Fault& fault) {
+  std::string body;
+  put(body, static_cast<int32_t>(fault.cause));
+  put(body, static_cast<int32_t>(fault.ranks.size()));
+  for (int rank : fault.ranks) put(body, static_cast<int32_t>(rank));
+  const std::string text = fault.what();
+  return body + text.substr(0, kLongest - body.size());
+}
+
+std::optional<Fault> decode_fault(std::string_view body) {
+  int32_t cause, n;
+  if (!get(body, cause) || !get(body, n) || cause < 0 || cause > static_cast<int32_t>(Fault::Cause::broken))
+    return std::nullopt;
+  std::vector<int> ranks;
+  for (int32_t rank; n > 0; --n, ranks.push_back(rank))
+    if (!get(body, rank)) return std::nullopt;
+  return Fault(static_cast<Fault::Cause>(cause), ranks, std::string(body));
+}
 
 constexpr milliseconds kFrame{300};    // how long an answer waits for Python
 constexpr milliseconds kWitness{150};  // how long a death waits for the word of a peer who knows its last collective

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "diagnostics/mismatch.h"
+#include "diagnostics/fault.h"
 #include "diagnostics/monitor.h"
 
 namespace hfreduce {

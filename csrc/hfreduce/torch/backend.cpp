@@ -1,12 +1,11 @@
 // hfreduce._c10d: the backend's life, and its Python module. Only files of this folder are compiled against torch.
+#include "torch/backend.h"
+
 #include <pybind11/chrono.h>
 #include <torch/extension.h>
 
 #include <algorithm>
 #include <optional>
-
-#include "torch/arrivals.h"
-#include "torch/backend.h"
 
 namespace hfreduce {
 
@@ -151,8 +150,8 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
     }
     if (to_keep) kept_.push_back(operation);
   }
-  // A kernel is enqueued at once; the assisted reduce takes some calls for each chunk, which need not hold up a caller
-  // that goes on with other work.
+  // A kernel is enqueued at once; the host-staged reduction takes some calls for each chunk, which need not hold up a
+  // caller that goes on with other work.
   const bool quick = start.path && gpu::Accelerator::captures(*start.path);
   line.submit(operation, !start.async_op || quick);
   // A blocking send would wait for it, and not come to the receive that the peer waits for: the bundle is waited for.

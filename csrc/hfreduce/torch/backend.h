@@ -1,6 +1,8 @@
 // The c10d backend "hfreduce": torch's collectives on a Communicator.
 #pragma once
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <atomic>
 #include <deque>
 #include <map>
@@ -11,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "torch/tensors.h"
-#include "torch/work.h"
 #include "communicator.h"
 #include "cuda/accelerator.h"
-#include "transport/forks.h"
+#include "torch/tensors.h"
 #include "torch/turns.h"
+#include "torch/work.h"
+#include "transport/socket.h"
 
 namespace hfreduce {
 
@@ -39,8 +41,8 @@ class Backend : public c10d::Backend {
     Options() : c10d::Backend::Options("hfreduce") {}
     std::string interface, host_id;  // see Config
     size_t slot_bytes = Config().slot_bytes;
-    std::vector<RowTuple> plan;              // rows as hfreduce.plan has them
-    std::vector<gpu::RowTuple> device_plan;  // the same, of gpu::Row
+    std::vector<RowTuple> plan;                    // rows as hfreduce.plan has them
+    std::vector<gpu::DeviceRowTuple> device_plan;  // the same, of gpu::DeviceRow
   };
 
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const Options& options);
@@ -158,5 +160,7 @@ class Backend : public c10d::Backend {
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
   std::string last_split_name_;
 };
+
+void bind_arrivals(py::module_& m);  // arrivals.cpp: Arrivals, and collect
 
 }  // namespace hfreduce

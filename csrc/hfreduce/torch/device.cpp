@@ -1,8 +1,8 @@
 // The backend's operations on CUDA tensors: on which stream, by which path, and how long what they work on is kept.
 #include <c10/util/Exception.h>
 
-#include "torch/backend.h"
 #include "cuda/meeting.h"
+#include "torch/backend.h"
 
 namespace hfreduce {
 
@@ -48,7 +48,7 @@ std::unique_ptr<Placed> Backend::place(Line& line, const Start& start, const Ten
   if (!captured) done = sweep();
   std::optional<c10::Stream> own;
   if (start.async_op) {
-    const bool overlaps = start.path == gpu::Path::assisted && start.type == c10d::OpType::ALLREDUCE;
+    const bool overlaps = start.path == gpu::Path::staged && start.type == c10d::OpType::ALLREDUCE;
     const std::pair key(&line, &line == collectives_.get() ? turns_.next(overlaps, ranges(outputs)) : 0);
     auto known = streams_.find(key);
     if (known == streams_.end()) known = streams_.emplace(key, pool_stream(start.device)).first;

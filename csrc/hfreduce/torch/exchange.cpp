@@ -1,8 +1,8 @@
 // The operations of the c10d backend, as in ops.cpp: all_to_all, barriers and messages.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
-#include "torch/backend.h"
 #include "cuda/p2p/device_messages.h"
+#include "torch/backend.h"
 
 namespace hfreduce {
 

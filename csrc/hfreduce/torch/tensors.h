@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "torch/device.h"
 #include "collectives/reduce.h"
+#include "torch/device.h"
 #include "types.h"
 
 namespace hfreduce {

@@ -1,10 +1,10 @@
 // Which of a few streams an operation takes that its caller does not wait for at once.
 //
-// CPU-assisted all_reduces that follow each other overlap where their streams differ: one comes down while another goes
+// host-staged all_reduces that follow each other overlap where their streams differ: one comes down while another goes
 // up. But what is given to a group is done in its order, as far as anybody can see: an operation may work on what the
 // one before writes, without waiting for it in between. So streams change only from one such all_reduce to another one
 // that shares no memory with those before it. Everything else goes where the last operation went: it is behind that
-// one, and so behind all, since copies of one direction follow each other in whatever streams (assisted.cpp).
+// one, and so behind all, since copies of one direction follow each other in whatever streams (staged.cpp).
 #pragma once
 
 #include <deque>

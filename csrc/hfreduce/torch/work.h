@@ -26,9 +26,9 @@
 #include <utility>
 #include <vector>
 
-#include "torch/device.h"
 #include "diagnostics/fault.h"
-#include "transport/forks.h"
+#include "torch/device.h"
+#include "transport/socket.h"
 
 namespace hfreduce {
 

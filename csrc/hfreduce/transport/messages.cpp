@@ -17,16 +17,118 @@
 // what readers have to say ("clear") goes first, between two frames. Nobody sleeps, or waits for room, with the lock.
 #include "transport/messages.h"
 
+#include <algorithm>
+#include <condition_variable>
 #include <cstring>
-
-#include "transport/messages_state.h"
-#include "diagnostics/mismatch.h"
-#include "transport/pipe.h"
-#include "transport/tcp.h"
+#include <list>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
 
 namespace hfreduce {
 
-using namespace message;
+namespace {
+
+enum class Sort : uint32_t { eager, ready, clear, data };
+
+struct Header {
+  int64_t bytes = 0;  // of the message; data: of this piece; clear: that were taken, see Pair
+  int32_t tag = 0;
+  Sort sort = Sort::eager;
+  uint64_t ticket = 0;  // eager: as it was given; otherwise the message's number among the sender's that wait
+  Call call;            // of the sender
+
+  int64_t following() const { return sort == Sort::data ? bytes : sort == Sort::eager && !ticket ? bytes : 0; }
+  int64_t cost() const { return following() + static_cast<int64_t>(sizeof(Header)); }  // to who keeps it
+};
+static_assert(sizeof(Header) == sizeof(Call) + 24);
+
+constexpr int64_t kEager = 1 << 20;     // bytes of one sender's messages that a receiver may have to keep
+constexpr int64_t kTogether = 8 << 10;  // up to this size, header and bytes are written at once
+constexpr int64_t kPiece = 512 << 10;   // of a message that waited: between two of them others get their turn
+constexpr milliseconds kLook{20};       // the longest sleep: a fault wakes nobody
+constexpr milliseconds kShared{1};      // where something may have to be done that wakes nobody
+
+struct UnexpectedMessage {
+  explicit UnexpectedMessage(const Header& header) : header(header), memory(new char[header.following()]) {}
+  Header header;
+  std::unique_ptr<char[]> memory;
+  bool complete = false;
+};
+
+// What a receiver waits for.
+struct PostedReceive {
+  const Messages::Place& place;
+  int64_t bytes;
+  int tag;
+  const Watch& watch;
+  bool begun = false, done = false;
+  uint64_t ticket = 0;
+  char* memory = nullptr;  // by rendezvous: where its bytes go
+  int64_t got = 0;
+};
+
+// Messages between this rank and another. All is of the mutex but for `out`, which is of whoever writes.
+struct Pair {
+  std::mutex mutex;
+  std::condition_variable changed;
+
+  std::unique_ptr<Incoming> in;    // none yet, or from this rank itself
+  bool reading = false;            // whether a thread reads, or sleeps until there is something to read
+  bool given_up = false;           // whether a receiver has left in the middle of its message: after a fault
+  Header header;                   // of the frame that is coming in
+  size_t header_bytes = 0;         // of it, that have come
+  bool begun = false;              // whether it is known where its bytes go
+  PostedReceive* owner = nullptr;  // whose memory that is; none: the last of the unexpected
+  char* into = nullptr;
+  int64_t bytes = 0;  // that have come
+  std::list<UnexpectedMessage> unexpected;
+  std::map<uint64_t, PostedReceive*> landing;  // receivers whose way was told to be clear, by the sender's number
+  int64_t taken = 0;  // what messages cost that did not wait and that receivers have, all of them ever
+
+  std::unique_ptr<Outgoing> out;
+  bool writing = false;
+  std::string first;                     // what is to be written before anything else
+  uint64_t numbered = 0;                 // messages that had to wait
+  std::set<uint64_t> cleared;            // numbers of those whose way is clear, and that have not gone on yet
+  int64_t unasked = 0, known_taken = 0;  // what messages have cost that did not wait; as `taken` of the other side
+};
+
+}  // namespace
+
+struct Messages::State {
+  using Done = std::function<bool()>;  // asked with the mutex
+
+  State(const Roster& roster, Mesh& mesh, ShmGroup& shm) : roster(roster), mesh(mesh), shm(shm), pairs(roster.size()) {}
+
+  bool local(int rank) const { return roster.peers[rank].host == roster.me().host; }
+  void connect_out(int rank, Deadline deadline);  // `out` is this thread's
+  bool connect_in(int rank);                      // whether messages from this rank could be read
+
+  // These have the mutex of the pair.
+  bool match(int from, PostedReceive& posted);  // with what is kept; whether that was anything
+  void clear(int from, PostedReceive& posted, const Header& ready);
+  bool flush(int to, Deadline deadline);  // what is to be written first, unless somebody writes anyway
+  void begin(int from, PostedReceive* posted);
+  void finish(Pair& pair);
+  // Moves what can be moved without waiting, and says whether that was anything.
+  bool advance(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  bool step(int from, PostedReceive* posted, const Done& done);
+
+  void wait(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  void rest(int from, Backoff& backoff);
+  void begin_writing(int to, const Watch& watch);
+  bool write_first(int to, bool then_end, const Watch& watch);  // whether there was anything; if not, it may be the end
+  void write(int to, const Header& header, const void* data, const Watch& watch);
+  void push(int to, const void* data, size_t bytes, const Watch& watch);
+
+  const Roster& roster;
+  Mesh& mesh;
+  ShmGroup& shm;
+  std::vector<Pair> pairs;  // by the other's rank
+};
 
 namespace {
 
@@ -235,34 +337,34 @@ void Messages::State::rest(int from, Backoff& backoff) {
 namespace {
 
 // A posted receive, which others may see until its message is there, or it gives up.
-class Wishing {
+class PostedScope {
  public:
-  Wishing(std::vector<Pair>& pairs, const PostedReceive& posted) : pairs_(pairs), wish_(posted) {}
-  ~Wishing() {
-    if (wish_.done) return;
+  PostedScope(std::vector<Pair>& pairs, const PostedReceive& posted) : pairs_(pairs), posted_(posted) {}
+  ~PostedScope() {
+    if (posted_.done) return;
     for (Pair& pair : pairs_) {
       std::lock_guard lock(pair.mutex);
-      pair.given_up = pair.given_up || wish_.begun;
+      pair.given_up = pair.given_up || posted_.begun;
     }
   }
 
  private:
   std::vector<Pair>& pairs_;
-  const PostedReceive& wish_;
+  const PostedReceive& posted_;
 };
 
 }  // namespace
 
 uint64_t Messages::recv(const Place& place, int64_t bytes, int from, int tag, const Watch& watch) {
   PostedReceive posted{place, bytes, tag, watch};
-  const Wishing wishing(state_->pairs, posted);
+  const PostedScope scope(state_->pairs, posted);
   state_->wait(from, &posted, watch, [&] { return posted.done; });
   return posted.ticket;
 }
 
 uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int tag, const Watch& watch) {
   PostedReceive posted{place, bytes, tag, watch};
-  const Wishing wishing(state_->pairs, posted);
+  const PostedScope scope(state_->pairs, posted);
   const auto begun = [&] { return posted.begun; };
   Backoff backoff(watch);
   const int size = state_->roster.size();
@@ -289,6 +391,131 @@ uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int 
         },
         kShared);
   }
+}
+
+// The writing side.
+
+void Messages::State::connect_out(int rank, Deadline deadline) {
+  std::unique_ptr<Outgoing>& stream = pairs[rank].out;
+  const Peer& peer = roster.peers[rank];
+  if (stream) return;
+  if (local(rank)) {
+    stream = std::make_unique<PipeOutgoing>(shm.pipe(shm.rank(), peer.local_rank), ShmGroup::kPipe);
+    return;
+  }
+  std::vector<Socket> sockets;
+  sockets.push_back(mesh.dial(rank, Purpose::message, 0, deadline));
+  stream = std::make_unique<TcpOutgoing>(std::move(sockets), peer);
+}
+
+bool Messages::State::flush(int to, Deadline deadline) {
+  Pair& pair = pairs[to];
+  if (pair.first.empty() || pair.writing) return false;
+  connect_out(to, deadline);
+  const size_t now = pair.out->write(pair.first.data(), pair.first.size());
+  pair.first.erase(0, now);
+  return now > 0;
+}
+
+void Messages::State::push(int to, const void* data, size_t bytes, const Watch& watch) {
+  Outgoing& stream = *pairs[to].out;
+  Backoff backoff(watch);
+  for (size_t done = 0; done < bytes;) {
+    const size_t now = stream.write(static_cast<const char*>(data) + done, bytes - done);
+    done += now;
+    if (now)
+      backoff.moved();
+    else
+      backoff.rest([&](Backoff::Wanted& wanted) { wanted.add(stream, to); });
+  }
+}
+
+void Messages::State::begin_writing(int to, const Watch& watch) {
+  Pair& pair = pairs[to];
+  std::unique_lock lock(pair.mutex);
+  while (pair.writing) {
+    pair.changed.wait_for(lock, kLook);
+    lock.unlock();
+    watch.check({to});
+    lock.lock();
+  }
+  pair.writing = true;  // and it stays so where something throws: half a frame may be out then
+}
+
+bool Messages::State::write_first(int to, bool then_end, const Watch& watch) {
+  Pair& pair = pairs[to];
+  std::string bytes;
+  {
+    std::lock_guard lock(pair.mutex);
+    bytes.swap(pair.first);
+    if (bytes.empty() && then_end) {
+      pair.writing = false;
+      pair.changed.notify_all();
+    }
+  }
+  push(to, bytes.data(), bytes.size(), watch);
+  return !bytes.empty();
+}
+
+// A frame, behind what goes first, when it is this thread's turn.
+void Messages::State::write(int to, const Header& header, const void* data, const Watch& watch) {
+  begin_writing(to, watch);
+  connect_out(to, watch.deadline);
+  write_first(to, false, watch);
+  const int64_t bytes = header.following();
+  if (bytes > kTogether) {
+    push(to, &header, sizeof(header), watch);
+    push(to, data, bytes, watch);
+  } else {
+    char together[sizeof(header) + kTogether];
+    std::memcpy(together, &header, sizeof(header));
+    if (bytes) std::memcpy(together + sizeof(header), data, bytes);
+    push(to, together, sizeof(header) + bytes, watch);
+  }
+  while (write_first(to, true, watch)) {
+  }
+}
+
+void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
+  Header header;
+  header.bytes = size;
+  header.tag = tag;
+  header.ticket = ticket;
+  header.call = watch.call;
+  Pair& pair = state_->pairs[to];
+  {
+    std::lock_guard lock(pair.mutex);
+    if (to == state_->roster.rank) {
+      UnexpectedMessage& kept = pair.unexpected.emplace_back(header);
+      if (header.following()) std::memcpy(kept.memory.get(), data, size);
+      kept.complete = true;
+      pair.changed.notify_all();
+      return;
+    }
+    if (ticket || pair.unasked + header.cost() - pair.known_taken <= kEager) {
+      pair.unasked += header.cost();
+    } else {
+      header.sort = Sort::ready;
+      header.ticket = ++pair.numbered;
+    }
+  }
+  state_->write(to, header, data, watch);
+  if (header.sort == Sort::eager) return;
+  state_->wait(to, nullptr, watch, [&] { return pair.cleared.count(header.ticket) > 0; });
+  {
+    std::lock_guard lock(pair.mutex);
+    pair.cleared.erase(header.ticket);
+  }
+  header.sort = Sort::data;
+  for (int64_t done = 0; done < size; done += header.bytes) {
+    header.bytes = std::min(kPiece, size - done);
+    state_->write(to, header, static_cast<const char*>(data) + done, watch);
+  }
+}
+
+void Messages::drain(Deadline deadline) {
+  for (Pair& pair : state_->pairs)
+    if (pair.out) pair.out->drain(deadline);
 }
 
 }  // namespace hfreduce

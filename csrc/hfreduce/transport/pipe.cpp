@@ -1,5 +1,3 @@
-#include "transport/pipe.h"
-
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,28 +7,30 @@
 #include <cstring>
 #include <ctime>
 
+#include "transport/stream.h"
+
 namespace hfreduce {
 
 namespace {
 
-// The most that is copied before the other side may see it: a part of the ring, so that both copy at the same time.
+// The most that is copied before the other side may see it: a part of the buffer, so that both copy at the same time.
 constexpr size_t kPart = 32 << 10;
 
 }  // namespace
 
-Ring::Ring(char* memory, size_t bytes)
+PipeEnd::PipeEnd(char* memory, size_t bytes)
     : head_(*reinterpret_cast<Head*>(memory)),
       data_(memory + sizeof(Head)),
       capacity_(static_cast<uint32_t>(bytes - sizeof(Head))) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
 }
 
-uint32_t Ring::unread() const {
+uint32_t PipeEnd::unread() const {
   // Either counter is this end's own and needs no order; the other says how far the bytes may be touched.
   return head_.written.bytes.load(std::memory_order_acquire) - head_.taken.bytes.load(std::memory_order_acquire);
 }
 
-void Ring::move(Counter& counter, uint32_t bytes) {
+void PipeEnd::move(Counter& counter, uint32_t bytes) {
   const uint32_t now = counter.bytes.load(std::memory_order_relaxed) + bytes;
   // Sequentially consistent with `sleep`: either the sleeper sees this value, or we see the sleeper.
   counter.bytes.store(now, std::memory_order_seq_cst);
@@ -38,7 +38,7 @@ void Ring::move(Counter& counter, uint32_t bytes) {
     syscall(SYS_futex, &counter.bytes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void Ring::sleep(Counter& counter, uint32_t seen, milliseconds longest) {
+void PipeEnd::sleep(Counter& counter, uint32_t seen, milliseconds longest) {
   const auto ns = std::chrono::nanoseconds(longest).count();
   const timespec patience{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -61,7 +61,7 @@ size_t PipeOutgoing::write(const void* data, size_t bytes) {
 void PipeOutgoing::sleep(milliseconds longest) const {
   const uint32_t taken = head_.taken.bytes.load(std::memory_order_acquire);
   if (head_.written.bytes.load(std::memory_order_relaxed) - taken == capacity_)
-    Ring::sleep(head_.taken, taken, longest);
+    PipeEnd::sleep(head_.taken, taken, longest);
 }
 
 size_t PipeIncoming::read(void* data, size_t bytes) {
@@ -77,7 +77,7 @@ size_t PipeIncoming::read(void* data, size_t bytes) {
 
 void PipeIncoming::sleep(milliseconds longest) const {
   const uint32_t written = head_.written.bytes.load(std::memory_order_acquire);
-  if (written == head_.taken.bytes.load(std::memory_order_relaxed)) Ring::sleep(head_.written, written, longest);
+  if (written == head_.taken.bytes.load(std::memory_order_relaxed)) PipeEnd::sleep(head_.written, written, longest);
 }
 
 }  // namespace hfreduce

@@ -33,4 +33,13 @@ class Segment {
   size_t bytes_ = 0;
 };
 
+// Of threads that wait by looking at it again and again: leaves the core to its other thread for some cycles.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 }  // namespace hfreduce

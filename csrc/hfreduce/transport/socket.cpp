@@ -1,18 +1,19 @@
 // Descriptors that children of a fork do not keep. A child that inherits a socket, such as a DataLoader's worker, would
 // hold the connection open after its parent's death, and the peers would take the parent for alive. So all sockets of
 // the process are written down here, and a handler of fork closes them in the child.
+#include "transport/socket.h"
+
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
-
-#include "bootstrap/mesh.h"
 
 namespace hfreduce {
 namespace {
@@ -57,17 +58,17 @@ class Registry {
 };
 
 // A message of one byte with room for one descriptor.
-struct Parcel {
+struct DescriptorMessage {
   char byte = 0;
   iovec part{&byte, 1};
   alignas(cmsghdr) char room[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
+  msghdr head{};
 
-  Parcel() {
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = room;
-    message.msg_controllen = sizeof room;
+  DescriptorMessage() {
+    head.msg_iov = &part;
+    head.msg_iovlen = 1;
+    head.msg_control = room;
+    head.msg_controllen = sizeof room;
   }
 };
 
@@ -88,32 +89,38 @@ void wait_more(const Socket& socket, short events, Deadline deadline) {
   poll(&asked, 1, static_cast<int>(left));
 }
 
+std::atomic<int> forked{0};
+[[maybe_unused]] const int counts_forks =
+    pthread_atfork(nullptr, nullptr, [] { forked.fetch_add(1, std::memory_order_relaxed); });
+
 }  // namespace
 
-void Mesh::give(const Socket& socket, int fd, Deadline deadline) {
-  Parcel parcel;
-  cmsghdr* head = CMSG_FIRSTHDR(&parcel.message);
-  head->cmsg_level = SOL_SOCKET;
-  head->cmsg_type = SCM_RIGHTS;
-  head->cmsg_len = CMSG_LEN(sizeof fd);
-  std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
-  while (sendmsg(socket.fd(), &parcel.message, MSG_NOSIGNAL) != 1) wait_more(socket, POLLOUT, deadline);
+int forks() { return forked.load(std::memory_order_relaxed); }
+
+void send_descriptor(const Socket& socket, int fd, Deadline deadline) {
+  DescriptorMessage message;
+  cmsghdr* control = CMSG_FIRSTHDR(&message.head);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(control), &fd, sizeof fd);
+  while (sendmsg(socket.fd(), &message.head, MSG_NOSIGNAL) != 1) wait_more(socket, POLLOUT, deadline);
 }
 
-int Mesh::receive(const Socket& socket, Deadline deadline) {
+int receive_descriptor(const Socket& socket, Deadline deadline) {
   while (true) {
-    Parcel parcel;
-    const ssize_t got = recvmsg(socket.fd(), &parcel.message, MSG_CMSG_CLOEXEC);
+    DescriptorMessage message;
+    const ssize_t got = recvmsg(socket.fd(), &message.head, MSG_CMSG_CLOEXEC);
     if (got < 0) {
       wait_more(socket, POLLIN, deadline);
       continue;
     }
-    const cmsghdr* head = CMSG_FIRSTHDR(&parcel.message);
+    const cmsghdr* control = CMSG_FIRSTHDR(&message.head);
     if (got == 0) fail(socket, "it has closed the connection; it has ended, or failed");
-    if (!head || head->cmsg_type != SCM_RIGHTS)
+    if (!control || control->cmsg_type != SCM_RIGHTS)
       fail(socket, "it has sent no descriptor; this process may be out of them");
     int fd = -1;
-    std::memcpy(&fd, CMSG_DATA(head), sizeof fd);
+    std::memcpy(&fd, CMSG_DATA(control), sizeof fd);
     return fd;
   }
 }

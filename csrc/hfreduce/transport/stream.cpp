@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <thread>
 
 namespace hfreduce {
 
@@ -13,8 +12,6 @@ constexpr int kLooks = 20, kYields = 40;  // before sleeping
 constexpr milliseconds kGlance{1};        // of a sleep that nothing ends early
 
 }  // namespace
-
-void Stream::sleep(milliseconds longest) const { std::this_thread::sleep_for(std::min(longest, kGlance)); }
 
 void Backoff::Wanted::add(const Stream& stream, int rank) {
   ranks_.push_back(rank);

@@ -1,16 +1,13 @@
-#include "transport/tcp.h"
-
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
-#include "transport/delay.h"
+#include "transport/stream.h"
 
 namespace hfreduce {
 namespace {
@@ -19,60 +16,56 @@ bool would_wait() { return errno == EAGAIN || errno == EINTR; }
 
 }  // namespace
 
-void Lanes::broken(const char* doing, const char* why) const {
+void Connections::broken(const char* doing, const char* why) const {
   throw Fault(Fault::Cause::broken, {peer_.rank},
               std::string("the connection ") + doing + " " + peer_.name() + " broke: " + why);
 }
 
 bool TcpOutgoing::descriptors(std::vector<pollfd>& fds) const {
-  fds.push_back({lanes_.fd(), POLLOUT, 0});
+  fds.push_back({connections_.fd(), POLLOUT, 0});
   return true;
 }
 
 size_t TcpOutgoing::write(const void* data, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
-    const size_t part = std::min(bytes - done, lanes_.left());
-    const ssize_t sent = send(lanes_.fd(), static_cast<const char*>(data) + done, part, MSG_NOSIGNAL);
+    const size_t part = std::min(bytes - done, connections_.left());
+    const ssize_t sent = send(connections_.fd(), static_cast<const char*>(data) + done, part, MSG_NOSIGNAL);
     if (sent < 0 && would_wait()) break;
-    if (sent < 0) lanes_.broken("to", std::strerror(errno));
-    lanes_.advance(static_cast<size_t>(sent));
+    if (sent < 0) connections_.broken("to", std::strerror(errno));
+    connections_.advance(static_cast<size_t>(sent));
     done += static_cast<size_t>(sent);
   }
   return done;
 }
 
 void TcpOutgoing::drain(Deadline deadline) {
-  for (const Socket& socket : lanes_.sockets())
+  for (const Socket& socket : connections_.sockets())
     for (int unsent = 1; unsent > 0 && Clock::now() < deadline;) {
       int error = 0;
       socklen_t length = sizeof error;
       if (getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error)
-        lanes_.broken("to", std::strerror(error));
-      if (ioctl(socket.fd(), SIOCOUTQ, &unsent) != 0) lanes_.broken("to", std::strerror(errno));
+        connections_.broken("to", std::strerror(error));
+      if (ioctl(socket.fd(), SIOCOUTQ, &unsent) != 0) connections_.broken("to", std::strerror(errno));
       if (unsent > 0) std::this_thread::sleep_for(milliseconds(1));  // no event tells of an acknowledgement
     }
 }
 
-TcpIncoming::TcpIncoming(std::vector<Socket> sockets, const Peer& peer)
-    : delay_(Delay::wanted(sockets)), lanes_(std::move(sockets), peer) {}
-TcpIncoming::~TcpIncoming() = default;
-
 bool TcpIncoming::descriptors(std::vector<pollfd>& fds) const {
-  fds.push_back({lanes_.fd(), POLLIN, 0});
+  fds.push_back({connections_.fd(), POLLIN, 0});
   return true;
 }
 
 size_t TcpIncoming::read(void* data, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
-    const size_t part = std::min(bytes - done, lanes_.left());
-    const ssize_t got = recv(lanes_.fd(), static_cast<char*>(data) + done, part, 0);
+    const size_t part = std::min(bytes - done, connections_.left());
+    const ssize_t got = recv(connections_.fd(), static_cast<char*>(data) + done, part, 0);
     if (got < 0 && would_wait()) break;
-    if (got < 0) lanes_.broken("from", std::strerror(errno));
-    if (got == 0 && done == 0) lanes_.broken("from", "it has closed its end");
+    if (got < 0) connections_.broken("from", std::strerror(errno));
+    if (got == 0 && done == 0) connections_.broken("from", "it has closed its end");
     if (got == 0) break;
-    lanes_.advance(static_cast<size_t>(got));
+    connections_.advance(static_cast<size_t>(got));
     done += static_cast<size_t>(got);
   }
   return done;

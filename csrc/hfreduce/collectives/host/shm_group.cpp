@@ -13,9 +13,6 @@
 #include <iterator>
 #include <stdexcept>
 
-#include "diagnostics/mismatch.h"
-#include "transport/pause.h"
-
 namespace hfreduce {
 
 namespace {

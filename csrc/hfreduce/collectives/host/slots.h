@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
-#include "collectives/reduce.h"
 #include "collectives/host/shm_group.h"
+#include "collectives/reduce.h"
 
 namespace hfreduce {
 
@@ -28,16 +28,25 @@ inline int64_t piece(size_t bytes, int n, int64_t size) {
   return std::max<int64_t>(1, static_cast<int64_t>(bytes) / n / kLine) * kLine / size;
 }
 
-// f(first, count) for one chunk of a message after the other, of what fits into a slot; an empty message has one.
-template <class F>
-void for_chunks(const ShmGroup& shm, int64_t count, int64_t size, int64_t chunk, F f) {
-  const int64_t most = piece(std::min<int64_t>(chunk, shm.slot_bytes()), 1, size);
+// The same of a slot's part that one step fills.
+inline int64_t chunk_of(const ShmGroup& shm, int64_t chunk, int64_t size) {
+  return piece(std::min<int64_t>(chunk, shm.slot_bytes()), 1, size);
+}
+
+// Steps for the bytes of a block, of which 1/n of a slot holds a piece; at least one. In each write(done, now), to
+// one's own slot, and when all have, read(done, now).
+template <class Write, class Read>
+void for_pieces(ShmGroup& shm, int n, int64_t bytes, const Watch& watch, Write write, Read read) {
+  const int64_t most = piece(shm.slot_bytes(), n, 1);
   int64_t done = 0;
   do {
-    const int64_t now = std::min(most, count - done);
-    f(done, now);
+    const int64_t now = std::min(most, bytes - done);
+    write(done, now);
+    shm.arrive(watch);
+    read(done, now);
+    shm.next();
     done += now;
-  } while (done < count);
+  } while (done < bytes);
 }
 
 // All ranks' inputs of a reduction: their slots at this byte, and their factors.

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <memory>
 
-#include "collectives/interhost/between.h"
+#include "collectives/interhost/rail.h"
 #include "collectives/reduce.h"
 
-namespace hfreduce::between {
+namespace hfreduce::interhost {
 
 namespace {
 
@@ -149,4 +149,4 @@ void direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part pa
   Direct(rail, data, count, sum, part).run();
 }
 
-}  // namespace hfreduce::between
+}  // namespace hfreduce::interhost

@@ -1,4 +1,4 @@
-// The collectives of several hosts, from those inside a host (local.h) and those of a rail (between.h).
+// The collectives of several hosts, from those inside a host (host.h) and those of a rail (rail.h).
 //
 // An all-reduce is cut into chunks, a chunk into a slice for each rail. Inside each host a chunk is reduce-scattered to
 // the rails, each rail all-reduces its slice between the hosts, and the slices are gathered inside each host. While
@@ -16,21 +16,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/interhost/between.h"
-#include "collectives/interhost/chunks.h"
-#include "collectives/host/local.h"
-#include "collectives/interhost/rails.h"
+#include "collectives/host/host.h"
 #include "collectives/host/slots.h"
 #include "collectives/interhost/stages.h"
 
-namespace hfreduce {
+namespace hfreduce::interhost {
 
 namespace {
-
-using between::Parcel;
-using between::Part;
-using between::Rail;
-using between::Sum;
 
 // As many as any message wants: all go over the same ones, so that ranks which called different things meet there.
 int streams(const Plan& plan) {
@@ -50,7 +42,7 @@ struct Hierarchy::State {
         shm(shm),
         plan(plan),
         layout(roster),
-        carriers{TcpLinks(roster, mesh, 2, streams(plan)), TcpLinks(roster, mesh, 3, streams(plan))},
+        carriers{HostStreams(roster, mesh, 2, streams(plan)), HostStreams(roster, mesh, 3, streams(plan))},
         stages(roster, mesh, health, layout, streams(plan)) {}
 
   bool alone() const { return layout.largest == 1; }  // every rank is alone on its host
@@ -81,10 +73,10 @@ struct Hierarchy::State {
   const Roster& roster;
   ShmGroup& shm;
   const Plan& plan;
-  const Layout layout;
+  const HostLayout layout;
   std::unique_ptr<char[]> memory;
   int64_t reserved = 0, slice_bytes = 0;
-  TcpLinks carriers[2];
+  HostStreams carriers[2];
   Stages stages;  // last: its threads end before all that they use
 };
 
@@ -118,16 +110,17 @@ void Hierarchy::State::reserve(int64_t bytes, int64_t pad_bytes) {
 void Hierarchy::State::sum_inside(const void* chunk, void* slice, int64_t count, DType dtype, Reduction reduction,
                                   const Watch& watch) {
   if (shm.size() == layout.rails)
-    return local::reduce_scatter(shm, chunk, count, slice, count, dtype, reduction, 1, watch);
+    return host::reduce_scatter(shm, chunk, count, slice, count, dtype, reduction, 1, watch);
   for (int r = 0; r < layout.rails; ++r)
-    local::reduce(shm, at(chunk, r * count * size_of(dtype)), slice, count, dtype, reduction, r, watch);
+    host::all_reduce_two_shot(shm, at(chunk, r * count * size_of(dtype)), slice, count, dtype, reduction,
+                              shm.slot_bytes(), watch, r);
 }
 
 void Hierarchy::State::share_inside(const void* slice, void* chunk, int64_t bytes, const Watch& watch) {
-  if (shm.size() == layout.rails) return local::all_gather(shm, slice, chunk, bytes, bytes, watch);
+  if (shm.size() == layout.rails) return host::all_gather(shm, slice, chunk, bytes, bytes, watch);
   for (int r = 0; r < layout.rails; ++r) {
     if (r == layout.local) copy(at(chunk, r * bytes), slice, bytes);
-    local::broadcast(shm, at(chunk, r * bytes), bytes, r, watch);
+    host::broadcast(shm, at(chunk, r * bytes), bytes, r, watch);
   }
 }
 
@@ -154,8 +147,8 @@ void Hierarchy::State::sum(const void* in, void* out, int64_t count, DType dtype
       },
       [&](int64_t c, const Rail& rail) {
         const Chunk chunk(cut, c);
-        if (all) return between::all_reduce(choice.between, rail, slices(c), chunk.slice, sum);
-        between::tree_reduce(rail, slices(c), chunk.slice, sum, host_of(root));
+        if (all) return interhost::all_reduce(choice.between, rail, slices(c), chunk.slice, sum);
+        tree_reduce(rail, slices(c), chunk.slice, sum, host_of(root));
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
@@ -174,7 +167,7 @@ void Hierarchy::State::sum_alone(const void* in, void* out, int64_t count, DType
     hfreduce::reduce(out, &in, &reduction.factor, 1, count, dtype, Op::premul_sum, 1);
   else
     copy(out, in, count * size);
-  between::all_reduce(choice.between, stages.rail(watch), out, count, {dtype, reduction.op, roster.size()});
+  interhost::all_reduce(choice.between, stages.rail(watch), out, count, {dtype, reduction.op, roster.size()});
 }
 
 void Hierarchy::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
@@ -195,7 +188,7 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
                                const Watch& watch) {
   State& s = *state_;
   const int64_t size = size_of(dtype), all = s.roster.size() * count;
-  const Layout& layout = s.layout;
+  const HostLayout& layout = s.layout;
   const Choice choice = s.choose(Kind::reduce_scatter, all * size, dtype);
   if (!layout.regular) {
     const std::unique_ptr<char[]> sums(new char[all * size]);
@@ -212,12 +205,13 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         for (int h = 0; h < layout.hosts; ++h)
-          local::reduce_scatter(s.shm, at(in, (h * layout.rails * count + chunk.first) * size), count,
-                                s.slices(c) + h * chunk.count * size, chunk.count, dtype, undivided(reduction), 1,
-                                watch);
+          host::reduce_scatter(s.shm, at(in, (h * layout.rails * count + chunk.first) * size), count,
+                               s.slices(c) + h * chunk.count * size, chunk.count, dtype, undivided(reduction), 1,
+                               watch);
       },
       [&](int64_t c, const Rail& rail) {
-        between::half(choice.between, rail, s.slices(c), Chunk(cut, c).count * layout.hosts, sum, Part::scatter);
+        interhost::all_reduce(choice.between, rail, s.slices(c), Chunk(cut, c).count * layout.hosts, sum,
+                              Part::scatter);
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
@@ -227,7 +221,7 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
 
 void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Watch& watch) {
   State& s = *state_;
-  const Layout& layout = s.layout;
+  const HostLayout& layout = s.layout;
   const int64_t all = s.roster.size() * bytes, mine = s.roster.rank * bytes;
   const Choice choice = s.plan.choose(Kind::all_gather, all);
   const Sum none{DType::u8, Op::bor, 1};
@@ -240,7 +234,7 @@ void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Watch
   const Rail rail = s.stages.rail(watch);
   if (s.alone()) {
     copy(at(out, mine), in, bytes);
-    return between::half(choice.between, rail, out, all, none, Part::gather);
+    return interhost::all_reduce(choice.between, rail, out, all, none, Part::gather);
   }
   const Cut cut(bytes, layout.hosts, 1);
   s.reserve(cut.slice * layout.hosts, 0);
@@ -251,13 +245,14 @@ void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Watch
         copy(s.slices(c) + layout.host * chunk.count, at(in, chunk.first), chunk.count);
       },
       [&](int64_t c, const Rail& rail) {
-        between::half(choice.between, rail, s.slices(c), Chunk(cut, c).count * layout.hosts, none, Part::gather);
+        interhost::all_reduce(choice.between, rail, s.slices(c), Chunk(cut, c).count * layout.hosts, none,
+                              Part::gather);
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         for (int h = 0; h < layout.hosts; ++h)
-          local::all_gather(s.shm, s.slices(c) + h * chunk.count, at(out, h * layout.rails * bytes + chunk.first),
-                            bytes, chunk.count, watch);
+          host::all_gather(s.shm, s.slices(c) + h * chunk.count, at(out, h * layout.rails * bytes + chunk.first), bytes,
+                           chunk.count, watch);
       });
 }
 
@@ -265,7 +260,7 @@ void Hierarchy::broadcast(void* data, int64_t bytes, int root, const Watch& watc
   State& s = *state_;
   const Rail rail = s.stages.rail(watch);
   const int host = s.host_of(root);
-  if (s.alone()) return between::tree_broadcast(rail, data, bytes, host);
+  if (s.alone()) return tree_broadcast(rail, data, bytes, host);
   const bool source = host == s.layout.host;
   const Cut cut(bytes, 1, s.layout.rails);
   s.reserve(cut.slice, cut.slice * cut.parts);
@@ -274,13 +269,13 @@ void Hierarchy::broadcast(void* data, int64_t bytes, int root, const Watch& watc
       [&](int64_t c) {
         const Chunk chunk(cut, c);
         if (!source) return;
-        local::broadcast(s.shm, at(data, chunk.first), chunk.count, s.local_of(root), watch);
+        host::broadcast(s.shm, at(data, chunk.first), chunk.count, s.local_of(root), watch);
         if (!chunk.whole) copy(s.pad(), at(data, chunk.first), chunk.count);
       },
       [&](int64_t c, const Rail& rail) {
         const Chunk chunk(cut, c);
         char* const from = (chunk.whole ? at(data, chunk.first) : s.pad()) + s.layout.local * chunk.slice;
-        between::tree_broadcast(rail, source ? from : s.slices(c), chunk.slice, host);
+        tree_broadcast(rail, source ? from : s.slices(c), chunk.slice, host);
       },
       [&](int64_t c) {
         const Chunk chunk(cut, c);
@@ -295,18 +290,18 @@ void Hierarchy::gather(const void* in, void* out, int64_t bytes, int root, const
   const Rail rail = s.stages.rail(watch);
   if (s.host_of(root) != s.layout.host) {
     s.meet(watch);
-    return between::exchange(rail, {{root, const_cast<void*>(in), bytes}}, {});
+    return exchange(rail, {{root, const_cast<void*>(in), bytes}}, {});
   }
   const std::vector<int>& near = s.roster.local();
   std::unique_ptr<char[]> blocks;
   if (root == s.roster.rank) blocks.reset(new char[bytes * near.size()]);
-  local::gather(s.shm, in, blocks.get(), bytes, s.local_of(root), watch);
+  host::gather(s.shm, in, blocks.get(), bytes, s.local_of(root), watch);
   if (root != s.roster.rank) return;
   for (size_t i = 0; i < near.size(); ++i) copy(at(out, near[i] * bytes), blocks.get() + i * bytes, bytes);
-  std::vector<Parcel> parcels;
+  std::vector<Transfer> transfers;
   for (const Peer& peer : s.roster.peers)
-    if (peer.host != s.layout.host) parcels.push_back({peer.rank, at(out, peer.rank * bytes), bytes});
-  between::exchange(rail, {}, parcels);
+    if (peer.host != s.layout.host) transfers.push_back({peer.rank, at(out, peer.rank * bytes), bytes});
+  exchange(rail, {}, transfers);
 }
 
 void Hierarchy::scatter(const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
@@ -314,20 +309,20 @@ void Hierarchy::scatter(const void* in, void* out, int64_t bytes, int root, cons
   const Rail rail = s.stages.rail(watch);
   if (s.host_of(root) != s.layout.host) {
     s.meet(watch);
-    return between::exchange(rail, {}, {{root, out, bytes}});
+    return exchange(rail, {}, {{root, out, bytes}});
   }
   const std::vector<int>& near = s.roster.local();
   std::unique_ptr<char[]> blocks;
   if (root == s.roster.rank) {
-    std::vector<Parcel> parcels;
+    std::vector<Transfer> transfers;
     for (const Peer& peer : s.roster.peers)
       if (peer.host != s.layout.host)
-        parcels.push_back({peer.rank, const_cast<char*>(at(in, peer.rank * bytes)), bytes});
-    between::exchange(rail, parcels, {});
+        transfers.push_back({peer.rank, const_cast<char*>(at(in, peer.rank * bytes)), bytes});
+    exchange(rail, transfers, {});
     blocks.reset(new char[bytes * near.size()]);
     for (size_t i = 0; i < near.size(); ++i) copy(blocks.get() + i * bytes, at(in, near[i] * bytes), bytes);
   }
-  local::scatter(s.shm, blocks.get(), out, bytes, s.local_of(root), watch);
+  host::scatter(s.shm, blocks.get(), out, bytes, s.local_of(root), watch);
 }
 
 void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int64_t* in_sizes, void* out,
@@ -340,15 +335,15 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
     near[2].push_back(out_offsets[rank]);
     near[3].push_back(out_sizes[rank]);
   }
-  local::all_to_all(s.shm, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
-  std::vector<Parcel> parcels, expected;
+  host::all_to_all(s.shm, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
+  std::vector<Transfer> transfers, expected;
   for (int i = 1; i < s.roster.size(); ++i) {  // not all begin with the same rank
     const int rank = (s.roster.rank + i) % s.roster.size();
     if (s.host_of(rank) == s.layout.host) continue;
-    parcels.push_back({rank, const_cast<char*>(at(in, in_offsets[rank])), in_sizes[rank]});
+    transfers.push_back({rank, const_cast<char*>(at(in, in_offsets[rank])), in_sizes[rank]});
     expected.push_back({rank, at(out, out_offsets[rank]), out_sizes[rank]});
   }
-  between::exchange(s.stages.rail(watch), parcels, expected);
+  exchange(s.stages.rail(watch), transfers, expected);
 }
 
 void Hierarchy::carry(int lane, void* data, int64_t count, const Watch& watch) {
@@ -359,11 +354,12 @@ void Hierarchy::carry(int lane, void* data, int64_t count, const Watch& watch) {
   const Choice choice = s.choose(call.kind, bytes, call.dtype);
   const Rail rail{s.carriers[lane], watch, s.layout.rail, s.layout.host};
   const Sum sum{call.dtype, call.op, s.roster.size()};
-  if (call.kind == Kind::all_reduce) return between::all_reduce(choice.between, rail, data, count, sum);
-  if (call.kind == Kind::reduce_scatter) return between::half(choice.between, rail, data, count, sum, Part::scatter);
+  if (call.kind == Kind::all_reduce) return interhost::all_reduce(choice.between, rail, data, count, sum);
+  if (call.kind == Kind::reduce_scatter)
+    return interhost::all_reduce(choice.between, rail, data, count, sum, Part::scatter);
   if (call.kind == Kind::all_gather)
-    return between::half(choice.between, rail, data, count, {DType::u8, Op::bor, 1}, Part::gather);
-  between::tree_broadcast(rail, data, count, s.host_of(call.root));
+    return interhost::all_reduce(choice.between, rail, data, count, {DType::u8, Op::bor, 1}, Part::gather);
+  tree_broadcast(rail, data, count, s.host_of(call.root));
 }
 
 // All ranks of this host arrive, then each rail waits for all hosts; where ranks have no rail, they wait for those
@@ -372,8 +368,8 @@ void Hierarchy::barrier(const Watch& watch) {
   State& s = *state_;
   s.meet(watch);
   char nothing = 0;
-  if (!s.layout.rail.empty()) between::tree_all_reduce(s.stages.rail(watch), &nothing, 1, {DType::u8, Op::bor, 1});
+  if (!s.layout.rail.empty()) tree_all_reduce(s.stages.rail(watch), &nothing, 1, {DType::u8, Op::bor, 1});
   if (s.shm.size() > s.layout.rails) s.meet(watch);
 }
 
-}  // namespace hfreduce
+}  // namespace hfreduce::interhost

@@ -7,11 +7,11 @@
 #include <memory>
 
 #include "bootstrap/mesh.h"
-#include "plan.h"
 #include "collectives/host/shm_group.h"
+#include "plan.h"
 #include "transport/stream.h"
 
-namespace hfreduce {
+namespace hfreduce::interhost {
 
 class Hierarchy {
  public:
@@ -39,4 +39,4 @@ class Hierarchy {
   std::unique_ptr<State> state_;
 };
 
-}  // namespace hfreduce
+}  // namespace hfreduce::interhost

@@ -9,10 +9,10 @@
 // Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. JPDC 69 (2009).
 #include <algorithm>
 
-#include "collectives/interhost/between.h"
+#include "collectives/interhost/rail.h"
 #include "collectives/reduce.h"
 
-namespace hfreduce::between {
+namespace hfreduce::interhost {
 
 namespace {
 
@@ -146,4 +146,4 @@ void ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part
   Ring(rail, data, count, sum, part).run();
 }
 
-}  // namespace hfreduce::between
+}  // namespace hfreduce::interhost

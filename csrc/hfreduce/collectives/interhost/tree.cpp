@@ -16,10 +16,10 @@
 #include <algorithm>
 #include <memory>
 
-#include "collectives/interhost/between.h"
+#include "collectives/interhost/rail.h"
 #include "collectives/reduce.h"
 
-namespace hfreduce::between {
+namespace hfreduce::interhost {
 
 namespace {
 
@@ -207,4 +207,4 @@ void tree_broadcast(const Rail& rail, void* data, int64_t bytes, int root) {
   tree(rail, data, bytes, {DType::u8, Op::sum, 1}, {false, true, root});
 }
 
-}  // namespace hfreduce::between
+}  // namespace hfreduce::interhost

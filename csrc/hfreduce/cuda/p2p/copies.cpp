@@ -26,7 +26,7 @@
 #include <string>
 #include <thread>
 
-#include "cuda/staged/assisted_ring.h"
+#include "collectives/host/slots.h"
 #include "cuda/p2p/peers.h"
 
 namespace hfreduce::gpu {
@@ -76,8 +76,10 @@ struct Copies::State {
 
   void give(uint32_t k, const void* in, int64_t bytes);
   void take(uint32_t k, void* out, int64_t step, int64_t bytes);
-  void wait(const Flag& flag, uint32_t value, Stream stream);
-  void write(Flag& flag, uint32_t value, Stream stream);
+  void wait(const Flag& flag, uint32_t value, Stream stream) {
+    if (!gone) gpu::wait(driver, flag, value, stream);
+  }
+  void write(Flag& flag, uint32_t value, Stream stream) { gpu::write(driver, flag, value, stream); }
   bool all_taken() const;
   void let_go();
   bool end_by(Deadline deadline);
@@ -153,16 +155,6 @@ void Copies::State::let_go() {
   const uint32_t beyond = next.load() + kForGood;
   for (auto& lanes : mine().by)
     for (Told& told : lanes) raise(told.given, beyond), raise(told.taken, beyond);
-}
-
-// A stream that waits for what is there already would do so a microsecond or more.
-void Copies::State::wait(const Flag& flag, uint32_t value, Stream stream) {
-  if (!gone && !passed(flag.load(std::memory_order_acquire), value))
-    driver.wait(reinterpret_cast<const uint32_t*>(&flag), value, stream);
-}
-
-void Copies::State::write(Flag& flag, uint32_t value, Stream stream) {
-  driver.write(reinterpret_cast<uint32_t*>(&flag), value, stream);
 }
 
 void Copies::State::give(uint32_t k, const void* in, int64_t bytes) {

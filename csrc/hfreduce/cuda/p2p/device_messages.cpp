@@ -16,7 +16,6 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cuda/staged/assisted_ring.h"
 #include "cuda/in_flight.h"
 
 namespace hfreduce::gpu {
@@ -70,14 +69,8 @@ struct DeviceMessages::State {
       each(k, byte, std::min(options.chunk, bytes - byte));
   }
   uint32_t chunks(int64_t bytes) const { return static_cast<uint32_t>((bytes + options.chunk - 1) / options.chunk); }
-  // A stream that waits for what is there already would do so a microsecond or more.
-  void wait(const Flag& flag, uint32_t value, Stream stream) {
-    if (!passed(flag.load(std::memory_order_acquire), value))
-      driver.wait(reinterpret_cast<const uint32_t*>(&flag), value, stream);
-  }
-  void write(Flag& flag, uint32_t value, Stream stream) {
-    driver.write(reinterpret_cast<uint32_t*>(&flag), value, stream);
-  }
+  void wait(const Flag& flag, uint32_t value, Stream stream) { gpu::wait(driver, flag, value, stream); }
+  void write(Flag& flag, uint32_t value, Stream stream) { gpu::write(driver, flag, value, stream); }
   // Work that gives `stream` its part of a message. What it has been given is watched, also where the rest failed.
   template <class Work>
   void enqueue(const Enqueued& enqueued, Stream stream, Work work) {

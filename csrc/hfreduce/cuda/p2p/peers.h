@@ -119,20 +119,20 @@ void broadcast_packets(const Links&, void* data, int64_t bytes, int root, const 
 void all_reduce_packets_two_shot(const Links&, const void* in, void* out, int64_t count, DType, Reduction,
                                  const Launch&);
 constexpr int64_t packets_two_shot_bytes(int size) { return int64_t(size) * (kPackets / 2); }
-// two_shot.cu: each rank adds up its slice of a chunk, and sends the sum to all. Of two ranks it is the one-shot.
+// reductions.cu. Each rank adds up its slice of a chunk, and sends the sum to all. Of two ranks it is the one-shot.
 void all_reduce(const Links&, const void* in, void* out, int64_t count, DType, Reduction, const Launch&);
-// reduce_scatter.cu: everybody sends everything to all, through slots.
+// Everybody sends everything to all, through slots.
 void all_reduce_one_shot(const Links&, const void* in, void* out, int64_t count, DType, Reduction, const Launch&);
-// Blocks of `count` elements, one for each rank. `out` may be the right part of `in`. reduce_scatter.cu
+// Blocks of `count` elements, one for each rank. `out` may be the right part of `in`.
 void reduce_scatter(const Links&, const void* in, void* out, int64_t count, DType, Reduction, const Launch&);
-// Of bytes. all_gather.cu: `in` may be the right part of `out`.
+// moves.cu. Of bytes: `in` may be the right part of `out`.
 void all_gather(const Links&, const void* in, void* out, int64_t bytes, const Launch&);
-void broadcast(const Links&, void* data, int64_t bytes, int root, const Launch&);  // broadcast.cu
+void broadcast(const Links&, void* data, int64_t bytes, int root, const Launch&);
 // Byte ranges of each peer, at most kMaxRanks of them; all ranks pass the largest of all ranks' ranges as `most`.
 struct Ranges {
   int64_t in_offsets[kMaxRanks], in_sizes[kMaxRanks], out_offsets[kMaxRanks], out_sizes[kMaxRanks];
 };
-void all_to_all(const Links&, const void* in, void* out, const Ranges&, int64_t most, const Launch&);  // all_to_all.cu
+void all_to_all(const Links&, const void* in, void* out, const Ranges&, int64_t most, const Launch&);
 
 // Whether the kernels take this pair: all that reduce.h takes.
 bool reduces(DType dtype, Op op);

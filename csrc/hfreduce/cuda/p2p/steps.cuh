@@ -223,18 +223,18 @@ __device__ __forceinline__ Quad quad(const Words<4>& x) { return {{x.words[0], x
 // The first of a thread's numbers that is not before `end`, for a loop that has taken several at a time up to v.
 __device__ __forceinline__ int came_to(int v, int end) { return v - (v - end) / int(blockDim.x) * int(blockDim.x); }
 
-struct Part {
+struct Move {
   const char* from;
   char* to;
   int bytes;
 };
 
-__device__ __noinline__ inline void copy_slow(Part part, int v) {
+__device__ __noinline__ inline void copy_slow(Move part, int v) {
   for (; v * kQuad < part.bytes; v += blockDim.x)
     copy_some(part.to + v * kQuad, part.from + v * kQuad, within(part.bytes, v * kQuad, kQuad));
 }
 
-__device__ __forceinline__ int copy_fast(const Part& part, int v) {
+__device__ __forceinline__ int copy_fast(const Move& part, int v) {
   constexpr int kUnroll = 4;
   const int stride = blockDim.x, end = part.bytes / kQuad;
   for (; v < end; v += kUnroll * stride) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void copy_parts(int parts, int most, F part) {
   int v = threadIdx.x;
   for (int i = 0; i < parts; ++i) {
     if (v < whole) {
-      const Part p = part(i);
+      const Move p = part(i);
       const int rest = aligned(p.from) && aligned(p.to) ? copy_fast(p, v) : v;
       if (rest * kQuad < p.bytes) copy_slow(p, rest);
       v += (whole - v + stride - 1) / stride * stride;

@@ -3,9 +3,9 @@
 // Everything else goes through Any, one element after another and through local memory: slow, and right.
 #pragma once
 
+#include "collectives/floats.h"
 #include "cuda/p2p/device.cuh"
 #include "cuda/p2p/peers.h"
-#include "collectives/floats.h"
 
 namespace hfreduce::gpu {
 
@@ -19,15 +19,15 @@ struct Rule {
 
 // The elements of a word, in float32.
 template <DType kDType>
-struct Lanes;
+struct Packed;
 template <>
-struct Lanes<DType::f32> {
+struct Packed<DType::f32> {
   static constexpr int kLanes = 1;
   static __device__ __forceinline__ void widen(uint32_t word, float (&x)[1]) { x[0] = float_of(word); }
   static __device__ __forceinline__ uint32_t narrow(const float (&x)[1]) { return bits_of(x[0]); }
 };
 template <>
-struct Lanes<DType::bf16> {
+struct Packed<DType::bf16> {
   static constexpr int kLanes = 2;
   static __device__ __forceinline__ void widen(uint32_t word, float (&x)[2]) {
     x[0] = float_of(word << 16), x[1] = float_of(word & 0xffff0000);
@@ -35,7 +35,7 @@ struct Lanes<DType::bf16> {
   static __device__ __forceinline__ uint32_t narrow(const float (&x)[2]) { return narrow_bf16(x[0], x[1]); }
 };
 template <>
-struct Lanes<DType::f16> {
+struct Packed<DType::f16> {
   static constexpr int kLanes = 2;
   static __device__ __forceinline__ void widen(uint32_t word, float (&x)[2]) { widen_f16(word, x[0], x[1]); }
   static __device__ __forceinline__ uint32_t narrow(const float (&x)[2]) { return narrow_f16(x[0], x[1]); }
@@ -45,7 +45,7 @@ struct Lanes<DType::f16> {
 template <DType kDType, bool kScaled, int kRanks_>
 struct Sums {
   static constexpr int kRanks = kRanks_;
-  using L = Lanes<kDType>;
+  using L = Packed<kDType>;
   static __device__ __forceinline__ int ranks(const Rule& rule) { return kRanks == 2 ? 2 : rule.ranks; }
 
   static __device__ __forceinline__ void term(uint32_t word, int rank, const Rule& rule, float (&x)[L::kLanes]) {

@@ -14,7 +14,6 @@
 #include <sstream>
 #include <string>
 
-#include "transport/pause.h"
 #include "collectives/reduce.h"
 
 namespace hfreduce::gpu {
@@ -129,9 +128,9 @@ bool ReduceWorkers::next(int thread, Work& work) {
 }
 
 bool ReduceWorkers::perform(const Work& work, int thread) {
-  Cut cut(work, ring_.chunk, options_.least);
+  ChunkCut cut(work, ring_.chunk, options_.least);
   for (uint32_t k = work.first; !cut.done(); ++k) {
-    const Part part = cut.next();
+    const Span part = cut.next();
     if (quit_.load(std::memory_order_relaxed)) return false;
     if (!(thread < options_.threads ? add(work, part, k, thread) : carry(work, part, k, thread))) return false;
   }
@@ -144,14 +143,14 @@ struct ReduceWorkers::Share {
   int64_t byte, count;
 };
 
-ReduceWorkers::Share ReduceWorkers::share(const Work& work, const Part& part) const {
+ReduceWorkers::Share ReduceWorkers::share(const Work& work, const Span& part) const {
   const int64_t step = part.step(work), blocks = work.rows / ring_.size;
   if (work.rows > 1) return {ring_.rank * blocks * step, blocks > 1 ? blocks * step / work.size : part.count};
   const Slice slice(part.count, work.size, ring_.rank, options_.hosts.rails ? options_.hosts.rails : ring_.size);
   return {slice.first * work.size, slice.count()};
 }
 
-bool ReduceWorkers::add(const Work& work, const Part& part, uint32_t chunk, int thread) {
+bool ReduceWorkers::add(const Work& work, const Span& part, uint32_t chunk, int thread) {
   Share mine = work.sums() ? share(work, part) : Share{};
   // A chunk is done when all that add it up have been awake: for a small one only as many as are worth it.
   const auto threads =
@@ -196,7 +195,7 @@ void ReduceWorkers::reduce(const Work& work, int64_t byte, int64_t count, uint32
 }
 
 // Every lane has its chunks in order; what they have carried is published in the order of all.
-bool ReduceWorkers::carry(const Work& work, const Part& part, uint32_t chunk, int thread) {
+bool ReduceWorkers::carry(const Work& work, const Span& part, uint32_t chunk, int thread) {
   const int lane = thread - options_.threads;
   if (static_cast<int>(chunk % Hosts::kLanes) != lane) return true;
   if (!wait(thread, [&] { return passed(added_.load(std::memory_order_seq_cst), chunk + 1); })) return false;

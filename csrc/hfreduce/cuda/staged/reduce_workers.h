@@ -1,4 +1,4 @@
-// The host's cores of the CPU-assisted reduce: threads that follow the chunks of the ring, in order, and add up this
+// The host's cores of the host-staged reduction: threads that follow the chunks of the ring, in order, and add up this
 // rank's slices. They spin for a while when they wait; then the first of them, the leader, looks every now and then,
 // and wakes the others, which sleep. All sleep when nothing is under way.
 #pragma once
@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/staged/assisted.h"
-#include "cuda/staged/assisted_ring.h"
+#include "cuda/staged/ring.h"
+#include "cuda/staged/staged.h"
 
 namespace hfreduce::gpu {
 
@@ -19,7 +19,7 @@ class ReduceWorkers {
  public:
   struct Options {
     int threads;
-    int64_t share, least;  // bytes: of a thread, of Cut
+    int64_t share, least;  // bytes: of a thread, of ChunkCut
     bool streaming;
     int numa_node;
     Hosts hosts;
@@ -46,10 +46,10 @@ class ReduceWorkers {
   bool next(int thread, Work& work);
   bool perform(const Work& work, int thread);
   struct Share;
-  Share share(const Work& work, const Part& part) const;
-  bool add(const Work& work, const Part& part, uint32_t chunk, int thread);
+  Share share(const Work& work, const Span& part) const;
+  bool add(const Work& work, const Span& part, uint32_t chunk, int thread);
   void reduce(const Work& work, int64_t byte, int64_t count, uint32_t chunk, bool leader);
-  bool carry(const Work& work, const Part& part, uint32_t chunk, int thread);
+  bool carry(const Work& work, const Span& part, uint32_t chunk, int thread);
   bool exchange(const Work& work, void* data, int64_t count, int lane);
   bool publish(const Work& work, uint32_t chunk);
   template <class Until>

@@ -1,4 +1,4 @@
-// The shared memory of the CPU-assisted reduce, and who may do what in it when.
+// The shared memory of the host-staged reduction, and who may do what in it when.
 //
 // Chunks are counted from operation to operation, whatever their kind, modulo 2^32; chunk k is in slot k % depth of the
 // ring. Each rank's segment has for every slot the rank's input, and every size-th slot's result: so results are spread
@@ -22,27 +22,16 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
-#include "communicator.h"
-#include "transport/segment.h"
 #include "collectives/host/slots.h"
+#include "communicator.h"
+#include "cuda/driver.h"
+#include "transport/segment.h"
 #include "types.h"
 
 namespace hfreduce::gpu {
-
-using Flag = std::atomic<uint32_t>;
-
-inline bool passed(uint32_t flag, uint32_t value) { return static_cast<int32_t>(flag - value) >= 0; }
-
-// Several may raise a flag at once: it never goes back.
-inline void raise(Flag& flag, uint32_t value) {
-  uint32_t now = flag.load(std::memory_order_acquire);
-  while (!passed(now, value) && !flag.compare_exchange_weak(now, value, std::memory_order_acq_rel)) {
-  }
-}
 
 class Ring {
  public:
@@ -134,28 +123,28 @@ struct Work {
 };
 
 // The elements of one chunk.
-struct Part {
+struct Span {
   int64_t begin, count;
   int64_t step(const Work& work) const { return (count * work.size + kLine - 1) / kLine * kLine; }  // bytes of a row
 };
 
 // Cuts an operation into chunks: small ones at its begin and its end, where a direction of the link would wait for the
 // other one, each at most half of what is before, or behind it.
-class Cut {
+class ChunkCut {
  public:
-  Cut(const Work& work, int64_t chunk, int64_t least)
+  ChunkCut(const Work& work, int64_t chunk, int64_t least)
       : line_(kLine / work.size),
         most_(piece(chunk, work.rows, work.size)),
         least_(std::min(most_, piece(least, work.rows, work.size))),
         left_(work.count) {}
 
   bool done() const { return left_ == 0; }
-  Part next() {
+  Span next() {
     const int64_t half = std::min(begin_, left_) / 2 / line_ * line_;
     int64_t count = std::min(std::max(half, least_), most_);
     if (left_ <= std::min(least_ + least_ / 2, most_)) count = left_;
     count = std::min(count, left_);
-    const Part part{begin_, count};
+    const Span part{begin_, count};
     begin_ += count, left_ -= count;
     return part;
   }

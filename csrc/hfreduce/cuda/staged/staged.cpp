@@ -10,11 +10,11 @@
 //
 // Bytes of each rank over its link, for N bytes of input (of output: all_gather): all_reduce N down and N up,
 // reduce_scatter N down and N / n up, all_gather N / n down and N (n - 1) / n up, broadcast N down on the root and N up
-// on the others. reduce_workers.cpp says what that is in memory, assisted_ring.h why no chunk overtakes another.
+// on the others. reduce_workers.cpp says what that is in memory, ring.h why no chunk overtakes another.
 //
 // The caller's stream itself brings the chunks down, so no event needs to be put between it and the first one; a
 // message of one chunk goes up on it too, and needs none at its end.
-#include "cuda/staged/assisted.h"
+#include "cuda/staged/staged.h"
 
 #include <unistd.h>
 
@@ -24,9 +24,9 @@
 #include <thread>
 #include <type_traits>
 
-#include "cuda/staged/assisted_ring.h"
-#include "cuda/staged/reduce_workers.h"
 #include "collectives/reduce.h"
+#include "cuda/staged/reduce_workers.h"
+#include "cuda/staged/ring.h"
 
 namespace hfreduce::gpu {
 
@@ -37,7 +37,7 @@ constexpr milliseconds kLeave{5000};            // for what runs to end in the d
 constexpr uint32_t kForGood = 1u << 30;
 
 // Options as they are used: lines and pages divide a chunk, a power of two divides 2^32.
-Assisted::Options settled(Assisted::Options options) {
+HostStaged::Options settled(HostStaged::Options options) {
   const int64_t page = 4096;
   // What travels from host to host is slower than a few calls.
   if (options.hosts.count > 1)
@@ -69,7 +69,7 @@ struct Nothing {};  // to bring, or to want
 
 }  // namespace
 
-struct Assisted::State {
+struct HostStaged::State {
   State(Driver& driver, std::vector<Segment> segments, const Options& options);
   State(Driver& driver, std::vector<Segment> segments, const Options& options, std::function<bool()> stopped);
   ~State();
@@ -90,14 +90,16 @@ struct Assisted::State {
   void run(Work work, Stream stream, Down down, Up up);
   Order begin(Work& work, Stream stream, bool brings, bool wants);
   template <class Down>
-  void bring(const Work& work, const Part& part, uint32_t k, Stream stream, Down down);
+  void bring(const Work& work, const Span& part, uint32_t k, Stream stream, Down down);
   template <class Up>
-  void take(const Work& work, const Part& part, uint32_t k, const Order& order, Up up);
+  void take(const Work& work, const Span& part, uint32_t k, const Order& order, Up up);
   void end(const Order& order);
   bool copied(void* out, const void* in, int64_t bytes, Stream stream);
   Reduction inside(Reduction reduction) const;
-  void wait(const Flag& flag, uint32_t value, Stream stream);
-  void write(Flag& flag, uint32_t value, Stream stream);
+  void wait(const Flag& flag, uint32_t value, Stream stream) {
+    if (!gone) gpu::wait(driver, flag, value, stream);
+  }
+  void write(Flag& flag, uint32_t value, Stream stream) { gpu::write(driver, flag, value, stream); }
   uint32_t chunks(const Work& work) const;
 
   Driver& driver;
@@ -115,15 +117,15 @@ struct Assisted::State {
   std::unique_ptr<ReduceWorkers> workers;
 };
 
-Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Options& given)
+HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Options& given)
     : driver(driver),
       options(settled(given)),
       ring(std::move(segments), options.rank, options.chunk, options.depth),
       next(options.first) {}
 
 // Delegates, so that the destructor runs for what throws in here.
-Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Options& given,
-                       std::function<bool()> stopped)
+HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Options& given,
+                         std::function<bool()> stopped)
     : State(driver, std::move(segments), given) {
   meet(stopped);
   for (; pinned < ring.segments.size(); ++pinned)
@@ -137,7 +139,7 @@ Assisted::State::State(Driver& driver, std::vector<Segment> segments, const Opti
 }
 
 // Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
-void Assisted::State::meet(const std::function<bool()>& stopped) {
+void HostStaged::State::meet(const std::function<bool()>& stopped) {
   Ring::Head& head = ring.mine();
   ring.segments[options.rank].settle(driver.numa_node(), Ring::kHead);
   for (Flag* flag : {&head.arrived, &head.reduced, &head.taken, &head.ready, &head.freed}) *flag = options.first;
@@ -148,7 +150,7 @@ void Assisted::State::meet(const std::function<bool()>& stopped) {
   }
 }
 
-Assisted::State::~State() {
+HostStaged::State::~State() {
   if (workers && !end_by(Clock::now())) let_go();
   if (workers) workers->quit();
   if (workers && !end_by(Clock::now() + kLeave)) {
@@ -162,9 +164,9 @@ Assisted::State::~State() {
   if (up_stream) driver.destroy(up_stream);
 }
 
-bool Assisted::State::ended() { return !torn && driver.reached(up_event) && driver.reached(down_event); }
+bool HostStaged::State::ended() { return !torn && driver.reached(up_event) && driver.reached(down_event); }
 
-bool Assisted::State::end_by(Deadline deadline) {
+bool HostStaged::State::end_by(Deadline deadline) {
   try {
     while (!ended()) {
       if (torn || Clock::now() > deadline) return false;
@@ -178,7 +180,7 @@ bool Assisted::State::end_by(Deadline deadline) {
 
 // From when they see `gone`, no rank's cores make anything ready, nor send it to other hosts. What is ready by then the
 // others' streams may take, and what is on its way may go, before this rank's overwrite it.
-void Assisted::State::let_go() {
+void HostStaged::State::let_go() {
   std::lock_guard lock(going);
   if (gone) return;
   ring.mine().gone.store(1, std::memory_order_seq_cst);
@@ -189,23 +191,13 @@ void Assisted::State::let_go() {
   for (Flag* flag : {&ring.mine().ready, &ring.mine().freed}) raise(*flag, next.load() + kForGood);
 }
 
-// A stream that waits for what is there already would do so a microsecond or more.
-void Assisted::State::wait(const Flag& flag, uint32_t value, Stream stream) {
-  if (!gone && !passed(flag.load(std::memory_order_acquire), value))
-    driver.wait(reinterpret_cast<const uint32_t*>(&flag), value, stream);
-}
-
-void Assisted::State::write(Flag& flag, uint32_t value, Stream stream) {
-  driver.write(reinterpret_cast<uint32_t*>(&flag), value, stream);
-}
-
-uint32_t Assisted::State::chunks(const Work& work) const {
+uint32_t HostStaged::State::chunks(const Work& work) const {
   uint32_t n = 0;
-  for (Cut cut(work, options.chunk, options.least); !cut.done(); ++n) cut.next();
+  for (ChunkCut cut(work, options.chunk, options.least); !cut.done(); ++n) cut.next();
   return n;
 }
 
-Assisted::State::Order Assisted::State::begin(Work& work, Stream stream, bool brings, bool wants) {
+HostStaged::State::Order HostStaged::State::begin(Work& work, Stream stream, bool brings, bool wants) {
   if (driver.capturing(stream))
     throw std::runtime_error("the CPU-assisted reduce cannot be captured into a CUDA graph");
   Ring::Head& head = ring.mine();
@@ -230,7 +222,7 @@ Assisted::State::Order Assisted::State::begin(Work& work, Stream stream, bool br
 }
 
 // What is enqueued next, on whatever stream, comes down behind down_last, and goes up behind up_event.
-void Assisted::State::end(const Order& order) {
+void HostStaged::State::end(const Order& order) {
   const bool alone = order.upper == order.stream;
   down_last = alone ? up_event : down_event;
   if (!alone) driver.record(down_event, order.stream);
@@ -240,7 +232,7 @@ void Assisted::State::end(const Order& order) {
 }
 
 template <class Down>
-void Assisted::State::bring(const Work& work, const Part& part, uint32_t k, Stream stream, Down down) {
+void HostStaged::State::bring(const Work& work, const Span& part, uint32_t k, Stream stream, Down down) {
   wait(ring.mine().freed, k + 1 - options.depth, stream);
   if (work.reduction.op == Op::premul_sum) {
     uint32_t halves[2];
@@ -253,7 +245,7 @@ void Assisted::State::bring(const Work& work, const Part& part, uint32_t k, Stre
 }
 
 template <class Up>
-void Assisted::State::take(const Work& work, const Part& part, uint32_t k, const Order& order, Up up) {
+void HostStaged::State::take(const Work& work, const Span& part, uint32_t k, const Order& order, Up up) {
   if (k == work.first && order.upper == order.stream && !order.quiet) driver.wait_event(up_event, order.upper);
   wait(ring.mine().ready, k + 1, order.upper);
   up(part, k, order.upper);
@@ -261,13 +253,13 @@ void Assisted::State::take(const Work& work, const Part& part, uint32_t k, const
 }
 
 template <class Down, class Up>
-void Assisted::State::run(Work work, Stream stream, Down down, Up up) {
+void HostStaged::State::run(Work work, Stream stream, Down down, Up up) {
   constexpr bool kBrings = !std::is_same_v<Down, Nothing>, kWants = !std::is_same_v<Up, Nothing>;
   const Order order = begin(work, stream, kBrings, kWants);
   if (!work.chunks) return;
   uint32_t k = work.first;
-  for (Cut cut(work, options.chunk, options.least); !cut.done(); ++k) {
-    const Part part = cut.next();
+  for (ChunkCut cut(work, options.chunk, options.least); !cut.done(); ++k) {
+    const Span part = cut.next();
     if constexpr (kBrings) bring(work, part, k, stream, down);
     if constexpr (kWants) take(work, part, k, order, up);
   }
@@ -275,52 +267,53 @@ void Assisted::State::run(Work work, Stream stream, Down down, Up up) {
 }
 
 // A rank that is alone has nothing to wait for: what it would get is what it has.
-bool Assisted::State::copied(void* out, const void* in, int64_t bytes, Stream stream) {
+bool HostStaged::State::copied(void* out, const void* in, int64_t bytes, Stream stream) {
   if (options.size * options.hosts.count > 1) return false;
   if (bytes && out != in) driver.copy(out, in, bytes, stream);
   return true;
 }
 
 // An average over several hosts is divided when it is whole.
-Reduction Assisted::State::inside(Reduction reduction) const {
+Reduction HostStaged::State::inside(Reduction reduction) const {
   if (options.hosts.count > 1 && reduction.op == Op::avg) reduction.op = Op::sum;
   return reduction;
 }
 
-size_t Assisted::segment_bytes(const Options& given) {
+size_t HostStaged::segment_bytes(const Options& given) {
   const Options options = settled(given);
   return Ring::bytes(options.size, options.chunk, options.depth);
 }
 
-Assisted::Assisted(Driver& driver, std::vector<Segment> segments, const Options& options, std::function<bool()> stopped)
+HostStaged::HostStaged(Driver& driver, std::vector<Segment> segments, const Options& options,
+                       std::function<bool()> stopped)
     : state_(std::make_unique<State>(driver, std::move(segments), options, std::move(stopped))) {}
 
-Assisted::~Assisted() {
+HostStaged::~HostStaged() {
   if (getpid() != state_->owner) static_cast<void>(state_.release());  // a child of a fork has no threads
 }
 
-void Assisted::let_go() { state_->let_go(); }
-void Assisted::quit() { state_->workers->quit(); }
+void HostStaged::let_go() { state_->let_go(); }
+void HostStaged::quit() { state_->workers->quit(); }
 
-void Assisted::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
-                          const Enqueued& enqueued) {
+void HostStaged::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
+                            const Enqueued& enqueued) {
   State& s = *state_;
   const int64_t size = size_of(dtype);
   check(dtype, reduction.op);
   if (reduction.op != Op::premul_sum && s.copied(out, in, count * size, stream)) return;
   s.run(
       {Kind::all_reduce, dtype, s.inside(reduction), count, size, 1, enqueued}, stream,
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         s.driver.copy(s.ring.input(s.ring.rank, k), at(in, part.begin * size), part.count * size, stream);
       },
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         s.driver.copy(at(out, part.begin * size), s.ring.result(k), part.count * size, stream);
       });
 }
 
 // Blocks of one host lie in every Hosts::count-th row.
-void Assisted::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
-                              const Enqueued& enqueued) {
+void HostStaged::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                                Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   const Hosts& hosts = s.options.hosts;
   const int64_t size = size_of(dtype), local = s.ring.size;
@@ -330,20 +323,20 @@ void Assisted::reduce_scatter(const void* in, void* out, int64_t count, DType dt
   const Work work{Kind::reduce_scatter, dtype, s.inside(reduction), count, size, rows, enqueued};
   s.run(
       work, stream,
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         char* const slot = s.ring.input(s.ring.rank, k);
         for (int64_t h = 0, step = part.step(work); h < hosts.count; ++h)
           s.driver.copy_rows(slot + h * step, hosts.count * step, at(in, (h * local * count + part.begin) * size),
                              count * size, part.count * size, local, stream);
       },
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         const char* const sums = s.ring.result(k) + mine * part.step(work);
         s.driver.copy(at(out, part.begin * size), sums, part.count * size, stream);
       });
 }
 
 // Blocks come down into the result at once. A rank takes up the others' alone.
-void Assisted::all_gather(const void* in, void* out, int64_t bytes, Stream stream, const Enqueued& enqueued) {
+void HostStaged::all_gather(const void* in, void* out, int64_t bytes, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   const Hosts& hosts = s.options.hosts;
   const int64_t local = s.ring.size, rank = hosts.index * local + s.ring.rank;
@@ -353,10 +346,10 @@ void Assisted::all_gather(const void* in, void* out, int64_t bytes, Stream strea
   const auto row = [&](int64_t block) { return block % local * hosts.count + block / local; };
   s.run(
       work, stream,
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         s.driver.copy(s.ring.result(k) + row(rank) * part.step(work), at(in, part.begin), part.count, stream);
       },
-      [&](const Part& part, uint32_t k, Stream stream) {
+      [&](const Span& part, uint32_t k, Stream stream) {
         const auto blocks = [&](int64_t first, int64_t end) {  // of one host
           if (first < end)
             s.driver.copy_rows(at(out, first * bytes + part.begin), bytes,
@@ -375,14 +368,14 @@ void Assisted::all_gather(const void* in, void* out, int64_t bytes, Stream strea
 }
 
 // Of several hosts a root waits as all do, until its host has sent it all.
-void Assisted::broadcast(void* data, int64_t bytes, bool root, Stream stream, const Enqueued& enqueued) {
+void HostStaged::broadcast(void* data, int64_t bytes, bool root, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   if (s.copied(data, data, bytes, stream)) return;
   const Work work{Kind::broadcast, DType::u8, {}, bytes, 1, 1, enqueued};
-  const auto down = [&](const Part& part, uint32_t k, Stream stream) {
+  const auto down = [&](const Span& part, uint32_t k, Stream stream) {
     if (root) s.driver.copy(s.ring.result(k), at(data, part.begin), part.count, stream);
   };
-  const auto up = [&](const Part& part, uint32_t k, Stream stream) {
+  const auto up = [&](const Span& part, uint32_t k, Stream stream) {
     if (!root) s.driver.copy(at(data, part.begin), s.ring.result(k), part.count, stream);
   };
   if (s.options.hosts.count > 1) return s.run(work, stream, down, up);

@@ -1,4 +1,4 @@
-// The CPU-assisted reduce over a GPU that is played on threads, with checked bits. The first argument says what:
+// The host-staged reduction over a GPU that is played on threads, with checked bits. The first argument says what:
 //   pairs       every dtype and operation that there is, one after another
 //   sequences   any operations of any size, in place or not, on two streams; ranks are threads
 //   processes   the same, ranks are processes
@@ -8,17 +8,17 @@
 //   dead        one rank dies after its part came down
 //   carried     one rank lets go while both send to another host
 // Then rounds and seed. Prints "ok".
-#include "cuda/staged/assisted.h"
+#include "cuda/staged/staged.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <string>
 
-#include "assisted_calls.h"
-#include "cuda/staged/assisted_ring.h"
+#include "cuda/staged/ring.h"
 #include "fake_gpu.h"
 #include "played_hosts.h"
+#include "staged_calls.h"
 
 using namespace hfreduce;
 using namespace hfreduce::gpu;
@@ -35,7 +35,7 @@ namespace {
     }                                                                              \
   } while (0)
 
-using Options = Assisted::Options;
+using Options = HostStaged::Options;
 
 class Rank {
  public:
@@ -46,8 +46,8 @@ class Rank {
         rank(world.first(options.hosts.index) + options.rank),
         size(world.ranks()) {
     std::vector<Segment> segments;
-    for (int fd : memory) segments.emplace_back(fd, Assisted::segment_bytes(options));
-    assisted = std::make_unique<Assisted>(gpu, std::move(segments), options, std::move(stopped));
+    for (int fd : memory) segments.emplace_back(fd, HostStaged::segment_bytes(options));
+    staged = std::make_unique<HostStaged>(gpu, std::move(segments), options, std::move(stopped));
     for (Stream& stream : streams) stream = gpu.stream(false);
   }
   ~Rank() {
@@ -55,7 +55,7 @@ class Rank {
     clear();
     for (Stream stream : streams) gpu.destroy(stream);
   }
-  void finish() { assisted.reset(); }
+  void finish() { staged.reset(); }
 
   // Enqueues it, and a copy of the input before it, for the host's memory of another.
   void enqueue(const Call1& call) {
@@ -106,7 +106,7 @@ class Rank {
   const World world;
   const int rank, size;
   Stream streams[2];
-  std::unique_ptr<Assisted> assisted;
+  std::unique_ptr<HostStaged> staged;
   std::vector<Flight> flights;
   std::vector<void*> sources;
 
@@ -114,11 +114,11 @@ class Rank {
   void start(const Call1& call, const void* in, void* out, Stream stream) {
     const Enqueued enqueued = call.enqueued();
     if (call.kind == Kind::all_reduce)
-      assisted->all_reduce(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
+      staged->all_reduce(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
     if (call.kind == Kind::reduce_scatter)
-      assisted->reduce_scatter(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
-    if (call.kind == Kind::all_gather) assisted->all_gather(in, out, call.bytes(), stream, enqueued);
-    if (call.kind == Kind::broadcast) assisted->broadcast(out, call.bytes(), call.root == rank, stream, enqueued);
+      staged->reduce_scatter(in, out, call.count, call.dtype, call.reduction(rank), stream, enqueued);
+    if (call.kind == Kind::all_gather) staged->all_gather(in, out, call.bytes(), stream, enqueued);
+    if (call.kind == Kind::broadcast) staged->broadcast(out, call.bytes(), call.root == rank, stream, enqueued);
   }
 };
 
@@ -130,7 +130,7 @@ void ranks(Options options, const World& world, Network& network, bool processes
   std::vector<pid_t> children;
   for (int h = 0; h < world.hosts(); ++h) {
     options.size = world.sizes[h];
-    for (int r = 0; r < options.size; ++r) memory[h].push_back(Segment::create(Assisted::segment_bytes(options)));
+    for (int r = 0; r < options.size; ++r) memory[h].push_back(Segment::create(HostStaged::segment_bytes(options)));
     for (int r = 0; r < options.size; ++r) {
       options.rank = r;
       options.hosts.count = world.hosts(), options.hosts.index = h, options.hosts.rails = world.rails();
@@ -244,7 +244,7 @@ void leavers(const World& world, unsigned seed) {
       if (rank.rank || !lets_go) return;
       std::this_thread::sleep_for(leaves);
       network.cut();
-      rank.assisted->let_go();
+      rank.staged->let_go();
     });
     for (int i = 0; i < calls; ++i) {
       const Call1 call = drawn_call(random, options, world);
@@ -274,7 +274,7 @@ void leavers(const World& world, unsigned seed) {
 void dead() {
   Options options;
   options.size = 2, options.rank = 1, options.chunk = 4096;
-  const size_t bytes = Assisted::segment_bytes(options);
+  const size_t bytes = HostStaged::segment_bytes(options);
   const std::vector<int> memory{Segment::create(bytes), Segment::create(bytes)};
   const Segment segment(memory[0], bytes);
   auto& head = *reinterpret_cast<Ring::Head*>(segment.data());
@@ -317,7 +317,7 @@ void carried() {
     if (rank.rank == 0) {
       const Deadline grace = Clock::now() + milliseconds(150);
       std::atomic<bool> gone{false};
-      std::thread leaver([&] { rank.assisted->let_go(), gone = true; });
+      std::thread leaver([&] { rank.staged->let_go(), gone = true; });
       usleep(50000);
       EXPECT(!gone || Clock::now() > grace, "rank 0 did not wait for what was on its way");
       sent = true;

@@ -7,30 +7,59 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "bootstrap/mesh.h"
 #include "plan.h"
 #include "transport/stream.h"
 #include "types.h"
 
-namespace hfreduce::between {
+namespace hfreduce::interhost {
 
-// Where streams come from: made when first asked for, and kept.
-class Links {
+// How the ranks lie on the hosts.
+struct HostLayout {
+  explicit HostLayout(const Roster& roster);
+
+  int hosts, host;        // how many, and this rank's
+  int size;               // ranks of this host
+  int rails;              // as many as the smallest host has ranks
+  int largest;            // ranks of the largest host
+  int local;              // this rank among those of its host, and its rail where it is below `rails`
+  bool regular;           // hosts have equally many ranks, host h those from h * rails on
+  std::vector<int> rail;  // the ranks of this rank's rail, by host; empty when it has none
+};
+
+// TCP streams to the ranks of other hosts, made by whoever sends when first asked for, and kept; of so many connections
+// side by side.
+class HostStreams {
  public:
-  virtual ~Links() = default;
+  // lane: two of different lanes between the same ranks, for two threads, share no connections.
+  HostStreams(const Roster& roster, Mesh& mesh, int lane, int connections)
+      : roster_(roster), mesh_(mesh), lane_(lane), connections_(connections) {}
   // channel: 0 or 1, for two flows of one operation between the same ranks that must not mix. What is sent first is on
   // channel 0 whatever the operation, so that ranks which called different ones find out.
-  virtual Outgoing& to(int rank, int channel, const Watch& watch) = 0;
+  Outgoing& to(int rank, int channel, const Watch& watch);
   // nullptr while that rank has not dialed.
-  virtual Incoming* from(int rank, int channel, const Watch& watch) = 0;
-  virtual std::string name(int rank) const = 0;
-  virtual int rank() const = 0;  // this one, in the group
+  Incoming* from(int rank, int channel, const Watch& watch);
+  const Roster& roster() const { return roster_; }
+
+ private:
+  int index(int channel, int connection) const { return (lane_ * 2 + channel) * connections_ + connection; }
+
+  using Key = std::pair<int, int>;  // rank, channel
+  const Roster& roster_;
+  Mesh& mesh_;
+  const int lane_, connections_;
+  std::map<Key, std::unique_ptr<Outgoing>> outgoing_;
+  std::map<Key, std::unique_ptr<Incoming>> incoming_;
 };
 
 // One operation on one rail.
 struct Rail {
-  Links& links;
+  HostStreams& streams;
   const Watch& watch;
   std::vector<int> ranks;  // group ranks, by host
   int index;               // of this rank among them
@@ -99,8 +128,7 @@ constexpr int64_t kPiece = 128 << 10;  // bytes added up at a time, so that they
 enum class Part : uint8_t { scatter, gather, both };
 
 // By the algorithm that the plan chose. There is no tree for a half: it goes directly.
-void all_reduce(Between how, const Rail& rail, void* data, int64_t count, const Sum& sum);
-void half(Between how, const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
+void all_reduce(Between how, const Rail& rail, void* data, int64_t count, const Sum& sum, Part part = Part::both);
 
 void ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
 void direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
@@ -110,12 +138,12 @@ void tree_all_reduce(const Rail& rail, void* data, int64_t count, const Sum& sum
 void tree_reduce(const Rail& rail, void* data, int64_t count, const Sum& sum, int root);  // root: index in the rail
 void tree_broadcast(const Rail& rail, void* data, int64_t bytes, int root);
 
-// exchange.cpp: any messages between any ranks, all at once.
-struct Parcel {
+// Any messages between any ranks of different hosts, all at the same time, each straight to its receiver.
+struct Transfer {
   int rank;  // in the group
   void* data;
   int64_t bytes;
 };
-void exchange(const Rail& rail, const std::vector<Parcel>& out, const std::vector<Parcel>& in);
+void exchange(const Rail& rail, const std::vector<Transfer>& out, const std::vector<Transfer>& in);
 
-}  // namespace hfreduce::between
+}  // namespace hfreduce::interhost

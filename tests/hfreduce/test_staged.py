@@ -1,4 +1,4 @@
-"""The CPU-assisted reduce of CUDA tensors, over a GPU that is played on threads (fake_gpu.h): assisted.cpp."""
+"""The host-staged reduction of CUDA tensors, over a GPU that is played on threads (fake_gpu.h): staged.cpp."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-SOURCES = [CORE / f"{name}.cpp" for name in ["collectives/reduce", "transport/segment", "types", "cuda/staged/reduce_workers"]]
-# Two files are called assisted.cpp.
-OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/staged/assisted.cpp": "a", HERE / "assisted.cpp": "test"}
+SOURCES = [CORE / f"{name}.cpp" for name in ["collectives/reduce", "transport/segment", "cuda/staged/reduce_workers"]]
+# Two files are called staged.cpp.
+OBJECTS = {**{file: file.stem for file in SOURCES}, CORE / "cuda/staged/staged.cpp": "a", HERE / "staged.cpp": "test"}
 
 pytestmark = pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 

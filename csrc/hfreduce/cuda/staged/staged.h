@@ -1,4 +1,4 @@
-// The CPU-assisted reduce: GPUs of one host without peer access (or whose multiprocessors belong to somebody else)
+// The host-staged reduction: GPUs of one host without peer access (or whose multiprocessors belong to somebody else)
 // reduce through the host's memory, by copy engines and host cores alone.
 //
 // A message goes in chunks. Each rank's copy engine brings its chunk down into pinned memory that all local ranks
@@ -39,7 +39,7 @@ struct Hosts {
   std::function<void(const Enqueued&, std::exception_ptr)> failed;
 };
 
-class Assisted {
+class HostStaged {
  public:
   struct Options {
     int rank = 0, size = 1;    // among the ranks of this host
@@ -58,9 +58,9 @@ class Assisted {
   // shared memory that nothing else lies in, of every local rank, in order, this one's own included; pinned here.
   // stopped: asked about every millisecond by the cores while they wait, and by this: whether the communicator has
   // failed; then they let go of everything. Any thread may call it.
-  Assisted(Driver&, std::vector<Segment> segments, const Options&, std::function<bool()> stopped);
+  HostStaged(Driver&, std::vector<Segment> segments, const Options&, std::function<bool()> stopped);
   // As quit. What still runs is let go of; what does not end even so keeps its memory.
-  ~Assisted();
+  ~HostStaged();
 
   // Enqueued behind `stream`, and done before what `stream` does next. in and out: device memory; they may be the same
   // (all_reduce), or `in` the right part of `out` (all_gather). Ranks call the same, in the same order. Operations of

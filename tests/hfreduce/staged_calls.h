@@ -1,13 +1,13 @@
-// Operations for tests of the CPU-assisted reduce: what each rank has, and what it must get.
+// Operations for tests of the host-staged reduction: what each rank has, and what it must get.
 #pragma once
 
 #include <random>
 #include <vector>
 
+#include "collectives/host/slots.h"
+#include "collectives/reduce.h"
 #include "communicator.h"
 #include "played_hosts.h"
-#include "collectives/reduce.h"
-#include "collectives/host/slots.h"
 
 namespace hfreduce::gpu {
 
