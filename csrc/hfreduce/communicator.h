@@ -132,6 +132,7 @@ class Communicator {
 
  private:
   struct State;
+  class OperationScope;
   std::unique_ptr<State> state_;
 };
 

@@ -57,6 +57,10 @@ struct Rank {
     for (void* memory : kept) mine.release(memory);
   }
   float* memory(int64_t count) { return static_cast<float*>(mine.allocate(count * sizeof(float))); }
+  // Of so many numbers of all ranks.
+  gpu::Path by(Kind kind, int64_t count, Op op = Op::sum) const {
+    return accelerator.path({kind, count * static_cast<int64_t>(sizeof(float)), DType::f32, op});
+  }
 
   gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
   Communicator c;
@@ -77,15 +81,16 @@ void collectives(Rank& r, int64_t count, gpu::Stream stream) {
     r.gpu->destroy_event(event);
   };
   for (int64_t i = 0; i < count * n; ++i) x[i] = static_cast<float>(me + i % 5);
-  r.accelerator.all_reduce(x, y, count * n, DType::f32, {}, stream, kPatience);
+  r.accelerator.all_reduce(r.by(Kind::all_reduce, count * n), x, y, count * n, DType::f32, {}, stream, kPatience);
   settle();
   for (int64_t i = 0; i < count * n; ++i) EXPECT(y[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 5)));
-  r.accelerator.reduce_scatter(x, y, count, DType::f32, {Op::max}, stream, kPatience);
+  r.accelerator.reduce_scatter(r.by(Kind::reduce_scatter, count * n, Op::max), x, y, count, DType::f32, {Op::max},
+                               stream, kPatience);
   settle();
   for (int64_t i = 0; i < count; ++i) EXPECT(y[i] == static_cast<float>(n - 1 + (me * count + i) % 5));
   for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(me);
-  r.accelerator.all_gather(x, y, count, DType::f32, stream, kPatience);
-  r.accelerator.broadcast(x, count, DType::f32, n - 1, stream, kPatience);
+  r.accelerator.all_gather(r.by(Kind::all_gather, count * n), x, y, count, DType::f32, stream, kPatience);
+  r.accelerator.broadcast(r.by(Kind::broadcast, count), x, count, DType::f32, n - 1, stream, kPatience);
   settle();
   for (int64_t i = 0; i < count * n; ++i) EXPECT(y[i] == static_cast<float>(i / count));
   for (int64_t i = 0; i < count; ++i) EXPECT(x[i] == static_cast<float>(n - 1));
@@ -99,9 +104,10 @@ std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
   try {
     for (int i = 0; i < 2000; ++i) {
       if (copies)
-        r.accelerator.all_gather(x, x + count, count, DType::f32, r.streams[i % 2], timeout);
+        r.accelerator.all_gather(r.by(Kind::all_gather, count * r.c.size()), x, x + count, count, DType::f32,
+                                 r.streams[i % 2], timeout);
       else
-        r.accelerator.all_reduce(x, x, count, DType::f32, {}, r.streams[0], timeout);
+        r.accelerator.all_reduce(r.by(Kind::all_reduce, count), x, x, count, DType::f32, {}, r.streams[0], timeout);
       std::this_thread::sleep_for(milliseconds(5));
     }
   } catch (const Fault& fault) {
@@ -114,7 +120,7 @@ std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
 void defaults(Store& store, const Config& config, bool peers) {
   Rank r(store, config, {}, 1);
   const auto path = [&](Kind kind, int64_t bytes, Op op = Op::sum) {
-    return r.accelerator.path(kind, bytes, DType::f32, op);
+    return r.accelerator.path({kind, bytes, DType::f32, op});
   };
   const gpu::Path small = peers ? gpu::Path::packets : gpu::Path::mapped;
   const gpu::Path large = peers ? gpu::Path::two_shot : gpu::Path::mapped_two_shot;
@@ -137,8 +143,8 @@ void defaults(Store& store, const Config& config, bool peers) {
 void rank(Store& store, const Config& config, const Paths& paths, int rounds, unsigned seed, const std::string& fault) {
   Rank r(store, config, rows_of(paths), seed + config.rank);
   for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
-    EXPECT(r.accelerator.path(kind, 12 << 10, DType::f32, Op::sum) == paths.of(kind, true));
-    EXPECT(r.accelerator.path(kind, 13 << 10, DType::f32, Op::sum) == paths.of(kind, false));
+    EXPECT(r.accelerator.path({kind, 12 << 10}) == paths.of(kind, true));
+    EXPECT(r.accelerator.path({kind, 13 << 10}) == paths.of(kind, false));
   }
   const auto described = [&](const char* words) { return r.accelerator.describe().find(words) != std::string::npos; };
   const bool copies = paths.gather == gpu::Path::copies;

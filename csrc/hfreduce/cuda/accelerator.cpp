@@ -38,9 +38,9 @@ struct Accelerator::State {
 
   void make_staged(milliseconds timeout);
   const Links& links(Path path) const { return (in_mapped(path) ? mapped : peers)->links(); }
-  // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch, what) enqueues it.
+  // Numbers, orders, runs and watches one operation. bytes: see Message; work(launch, what) enqueues it.
   template <class Work>
-  void enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
+  void enqueue(Path path, const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
                milliseconds timeout, Work work);
   void look(const Enqueued& oldest);
   void stop();
@@ -107,10 +107,8 @@ void Accelerator::State::make_staged(milliseconds timeout) {
 }
 
 template <class Work>
-void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
-                                 milliseconds timeout, Work work) {
-  const Message message{call.kind, bytes, call.dtype, call.op};
-  const Path path = path_of(rows, means, message);
+void Accelerator::State::enqueue(Path path, const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out,
+                                 Stream stream, milliseconds timeout, Work work) {
   std::lock_guard lock(order);
   const Enqueued enqueued = communicator.enqueue(call, bytes_in, bytes_out, timeout);
   try {
@@ -119,8 +117,8 @@ void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_
       throw std::runtime_error(std::string("path ") + name(path) + " cannot be captured into a CUDA graph");
     const bool kernel = path != Path::staged;
     if (!captured && kernel) in_flight->order(stream);
-    const Extent extent = extent_of(rows, means, message, path);
-    if (bytes) work(path, Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
+    const Extent extent = extent_of(rows, means, {call.kind, bytes, call.dtype, call.op}, path);
+    if (bytes) work(Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
     if (captured)
       communicator.ended(enqueued, true);  // what is replayed has its clock limit, and the hook of a failure
     else
@@ -162,16 +160,14 @@ Accelerator::Accelerator(Communicator& communicator, std::unique_ptr<Driver> dri
 
 Accelerator::~Accelerator() { shutdown(milliseconds(0)); }
 
-Path Accelerator::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
-  return path_of(state_->rows, state_->means, {kind, bytes, dtype, op});
-}
+Path Accelerator::path(const Message& message) const { return path_of(state_->rows, state_->means, message); }
 
-void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
-                             milliseconds timeout) {
+void Accelerator::all_reduce(Path path, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                             Stream stream, milliseconds timeout) {
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
   const Call call = call_of(Kind::all_reduce, count, dtype, reduction);
-  s.enqueue(call, bytes, bytes, bytes, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+  s.enqueue(path, call, bytes, bytes, bytes, stream, timeout, [&](const Launch& launch, const Enqueued& enqueued) {
     if (path == Path::staged) return s.staged->all_reduce(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = path == Path::packets_two_shot ? gpu::all_reduce_packets_two_shot
                         : in_packets(path)             ? gpu::all_reduce_packets
@@ -181,24 +177,24 @@ void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dty
   });
 }
 
-void Accelerator::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+void Accelerator::reduce_scatter(Path path, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                                  Stream stream, milliseconds timeout) {
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
   const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction);
-  s.enqueue(call, bytes, bytes, block, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+  s.enqueue(path, call, bytes, bytes, block, stream, timeout, [&](const Launch& launch, const Enqueued& enqueued) {
     if (path == Path::staged) return s.staged->reduce_scatter(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = in_packets(path) ? gpu::reduce_scatter_packets : gpu::reduce_scatter;
     kernel(s.links(path), in, out, count, dtype, reduction, launch);
   });
 }
 
-void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dtype, Stream stream,
+void Accelerator::all_gather(Path path, const void* in, void* out, int64_t count, DType dtype, Stream stream,
                              milliseconds timeout) {
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
-  s.enqueue(call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+  s.enqueue(path, call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
+            [&](const Launch& launch, const Enqueued& enqueued) {
               if (path == Path::copies) return s.copies->all_gather(in, out, block, stream);
               if (path == Path::staged) return s.staged->all_gather(in, out, block, stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::all_gather_packets : gpu::all_gather;
@@ -206,11 +202,12 @@ void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dty
             });
 }
 
-void Accelerator::broadcast(void* data, int64_t count, DType dtype, int root, Stream stream, milliseconds timeout) {
+void Accelerator::broadcast(Path path, void* data, int64_t count, DType dtype, int root, Stream stream,
+                            milliseconds timeout) {
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
-  s.enqueue(call_of(Kind::broadcast, count, dtype, {}, root), bytes, bytes, bytes, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+  s.enqueue(path, call_of(Kind::broadcast, count, dtype, {}, root), bytes, bytes, bytes, stream, timeout,
+            [&](const Launch& launch, const Enqueued& enqueued) {
               if (path == Path::staged)
                 return s.staged->broadcast(data, bytes, root == s.communicator.rank(), stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::broadcast_packets : gpu::broadcast;
@@ -233,10 +230,11 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
   }
   s.communicator.all_reduce(&most, &most, 1, DType::i64, {Op::max}, timeout);
   // All ranks take the path, and the blocks, of the largest part.
-  s.enqueue(call_of(Kind::all_to_all, 0, dtype), most * s.communicator.size(), bytes_in, bytes_out, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued&) {
-              gpu::all_to_all(s.links(path), in, out, ranges, most, launch);
-            });
+  const Message message{Kind::all_to_all, most * s.communicator.size(), dtype};
+  const Path path = path_of(s.rows, s.means, message);
+  s.enqueue(
+      path, call_of(Kind::all_to_all, 0, dtype), message.bytes, bytes_in, bytes_out, stream, timeout,
+      [&](const Launch& launch, const Enqueued&) { gpu::all_to_all(s.links(path), in, out, ranges, most, launch); });
 }
 
 DeviceMessages* Accelerator::messages() const { return state_->messages.get(); }

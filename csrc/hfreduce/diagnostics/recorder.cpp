@@ -10,18 +10,18 @@ namespace {
 
 using Time = Clock::time_point;
 
-bool begun(Time time) { return time != Time(); }
+bool passed(Time time) { return time != Time(); }
 
 }  // namespace
 
 struct Recorder::Record {
   Call call;
   int64_t bytes_in = 0, bytes_out = 0;
-  Time scheduled, started, ended;  // the epoch: not yet
+  Time begun, ended;  // the epoch: not yet
   uint64_t id = 0;
   bool well = false;
 
-  bool running() const { return begun(started) && !begun(ended); }
+  bool running() const { return !passed(ended); }
 };
 
 namespace {
@@ -82,7 +82,7 @@ class Dump {
   const Group& group_of(const Call& call);
   std::string profiling_name(const Call& call, const Group& group) const;
   std::string wall(Time time) const {
-    return std::to_string(begun(time) ? (time + to_wall_).time_since_epoch().count() : 0);
+    return std::to_string(passed(time) ? (time + to_wall_).time_since_epoch().count() : 0);
   }
 
   const std::string group_;
@@ -92,7 +92,7 @@ class Dump {
       std::chrono::system_clock::now().time_since_epoch() - Clock::now().time_since_epoch();
   std::map<std::string, Group> groups_;
   std::string entries_;
-  uint64_t enqueued_ = 0, started_ = 0, completed_ = 0;  // the last collective's number
+  uint64_t begun_ = 0, completed_ = 0;  // the last collective's number
 };
 
 const Group& Dump::group_of(const Call& call) {
@@ -123,8 +123,7 @@ void Dump::add(const Record& record) {
   const Group& group = group_of(call);
   const bool message = point_to_point(call.kind);
   if (!message) {
-    enqueued_ = std::max(enqueued_, call.sequence);
-    if (begun(record.started)) started_ = std::max(started_, call.sequence);
+    begun_ = std::max(begun_, call.sequence);
     if (record.well) completed_ = std::max(completed_, call.sequence);
   }
   const auto elements = [&](int64_t bytes) { return "[[" + std::to_string(bytes / size_of(call.dtype)) + "]]"; };
@@ -132,18 +131,17 @@ void Dump::add(const Record& record) {
   const int64_t bytes_out = call.kind == Kind::reduce ? record.bytes_in : record.bytes_out;
   const std::string dtypes = std::string("[\"") + name(call.dtype) + "\"]";
   const std::string id = std::to_string(record.id), sequence = std::to_string(call.sequence);
-  const char* state = record.well ? "completed" : begun(record.started) ? "started" : "scheduled";
+  const char* state = record.well ? "completed" : "started";
   if (!entries_.empty()) entries_ += ",\n";
-  entries_ += "{\"record_id\": " + id + ", \"op_id\": " + id + ", \"pg_id\": 0, \"process_group\": [" +
-              quoted(group.name) + ", \"hfreduce\"], \"collective_seq_id\": " + sequence +
-              ", \"p2p_seq_id\": " + (message ? sequence : "0") + ", \"is_p2p\": " + (message ? "true" : "false") +
-              ", \"profiling_name\": " + quoted(profiling_name(call, group)) +
-              ", \"input_sizes\": " + elements(record.bytes_in) + ", \"input_dtypes\": " + dtypes +
-              ", \"output_sizes\": " + elements(bytes_out) + ", \"output_dtypes\": " + dtypes + ", \"state\": \"" +
-              state + "\", \"time_created_ns\": " + wall(record.scheduled) +
-              ", \"time_discovered_started_ns\": " + wall(record.started) +
-              ", \"time_discovered_completed_ns\": " + wall(record.well ? record.ended : Time()) +
-              ", \"retired\": " + (begun(record.ended) ? "true" : "false") + ", \"frames\": []}";
+  entries_ +=
+      "{\"record_id\": " + id + ", \"op_id\": " + id + ", \"pg_id\": 0, \"process_group\": [" + quoted(group.name) +
+      ", \"hfreduce\"], \"collective_seq_id\": " + sequence + ", \"p2p_seq_id\": " + (message ? sequence : "0") +
+      ", \"is_p2p\": " + (message ? "true" : "false") + ", \"profiling_name\": " + quoted(profiling_name(call, group)) +
+      ", \"input_sizes\": " + elements(record.bytes_in) + ", \"input_dtypes\": " + dtypes +
+      ", \"output_sizes\": " + elements(bytes_out) + ", \"output_dtypes\": " + dtypes + ", \"state\": \"" + state +
+      "\", \"time_created_ns\": " + wall(record.begun) + ", \"time_discovered_started_ns\": " + wall(record.begun) +
+      ", \"time_discovered_completed_ns\": " + wall(record.well ? record.ended : Time()) +
+      ", \"retired\": " + (passed(record.ended) ? "true" : "false") + ", \"frames\": []}";
 }
 
 std::string Dump::text() const {
@@ -152,8 +150,8 @@ std::string Dump::text() const {
     config += (config.empty() ? "" : ", ") + quoted(name) + ": {\"name\": " + quoted(name) +
               ", \"desc\": \"hfreduce\", \"ranks\": " + quoted(list(group.ranks)) + "}";
   return "{\"version\": \"2.10\", \"comm_lib_version\": \"hfreduce\", \"pg_config\": {" + config +
-         "}, \"pg_status\": {\"0\": {\"last_enqueued_collective\": " + std::to_string(enqueued_) +
-         ", \"last_started_collective\": " + std::to_string(started_) +
+         "}, \"pg_status\": {\"0\": {\"last_enqueued_collective\": " + std::to_string(begun_) +
+         ", \"last_started_collective\": " + std::to_string(begun_) +
          ", \"last_completed_collective\": " + std::to_string(completed_) + "}}, \"entries\": [" + entries_ + "]}";
 }
 
@@ -163,27 +161,13 @@ Recorder::Recorder(size_t capacity) : records_(capacity) {}
 
 Recorder::~Recorder() = default;
 
-uint64_t Recorder::scheduled(const Call& call, int64_t bytes_in, int64_t bytes_out) {
+uint64_t Recorder::begun(const Call& call, int64_t bytes_in, int64_t bytes_out) {
   const Time now = Clock::now();
   std::lock_guard lock(mutex_);
   const uint64_t id = next_++;
-  Record& record = records_[id % records_.size()];
-  record = Record();
-  record.call = call;
-  record.bytes_in = bytes_in;
-  record.bytes_out = bytes_out;
-  record.scheduled = now;
-  record.id = id;
+  records_[id % records_.size()] = {call, bytes_in, bytes_out, now, Time(), id, false};
+  if (!point_to_point(call.kind)) collective_ = call.sequence;
   return id;
-}
-
-void Recorder::started(uint64_t id) {
-  const Time now = Clock::now();
-  std::lock_guard lock(mutex_);
-  Record& record = records_[id % records_.size()];
-  if (record.id != id) return;  // newer ones have taken its place
-  record.started = now;
-  if (!point_to_point(record.call.kind)) collective_ = record.call.sequence;
 }
 
 void Recorder::ended(uint64_t id, bool well) {
@@ -206,14 +190,14 @@ RankStatus Recorder::status() const {
       last = &record;
       break;
     }
-    if (begun(record.ended) && (!last || record.ended > last->ended)) last = &record;
+    if (passed(record.ended) && (!last || record.ended > last->ended)) last = &record;
   }
   RankStatus status;
   status.collective = collective_;
   if (!last) return status;
   status.last = last->call;
   status.running = last->running();
-  const auto age = std::chrono::duration_cast<milliseconds>(now - (last->running() ? last->started : last->ended));
+  const auto age = std::chrono::duration_cast<milliseconds>(now - (last->running() ? last->begun : last->ended));
   status.age_ms = static_cast<int32_t>(std::clamp<int64_t>(age.count(), 0, INT32_MAX));
   return status;
 }

@@ -29,10 +29,9 @@ class Recorder {
   explicit Recorder(size_t capacity = 2000);
   ~Recorder();
 
-  // An operation is scheduled, started (by the thread that runs it) and ended; `well`: without a fault. Returns the
-  // record's id. bytes: of this rank's input and output. root of send and recv: the peer's group rank, -1 for any.
-  uint64_t scheduled(const Call& call, int64_t bytes_in, int64_t bytes_out);
-  void started(uint64_t id);
+  // An operation begins and ends; `well`: without a fault. Returns the record's id. bytes: of this rank's input and
+  // output. root of send and recv: the peer's group rank, -1 for any.
+  uint64_t begun(const Call& call, int64_t bytes_in, int64_t bytes_out);
   void ended(uint64_t id, bool well);
 
   // The newest operation that runs, or else the one that ended last. rank, answered and frame are left to the caller.

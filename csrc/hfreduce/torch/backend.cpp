@@ -124,7 +124,8 @@ Backend::~Backend() {
 uint64_t Backend::operations() { return begun.load(std::memory_order_relaxed); }
 uint64_t Backend::nbytes() { return bytes_begun.load(std::memory_order_relaxed); }
 
-Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body) {
+Backend::Work Backend::begin(const Start& start, const Tensors& outputs, Operation::Body body, Line* line) {
+  if (!line) line = collectives_.get();
   try {
     communicator_->check_owner();
   } catch (const Fault& fault) {
@@ -135,7 +136,7 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
     if (output.layout() == c10::kStrided) bytes_begun.fetch_add(output.nbytes(), std::memory_order_relaxed);
   const OpType type = start.type;
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
-  std::unique_ptr<Placed> placed = place(line, start, outputs);
+  std::unique_ptr<Placed> placed = place(*line, start, outputs);
   const bool to_keep = placed && placed->own() && !placed->captured();
   // It is to be equal on all ranks: of collectives only.
   const uint64_t sequence = sequence_.fetch_add(message ? 0 : 1, std::memory_order_relaxed) + 1;
@@ -153,7 +154,7 @@ Backend::Work Backend::begin(Line& line, const Start& start, const Tensors& outp
   // A kernel is enqueued at once; the host-staged reduction takes some calls for each chunk, which need not hold up a
   // caller that goes on with other work.
   const bool quick = start.path && gpu::Accelerator::captures(*start.path);
-  line.submit(operation, !start.async_op || quick);
+  line->submit(operation, !start.async_op || quick);
   // A blocking send would wait for it, and not come to the receive that the peer waits for: the bundle is waited for.
   return bundled && message ? Work() : Work(std::move(operation));
 }

@@ -108,16 +108,15 @@ class Backend : public c10d::Backend {
     std::optional<gpu::Path> path{};  // on the device, where the accelerator takes it
   };
 
-  Work begin(Line& line, const Start& start, const Tensors& outputs, Operation::Body body);
-  Work collective(const Start& start, const Tensors& outputs, Operation::Body body) {
-    return begin(*collectives_, start, outputs, std::move(body));
-  }
+  // line: of a message; else that of the collectives.
+  Work begin(const Start& start, const Tensors& outputs, Operation::Body body, Line* line = nullptr);
   std::unique_ptr<Placed> place(Line& line, const Start& start, const Tensors& outputs);
   std::vector<c10::intrusive_ptr<Operation>> sweep();
-  // The path of a collective of `bytes` (as Plan::choose counts them), where the accelerator is made and takes it.
-  std::optional<gpu::Path> path(c10::Device device, Kind kind, int64_t bytes, DType dtype, Op op = Op::sum) const;
-  // The same on the line, in the order of collectives; makes the accelerator at the first one.
-  Way way(c10::Device device, Kind kind, int64_t bytes, DType dtype, milliseconds timeout, Op op = Op::sum);
+  // The path of a collective, where the accelerator is made and takes it.
+  std::optional<gpu::Path> path(c10::Device device, const gpu::Message& message) const;
+  // How it goes, on the line, in the order of collectives: by this path, if it was chosen before. The first one makes
+  // the accelerator.
+  Way way(c10::Device device, const gpu::Message& message, std::optional<gpu::Path> path, milliseconds timeout);
   Way by_host(milliseconds timeout) const { return {communicator_.get(), Clock::now() + timeout}; }
   void meet(c10::Device device, milliseconds timeout);
   // Those of the accelerator, where the tensor is on its device and it has been made: on this rank alone, maybe.
@@ -130,9 +129,13 @@ class Backend : public c10d::Backend {
   void forget();
 
   at::Tensor sum_of_sparse(const at::Tensor& input, milliseconds timeout);
-  void all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout);
-  void all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout);
-  void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction, milliseconds timeout);
+  // What the line is to do; path: of all tensors, where it is chosen.
+  Operation::Body all_reduces(Tensors tensors, std::vector<Reduction> reductions, std::optional<gpu::Path> path,
+                              milliseconds timeout);
+  void all_gather_now(const Tensors& outputs, const at::Tensor& input, std::optional<gpu::Path> path,
+                      milliseconds timeout);
+  void reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction,
+                          std::optional<gpu::Path> path, milliseconds timeout);
   struct Exchange;
   int recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout);
   void all_to_all_now(const Exchange& exchange, milliseconds timeout);

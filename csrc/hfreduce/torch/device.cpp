@@ -68,18 +68,19 @@ std::vector<c10::intrusive_ptr<Operation>> Backend::sweep() {
   return done;
 }
 
-std::optional<gpu::Path> Backend::path(c10::Device device, Kind kind, int64_t bytes, DType dtype, Op op) const {
+std::optional<gpu::Path> Backend::path(c10::Device device, const gpu::Message& message) const {
   const gpu::Accelerator* const accelerator = device.is_cpu() ? nullptr : met_.load(std::memory_order_acquire);
   if (!accelerator) return std::nullopt;
-  const gpu::Path path = accelerator->path(kind, bytes, dtype, op);
+  const gpu::Path path = accelerator->path(message);
   return path == gpu::Path::host ? std::nullopt : std::optional(path);
 }
 
-Way Backend::way(c10::Device device, Kind kind, int64_t bytes, DType dtype, milliseconds timeout, Op op) {
+Way Backend::way(c10::Device device, const gpu::Message& message, std::optional<gpu::Path> path, milliseconds timeout) {
   Way way = by_host(timeout);
   if (device.is_cpu() || size_ == 1) return way;
   if (!asked_) meet(device, timeout);
-  if (path(device, kind, bytes, dtype, op)) way.accelerator = accelerator_.get();
+  if (!path) path = this->path(device, message);
+  if (path) way.accelerator = accelerator_.get(), way.path = *path;
   return way;
 }
 

@@ -30,6 +30,7 @@ struct Way {
   Communicator* host;
   Deadline deadline;
   gpu::Accelerator* accelerator = nullptr;
+  gpu::Path path = gpu::Path::host;  // of the accelerator
 
   // Blocks this thread until the current stream of the device has done all that it was given; throws when the
   // communicator fails meanwhile, and fails it when the deadline passes: the others wait for this rank.

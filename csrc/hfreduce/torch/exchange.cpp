@@ -17,7 +17,7 @@ struct Backend::Exchange {
 void Backend::all_to_all_now(const Exchange& exchange, milliseconds timeout) {
   const auto& [inputs, outputs, in_counts, in_offsets, out_counts, out_offsets] = exchange;
   const DType dtype = element_of(inputs[0].scalar_type()).dtype;
-  const Way way = this->way(inputs[0].device(), Kind::all_to_all, 0, dtype, timeout);
+  const Way way = this->way(inputs[0].device(), {Kind::all_to_all, 0, dtype}, std::nullopt, timeout);
   const Memory in(inputs, true, way);
   Memory out(outputs, false, way);
   if (out.overlaps(in)) out.copy(false);
@@ -46,7 +46,7 @@ Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std:
     for (int64_t& number : *list) number *= element.width;
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::ALLTOALL_BASE, "hfreduce:all_to_all", options.asyncOp, input.device()};
-  return collective(start, {output}, [=, this](int&) { all_to_all_now(exchange, timeout); });
+  return begin(start, {output}, [=, this](int&) { all_to_all_now(exchange, timeout); });
 }
 
 Backend::Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
@@ -67,7 +67,7 @@ Backend::Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::A
   }
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::ALLTOALL, "hfreduce:all_to_all", options.asyncOp, inputs[0].device()};
-  return collective(start, outputs, [=, this](int&) { all_to_all_now(exchange, timeout); });
+  return begin(start, outputs, [=, this](int&) { all_to_all_now(exchange, timeout); });
 }
 
 // A barrier on a device comes after what its current stream was given before; it blocks the host, as NCCL's does.
@@ -83,7 +83,7 @@ Backend::Work Backend::barrier(const c10d::BarrierOptions& options) {
     else if (bound_device_id_ && bound_device_id_->is_cuda())
       start.device = *bound_device_id_;
   }
-  return collective(start, {}, [=, this](int&) {
+  return begin(start, {}, [=, this](int&) {
     if (!start.device.is_cpu()) by_host(timeout).settle(start.device);
     communicator_->barrier(timeout);
   });
@@ -101,7 +101,7 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
   check_root("send", to);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::SEND, "hfreduce:send", true, tensor.device()};
-  return begin(*messages(to, kSend, tag), start, {}, [=, this](int&) {
+  const auto body = [=, this](int&) {
     const Element element = element_of(tensor.scalar_type());
     Way way = by_host(timeout);
     gpu::DeviceMessages* const device = device_messages(tensor);
@@ -112,7 +112,8 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
       device->send(memory.data(), count, element.dtype, to, native(tensor), timeout);
     else
       communicator_->send(memory.data(), count, element.dtype, to, tag, timeout);
-  });
+  };
+  return begin(start, {}, body, messages(to, kSend, tag).get());
 }
 
 // from: -1 for whoever has sent. Which way a message comes its sender has decided. Returns who sent it.
@@ -140,16 +141,16 @@ Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
   check_root("recv", from);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECV, "hfreduce:recv", true, tensor.device()};
-  return begin(*messages(from, kReceive, tag), start, tensors,
-               [=, this](int&) { recv_now(tensor, from, tag, timeout); });
+  const auto body = [=, this](int&) { recv_now(tensor, from, tag, timeout); };
+  return begin(start, tensors, body, messages(from, kReceive, tag).get());
 }
 
 Backend::Work Backend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor tensor = only("recv", tensors);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECVANYSOURCE, "hfreduce:recv", true, tensor.device()};
-  return begin(*messages(-1, kReceive, tag), start, tensors,
-               [=, this](int& source) { source = recv_now(tensor, -1, tag, timeout); });
+  const auto body = [=, this](int& source) { source = recv_now(tensor, -1, tag, timeout); };
+  return begin(start, tensors, body, messages(-1, kReceive, tag).get());
 }
 
 }  // namespace hfreduce

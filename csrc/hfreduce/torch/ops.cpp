@@ -17,6 +17,11 @@ std::optional<gpu::Path> both(std::optional<gpu::Path> a, std::optional<gpu::Pat
   return a && b ? std::max(a, b) : std::nullopt;
 }
 
+// A collective whose bytes, as Plan::choose counts them, are this tensor's.
+gpu::Message message_of(Kind kind, const at::Tensor& tensor, Op op = Op::sum) {
+  return {kind, bytes_of(tensor), element_of(tensor.scalar_type()).dtype, op};
+}
+
 }  // namespace
 
 Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -25,14 +30,15 @@ Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&
   const int root = static_cast<int>(options.rootRank);
   const milliseconds timeout = patience(options.timeout);
   const Element element = element_of(tensor.scalar_type());
-  const auto by = path(tensor.device(), Kind::broadcast, bytes_of(tensor), element.dtype);
+  const gpu::Message message{Kind::broadcast, bytes_of(tensor), element.dtype};
+  const auto by = path(tensor.device(), message);
   const Start start{OpType::BROADCAST, "hfreduce:broadcast", options.asyncOp, tensor.device(), by};
-  return collective(start, tensors, [=, this](int&) {
-    const Way way = this->way(tensor.device(), Kind::broadcast, bytes_of(tensor), element.dtype, timeout);
+  return begin(start, tensors, [=, this](int&) {
+    const Way way = this->way(tensor.device(), message, by, timeout);
     const Memory memory(tensor, rank_ == root, way);
     const int64_t count = memory.count() * element.width;
     if (way.accelerator)
-      way.accelerator->broadcast(memory.data(), count, element.dtype, root, native(tensor), timeout);
+      way.accelerator->broadcast(way.path, memory.data(), count, element.dtype, root, native(tensor), timeout);
     else
       communicator_->broadcast(memory.data(), count, element.dtype, root, timeout);
     if (rank_ != root) memory.give_back();
@@ -42,10 +48,11 @@ Backend::Work Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions&
 Backend::Work Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == c10::kSparse)
     return allreduce_sparse(tensors, options);
-  only("all_reduce", tensors);
-  c10d::AllreduceCoalescedOptions all;
-  static_cast<c10d::AllreduceOptions&>(all) = options;
-  return allreduce_coalesced(tensors, all);
+  const at::Tensor& tensor = only("all_reduce", tensors);
+  const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type());
+  Start start{OpType::ALLREDUCE, "hfreduce:all_reduce", options.asyncOp, tensor.device()};
+  start.path = path(start.device, message_of(Kind::all_reduce, tensor, reduction.op));
+  return begin(start, tensors, all_reduces(tensors, {reduction}, start.path, patience(options.timeout)));
 }
 
 Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
@@ -54,32 +61,34 @@ Backend::Work Backend::allreduce_coalesced(Tensors& tensors, const c10d::Allredu
     check_tensor("all_reduce", tensor);
     reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type()));
   }
-  const milliseconds timeout = patience(options.timeout);
   const OpType type = tensors.size() == 1 ? OpType::ALLREDUCE : OpType::ALLREDUCE_COALESCED;
   Start start{type, "hfreduce:all_reduce", options.asyncOp, device_of("all_reduce", tensors)};
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const DType dtype = element_of(tensors[i].scalar_type()).dtype;
-    const auto by = path(start.device, Kind::all_reduce, bytes_of(tensors[i]), dtype, reductions[i].op);
+    const auto by = path(start.device, message_of(Kind::all_reduce, tensors[i], reductions[i].op));
     start.path = i ? both(start.path, by) : by;
   }
-  return collective(start, tensors, [=, this, tensors = tensors](int&) {
-    for (size_t i = 0; i < tensors.size(); ++i) all_reduce_now(tensors[i], reductions[i], timeout);
-  });
+  return begin(start, tensors, all_reduces(tensors, reductions, std::nullopt, patience(options.timeout)));
 }
 
-void Backend::all_reduce_now(const at::Tensor& tensor, Reduction reduction, milliseconds timeout) {
-  const Element element = element_of(tensor.scalar_type());
-  const c10::Device device = tensor.device();
-  if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) return;
-  const Way way = this->way(device, Kind::all_reduce, bytes_of(tensor), element.dtype, timeout, reduction.op);
-  const Memory memory(tensor, true, way);
-  void* const data = memory.data();
-  const int64_t count = memory.count() * element.width;
-  if (way.accelerator)
-    way.accelerator->all_reduce(data, data, count, element.dtype, reduction, native(tensor), timeout);
-  else
-    communicator_->all_reduce(data, data, count, element.dtype, reduction, timeout);
-  memory.give_back();
+Operation::Body Backend::all_reduces(Tensors tensors, std::vector<Reduction> reductions, std::optional<gpu::Path> path,
+                                     milliseconds timeout) {
+  return [=, this](int&) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      const Reduction& reduction = reductions[i];
+      const Element element = element_of(tensor.scalar_type());
+      if (size_ == 1 && !tensor.device().is_cpu() && reduction.op != Op::premul_sum) continue;
+      const Way way = this->way(tensor.device(), message_of(Kind::all_reduce, tensor, reduction.op), path, timeout);
+      const Memory memory(tensor, true, way);
+      void* const data = memory.data();
+      const int64_t count = memory.count() * element.width;
+      if (way.accelerator)
+        way.accelerator->all_reduce(way.path, data, data, count, element.dtype, reduction, native(tensor), timeout);
+      else
+        communicator_->all_reduce(data, data, count, element.dtype, reduction, timeout);
+      memory.give_back();
+    }
+  };
 }
 
 Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -89,7 +98,7 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
   const int root = static_cast<int>(options.rootRank);
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::REDUCE, "hfreduce:reduce", options.asyncOp, tensor.device()};
-  return collective(start, tensors, [=, this](int&) {
+  return begin(start, tensors, [=, this](int&) {
     const Element element = element_of(tensor.scalar_type());
     const Memory memory(tensor, true, by_host(timeout));
     communicator_->reduce(memory.data(), rank_ == root ? memory.data() : nullptr, memory.count() * element.width,
@@ -99,7 +108,8 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
 }
 
 // outputs: the whole output as one tensor, or one tensor for each rank, of whatever sizes the ranks' inputs have.
-void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, milliseconds timeout) {
+void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, std::optional<gpu::Path> path,
+                             milliseconds timeout) {
   const Element element = element_of(input.scalar_type());
   const c10::Device device = input.device();
   const bool alone = size_ == 1 && !device.is_cpu();
@@ -112,14 +122,14 @@ void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, mi
     }
     return;
   }
-  const Way way = this->way(device, Kind::all_gather, bytes_of(outputs), element.dtype, timeout);
+  const Way way = this->way(device, {Kind::all_gather, bytes_of(outputs), element.dtype}, path, timeout);
   const Memory in(input, true, way);
   Memory out(outputs, false, way);
   const char* const place = out.data() + rank_ * in.count() * input.element_size();
   if (out.overlaps(in) && in.data() != place) out.copy(false);
   const int64_t count = in.count() * element.width;
   if (way.accelerator)
-    way.accelerator->all_gather(in.data(), out.data(), count, element.dtype, native(input), timeout);
+    way.accelerator->all_gather(way.path, in.data(), out.data(), count, element.dtype, native(input), timeout);
   else
     communicator_->all_gather(in.data(), out.data(), count, element.dtype, timeout);
   out.give_back();
@@ -135,8 +145,8 @@ Backend::Work Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   const milliseconds timeout = patience(options.timeout);
   Start start{OpType::ALLGATHER, "hfreduce:all_gather", options.asyncOp, input.device()};
   if (even(list))
-    start.path = path(input.device(), Kind::all_gather, bytes_of(list), element_of(input.scalar_type()).dtype);
-  return collective(start, list, [=, this](int&) { all_gather_now(list, input, timeout); });
+    start.path = path(input.device(), {Kind::all_gather, bytes_of(list), element_of(input.scalar_type()).dtype});
+  return begin(start, list, [=, this](int&) { all_gather_now(list, input, start.path, timeout); });
 }
 
 Backend::Work Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
@@ -160,12 +170,11 @@ Backend::Work Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors
   const OpType type = inputs.size() == 1 ? OpType::_ALLGATHER_BASE : OpType::COALESCED;
   Start start{type, "hfreduce:all_gather", options.asyncOp, device_of("all_gather", inputs)};
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const DType dtype = element_of(inputs[i].scalar_type()).dtype;
-    const auto by = path(start.device, Kind::all_gather, bytes_of(outputs[i]), dtype);
+    const auto by = path(start.device, message_of(Kind::all_gather, outputs[i]));
     start.path = i ? both(start.path, by) : by;
   }
-  return collective(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
-    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now({outputs[i]}, inputs[i], timeout);
+  return begin(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now({outputs[i]}, inputs[i], std::nullopt, timeout);
   });
 }
 
@@ -186,8 +195,8 @@ Backend::Work Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensor
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::ALLGATHER_COALESCED, "hfreduce:all_gather", options.asyncOp,
                     device_of("all_gather", inputs)};
-  return collective(start, flat, [=, this, inputs = inputs](int&) {
-    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now(lists[i], inputs[i], timeout);
+  return begin(start, flat, [=, this, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i) all_gather_now(lists[i], inputs[i], std::nullopt, timeout);
   });
 }
 
@@ -202,7 +211,7 @@ Backend::Work Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, co
                       input.sizes(), ", got ", output.sizes());
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::GATHER, "hfreduce:gather", options.asyncOp, input.device()};
-  return collective(start, list, [=, this](int&) {
+  return begin(start, list, [=, this](int&) {
     const Element element = element_of(input.scalar_type());
     const Memory in(input, true, by_host(timeout));
     Memory out(list, false, by_host(timeout));
@@ -223,7 +232,7 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
                       output.sizes(), ", got ", input.sizes());
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::SCATTER, "hfreduce:scatter", options.asyncOp, output.device()};
-  return collective(start, outputs, [=, this](int&) {
+  return begin(start, outputs, [=, this](int&) {
     const Element element = element_of(output.scalar_type());
     const Memory in(list, true, by_host(timeout));
     Memory out(output, false, by_host(timeout));
@@ -235,19 +244,21 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
 
 // inputs: the whole input as one tensor, or one for each rank, of whatever sizes the ranks' outputs have.
 void Backend::reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction,
-                                 milliseconds timeout) {
+                                 std::optional<gpu::Path> path, milliseconds timeout) {
   const Element element = element_of(output.scalar_type());
   const c10::Device device = output.device();
   if (size_ == 1 && !device.is_cpu() && reduction.op != Op::premul_sum) {
     output.copy_(inputs[0].view_as(output));
   } else if (even(inputs)) {
-    const Way way = this->way(device, Kind::reduce_scatter, bytes_of(inputs), element.dtype, timeout, reduction.op);
+    const gpu::Message message{Kind::reduce_scatter, bytes_of(inputs), element.dtype, reduction.op};
+    const Way way = this->way(device, message, path, timeout);
     Memory out(output, false, way);
     const Memory in(inputs, true, way);
     if (out.overlaps(in)) out.copy(false);
     const int64_t count = out.count() * element.width;
     if (way.accelerator)
-      way.accelerator->reduce_scatter(in.data(), out.data(), count, element.dtype, reduction, native(output), timeout);
+      way.accelerator->reduce_scatter(way.path, in.data(), out.data(), count, element.dtype, reduction, native(output),
+                                      timeout);
     else
       communicator_->reduce_scatter(in.data(), out.data(), count, element.dtype, reduction, timeout);
     out.give_back();
@@ -275,9 +286,9 @@ Backend::Work Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& in
   Start start{OpType::REDUCE_SCATTER, "hfreduce:reduce_scatter", options.asyncOp, output.device()};
   if (even(list)) {
     const DType dtype = element_of(output.scalar_type()).dtype;
-    start.path = path(start.device, Kind::reduce_scatter, bytes_of(list), dtype, reduction.op);
+    start.path = path(start.device, {Kind::reduce_scatter, bytes_of(list), dtype, reduction.op});
   }
-  return collective(start, outputs, [=, this](int&) { reduce_scatter_now(output, list, reduction, timeout); });
+  return begin(start, outputs, [=, this](int&) { reduce_scatter_now(output, list, reduction, start.path, timeout); });
 }
 
 Backend::Work Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -304,12 +315,12 @@ Backend::Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   const OpType type = inputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::COALESCED;
   Start start{type, "hfreduce:reduce_scatter", options.asyncOp, device_of("reduce_scatter", inputs)};
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const DType dtype = element_of(inputs[i].scalar_type()).dtype;
-    const auto by = path(start.device, Kind::reduce_scatter, bytes_of(inputs[i]), dtype, reductions[i].op);
+    const auto by = path(start.device, message_of(Kind::reduce_scatter, inputs[i], reductions[i].op));
     start.path = i ? both(start.path, by) : by;
   }
-  return collective(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
-    for (size_t i = 0; i < inputs.size(); ++i) reduce_scatter_now(outputs[i], {inputs[i]}, reductions[i], timeout);
+  return begin(start, outputs, [=, this, outputs = outputs, inputs = inputs](int&) {
+    for (size_t i = 0; i < inputs.size(); ++i)
+      reduce_scatter_now(outputs[i], {inputs[i]}, reductions[i], std::nullopt, timeout);
   });
 }
 
@@ -353,8 +364,8 @@ at::Tensor Backend::sum_of_sparse(const at::Tensor& input, milliseconds timeout)
     all_indices.push_back(at::empty({form.sparse, form.count}, indices.options()));
     all_values.push_back(at::empty(sizes, values.options().requires_grad(false)));
   }
-  all_gather_now(all_indices, indices, timeout);
-  all_gather_now(all_values, values, timeout);
+  all_gather_now(all_indices, indices, std::nullopt, timeout);
+  all_gather_now(all_values, values, std::nullopt, timeout);
   at::Tensor sum = coo(all_indices[0], all_values[0], input);
   for (int rank = 1; rank < size_; ++rank) sum.add_(coo(all_indices[rank], all_values[rank], input));
   return sum.coalesce();
@@ -372,7 +383,7 @@ Backend::Work Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceO
                     kDims, " dimensions, got ", tensor.dim());
   const milliseconds timeout = patience(options.timeout);
   const Start start{OpType::_ALLREDUCE_SPARSE, "hfreduce:all_reduce", options.asyncOp, tensor.device()};
-  return collective(start, tensors, [=, this](int&) { tensor.copy_(sum_of_sparse(tensor.coalesce(), timeout)); });
+  return begin(start, tensors, [=, this](int&) { tensor.copy_(sum_of_sparse(tensor.coalesce(), timeout)); });
 }
 
 }  // namespace hfreduce

@@ -32,15 +32,12 @@ int streams(const Plan& plan) {
   return most;
 }
 
-bool fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
-
 }  // namespace
 
 struct Hierarchy::State {
   State(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health, const Plan& plan)
       : roster(roster),
         shm(shm),
-        plan(plan),
         layout(roster),
         carriers{HostStreams(roster, mesh, 2, streams(plan)), HostStreams(roster, mesh, 3, streams(plan))},
         stages(roster, mesh, health, layout, streams(plan)) {}
@@ -48,7 +45,6 @@ struct Hierarchy::State {
   bool alone() const { return layout.largest == 1; }  // every rank is alone on its host
   int host_of(int rank) const { return roster.peers[rank].host; }
   int local_of(int rank) const { return roster.peers[rank].local_rank; }
-  Choice choose(Kind kind, int64_t bytes, DType dtype) const;
 
   // Memory for the slices that are under way, and for a chunk that is padded.
   void reserve(int64_t slice_bytes, int64_t pad_bytes);
@@ -72,7 +68,6 @@ struct Hierarchy::State {
 
   const Roster& roster;
   ShmGroup& shm;
-  const Plan& plan;
   const HostLayout layout;
   std::unique_ptr<char[]> memory;
   int64_t reserved = 0, slice_bytes = 0;
@@ -92,13 +87,6 @@ Reduction undivided(Reduction reduction) {
 }
 
 }  // namespace
-
-// 8-bit floats lose too much when every hop rounds.
-Choice Hierarchy::State::choose(Kind kind, int64_t bytes, DType dtype) const {
-  Choice choice = plan.choose(kind, bytes);
-  if (fp8(dtype)) choice.between = Between::direct;
-  return choice;
-}
 
 void Hierarchy::State::reserve(int64_t bytes, int64_t pad_bytes) {
   slice_bytes = (bytes + kLine - 1) / kLine * kLine;
@@ -171,25 +159,22 @@ void Hierarchy::State::sum_alone(const void* in, void* out, int64_t count, DType
 }
 
 void Hierarchy::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
-                           const Watch& watch) {
+                           const Choice& choice, const Watch& watch) {
   State& s = *state_;
-  const Choice choice = s.choose(Kind::all_reduce, count * size_of(dtype), dtype);
   if (s.alone()) return s.sum_alone(in, out, count, dtype, reduction, choice, watch);
   s.sum(in, out, count, dtype, reduction, choice, -1, watch);
 }
 
 void Hierarchy::reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
-                       const Watch& watch) {
-  State& s = *state_;
-  s.sum(in, out, count, dtype, reduction, s.choose(Kind::reduce, count * size_of(dtype), dtype), root, watch);
+                       const Choice& choice, const Watch& watch) {
+  state_->sum(in, out, count, dtype, reduction, choice, root, watch);
 }
 
 void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
-                               const Watch& watch) {
+                               const Choice& choice, const Watch& watch) {
   State& s = *state_;
   const int64_t size = size_of(dtype), all = s.roster.size() * count;
   const HostLayout& layout = s.layout;
-  const Choice choice = s.choose(Kind::reduce_scatter, all * size, dtype);
   if (!layout.regular) {
     const std::unique_ptr<char[]> sums(new char[all * size]);
     s.sum(in, sums.get(), all, dtype, reduction, choice, -1, watch);
@@ -219,11 +204,10 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
       });
 }
 
-void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Watch& watch) {
+void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Choice& choice, const Watch& watch) {
   State& s = *state_;
   const HostLayout& layout = s.layout;
   const int64_t all = s.roster.size() * bytes, mine = s.roster.rank * bytes;
-  const Choice choice = s.plan.choose(Kind::all_gather, all);
   const Sum none{DType::u8, Op::bor, 1};
   if (!layout.regular) {  // adds nothing to everything
     copy(at(out, mine), in, bytes);
@@ -346,12 +330,9 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
   exchange(s.stages.rail(watch), transfers, expected);
 }
 
-void Hierarchy::carry(int lane, void* data, int64_t count, const Watch& watch) {
+void Hierarchy::carry(int lane, void* data, int64_t count, const Choice& choice, const Watch& watch) {
   State& s = *state_;
   const Call& call = watch.call;
-  const bool blocks = call.kind == Kind::reduce_scatter || call.kind == Kind::all_gather;
-  const int64_t bytes = call.count * size_of(call.dtype) * (blocks ? s.roster.size() : 1);
-  const Choice choice = s.choose(call.kind, bytes, call.dtype);
   const Rail rail{s.carriers[lane], watch, s.layout.rail, s.layout.host};
   const Sum sum{call.dtype, call.op, s.roster.size()};
   if (call.kind == Kind::all_reduce) return interhost::all_reduce(choice.between, rail, data, count, sum);

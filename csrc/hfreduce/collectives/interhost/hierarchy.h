@@ -18,11 +18,11 @@ class Hierarchy {
   Hierarchy(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& health, const Plan& plan);
   ~Hierarchy();
 
-  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, const Watch&);
-  void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root, const Watch&);
+  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, const Choice&, const Watch&);
+  void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root, const Choice&, const Watch&);
   // count: elements of one rank's block; blocks in the order of group ranks.
-  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, const Watch&);
-  void all_gather(const void* in, void* out, int64_t bytes, const Watch&);
+  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, const Choice&, const Watch&);
+  void all_gather(const void* in, void* out, int64_t bytes, const Choice&, const Watch&);
   void broadcast(void* data, int64_t bytes, int root, const Watch&);
   void gather(const void* in, void* out, int64_t bytes, int root, const Watch&);
   void scatter(const void* in, void* out, int64_t bytes, int root, const Watch&);
@@ -32,7 +32,7 @@ class Hierarchy {
 
   // A part of the watch's operation, between hosts alone and in place; see gpu::Hosts::carry. lane: 0 or 1, for a
   // thread each, which share no connections with one another, nor with the collectives above.
-  void carry(int lane, void* data, int64_t count, const Watch&);
+  void carry(int lane, void* data, int64_t count, const Choice&, const Watch&);
 
  private:
   struct State;
