@@ -1,5 +1,3 @@
-#include "bootstrap/interface.h"
-
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -11,6 +9,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <vector>
+
+#include "bootstrap/mesh.h"
 
 namespace hfreduce {
 namespace {

@@ -24,8 +24,6 @@
 #include <thread>
 #include <tuple>
 
-#include "bootstrap/interface.h"
-
 namespace hfreduce {
 namespace {
 

@@ -95,16 +95,84 @@ class Meeting {
  public:
   Meeting(Store& store, const Peer& mine, int size, Deadline deadline, const std::vector<int>& global_ranks)
       : store_(store), mine_(mine), size_(size), deadline_(deadline), global_ranks_(global_ranks) {}
-  Roster gather();  // rank 0's
-  Roster answer();  // that of the others
+  // Rank 0's.
+  Roster gather() {
+    const std::string invitation = random_hex(8);
+    store_.set("invitation", invitation);
+    std::vector<std::string> entries(size_);
+    entries[0] = encode(mine_);
+    std::vector<int> absent;
+    for (int rank = 1; rank < size_; ++rank) {
+      std::optional<std::string> entry;
+      if (ask_until(deadline_, [&] { return (entry = store_.find(key(invitation, rank))).has_value(); }))
+        entries[rank] = *entry;
+      else
+        absent.push_back(rank);
+    }
+    if (!absent.empty()) missing(absent);
+    std::string value = random_hex(32);
+    for (const std::string& entry : entries) value += kRecord + entry;
+    store_.set(invitation + "/roster", value);
+    return read(0, value);
+  }
+  // That of the others.
+  Roster answer() {
+    const std::string entry = encode(mine_);
+    std::string invitation;
+    std::optional<std::string> roster;
+    const bool met = ask_until(deadline_, [&] {
+      const std::optional<std::string> newest = store_.find("invitation");
+      if (newest && *newest != invitation) {
+        invitation = *newest;
+        store_.set(key(invitation, mine_.rank), entry);
+      }
+      if (invitation.empty()) return false;
+      roster = store_.find(invitation + "/roster");
+      if (!roster) return false;
+      const std::vector<std::string> entries = split(*roster, kRecord);
+      return entries.size() == size_t(size_) + 1 && entries[1 + mine_.rank] == entry;
+    });
+    if (!met) give_up(invitation, roster);
+    return read(mine_.rank, *roster);
+  }
 
  private:
   static std::string key(const std::string& invitation, int rank) {
     return invitation + "/rank/" + std::to_string(rank);
   }
-  std::string waited() const;
-  [[noreturn]] void missing(const std::vector<int>& absent) const;
-  [[noreturn]] void give_up(const std::string& invitation, const std::optional<std::string>& roster);
+  std::string waited() const {
+    const double seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
+    std::ostringstream text;
+    text << std::fixed << std::setprecision(1) << "hfreduce: " << mine_.name() << " has waited " << seconds
+         << " s for ";
+    return text.str();
+  }
+  [[noreturn]] void missing(const std::vector<int>& absent) const {
+    std::ostringstream text;
+    text << waited() << absent.size() << " of " << size_ << " ranks, which have not come:";
+    for (size_t i = 0; i < absent.size() && i < 32; ++i)
+      text << (i ? ", " : " ") << (global_ranks_.empty() ? absent[i] : global_ranks_[absent[i]]);
+    if (absent.size() > 32) text << ", ...";
+    text << ". Look at whether they were started, and at how they ended; a larger timeout gives slow ones more time";
+    throw std::runtime_error(text.str());
+  }
+  // What a rank other than 0 says when the deadline has passed. `roster`: of the last invitation, where there is one.
+  [[noreturn]] void give_up(const std::string& invitation, const std::optional<std::string>& roster) {
+    if (invitation.empty()) missing({0});
+    if (roster) {
+      const Roster other = read(0, *roster);
+      if (other.size() != size_)
+        throw std::runtime_error(waited() + std::to_string(size_) + " ranks, but rank 0 for " +
+                                 std::to_string(other.size()) + ": give all ranks the same world size");
+      throw std::runtime_error(waited() + "a place in the roster, which has " + other.peers[mine_.rank].name() +
+                               " there: two processes were started with this rank, or rank 0 has not come again");
+    }
+    std::vector<int> absent;
+    for (int rank = 1; rank < size_; ++rank)
+      if (!store_.find(key(invitation, rank))) absent.push_back(rank);
+    if (absent.empty()) absent.push_back(0);  // it has left in the middle of gathering
+    missing(absent);
+  }
 
   Store& store_;
   const Peer& mine_;
@@ -112,81 +180,6 @@ class Meeting {
   const Deadline begun_ = Clock::now(), deadline_;
   const std::vector<int>& global_ranks_;
 };
-
-std::string Meeting::waited() const {
-  const double seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(1) << "hfreduce: " << mine_.name() << " has waited " << seconds << " s for ";
-  return text.str();
-}
-
-void Meeting::missing(const std::vector<int>& absent) const {
-  std::ostringstream text;
-  text << waited() << absent.size() << " of " << size_ << " ranks, which have not come:";
-  for (size_t i = 0; i < absent.size() && i < 32; ++i)
-    text << (i ? ", " : " ") << (global_ranks_.empty() ? absent[i] : global_ranks_[absent[i]]);
-  if (absent.size() > 32) text << ", ...";
-  text << ". Look at whether they were started, and at how they ended; a larger timeout gives slow ones more time";
-  throw std::runtime_error(text.str());
-}
-
-Roster Meeting::gather() {
-  const std::string invitation = random_hex(8);
-  store_.set("invitation", invitation);
-  std::vector<std::string> entries(size_);
-  entries[0] = encode(mine_);
-  std::vector<int> absent;
-  for (int rank = 1; rank < size_; ++rank) {
-    std::optional<std::string> entry;
-    if (ask_until(deadline_, [&] { return (entry = store_.find(key(invitation, rank))).has_value(); }))
-      entries[rank] = *entry;
-    else
-      absent.push_back(rank);
-  }
-  if (!absent.empty()) missing(absent);
-  std::string value = random_hex(32);
-  for (const std::string& entry : entries) value += kRecord + entry;
-  store_.set(invitation + "/roster", value);
-  return read(0, value);
-}
-
-Roster Meeting::answer() {
-  const std::string entry = encode(mine_);
-  std::string invitation;
-  std::optional<std::string> roster;
-  const bool met = ask_until(deadline_, [&] {
-    const std::optional<std::string> newest = store_.find("invitation");
-    if (newest && *newest != invitation) {
-      invitation = *newest;
-      store_.set(key(invitation, mine_.rank), entry);
-    }
-    if (invitation.empty()) return false;
-    roster = store_.find(invitation + "/roster");
-    if (!roster) return false;
-    const std::vector<std::string> entries = split(*roster, kRecord);
-    return entries.size() == size_t(size_) + 1 && entries[1 + mine_.rank] == entry;
-  });
-  if (!met) give_up(invitation, roster);
-  return read(mine_.rank, *roster);
-}
-
-// What a rank other than 0 says when the deadline has passed. `roster`: of the last invitation, where there is one.
-void Meeting::give_up(const std::string& invitation, const std::optional<std::string>& roster) {
-  if (invitation.empty()) missing({0});
-  if (roster) {
-    const Roster other = read(0, *roster);
-    if (other.size() != size_)
-      throw std::runtime_error(waited() + std::to_string(size_) + " ranks, but rank 0 for " +
-                               std::to_string(other.size()) + ": give all ranks the same world size");
-    throw std::runtime_error(waited() + "a place in the roster, which has " + other.peers[mine_.rank].name() +
-                             " there: two processes were started with this rank, or rank 0 has not come again");
-  }
-  std::vector<int> absent;
-  for (int rank = 1; rank < size_; ++rank)
-    if (!store_.find(key(invitation, rank))) absent.push_back(rank);
-  if (absent.empty()) absent.push_back(0);  // it has left in the middle of gathering
-  missing(absent);
-}
 
 std::string machine_id() {
   std::string boot;

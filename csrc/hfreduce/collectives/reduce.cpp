@@ -391,9 +391,4 @@ void reduce(void* out, const void* const* inputs, const double* factors, int n, 
   if (stream) fence();
 }
 
-void divide(void* data, int64_t count, DType dtype, int64_t divisor) {
-  const void* input = data;
-  reduce(data, &input, nullptr, 1, count, dtype, Op::avg, divisor);
-}
-
 }  // namespace hfreduce

@@ -22,8 +22,4 @@ void reduce(void* out, const void* const* inputs, const double* factors, int n, 
 // Whether reduce takes this pair. Bit operations: integers and boolean. premul_sum: floats. avg: all but boolean.
 bool supported(DType dtype, Op op);
 
-// A partial result that travels: like `reduce` with op sum for premul_sum and avg, undivided; and the division that is
-// then left to do, by whoever has the whole sum. In float types: out[i] = in[i] / divisor in float32 (float64).
-void divide(void* data, int64_t count, DType dtype, int64_t divisor);
-
 }  // namespace hfreduce

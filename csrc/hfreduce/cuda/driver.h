@@ -27,7 +27,6 @@ class Driver {
 
   virtual std::string uuid() const = 0;  // of the device, equal in all processes
   virtual int numa_node() const = 0;     // the device's; -1 where the machine does not say
-  virtual int processors() const = 0;    // streaming multiprocessors
 
   virtual void* allocate(size_t bytes) = 0;  // device memory, zeroed, of an allocation of its own
   virtual void release(void* memory) = 0;

@@ -69,8 +69,42 @@ class Dump {
     group_of(Call());  // stands in pg_config also when nothing was called
   }
 
-  void add(const Record& record);
-  std::string text() const;
+  void add(const Record& record) {
+    const Call& call = record.call;
+    const Group& group = group_of(call);
+    const bool message = point_to_point(call.kind);
+    if (!message) {
+      begun_ = std::max(begun_, call.sequence);
+      if (record.well) completed_ = std::max(completed_, call.sequence);
+    }
+    const auto elements = [&](int64_t bytes) { return "[[" + std::to_string(bytes / size_of(call.dtype)) + "]]"; };
+    // Only the root of a reduce has an output; the analyser wants the same sizes everywhere.
+    const int64_t bytes_out = call.kind == Kind::reduce ? record.bytes_in : record.bytes_out;
+    const std::string dtypes = std::string("[\"") + name(call.dtype) + "\"]";
+    const std::string id = std::to_string(record.id), sequence = std::to_string(call.sequence);
+    const char* state = record.well ? "completed" : "started";
+    if (!entries_.empty()) entries_ += ",\n";
+    entries_ += "{\"record_id\": " + id + ", \"op_id\": " + id + ", \"pg_id\": 0, \"process_group\": [" +
+                quoted(group.name) + ", \"hfreduce\"], \"collective_seq_id\": " + sequence +
+                ", \"p2p_seq_id\": " + (message ? sequence : "0") + ", \"is_p2p\": " + (message ? "true" : "false") +
+                ", \"profiling_name\": " + quoted(profiling_name(call, group)) +
+                ", \"input_sizes\": " + elements(record.bytes_in) + ", \"input_dtypes\": " + dtypes +
+                ", \"output_sizes\": " + elements(bytes_out) + ", \"output_dtypes\": " + dtypes + ", \"state\": \"" +
+                state + "\", \"time_created_ns\": " + wall(record.begun) +
+                ", \"time_discovered_started_ns\": " + wall(record.begun) +
+                ", \"time_discovered_completed_ns\": " + wall(record.well ? record.ended : Time()) +
+                ", \"retired\": " + (passed(record.ended) ? "true" : "false") + ", \"frames\": []}";
+  }
+  std::string text() const {
+    std::string config;
+    for (const auto& [name, group] : groups_)
+      config += (config.empty() ? "" : ", ") + quoted(name) + ": {\"name\": " + quoted(name) +
+                ", \"desc\": \"hfreduce\", \"ranks\": " + quoted(list(group.ranks)) + "}";
+    return "{\"version\": \"2.10\", \"comm_lib_version\": \"hfreduce\", \"pg_config\": {" + config +
+           "}, \"pg_status\": {\"0\": {\"last_enqueued_collective\": " + std::to_string(begun_) +
+           ", \"last_started_collective\": " + std::to_string(begun_) +
+           ", \"last_completed_collective\": " + std::to_string(completed_) + "}}, \"entries\": [" + entries_ + "]}";
+  }
 
  private:
   // The sender and the receiver of a message, as group ranks. Who receives from anybody is alone.
@@ -79,8 +113,29 @@ class Dump {
     return call.kind == Kind::send ? std::pair(rank_, peer) : std::pair(peer, rank_);
   }
 
-  const Group& group_of(const Call& call);
-  std::string profiling_name(const Call& call, const Group& group) const;
+  const Group& group_of(const Call& call) {
+    Group group{group_, global_ranks_};
+    if (point_to_point(call.kind)) {
+      const auto [from, to] = ends(call);
+      group.name += call.root < 0 ? ": any" : ": " + std::to_string(global_ranks_[from]);
+      group.name += " to " + std::to_string(global_ranks_[to]);
+      group.ranks = {global_ranks_[from]};
+      if (from != to) group.ranks.push_back(global_ranks_[to]);
+    }
+    std::sort(group.ranks.begin(), group.ranks.end());
+    return groups_.emplace(group.name, group).first->second;
+  }
+  std::string profiling_name(const Call& call, const Group& group) const {
+    // The analyser knows fixed lists of backends and operations, on which this one is not, and barrier has another
+    // name.
+    const std::string text =
+        std::string("nccl:") + (call.kind == Kind::barrier ? "all_reduce_barrier" : name(call.kind));
+    if (!point_to_point(call.kind)) return text;
+    const auto [from, to] = ends(call);
+    const std::string source = std::to_string(group.index(global_ranks_[from]));
+    const std::string target = std::to_string(group.index(global_ranks_[to]));
+    return text + (call.kind == Kind::send ? " " + source + "->" + target : " " + target + "<-" + source);
+  }
   std::string wall(Time time) const {
     return std::to_string(passed(time) ? (time + to_wall_).time_since_epoch().count() : 0);
   }
@@ -94,66 +149,6 @@ class Dump {
   std::string entries_;
   uint64_t begun_ = 0, completed_ = 0;  // the last collective's number
 };
-
-const Group& Dump::group_of(const Call& call) {
-  Group group{group_, global_ranks_};
-  if (point_to_point(call.kind)) {
-    const auto [from, to] = ends(call);
-    group.name += call.root < 0 ? ": any" : ": " + std::to_string(global_ranks_[from]);
-    group.name += " to " + std::to_string(global_ranks_[to]);
-    group.ranks = {global_ranks_[from]};
-    if (from != to) group.ranks.push_back(global_ranks_[to]);
-  }
-  std::sort(group.ranks.begin(), group.ranks.end());
-  return groups_.emplace(group.name, group).first->second;
-}
-
-std::string Dump::profiling_name(const Call& call, const Group& group) const {
-  // The analyser knows fixed lists of backends and operations, on which this one is not, and barrier has another name.
-  const std::string text = std::string("nccl:") + (call.kind == Kind::barrier ? "all_reduce_barrier" : name(call.kind));
-  if (!point_to_point(call.kind)) return text;
-  const auto [from, to] = ends(call);
-  const std::string source = std::to_string(group.index(global_ranks_[from]));
-  const std::string target = std::to_string(group.index(global_ranks_[to]));
-  return text + (call.kind == Kind::send ? " " + source + "->" + target : " " + target + "<-" + source);
-}
-
-void Dump::add(const Record& record) {
-  const Call& call = record.call;
-  const Group& group = group_of(call);
-  const bool message = point_to_point(call.kind);
-  if (!message) {
-    begun_ = std::max(begun_, call.sequence);
-    if (record.well) completed_ = std::max(completed_, call.sequence);
-  }
-  const auto elements = [&](int64_t bytes) { return "[[" + std::to_string(bytes / size_of(call.dtype)) + "]]"; };
-  // Only the root of a reduce has an output; the analyser wants the same sizes everywhere.
-  const int64_t bytes_out = call.kind == Kind::reduce ? record.bytes_in : record.bytes_out;
-  const std::string dtypes = std::string("[\"") + name(call.dtype) + "\"]";
-  const std::string id = std::to_string(record.id), sequence = std::to_string(call.sequence);
-  const char* state = record.well ? "completed" : "started";
-  if (!entries_.empty()) entries_ += ",\n";
-  entries_ +=
-      "{\"record_id\": " + id + ", \"op_id\": " + id + ", \"pg_id\": 0, \"process_group\": [" + quoted(group.name) +
-      ", \"hfreduce\"], \"collective_seq_id\": " + sequence + ", \"p2p_seq_id\": " + (message ? sequence : "0") +
-      ", \"is_p2p\": " + (message ? "true" : "false") + ", \"profiling_name\": " + quoted(profiling_name(call, group)) +
-      ", \"input_sizes\": " + elements(record.bytes_in) + ", \"input_dtypes\": " + dtypes +
-      ", \"output_sizes\": " + elements(bytes_out) + ", \"output_dtypes\": " + dtypes + ", \"state\": \"" + state +
-      "\", \"time_created_ns\": " + wall(record.begun) + ", \"time_discovered_started_ns\": " + wall(record.begun) +
-      ", \"time_discovered_completed_ns\": " + wall(record.well ? record.ended : Time()) +
-      ", \"retired\": " + (passed(record.ended) ? "true" : "false") + ", \"frames\": []}";
-}
-
-std::string Dump::text() const {
-  std::string config;
-  for (const auto& [name, group] : groups_)
-    config += (config.empty() ? "" : ", ") + quoted(name) + ": {\"name\": " + quoted(name) +
-              ", \"desc\": \"hfreduce\", \"ranks\": " + quoted(list(group.ranks)) + "}";
-  return "{\"version\": \"2.10\", \"comm_lib_version\": \"hfreduce\", \"pg_config\": {" + config +
-         "}, \"pg_status\": {\"0\": {\"last_enqueued_collective\": " + std::to_string(begun_) +
-         ", \"last_started_collective\": " + std::to_string(begun_) +
-         ", \"last_completed_collective\": " + std::to_string(completed_) + "}}, \"entries\": [" + entries_ + "]}";
-}
 
 }  // namespace
 

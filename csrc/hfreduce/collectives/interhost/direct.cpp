@@ -17,7 +17,28 @@ namespace {
 class Direct {
  public:
   Direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
-  void run();
+  void run() {
+    Backoff backoff(rail_.watch);
+    while (!finished()) {
+      bool moved = false;
+      for (Host& host : hosts_) {
+        moved |= send(host);
+        moved |= receive(host);
+      }
+      moved |= add();
+      if (moved) {
+        backoff.moved();
+        continue;
+      }
+      backoff.rest([&](Backoff::Wanted& wanted) {
+        for (Host& host : hosts_) {
+          const bool full = !host.to.begun() || may_send(host) > 0, empty = !host.from.begun() || may_receive(host) > 0;
+          if (full) host.to.want(wanted);
+          if (empty) host.from.want(wanted);
+        }
+      });
+    }
+  }
 
  private:
   // Another host: what was sent to it, its slice of ours and then our sum; what came from it, the other way round.
@@ -34,12 +55,51 @@ class Direct {
   int64_t to_send(int host) const { return (scatter_ ? bytes(host) : 0) + (gather_ ? own_ : 0); }
   int64_t to_receive(int host) const { return (scatter_ ? own_ : 0) + (gather_ ? bytes(host) : 0); }
   int64_t piece_end() const { return std::min(own_, added_ + kPiece); }
-  int64_t may_send(const Host& host) const;  // how many bytes more, and receive
-  int64_t may_receive(const Host& host) const;
-  bool send(Host& host);
-  bool receive(Host& host);
-  bool add();
-  bool finished();
+  // How many bytes more, and receive.
+  int64_t may_send(const Host& host) const {
+    const int64_t first = scatter_ ? bytes(host.index) : 0;
+    return host.sent < first ? first - host.sent : gather_ ? first + added_ - host.sent : 0;
+  }
+  int64_t may_receive(const Host& host) const {
+    const int64_t first = scatter_ ? own_ : 0;
+    return host.received < first ? piece_end() - host.received : to_receive(host.index) - host.received;
+  }
+  bool send(Host& host) {
+    const int64_t first = scatter_ ? bytes(host.index) : 0;
+    const char* from =
+        host.sent < first ? data_ + begin(host.index) + host.sent : data_ + begin(rail_.index) + host.sent - first;
+    const int64_t now = host.to.write(from, may_send(host));
+    host.sent += now;
+    return now > 0;
+  }
+  bool receive(Host& host) {
+    const int64_t first = scatter_ ? own_ : 0;
+    char* into = host.received < first ? host.piece.get() + host.received - added_
+                                       : data_ + begin(host.index) + host.received - first;
+    const int64_t now = host.from.read(into, may_receive(host));
+    host.received += now;
+    return now > 0;
+  }
+  bool add() {
+    const int64_t end = piece_end();
+    if (added_ == own_) return false;
+    for (const Host& host : hosts_)
+      if (host.received < end) return false;
+    char* const own = data_ + begin(rail_.index) + added_;
+    std::vector<const void*> inputs(rail_.size());
+    for (const Host& host : hosts_) inputs[host.index] = host.piece.get();
+    inputs[rail_.index] = own;
+    reduce(own, inputs.data(), nullptr, rail_.size(), (end - added_) / size_, sum_.dtype, sum_.last(), sum_.divisor);
+    added_ = end;
+    return true;
+  }
+  bool finished() {
+    for (Host& host : hosts_)
+      if (!host.to.begun() || !host.from.begun() || host.sent < to_send(host.index) ||
+          host.received < to_receive(host.index))
+        return false;
+    return true;
+  }
 
   const Rail& rail_;
   char* const data_;
@@ -67,79 +127,6 @@ Direct::Direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part
     hosts_.push_back({index, Sender(rail, rail.ranks[index], 0, to_send(index)),
                       Receiver(rail, rail.ranks[index], 0, to_receive(index)), nullptr});
     if (scatter_) hosts_.back().piece.reset(new char[std::min(kPiece, own_)]);
-  }
-}
-
-int64_t Direct::may_send(const Host& host) const {
-  const int64_t first = scatter_ ? bytes(host.index) : 0;
-  return host.sent < first ? first - host.sent : gather_ ? first + added_ - host.sent : 0;
-}
-
-int64_t Direct::may_receive(const Host& host) const {
-  const int64_t first = scatter_ ? own_ : 0;
-  return host.received < first ? piece_end() - host.received : to_receive(host.index) - host.received;
-}
-
-bool Direct::send(Host& host) {
-  const int64_t first = scatter_ ? bytes(host.index) : 0;
-  const char* from =
-      host.sent < first ? data_ + begin(host.index) + host.sent : data_ + begin(rail_.index) + host.sent - first;
-  const int64_t now = host.to.write(from, may_send(host));
-  host.sent += now;
-  return now > 0;
-}
-
-bool Direct::receive(Host& host) {
-  const int64_t first = scatter_ ? own_ : 0;
-  char* into = host.received < first ? host.piece.get() + host.received - added_
-                                     : data_ + begin(host.index) + host.received - first;
-  const int64_t now = host.from.read(into, may_receive(host));
-  host.received += now;
-  return now > 0;
-}
-
-bool Direct::add() {
-  const int64_t end = piece_end();
-  if (added_ == own_) return false;
-  for (const Host& host : hosts_)
-    if (host.received < end) return false;
-  char* const own = data_ + begin(rail_.index) + added_;
-  std::vector<const void*> inputs(rail_.size());
-  for (const Host& host : hosts_) inputs[host.index] = host.piece.get();
-  inputs[rail_.index] = own;
-  reduce(own, inputs.data(), nullptr, rail_.size(), (end - added_) / size_, sum_.dtype, sum_.last(), sum_.divisor);
-  added_ = end;
-  return true;
-}
-
-bool Direct::finished() {
-  for (Host& host : hosts_)
-    if (!host.to.begun() || !host.from.begun() || host.sent < to_send(host.index) ||
-        host.received < to_receive(host.index))
-      return false;
-  return true;
-}
-
-void Direct::run() {
-  Backoff backoff(rail_.watch);
-  while (!finished()) {
-    bool moved = false;
-    for (Host& host : hosts_) {
-      moved |= send(host);
-      moved |= receive(host);
-    }
-    moved |= add();
-    if (moved) {
-      backoff.moved();
-      continue;
-    }
-    backoff.rest([&](Backoff::Wanted& wanted) {
-      for (Host& host : hosts_) {
-        const bool full = !host.to.begun() || may_send(host) > 0, empty = !host.from.begun() || may_receive(host) > 0;
-        if (full) host.to.want(wanted);
-        if (empty) host.from.want(wanted);
-      }
-    });
   }
 }
 

@@ -19,17 +19,83 @@ namespace {
 class Ring {
  public:
   Ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
-  void run();
+  void run() {
+    Backoff backoff(rail_.watch);
+    // The headers too are waited for, of empty messages.
+    while (send_step_ < end_ || receive_step_ < end_ || !to_.begun() || !from_.begun()) {
+      const bool sent = send(), received = receive();
+      if (sent || received) {
+        backoff.moved();
+        continue;
+      }
+      backoff.rest([&](Backoff::Wanted& wanted) {
+        if (!to_.begun() || (send_step_ < end_ && sent_ < ready())) to_.want(wanted);
+        if (!from_.begun() || receive_step_ < end_) from_.want(wanted);
+      });
+    }
+  }
 
  private:
   int slice(int back) const { return ((me_ - back) % n_ + n_) % n_; }
   int64_t begin(int slice) const { return slice_begin(count_, slice, n_) * size_; }
   int64_t bytes(int slice) const { return begin(slice + 1) - begin(slice); }
-  int64_t total(int back) const;  // of the slices of all steps
-  int64_t ready() const;          // bytes of the slice being sent that may be sent
-  bool send();
-  bool receive();
-  void add(int64_t bytes);  // the piece that has come
+  // Of the slices of all steps.
+  int64_t total(int back) const {
+    int64_t sum = 0;
+    for (int k = first_; k < end_; ++k) sum += bytes(slice(back + k));
+    return sum;
+  }
+  // Bytes of the slice being sent that may be sent.
+  int64_t ready() const {
+    if (send_step_ == first_ || receive_step_ >= send_step_) return bytes(slice(1 + send_step_));
+    return receive_step_ == send_step_ - 1 ? received_ : 0;
+  }
+  bool send() {
+    bool moved = false;
+    while (send_step_ < end_) {
+      const int which = slice(1 + send_step_);
+      const int64_t now = to_.write(data_ + begin(which) + sent_, ready() - sent_);
+      sent_ += now;
+      moved |= now > 0;
+      if (sent_ < bytes(which)) return moved;
+      ++send_step_;
+      sent_ = 0;
+      moved = true;
+    }
+    return moved;
+  }
+  bool receive() {
+    if (receive_step_ == end_) return false;
+    const int which = slice(2 + receive_step_);
+    char* const at = data_ + begin(which) + received_;
+    const int64_t left = bytes(which) - received_;
+    int64_t now;
+    if (receive_step_ < n_ - 1) {
+      const int64_t whole = std::min(left, static_cast<int64_t>(piece_.size()));
+      now = from_.read(piece_.data() + in_piece_, whole - in_piece_);
+      in_piece_ += now;
+      if (in_piece_ == whole) add(whole);
+    } else {
+      now = from_.read(at, left);
+      received_ += now;
+    }
+    if (received_ < bytes(which)) return now > 0;
+    ++receive_step_;
+    received_ = 0;
+    return true;
+  }
+  // The piece that has come.
+  void add(int64_t bytes) {
+    if (bytes > 0) {
+      char* const own = data_ + begin(slice(2 + receive_step_)) + received_;
+      const void* const inputs[] = {piece_.data(), own};
+      const bool last = receive_step_ == n_ - 2;
+      reduce(own, inputs, nullptr, 2, bytes / size_, sum_.dtype, last ? sum_.last() : sum_.partial(),
+             last ? sum_.divisor : 1);
+    }
+    received_ += bytes;
+    in_piece_ = 0;
+  }
 
   const Rail& rail_;
   char* const data_;
@@ -63,81 +129,6 @@ Ring::Ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part par
       send_step_(first_),
       receive_step_(first_) {
   if (part != Part::gather) piece_.resize(std::min(kPiece, bytes(0) + bytes(n_ - 1)));
-}
-
-int64_t Ring::total(int back) const {
-  int64_t sum = 0;
-  for (int k = first_; k < end_; ++k) sum += bytes(slice(back + k));
-  return sum;
-}
-
-int64_t Ring::ready() const {
-  if (send_step_ == first_ || receive_step_ >= send_step_) return bytes(slice(1 + send_step_));
-  return receive_step_ == send_step_ - 1 ? received_ : 0;
-}
-
-bool Ring::send() {
-  bool moved = false;
-  while (send_step_ < end_) {
-    const int which = slice(1 + send_step_);
-    const int64_t now = to_.write(data_ + begin(which) + sent_, ready() - sent_);
-    sent_ += now;
-    moved |= now > 0;
-    if (sent_ < bytes(which)) return moved;
-    ++send_step_;
-    sent_ = 0;
-    moved = true;
-  }
-  return moved;
-}
-
-bool Ring::receive() {
-  if (receive_step_ == end_) return false;
-  const int which = slice(2 + receive_step_);
-  char* const at = data_ + begin(which) + received_;
-  const int64_t left = bytes(which) - received_;
-  int64_t now;
-  if (receive_step_ < n_ - 1) {
-    const int64_t whole = std::min(left, static_cast<int64_t>(piece_.size()));
-    now = from_.read(piece_.data() + in_piece_, whole - in_piece_);
-    in_piece_ += now;
-    if (in_piece_ == whole) add(whole);
-  } else {
-    now = from_.read(at, left);
-    received_ += now;
-  }
-  if (received_ < bytes(which)) return now > 0;
-  ++receive_step_;
-  received_ = 0;
-  return true;
-}
-
-void Ring::add(int64_t bytes) {
-  if (bytes > 0) {
-    char* const own = data_ + begin(slice(2 + receive_step_)) + received_;
-    const void* const inputs[] = {piece_.data(), own};
-    const bool last = receive_step_ == n_ - 2;
-    reduce(own, inputs, nullptr, 2, bytes / size_, sum_.dtype, last ? sum_.last() : sum_.partial(),
-           last ? sum_.divisor : 1);
-  }
-  received_ += bytes;
-  in_piece_ = 0;
-}
-
-void Ring::run() {
-  Backoff backoff(rail_.watch);
-  // The headers too are waited for, of empty messages.
-  while (send_step_ < end_ || receive_step_ < end_ || !to_.begun() || !from_.begun()) {
-    const bool sent = send(), received = receive();
-    if (sent || received) {
-      backoff.moved();
-      continue;
-    }
-    backoff.rest([&](Backoff::Wanted& wanted) {
-      if (!to_.begun() || (send_step_ < end_ && sent_ < ready())) to_.want(wanted);
-      if (!from_.begun() || receive_step_ < end_) from_.want(wanted);
-    });
-  }
 }
 
 }  // namespace

@@ -55,9 +55,39 @@ class Tree {
 class Half {
  public:
   Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Way& way);
-  bool advance();  // moves what can be moved; whether that was anything
-  bool finished();
-  void want(Backoff::Wanted& wanted);
+  // Moves what can be moved; whether that was anything.
+  bool advance() {
+    bool moved = false;
+    for (Node& node : nodes_) {
+      if (node.from) {
+        char* into = is_above(node) ? data_ + node.received : node.piece.get() + node.received - added_;
+        const int64_t now = node.from->read(into, may_receive(node));
+        node.received += now;
+        moved |= now > 0;
+      }
+      if (node.to) {
+        const int64_t now = node.to->write(data_ + node.sent, may_send(node));
+        node.sent += now;
+        moved |= now > 0;
+      }
+    }
+    return add() || moved;
+  }
+  bool finished() {
+    for (Node& node : nodes_) {
+      if (node.to && (!node.to->begun() || node.sent < bytes_)) return false;
+      if (node.from && (!node.from->begun() || node.received < bytes_)) return false;
+    }
+    return true;
+  }
+  void want(Backoff::Wanted& wanted) {
+    for (Node& node : nodes_) {
+      const bool full = node.to && (!node.to->begun() || may_send(node) > 0);
+      const bool empty = node.from && (!node.from->begun() || may_receive(node) > 0);
+      if (full) node.to->want(wanted);
+      if (empty) node.from->want(wanted);
+    }
+  }
 
  private:
   // Another host of the tree, above or below.
@@ -69,12 +99,26 @@ class Half {
     int64_t sent = 0, received = 0;
   };
 
-  int64_t may_send(const Node& node) const;
-  int64_t may_receive(const Node& node) const;
+  int64_t may_send(const Node& node) const { return (is_above(node) ? added_ : settled()) - node.sent; }
+  int64_t may_receive(const Node& node) const { return (is_above(node) ? bytes_ : piece_end()) - node.received; }
   bool is_above(const Node& node) const { return above_ && &node == &nodes_.back(); }
   int64_t piece_end() const { return std::min(bytes_, added_ + kPiece); }
   int64_t settled() const { return above_ ? nodes_.back().received : way_.up ? added_ : bytes_; }
-  bool add();
+  bool add() {
+    const size_t below = nodes_.size() - (above_ ? 1 : 0);
+    const int64_t end = piece_end();
+    if (added_ == bytes_) return false;
+    for (size_t i = 0; i < below; ++i)
+      if (nodes_[i].received < end) return false;
+    std::vector<const void*> inputs;
+    for (size_t i = 0; i < below; ++i) inputs.push_back(nodes_[i].piece.get());
+    inputs.insert(inputs.begin() + before_, data_ + added_);
+    reduce(data_ + added_, inputs.data(), nullptr, static_cast<int>(inputs.size()),
+           (end - added_) / size_of(sum_.dtype), sum_.dtype, above_ ? sum_.partial() : sum_.last(),
+           above_ ? 1 : sum_.divisor);
+    added_ = end;
+    return true;
+  }
 
   const Rail& rail_;
   const int which_;
@@ -114,60 +158,6 @@ Half::Half(const Rail& rail, int which, void* data, int64_t count, const Sum& su
     if (!is_above(node) && way.up) node.piece.reset(new char[std::min(kPiece, bytes_)]);
   }
   if (nodes_.size() == (above_ ? 1 : 0) || !way.up) added_ = bytes_;
-}
-
-int64_t Half::may_send(const Node& node) const { return (is_above(node) ? added_ : settled()) - node.sent; }
-
-int64_t Half::may_receive(const Node& node) const { return (is_above(node) ? bytes_ : piece_end()) - node.received; }
-
-bool Half::advance() {
-  bool moved = false;
-  for (Node& node : nodes_) {
-    if (node.from) {
-      char* into = is_above(node) ? data_ + node.received : node.piece.get() + node.received - added_;
-      const int64_t now = node.from->read(into, may_receive(node));
-      node.received += now;
-      moved |= now > 0;
-    }
-    if (node.to) {
-      const int64_t now = node.to->write(data_ + node.sent, may_send(node));
-      node.sent += now;
-      moved |= now > 0;
-    }
-  }
-  return add() || moved;
-}
-
-bool Half::add() {
-  const size_t below = nodes_.size() - (above_ ? 1 : 0);
-  const int64_t end = piece_end();
-  if (added_ == bytes_) return false;
-  for (size_t i = 0; i < below; ++i)
-    if (nodes_[i].received < end) return false;
-  std::vector<const void*> inputs;
-  for (size_t i = 0; i < below; ++i) inputs.push_back(nodes_[i].piece.get());
-  inputs.insert(inputs.begin() + before_, data_ + added_);
-  reduce(data_ + added_, inputs.data(), nullptr, static_cast<int>(inputs.size()), (end - added_) / size_of(sum_.dtype),
-         sum_.dtype, above_ ? sum_.partial() : sum_.last(), above_ ? 1 : sum_.divisor);
-  added_ = end;
-  return true;
-}
-
-bool Half::finished() {
-  for (Node& node : nodes_) {
-    if (node.to && (!node.to->begun() || node.sent < bytes_)) return false;
-    if (node.from && (!node.from->begun() || node.received < bytes_)) return false;
-  }
-  return true;
-}
-
-void Half::want(Backoff::Wanted& wanted) {
-  for (Node& node : nodes_) {
-    const bool full = node.to && (!node.to->begun() || may_send(node) > 0);
-    const bool empty = node.from && (!node.from->begun() || may_receive(node) > 0);
-    if (full) node.to->want(wanted);
-    if (empty) node.from->want(wanted);
-  }
 }
 
 void tree(const Rail& rail, void* data, int64_t count, const Sum& sum, const Way& way) {
