@@ -277,7 +277,7 @@ void dead() {
   const size_t bytes = HostStaged::segment_bytes(options);
   const std::vector<int> memory{Segment::create(bytes), Segment::create(bytes)};
   const Segment segment(memory[0], bytes);
-  auto& head = *reinterpret_cast<Ring::Head*>(segment.data());
+  auto& head = *reinterpret_cast<StagingRing::Head*>(segment.data());
   head.settled = 1, head.arrived = 1;
   std::atomic<bool> failed{false};
   {

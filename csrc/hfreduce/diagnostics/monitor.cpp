@@ -27,7 +27,7 @@ namespace hfreduce {
 namespace {
 
 // What monitors say to one another: a head and a body.
-enum class Message : uint32_t {
+enum class Notice : uint32_t {
   request = 1,  // a number: "where do you stand?"
   status,       // the number, a RankStatus: at once, or as soon as Python has said where it is
   fault,        // cause, culprits, text: "this has failed for all of us"
@@ -35,7 +35,7 @@ enum class Message : uint32_t {
 };
 
 struct Head {
-  Message message;
+  Notice message;
   uint32_t bytes;  // of the body
 };
 
@@ -57,7 +57,7 @@ bool get(std::string_view& from, T& value) {
   return true;
 }
 
-std::string framed(Message message, const std::string& body) {
+std::string framed(Notice message, const std::string& body) {
   std::string out;
   put(out, Head{message, static_cast<uint32_t>(body.size())});
   return out + body;
@@ -196,20 +196,20 @@ struct Monitor::State {
     in.erase(0, sizeof(head) + head.bytes);
     return true;
   }
-  void handle(int rank, Message kind, std::string_view body) {
+  void handle(int rank, Notice kind, std::string_view body) {
     uint32_t number;
     RankStatus theirs;
-    if (kind == Message::request && get(body, number)) {
+    if (kind == Notice::request && get(body, number)) {
       answers.push_back({rank, number, frames.ask(), Clock::now() + kFrame});
-    } else if (kind == Message::status && get(body, number) && get(body, theirs)) {
+    } else if (kind == Notice::status && get(body, number) && get(body, theirs)) {
       theirs.frame[sizeof(theirs.frame) - 1] = 0;
       std::lock_guard lock(mutex);
       if (const auto round = rounds.find(number); round != rounds.end()) round->second[rank] = theirs;
       changed.notify_all();
-    } else if (kind == Message::fault) {
+    } else if (kind == Notice::fault) {
       if (const auto fault = decode_fault(body)) health.fail(*fault, true);
       changed.notify_all();
-    } else if (kind == Message::goodbye) {
+    } else if (kind == Notice::goodbye) {
       const auto why = decode_fault(body);
       health.left(rank, why ? *why
                             : Fault(Fault::Cause::left, {rank},
@@ -252,7 +252,7 @@ struct Monitor::State {
       put(body, mine);
       {
         std::lock_guard lock(mutex);
-        send(answer.to, framed(Message::status, body));
+        send(answer.to, framed(Notice::status, body));
       }
       answers.erase(answers.begin() + i);
     }
@@ -311,7 +311,7 @@ struct Monitor::State {
     rounds[number].resize(links.size());
     std::string body;
     put(body, number);
-    for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Message::request, body));
+    for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Notice::request, body));
     wake();  // for what the sockets did not take
     lock.unlock();
     RankStatus mine = status();
@@ -338,7 +338,7 @@ struct Monitor::State {
     return statuses;
   }
   void tell(const Fault& fault) {
-    const std::string bytes = framed(Message::fault, encode(fault));
+    const std::string bytes = framed(Notice::fault, encode(fault));
     {
       std::lock_guard lock(mutex);
       for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), bytes);
@@ -355,7 +355,7 @@ struct Monitor::State {
                                        " has ended, or left the group, because of an exception: " + why + "\n"));
     {
       std::lock_guard lock(mutex);
-      for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Message::goodbye, body));
+      for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Notice::goodbye, body));
       leaving = Clock::now() + kFlush;
     }
     wake();

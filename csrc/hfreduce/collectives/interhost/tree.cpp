@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kSplit = 16 << 10;
 
-struct Way {
+struct Flow {
   bool up, down;
   int root;  // index in the rail; -1: none of its own
 };
@@ -54,7 +54,7 @@ class Tree {
 // One tree's half of the message, seen from this host.
 class Half {
  public:
-  Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Way& way);
+  Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Flow& flow);
   // Moves what can be moved; whether that was anything.
   bool advance() {
     bool moved = false;
@@ -103,7 +103,7 @@ class Half {
   int64_t may_receive(const Node& node) const { return (is_above(node) ? bytes_ : piece_end()) - node.received; }
   bool is_above(const Node& node) const { return above_ && &node == &nodes_.back(); }
   int64_t piece_end() const { return std::min(bytes_, added_ + kPiece); }
-  int64_t settled() const { return above_ ? nodes_.back().received : way_.up ? added_ : bytes_; }
+  int64_t settled() const { return above_ ? nodes_.back().received : flow_.up ? added_ : bytes_; }
   bool add() {
     const size_t below = nodes_.size() - (above_ ? 1 : 0);
     const int64_t end = piece_end();
@@ -125,21 +125,21 @@ class Half {
   char* const data_;
   const int64_t bytes_;
   const Sum& sum_;
-  const Way way_;
+  const Flow flow_;
   std::vector<Node> nodes_;  // those below, in the order of the tree, and then the one above
   size_t before_ = 0;        // how many of those below are before this host
   bool above_ = false;       // whether there is one
   int64_t added_ = 0;        // bytes whose sum this host has, of its part of the tree
 };
 
-Half::Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Way& way)
+Half::Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Flow& flow)
     : rail_(rail),
       which_(which),
       data_(static_cast<char*>(data)),
       bytes_(count * size_of(sum.dtype)),
       sum_(sum),
-      way_(way) {
-  const Tree tree(which, rail.size(), way.root);
+      flow_(flow) {
+  const Tree tree(which, rail.size(), flow.root);
   const int me = tree.node(rail.index);
   std::vector<int> by_node(rail.size() + 1, -1);
   for (int host = 0; host < rail.size(); ++host) by_node[tree.node(host)] = host;
@@ -151,21 +151,22 @@ Half::Half(const Rail& rail, int which, void* data, int64_t count, const Sum& su
   above_ = !tree.is_top(rail.index);
   if (above_) nodes_.push_back({by_node[tree.above(me)], nullptr, nullptr, nullptr});
   for (Node& node : nodes_) {
-    const bool writes = is_above(node) ? way.up : way.down;
-    const bool reads = is_above(node) ? way.down : way.up;
+    const bool writes = is_above(node) ? flow.up : flow.down;
+    const bool reads = is_above(node) ? flow.down : flow.up;
     if (writes) node.to = std::make_unique<Sender>(rail, rail.ranks[node.index], which, bytes_);
     if (reads) node.from = std::make_unique<Receiver>(rail, rail.ranks[node.index], which, bytes_);
-    if (!is_above(node) && way.up) node.piece.reset(new char[std::min(kPiece, bytes_)]);
+    if (!is_above(node) && flow.up) node.piece.reset(new char[std::min(kPiece, bytes_)]);
   }
-  if (nodes_.size() == (above_ ? 1 : 0) || !way.up) added_ = bytes_;
+  if (nodes_.size() == (above_ ? 1 : 0) || !flow.up) added_ = bytes_;
 }
 
-void tree(const Rail& rail, void* data, int64_t count, const Sum& sum, const Way& way) {
+void tree(const Rail& rail, void* data, int64_t count, const Sum& sum, const Flow& flow) {
   const int64_t size = size_of(sum.dtype), first = count * size <= kSplit ? count : count / 2;
   std::vector<std::unique_ptr<Half>> halves;
-  halves.push_back(std::make_unique<Half>(rail, 0, data, first, sum, way));
+  halves.push_back(std::make_unique<Half>(rail, 0, data, first, sum, flow));
   if (first < count)
-    halves.push_back(std::make_unique<Half>(rail, 1, static_cast<char*>(data) + first * size, count - first, sum, way));
+    halves.push_back(
+        std::make_unique<Half>(rail, 1, static_cast<char*>(data) + first * size, count - first, sum, flow));
   Backoff backoff(rail.watch);
   while (true) {
     bool moved = false, finished = true;

@@ -39,12 +39,12 @@ constexpr milliseconds kSoon{20}, kLeave{5000};  // in the destructor, until wha
 constexpr uint32_t kForGood = 1u << 30;
 
 // What one peer's streams tell a rank, by lane: the chunks that they have given to it, and taken from it.
-struct Told {
+struct LaneFlags {
   alignas(64) Flag given;
   alignas(64) Flag taken;
 };
 struct Head {
-  Told by[kMaxRanks][kLanes];
+  LaneFlags by[kMaxRanks][kLanes];
   alignas(64) Flag gone;
 };
 
@@ -154,7 +154,7 @@ void Copies::State::let_go() {
   }
   const uint32_t beyond = next.load() + kForGood;
   for (auto& lanes : mine().by)
-    for (Told& told : lanes) raise(told.given, beyond), raise(told.taken, beyond);
+    for (LaneFlags& told : lanes) raise(told.given, beyond), raise(told.taken, beyond);
 }
 
 void Copies::State::give(uint32_t k, const void* in, int64_t bytes) {
@@ -186,7 +186,7 @@ Copies::Copies(Driver& driver, std::vector<Segment> segments, const Options& opt
     : state_(std::make_unique<State>(driver, std::move(segments), options)) {
   State& s = *state_;
   for (auto& lanes : s.mine().by)
-    for (Told& told : lanes) told.given = told.taken = s.options.first;
+    for (LaneFlags& told : lanes) told.given = told.taken = s.options.first;
   for (; s.pinned < s.segments.size(); ++s.pinned)
     driver.pin(s.segments[s.pinned].data(), s.segments[s.pinned].bytes());
   s.rings[s.options.rank] =

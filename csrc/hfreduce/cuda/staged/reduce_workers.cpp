@@ -49,7 +49,7 @@ void bind(int node) {
 
 }  // namespace
 
-ReduceWorkers::ReduceWorkers(const Ring& ring, const Options& options, std::function<bool()> stopped,
+ReduceWorkers::ReduceWorkers(const StagingRing& ring, const Options& options, std::function<bool()> stopped,
                              std::function<void()> on_stop)
     : ring_(ring),
       options_(options),
@@ -162,7 +162,7 @@ bool ReduceWorkers::add(const Work& work, const Span& part, uint32_t chunk, int 
     mine = {};
   }
   if (thread == 0 || mine.count) {
-    if (!wait(thread, [&] { return ring_.all(&Ring::Head::arrived, chunk + 1); })) return false;
+    if (!wait(thread, [&] { return ring_.all(&StagingRing::Head::arrived, chunk + 1); })) return false;
     if (thread == 0 && work.sums()) wake(early_);
     if (mine.count) reduce(work, mine.byte, mine.count, chunk, thread == 0);
   }
@@ -225,13 +225,13 @@ bool ReduceWorkers::exchange(const Work& work, void* data, int64_t count, int la
 
 // Whether to go on.
 bool ReduceWorkers::publish(const Work& work, uint32_t chunk) {
-  Ring::Head& mine = ring_.mine();
+  StagingRing::Head& mine = ring_.mine();
   // Sequentially consistent, as the loads are: the last one sees that all have, and more than one may. Who has let go
   // did so before anybody read what was not whole, and so before the last of all could be here. This rank comes last:
   // its process may end as soon as its own streams are through.
   mine.reduced.store(chunk + 1, std::memory_order_seq_cst);
   if (work.sums() || options_.hosts.carry) {
-    if (ring_.all(&Ring::Head::reduced, chunk + 1) && !ring_.gone())
+    if (ring_.all(&StagingRing::Head::reduced, chunk + 1) && !ring_.gone())
       for (int i = 1; i <= ring_.size; ++i) raise(ring_.head((ring_.rank + i) % ring_.size).ready, chunk + 1);
     return true;
   }

@@ -25,7 +25,7 @@ class ReduceWorkers {
     Hosts hosts;
   };
   // stopped: whether the communicator has failed. The leader then calls on_stop, once, and all threads end.
-  ReduceWorkers(const Ring& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
+  ReduceWorkers(const StagingRing& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
   ~ReduceWorkers();  // as quit
 
   void push(const Work& work);  // by one thread at a time, in the order of chunks
@@ -63,7 +63,7 @@ class ReduceWorkers {
   void wake(Bed& bed);
   void end();
 
-  const Ring& ring_;
+  const StagingRing& ring_;
   const Options options_;
   const std::function<bool()> stopped_;
   const std::function<void()> on_stop_;

@@ -33,7 +33,7 @@
 
 namespace hfreduce::gpu {
 
-class Ring {
+class StagingRing {
  public:
   static constexpr int kMaxDepth = 64;
   struct Head {
@@ -54,7 +54,7 @@ class Ring {
     return kHead + (depth + (depth + size - 1) / size) * chunk;
   }
 
-  Ring(std::vector<Segment> segments, int rank, int64_t chunk, int depth)
+  StagingRing(std::vector<Segment> segments, int rank, int64_t chunk, int depth)
       : rank(rank),
         size(static_cast<int>(segments.size())),
         depth(depth),

@@ -47,14 +47,15 @@ HostStaged::Options settled(HostStaged::Options options) {
   options.share = std::max<int64_t>(options.share, 1);
   options.least = std::min(std::max<int64_t>(options.least, kLine), options.chunk);
   int depth = 2;
-  while (depth < std::min(options.depth, Ring::kMaxDepth)) depth *= 2;
+  while (depth < std::min(options.depth, StagingRing::kMaxDepth)) depth *= 2;
   options.depth = depth;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (options.threads < 1) options.threads = std::clamp(cores / 2 / options.size, 1, 8);
   if (options.streaming < 0) {
     // Half of the last-level cache for the ring of all ranks; where its size is not known, none of it.
     const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    const auto ring = static_cast<int64_t>(Ring::bytes(options.size, options.chunk, options.depth)) * options.size;
+    const auto ring =
+        static_cast<int64_t>(StagingRing::bytes(options.size, options.chunk, options.depth)) * options.size;
     options.streaming = ring > cache / 2;
   }
   return options;
@@ -104,7 +105,7 @@ struct HostStaged::State {
 
   Driver& driver;
   const Options options;
-  Ring ring;
+  StagingRing ring;
   Stream up_stream = nullptr;
   Event down_event = nullptr, up_event = nullptr;
   Event down_last = nullptr;   // behind all that came down: one of the two
@@ -140,11 +141,11 @@ HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Op
 
 // Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
 void HostStaged::State::meet(const std::function<bool()>& stopped) {
-  Ring::Head& head = ring.mine();
-  ring.segments[options.rank].settle(driver.numa_node(), Ring::kHead);
+  StagingRing::Head& head = ring.mine();
+  ring.segments[options.rank].settle(driver.numa_node(), StagingRing::kHead);
   for (Flag* flag : {&head.arrived, &head.reduced, &head.taken, &head.ready, &head.freed}) *flag = options.first;
   head.settled = 1;
-  while (!ring.all(&Ring::Head::settled, 1)) {
+  while (!ring.all(&StagingRing::Head::settled, 1)) {
     if (stopped()) throw std::runtime_error("the communicator failed while ranks of this host shared their memory");
     std::this_thread::sleep_for(milliseconds(1));
   }
@@ -155,7 +156,7 @@ HostStaged::State::~State() {
   if (workers) workers->quit();
   if (workers && !end_by(Clock::now() + kLeave)) {
     // A device may still write here: the memory stays until this process ends.
-    static_cast<void>(new Ring(std::move(ring)));
+    static_cast<void>(new StagingRing(std::move(ring)));
     return;
   }
   for (size_t i = 0; i < pinned; ++i) driver.unpin(ring.segments[i].data());
@@ -200,7 +201,7 @@ uint32_t HostStaged::State::chunks(const Work& work) const {
 HostStaged::State::Order HostStaged::State::begin(Work& work, Stream stream, bool brings, bool wants) {
   if (driver.capturing(stream))
     throw std::runtime_error("the CPU-assisted reduce cannot be captured into a CUDA graph");
-  Ring::Head& head = ring.mine();
+  StagingRing::Head& head = ring.mine();
   work.first = next.load(), work.chunks = chunks(work);
   Order order{stream, work.chunks == 1 ? stream : up_stream, false};
   order.quiet = head.arrived.load(std::memory_order_acquire) == work.first &&
@@ -281,7 +282,7 @@ Reduction HostStaged::State::inside(Reduction reduction) const {
 
 size_t HostStaged::segment_bytes(const Options& given) {
   const Options options = settled(given);
-  return Ring::bytes(options.size, options.chunk, options.depth);
+  return StagingRing::bytes(options.size, options.chunk, options.depth);
 }
 
 HostStaged::HostStaged(Driver& driver, std::vector<Segment> segments, const Options& options,
