@@ -18,7 +18,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIN := -c $(VENV)/constraints.txt
-CXX_FILES = $(foreach folder,csrc csrc/autograd csrc/hfrecord csrc/hfreduce csrc/hfreduce/cuda,$(addprefix $(folder)/*.,h cpp cu cuh))
+CXX_FILES = $(foreach folder,csrc csrc/autograd csrc/hfrecord,$(addprefix $(folder)/*.,h cpp cu cuh)) \
+  $(shell find csrc/hfreduce -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

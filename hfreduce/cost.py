@@ -1,4 +1,4 @@
-"""What an algorithm costs, counted from its own steps and bytes: those that csrc/hfreduce/<algorithm>.cpp tells.
+"""What an algorithm costs, counted from its own steps and bytes: those that csrc/hfreduce/collectives tells.
 
 N is the size of the whole message (the blocks of all ranks, where it is made of blocks), n the ranks of a host, h the
 hosts. Nothing here is measured: time comes from a `Link` that the caller has measured.

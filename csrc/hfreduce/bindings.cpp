@@ -6,9 +6,9 @@
 
 #include <tuple>
 
+#include "collectives/reduce.h"
 #include "communicator.h"
 #include "cuda/paths.h"
-#include "reduce.h"
 
 namespace py = pybind11;
 using namespace hfreduce;
@@ -226,8 +226,8 @@ void bind_parts(py::module_& m) {
       "The row that a group of this shape takes for a message of so many bytes.");
   m.def(
       "choose_device",
-      [](int ranks, int hosts, bool peers, const std::vector<gpu::RowTuple>& rows, int kind, int64_t bytes) {
-        const std::vector<gpu::Row> found = gpu::rows_of(rows);
+      [](int ranks, int hosts, bool peers, const std::vector<gpu::DeviceRowTuple>& rows, int kind, int64_t bytes) {
+        const std::vector<gpu::DeviceRow> found = gpu::rows_of(rows);
         const gpu::Means means{ranks, peers && hosts == 1, !peers && hosts == 1, true, peers && hosts == 1};
         const gpu::Message message{static_cast<Kind>(kind), bytes};
         const gpu::Path path = gpu::path_of(found, means, message);

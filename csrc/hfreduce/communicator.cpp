@@ -7,9 +7,9 @@
 #include <cstring>
 #include <system_error>
 
+#include "collectives/host/host.h"
+#include "collectives/reduce.h"
 #include "communicator_state.h"
-#include "local.h"
-#include "reduce.h"
 
 namespace hfreduce {
 
@@ -24,12 +24,6 @@ struct Descriptor {
   }
   int fd;
 };
-
-Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
-  Call call;
-  call.kind = kind, call.count = count, call.dtype = dtype, call.op = op, call.root = root, call.factor = factor;
-  return call;
-}
 
 }  // namespace
 
@@ -89,14 +83,14 @@ std::vector<Segment> Communicator::State::share(size_t bytes, int index, Deadlin
                       : rank < config.rank ? mesh.dial(rank, Purpose::segment, index, deadline)
                                            : mesh.take(rank, Purpose::segment, index, deadline));
   for (const Socket& socket : sockets)
-    if (socket.fd() >= 0) Mesh::give(socket, mine.fd, deadline);
+    if (socket.fd() >= 0) send_descriptor(socket, mine.fd, deadline);
   std::vector<Segment> segments;
   for (size_t i = 0; i < local.size(); ++i) {
     if (local[i] == config.rank) {
       segments.emplace_back(mine.fd, bytes);
       continue;
     }
-    const Descriptor theirs(Mesh::receive(sockets[i], deadline));
+    const Descriptor theirs(receive_descriptor(sockets[i], deadline));
     struct stat stat;
     if (fstat(theirs.fd, &stat) || static_cast<size_t>(stat.st_size) != bytes)
       throw std::invalid_argument("hfreduce: " + roster.peers[local[i]].name() + " made " +
@@ -192,20 +186,35 @@ std::string Communicator::describe() const {
   return text + "), shared memory" + (roster.one_host() ? "" : ", TCP over " + state_->mesh.interface());
 }
 
+void Communicator::OperationScope::failed() {
+  open_ = false;
+  state_.recorder.ended(record_, false);
+  try {
+    throw;
+  } catch (const Fault& fault) {
+    state_.health.fail(fault);
+  } catch (const std::exception& error) {
+    state_.health.fail(Fault(Fault::Cause::aborted, {state_.config.rank},
+                             state_.roster.me().name() + " failed in " + told(watch.call) + ": " + error.what()));
+  }
+  state_.health.check();
+  throw;
+}
+
 void Communicator::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                               milliseconds timeout) {
   State& s = *state_;
   s.check_op(dtype, reduction);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::all_reduce, count, dtype, reduction.op, -1, reduction.factor);
-  s.collective(call, bytes, bytes, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->all_reduce(in, out, count, dtype, reduction, watch);
-    const Choice choice = s.plan->choose(Kind::all_reduce, bytes);
-    if (choice.inside == Inside::one_shot)
-      local::all_reduce_one_shot(*s.shm, in, out, count, dtype, reduction, choice.chunk, watch);
-    else
-      local::all_reduce_two_shot(*s.shm, in, out, count, dtype, reduction, choice.chunk, watch);
-  });
+  OperationScope scope(s, call_of(Kind::all_reduce, count, dtype, reduction), bytes, bytes, timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->all_reduce(in, out, count, dtype, reduction, scope.choice, scope.watch);
+    if (scope.choice.inside == Inside::one_shot)
+      return host::all_reduce_one_shot(*s.shm, in, out, count, dtype, reduction, scope.choice.chunk, scope.watch);
+    host::all_reduce_two_shot(*s.shm, in, out, count, dtype, reduction, scope.choice.chunk, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, int root,
@@ -214,11 +223,14 @@ void Communicator::reduce(const void* in, void* out, int64_t count, DType dtype,
   s.check_op(dtype, reduction);
   s.check_root("root", root);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::reduce, count, dtype, reduction.op, root, reduction.factor);
-  s.collective(call, bytes, rank() == root ? bytes : 0, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->reduce(in, out, count, dtype, reduction, root, watch);
-    local::reduce(*s.shm, in, out, count, dtype, reduction, root, watch);
-  });
+  OperationScope scope(s, call_of(Kind::reduce, count, dtype, reduction, root), bytes, rank() == root ? bytes : 0,
+                       timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->reduce(in, out, count, dtype, reduction, root, scope.choice, scope.watch);
+    host::all_reduce_two_shot(*s.shm, in, out, count, dtype, reduction, s.config.slot_bytes, scope.watch, root);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
@@ -226,53 +238,66 @@ void Communicator::reduce_scatter(const void* in, void* out, int64_t count, DTyp
   State& s = *state_;
   s.check_op(dtype, reduction);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
-  s.collective(call, bytes * size(), bytes, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->reduce_scatter(in, out, count, dtype, reduction, watch);
-    local::reduce_scatter(*s.shm, in, count, out, count, dtype, reduction, size(), watch);
-  });
+  OperationScope scope(s, call_of(Kind::reduce_scatter, count, dtype, reduction), bytes * size(), bytes, timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->reduce_scatter(in, out, count, dtype, reduction, scope.choice, scope.watch);
+    host::reduce_scatter(*s.shm, in, count, out, count, dtype, reduction, size(), scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::all_gather(const void* in, void* out, int64_t count, DType dtype, milliseconds timeout) {
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
-  s.collective(call_of(Kind::all_gather, count, dtype), bytes, bytes * size(), timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->all_gather(in, out, bytes, watch);
-    local::all_gather(*s.shm, in, out, bytes, bytes, watch);
-  });
+  OperationScope scope(s, call_of(Kind::all_gather, count, dtype), bytes, bytes * size(), timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->all_gather(in, out, bytes, scope.choice, scope.watch);
+    host::all_gather(*s.shm, in, out, bytes, bytes, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::broadcast(void* data, int64_t count, DType dtype, int root, milliseconds timeout) {
   State& s = *state_;
   s.check_root("root", root);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::broadcast, count, dtype, Op::sum, root);
-  s.collective(call, bytes, bytes, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->broadcast(data, bytes, root, watch);
-    local::broadcast(*s.shm, data, bytes, root, watch);
-  });
+  OperationScope scope(s, call_of(Kind::broadcast, count, dtype, {}, root), bytes, bytes, timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->broadcast(data, bytes, root, scope.watch);
+    host::broadcast(*s.shm, data, bytes, root, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::gather(const void* in, void* out, int64_t count, DType dtype, int root, milliseconds timeout) {
   State& s = *state_;
   s.check_root("root", root);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::gather, count, dtype, Op::sum, root);
-  s.collective(call, bytes, rank() == root ? bytes * size() : 0, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->gather(in, out, bytes, root, watch);
-    local::gather(*s.shm, in, out, bytes, root, watch);
-  });
+  OperationScope scope(s, call_of(Kind::gather, count, dtype, {}, root), bytes, rank() == root ? bytes * size() : 0,
+                       timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->gather(in, out, bytes, root, scope.watch);
+    host::gather(*s.shm, in, out, bytes, root, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::scatter(const void* in, void* out, int64_t count, DType dtype, int root, milliseconds timeout) {
   State& s = *state_;
   s.check_root("root", root);
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::scatter, count, dtype, Op::sum, root);
-  s.collective(call, rank() == root ? bytes * size() : 0, bytes, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->scatter(in, out, bytes, root, watch);
-    local::scatter(*s.shm, in, out, bytes, root, watch);
-  });
+  OperationScope scope(s, call_of(Kind::scatter, count, dtype, {}, root), rank() == root ? bytes * size() : 0, bytes,
+                       timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->scatter(in, out, bytes, root, scope.watch);
+    host::scatter(*s.shm, in, out, bytes, root, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::all_to_all(const void* in, const std::vector<int64_t>& in_offsets,
@@ -291,28 +316,38 @@ void Communicator::all_to_all(const void* in, const std::vector<int64_t>& in_off
       for (int64_t number : bytes[i]) all[i / 2] += number;
     ++i;
   }
-  s.collective(call_of(Kind::all_to_all, 0, dtype), all[0], all[1], timeout, [&](const Watch& watch) {
-    const int64_t *from = bytes[0].data(), *sizes = bytes[1].data(), *to = bytes[2].data(), *wanted = bytes[3].data();
-    if (s.hierarchy) return s.hierarchy->all_to_all(in, from, sizes, out, to, wanted, watch);
-    local::all_to_all(*s.shm, in, from, sizes, out, to, wanted, watch);
-  });
+  const int64_t *from = bytes[0].data(), *sizes = bytes[1].data(), *to = bytes[2].data(), *wanted = bytes[3].data();
+  OperationScope scope(s, call_of(Kind::all_to_all, 0, dtype), all[0], all[1], timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->all_to_all(in, from, sizes, out, to, wanted, scope.watch);
+    host::all_to_all(*s.shm, in, from, sizes, out, to, wanted, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::barrier(milliseconds timeout) {
   State& s = *state_;
-  s.collective(call_of(Kind::barrier, 0, DType::u8), 0, 0, timeout, [&](const Watch& watch) {
-    if (s.hierarchy) return s.hierarchy->barrier(watch);
-    s.shm->arrive(watch);
+  OperationScope scope(s, call_of(Kind::barrier, 0, DType::u8), 0, 0, timeout);
+  try {
+    if (s.hierarchy) return s.hierarchy->barrier(scope.watch);
+    s.shm->arrive(scope.watch);
     s.shm->next();
-  });
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::send(const void* data, int64_t count, DType dtype, int to, int tag, milliseconds timeout) {
   State& s = *state_;
   s.check_root("the receiver", to);
   const int64_t bytes = count * size_of(dtype);
-  s.run(call_of(Kind::send, count, dtype, Op::sum, to), s.sent[to], bytes, 0, timeout,
-        [&](const Watch& watch) { s.messages->send(data, bytes, to, tag, 0, watch); });
+  OperationScope scope(s, call_of(Kind::send, count, dtype, {}, to), s.sent[to], bytes, 0, timeout);
+  try {
+    s.messages->send(data, bytes, to, tag, 0, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 void Communicator::announce(uint64_t ticket, int64_t count, DType dtype, int to, int tag,
@@ -320,11 +355,13 @@ void Communicator::announce(uint64_t ticket, int64_t count, DType dtype, int to,
   State& s = *state_;
   s.check_root("the receiver", to);
   const int64_t bytes = count * size_of(dtype);
-  s.start(call_of(Kind::send, count, dtype, Op::sum, to), s.sent[to], bytes, 0, timeout,
-          [&](const Watch& watch, const Enqueued& started) {
-            s.messages->send(nullptr, bytes, to, tag, ticket, watch);
-            work(started, watch);
-          });
+  OperationScope scope(s, call_of(Kind::send, count, dtype, {}, to), s.sent[to], bytes, 0, timeout);
+  try {
+    s.messages->send(nullptr, bytes, to, tag, ticket, scope.watch);
+    work(scope.leave(), scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
 }
 
 Received Communicator::receive(const std::function<void*()>& place,
@@ -335,19 +372,23 @@ Received Communicator::receive(const std::function<void*()>& place,
   if (!any) s.check_root("the sender", from);
   const int64_t bytes = count * size_of(dtype);
   Received got;
-  s.start(call_of(Kind::recv, count, dtype, Op::sum, from), any ? s.any : s.received[from], 0, bytes, timeout,
-          [&](const Watch& watch, const Enqueued& started) {
-            got.from = from, got.enqueued = started;
-            got.ticket = any ? s.messages->recv_any(place, bytes, got.from, tag, watch)
-                             : s.messages->recv(place, bytes, from, tag, watch);
-            got.enqueued.call.root = got.from;
-            if (!got.ticket) return s.recorder.ended(started.record, true);
-            if (take) return take(got, watch);
-            throw Fault(Fault::Cause::mismatch, {got.from, s.config.rank},
-                        s.roster.me().name() + " receives into the host's memory what " +
-                            s.roster.peers[got.from].name() +
-                            " sends from its GPU's. Both sides must give tensors of the same kind of device.");
-          });
+  got.from = from;
+  OperationScope scope(s, call_of(Kind::recv, count, dtype, {}, from), any ? s.any : s.received[from], 0, bytes,
+                       timeout);
+  try {
+    got.ticket = any ? s.messages->recv_any(place, bytes, got.from, tag, scope.watch)
+                     : s.messages->recv(place, bytes, from, tag, scope.watch);
+    if (!got.ticket) return got;
+    if (!take)
+      throw Fault(Fault::Cause::mismatch, {got.from, s.config.rank},
+                  s.roster.me().name() + " receives into the host's memory what " + s.roster.peers[got.from].name() +
+                      " sends from its GPU's. Both sides must give tensors of the same kind of device.");
+    got.enqueued = scope.leave();
+    got.enqueued.call.root = got.from;
+    take(got, scope.watch);
+  } catch (const std::exception&) {
+    scope.failed();
+  }
   return got;
 }
 

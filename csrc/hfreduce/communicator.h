@@ -8,15 +8,17 @@
 #include <string>
 #include <vector>
 
-#include "fault.h"
+#include "bootstrap/roster.h"
+#include "diagnostics/fault.h"
 #include "plan.h"
-#include "segment.h"
-#include "store.h"
+#include "transport/segment.h"
 #include "types.h"
 
 namespace hfreduce {
 
-struct Layout;
+namespace interhost {
+struct HostLayout;
+}
 
 struct Config {
   int rank = 0, size = 1;
@@ -111,7 +113,7 @@ class Communicator {
   void on_failure(std::function<void()> hook);
 
   bool one_host() const;
-  Layout layout() const;
+  interhost::HostLayout layout() const;
   int cores() const;  // of the host
   bool failed() const;
   bool was_shut_down() const;  // by this rank, before anything failed
@@ -130,6 +132,7 @@ class Communicator {
 
  private:
   struct State;
+  class OperationScope;
   std::unique_ptr<State> state_;
 };
 

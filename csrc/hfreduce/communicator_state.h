@@ -8,16 +8,15 @@
 #include <optional>
 #include <vector>
 
+#include "bootstrap/mesh.h"
+#include "bootstrap/roster.h"
+#include "collectives/host/shm_group.h"
+#include "collectives/interhost/hierarchy.h"
 #include "communicator.h"
-#include "forks.h"
-#include "hierarchy.h"
-#include "mesh.h"
-#include "messages.h"
-#include "mismatch.h"
-#include "monitor.h"
-#include "recorder.h"
-#include "roster.h"
-#include "shm_group.h"
+#include "diagnostics/monitor.h"
+#include "diagnostics/recorder.h"
+#include "transport/messages.h"
+#include "transport/socket.h"
 
 namespace hfreduce {
 
@@ -32,14 +31,16 @@ struct Communicator::State {
   std::vector<Socket> liveness(Deadline deadline);
   void shutdown(const std::string& why);
 
-  // Runs one operation: writes it down, gives it its watch, and turns what goes wrong into the communicator's fault.
-  template <class Counter, class Body>
-  void run(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
-  // The same, but its end is left to the body, which is told what to end as well.
-  template <class Counter, class Body>
-  void start(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
-  template <class Body>
-  void collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout, Body body);
+  // What an operation of any kind begins with: whether it may, and its number.
+  template <class Counter>
+  Call begun(Call call, Counter& counter) {
+    check_owner();
+    health.check();
+    call.sequence = ++counter;
+    operations.fetch_add(1, std::memory_order_relaxed);
+    return call;
+  }
+  milliseconds patience(milliseconds timeout) const { return timeout < milliseconds(0) ? config.timeout : timeout; }
   Fault overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout);
   Watch::Report report(milliseconds timeout);  // of what is overdue
   void check_owner() const;
@@ -54,7 +55,7 @@ struct Communicator::State {
   std::optional<Plan> plan;
   std::optional<ShmGroup> shm;
   std::unique_ptr<Monitor> monitor;
-  std::optional<Hierarchy> hierarchy;  // of several hosts
+  std::optional<interhost::Hierarchy> hierarchy;  // of several hosts
   std::optional<Messages> messages;
   std::mutex collectives, ending;
   std::vector<std::atomic<uint64_t>> sent, received;  // messages, by the other's rank; of any thread
@@ -69,49 +70,56 @@ struct Communicator::State {
   const int owner = forks();  // a child of a fork has none of the threads, and must leave all as it is
 };
 
-template <class Counter, class Body>
-void Communicator::State::run(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
-                              Body body) {
-  start(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch, const Enqueued& started) {
-    body(watch);
-    recorder.ended(started.record, true);
-  });
-}
-
-template <class Counter, class Body>
-void Communicator::State::start(Call call, Counter& sequence, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
-                                Body body) {
-  check_owner();
-  health.check();
-  call.sequence = ++sequence;
-  operations.fetch_add(1, std::memory_order_relaxed);
-  if (timeout < milliseconds(0)) timeout = config.timeout;
-  const Watch::Report report = this->report(timeout);
-  const Watch watch(health, Clock::now() + timeout, call, report);
-  const uint64_t id = recorder.scheduled(call, bytes_in, bytes_out);
-  recorder.started(id);
-  try {
-    body(watch, {call, id, timeout, watch.deadline});
-  } catch (const Fault& fault) {
-    recorder.ended(id, false);
-    health.fail(fault);
-    health.check();
-  } catch (const std::exception& error) {
-    recorder.ended(id, false);
-    health.fail(Fault(Fault::Cause::aborted, {config.rank},
-                      roster.me().name() + " failed in " + told(call) + ": " + error.what()));
-    health.check();
+// An operation, from its call to its end: numbered, written down, with its path chosen and the watch that its waits
+// ask. A body that throws is followed by `failed`, in a handler.
+class Communicator::OperationScope {
+ public:
+  // A collective: after those before it. The ranks of the host compare their calls at the first step that it takes.
+  OperationScope(State& s, const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout)
+      : OperationScope(s, std::unique_lock(s.collectives), call, s.sequence, bytes_in, bytes_out, timeout) {
+    s.shm->begin(watch.call);
   }
-}
+  // A message, numbered by this counter.
+  OperationScope(State& s, const Call& call, std::atomic<uint64_t>& counter, int64_t bytes_in, int64_t bytes_out,
+                 milliseconds timeout)
+      : OperationScope(s, std::unique_lock<std::mutex>(), call, counter, bytes_in, bytes_out, timeout) {}
+  ~OperationScope() {
+    if (open_) state_.recorder.ended(record_, true);
+  }
+  OperationScope(const OperationScope&) = delete;
 
-template <class Body>
-void Communicator::State::collective(const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout,
-                                     Body body) {
-  std::lock_guard lock(collectives);
-  run(call, sequence, bytes_in, bytes_out, timeout, [&](const Watch& watch) {
-    shm->begin(watch.call);
-    body(watch);
-  });
-}
+  // What was thrown becomes the communicator's fault, unless there is one, and that is thrown.
+  [[noreturn]] void failed();
+  // Leaves the end to who has this.
+  Enqueued leave() {
+    open_ = false;
+    return {watch.call, record_, timeout_, watch.deadline};
+  }
+
+ private:
+  template <class Counter>
+  OperationScope(State& s, std::unique_lock<std::mutex> turn, const Call& call, Counter& counter, int64_t bytes_in,
+                 int64_t bytes_out, milliseconds timeout)
+      : state_(s),
+        turn_(std::move(turn)),
+        timeout_(s.patience(timeout)),
+        report_(s.report(timeout_)),
+        watch(s.health, Clock::now() + timeout_, s.begun(call, counter), report_),
+        choice(s.plan->choose(watch.call, s.config.size)),
+        record_(s.recorder.begun(watch.call, bytes_in, bytes_out)) {}
+
+  State& state_;
+  std::unique_lock<std::mutex> turn_;
+  const milliseconds timeout_;
+  const Watch::Report report_;
+
+ public:
+  const Watch watch;
+  const Choice choice;
+
+ private:
+  const uint64_t record_;
+  bool open_ = true;
+};
 
 }  // namespace hfreduce

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "collectives/interhost/rail.h"
 #include "communicator_state.h"
-#include "rails.h"
 
 namespace hfreduce {
 
@@ -45,19 +45,15 @@ Watch::Report Communicator::State::report(milliseconds timeout) {
 Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout) {
   State& s = *state_;
   std::lock_guard lock(s.collectives);
-  s.health.check();
-  call.sequence = ++s.sequence;
-  s.operations.fetch_add(1, std::memory_order_relaxed);
-  if (timeout < milliseconds(0)) timeout = s.config.timeout;
+  call = s.begun(call, s.sequence);
+  timeout = s.patience(timeout);
   s.shm->note(call);
   for (int i = 0; i < s.shm->size(); ++i) {
     const auto theirs = s.shm->noted(i, call.sequence);
     if (theirs && !same(*theirs, call)) s.health.fail(differing(s.roster, *s.shm, call, s.shm->ranks()[i]));
   }
   s.health.check();
-  const uint64_t id = s.recorder.scheduled(call, bytes_in, bytes_out);
-  s.recorder.started(id);
-  return {call, id, timeout, Clock::now() + timeout};
+  return {call, s.recorder.begun(call, bytes_in, bytes_out), timeout, Clock::now() + timeout};
 }
 
 void Communicator::ended(const Enqueued& enqueued, bool well) { state_->recorder.ended(enqueued.record, well); }
@@ -94,7 +90,8 @@ void Communicator::broke(const Enqueued& enqueued, const std::string& what) {
 void Communicator::carry(const Enqueued& enqueued, int lane, void* data, int64_t count) {
   State& s = *state_;
   const Watch::Report report = s.report(enqueued.timeout);
-  s.hierarchy->carry(lane, data, count, Watch(s.health, enqueued.deadline, enqueued.call, report));
+  s.hierarchy->carry(lane, data, count, s.plan->choose(enqueued.call, size()),
+                     Watch(s.health, enqueued.deadline, enqueued.call, report));
 }
 
 void Communicator::broke(const Enqueued& enqueued, std::exception_ptr error) {
@@ -122,9 +119,8 @@ std::vector<Segment> Communicator::share(size_t bytes, milliseconds timeout) {
   State& s = *state_;
   std::lock_guard lock(s.collectives);
   s.health.check();
-  if (timeout < milliseconds(0)) timeout = s.config.timeout;
   try {
-    return s.share(bytes, s.shared++, Clock::now() + timeout);
+    return s.share(bytes, s.shared++, Clock::now() + s.patience(timeout));
   } catch (const Fault& fault) {
     s.health.fail(fault);
     s.health.check();
@@ -139,7 +135,7 @@ void Communicator::on_failure(std::function<void()> hook) {
   if (s.hook && s.health.failed()) s.hook();
 }
 
-Layout Communicator::layout() const { return Layout(state_->roster); }
+interhost::HostLayout Communicator::layout() const { return interhost::HostLayout(state_->roster); }
 bool Communicator::one_host() const { return state_->roster.one_host(); }
 int Communicator::cores() const { return state_->roster.cores; }
 bool Communicator::was_shut_down() const { return state_->shut_down; }

@@ -98,6 +98,14 @@ Choice Plan::choose(Kind kind, int64_t bytes) const {
   return std::find_if(rows_.begin(), rows_.end(), fits)->choice;  // the defaults reach to any size
 }
 
+Choice Plan::choose(const Call& call, int ranks) const {
+  const bool blocks = call.kind == Kind::reduce_scatter || call.kind == Kind::all_gather;
+  Choice choice = choose(call.kind, call.count * size_of(call.dtype) * (blocks ? ranks : 1));
+  const bool small = call.dtype == DType::e4m3 || call.dtype == DType::e5m2;
+  if (small && call.kind != Kind::all_gather) choice.between = Between::direct;
+  return choice;
+}
+
 std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
   // A number that no byte holds must not become another.
   const auto byte = [](int number) { return static_cast<uint8_t>(number < 0 || number > 255 ? 255 : number); };

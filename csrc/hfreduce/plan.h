@@ -45,6 +45,7 @@ class Plan {
   // The first row of this kind whose max_bytes is not below the message's bytes: those of the blocks of all ranks,
   // where it is made of blocks. All ranks must have the same rows.
   Choice choose(Kind kind, int64_t bytes) const;
+  Choice choose(const Call& call, int ranks) const;  // floats of 8 bits, which lose too much at every hop, go directly
   const std::vector<Row>& rows() const { return rows_; }
 
  private:

@@ -39,10 +39,24 @@ constexpr int64_t size_of(DType dtype) {
   }
 }
 
-// The names are those of torch: "float32", "all_reduce", "sum".
-const char* name(DType dtype);
-const char* name(Op op);
-const char* name(Kind kind);
+// What people read: the names are torch's own.
+inline const char* name(DType dtype) {
+  static constexpr const char* names[] = {"uint8",   "int8",     "int16",   "int32",   "int64",         "bool",
+                                          "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"};
+  return names[static_cast<int>(dtype)];
+}
+
+inline const char* name(Op op) {
+  static constexpr const char* names[] = {"sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum"};
+  return names[static_cast<int>(op)];
+}
+
+inline const char* name(Kind kind) {
+  static constexpr const char* names[] = {"barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                          "reduce",  "all_to_all", "gather",         "scatter",    "send",
+                                          "recv"};
+  return names[static_cast<int>(kind)];
+}
 
 // How elements are added up. `factor` multiplies this rank's input, for premul_sum alone.
 struct Reduction {
@@ -71,6 +85,13 @@ static_assert(sizeof(Call) == 32);
 inline bool same(const Call& a, const Call& b) {
   return a.sequence == b.sequence && a.count == b.count && a.root == b.root && a.kind == b.kind && a.dtype == b.dtype &&
          a.op == b.op;
+}
+
+inline Call call_of(Kind kind, int64_t count, DType dtype, Reduction reduction = {}, int root = -1) {
+  Call call;
+  call.kind = kind, call.count = count, call.dtype = dtype, call.root = root;
+  call.op = reduction.op, call.factor = reduction.factor;
+  return call;
 }
 
 }  // namespace hfreduce

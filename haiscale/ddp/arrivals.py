@@ -1,6 +1,6 @@
 """Which gradients of a backward are there: a hook of each parameter counts them, and `collect` brings them together.
 
-`native()` is the module to use: C++ (csrc/hfreduce/c10d_arrivals.cpp) where hfreduce's backend is built, else this one.
+`native()` is the module to use: in C++ (csrc/hfreduce/torch/arrivals.cpp) where hfreduce's backend is built, or this.
 Backward of a small batch waits for the host: docs/notes/parallel.md tells what C++ and larger buckets saved together.
 """
 

@@ -34,8 +34,8 @@ struct Paths {
 };
 
 // Small messages by one path and large ones by the other, in few threads.
-std::vector<gpu::Row> rows_of(const Paths& paths) {
-  std::vector<gpu::Row> rows;
+std::vector<gpu::DeviceRow> rows_of(const Paths& paths) {
+  std::vector<gpu::DeviceRow> rows;
   for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
     rows.push_back({kind, 12 << 10, paths.of(kind, true), 1, 32, 0});
     rows.push_back({kind, std::numeric_limits<int64_t>::max(), paths.of(kind, false), 1, 32, 1024});
@@ -45,7 +45,7 @@ std::vector<gpu::Row> rows_of(const Paths& paths) {
 
 // A rank with its accelerator, and memory that it may call its device's.
 struct Rank {
-  Rank(Store& store, const Config& config, std::vector<gpu::Row> rows, unsigned seed)
+  Rank(Store& store, const Config& config, std::vector<gpu::DeviceRow> rows, unsigned seed)
       : c(store, config),
         gpu(new gpu::FakeGpu(seed, 5, "played " + std::to_string(config.rank))),
         accelerator(c, std::unique_ptr<gpu::Driver>(gpu), std::move(rows), kPatience) {
@@ -57,6 +57,10 @@ struct Rank {
     for (void* memory : kept) mine.release(memory);
   }
   float* memory(int64_t count) { return static_cast<float*>(mine.allocate(count * sizeof(float))); }
+  // Of so many numbers of all ranks.
+  gpu::Path by(Kind kind, int64_t count, Op op = Op::sum) const {
+    return accelerator.path({kind, count * static_cast<int64_t>(sizeof(float)), DType::f32, op});
+  }
 
   gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
   Communicator c;
@@ -77,15 +81,16 @@ void collectives(Rank& r, int64_t count, gpu::Stream stream) {
     r.gpu->destroy_event(event);
   };
   for (int64_t i = 0; i < count * n; ++i) x[i] = static_cast<float>(me + i % 5);
-  r.accelerator.all_reduce(x, y, count * n, DType::f32, {}, stream, kPatience);
+  r.accelerator.all_reduce(r.by(Kind::all_reduce, count * n), x, y, count * n, DType::f32, {}, stream, kPatience);
   settle();
   for (int64_t i = 0; i < count * n; ++i) EXPECT(y[i] == static_cast<float>(n * (n - 1) / 2 + n * (i % 5)));
-  r.accelerator.reduce_scatter(x, y, count, DType::f32, {Op::max}, stream, kPatience);
+  r.accelerator.reduce_scatter(r.by(Kind::reduce_scatter, count * n, Op::max), x, y, count, DType::f32, {Op::max},
+                               stream, kPatience);
   settle();
   for (int64_t i = 0; i < count; ++i) EXPECT(y[i] == static_cast<float>(n - 1 + (me * count + i) % 5));
   for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(me);
-  r.accelerator.all_gather(x, y, count, DType::f32, stream, kPatience);
-  r.accelerator.broadcast(x, count, DType::f32, n - 1, stream, kPatience);
+  r.accelerator.all_gather(r.by(Kind::all_gather, count * n), x, y, count, DType::f32, stream, kPatience);
+  r.accelerator.broadcast(r.by(Kind::broadcast, count), x, count, DType::f32, n - 1, stream, kPatience);
   settle();
   for (int64_t i = 0; i < count * n; ++i) EXPECT(y[i] == static_cast<float>(i / count));
   for (int64_t i = 0; i < count; ++i) EXPECT(x[i] == static_cast<float>(n - 1));
@@ -99,9 +104,10 @@ std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
   try {
     for (int i = 0; i < 2000; ++i) {
       if (copies)
-        r.accelerator.all_gather(x, x + count, count, DType::f32, r.streams[i % 2], timeout);
+        r.accelerator.all_gather(r.by(Kind::all_gather, count * r.c.size()), x, x + count, count, DType::f32,
+                                 r.streams[i % 2], timeout);
       else
-        r.accelerator.all_reduce(x, x, count, DType::f32, {}, r.streams[0], timeout);
+        r.accelerator.all_reduce(r.by(Kind::all_reduce, count), x, x, count, DType::f32, {}, r.streams[0], timeout);
       std::this_thread::sleep_for(milliseconds(5));
     }
   } catch (const Fault& fault) {
@@ -114,7 +120,7 @@ std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
 void defaults(Store& store, const Config& config, bool peers) {
   Rank r(store, config, {}, 1);
   const auto path = [&](Kind kind, int64_t bytes, Op op = Op::sum) {
-    return r.accelerator.path(kind, bytes, DType::f32, op);
+    return r.accelerator.path({kind, bytes, DType::f32, op});
   };
   const gpu::Path small = peers ? gpu::Path::packets : gpu::Path::mapped;
   const gpu::Path large = peers ? gpu::Path::two_shot : gpu::Path::mapped_two_shot;
@@ -129,16 +135,16 @@ void defaults(Store& store, const Config& config, bool peers) {
   EXPECT(path(Kind::all_reduce, 4, Op::premul_sum) == small);
   EXPECT(path(Kind::all_to_all, 0) == large);
   EXPECT(path(Kind::all_reduce, 16 << 20) == large && path(Kind::all_gather, 36 << 20) == large);
-  EXPECT(path(Kind::all_reduce, 20 << 20) == (peers ? large : gpu::Path::assisted));
-  EXPECT(path(Kind::broadcast, 25 << 20) == (peers ? large : gpu::Path::assisted));
+  EXPECT(path(Kind::all_reduce, 20 << 20) == (peers ? large : gpu::Path::staged));
+  EXPECT(path(Kind::broadcast, 25 << 20) == (peers ? large : gpu::Path::staged));
   EXPECT((r.accelerator.describe().find("small messages by mapped memory") != std::string::npos) != peers);
 }
 
 void rank(Store& store, const Config& config, const Paths& paths, int rounds, unsigned seed, const std::string& fault) {
   Rank r(store, config, rows_of(paths), seed + config.rank);
   for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
-    EXPECT(r.accelerator.path(kind, 12 << 10, DType::f32, Op::sum) == paths.of(kind, true));
-    EXPECT(r.accelerator.path(kind, 13 << 10, DType::f32, Op::sum) == paths.of(kind, false));
+    EXPECT(r.accelerator.path({kind, 12 << 10}) == paths.of(kind, true));
+    EXPECT(r.accelerator.path({kind, 13 << 10}) == paths.of(kind, false));
   }
   const auto described = [&](const char* words) { return r.accelerator.describe().find(words) != std::string::npos; };
   const bool copies = paths.gather == gpu::Path::copies;
@@ -162,7 +168,7 @@ void rank(Store& store, const Config& config, const Paths& paths, int rounds, un
     if (config.rank == 1) other = std::thread([&] { r.c.abort("the end"); });
     // Kernels that are let go leave slots behind that the next ones write to, while peers may still read them: that is
     // so, and of no harm, but ThreadSanitizer would say it.
-    const int64_t count = paths.large != gpu::Path::assisted ? 1000 : 100'000;
+    const int64_t count = paths.large != gpu::Path::staged ? 1000 : 100'000;
     EXPECT(failure(r, copies, count, kPatience).find("the end") != std::string::npos);
     if (other.joinable()) other.join();
   }
@@ -194,8 +200,8 @@ int main(int argc, char** argv) {
   for (const Paths& paths :
        {Paths{"1", gpu::Path::packets, gpu::Path::two_shot},
         Paths{"1", gpu::Path::packets, gpu::Path::two_shot, gpu::Path::copies},
-        Paths{"0", gpu::Path::mapped, gpu::Path::mapped_two_shot}, Paths{"0", gpu::Path::mapped, gpu::Path::assisted},
-        Paths{"0", gpu::Path::assisted, gpu::Path::assisted}}) {
+        Paths{"0", gpu::Path::mapped, gpu::Path::mapped_two_shot}, Paths{"0", gpu::Path::mapped, gpu::Path::staged},
+        Paths{"0", gpu::Path::staged, gpu::Path::staged}}) {
     setenv("HFREDUCE_P2P", paths.p2p, 1);
     for (const char* const fault : {"", "differs", "late", "abort"}) {
 #ifdef __SANITIZE_THREAD__

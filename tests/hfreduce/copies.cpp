@@ -5,14 +5,14 @@
 //   late        one rank comes to some when the others have let go: what it writes then takes back what they raised
 //   leaving     one rank lets go in the middle: the others have all that it gave its streams
 // Then rounds and seed. Prints "ok".
-#include "cuda/copies.h"
+#include "cuda/p2p/copies.h"
 
 #include <unistd.h>
 
 #include <string>
 
+#include "collectives/host/slots.h"
 #include "fake_gpu.h"
-#include "slots.h"
 #include "threads.h"
 
 using namespace hfreduce;

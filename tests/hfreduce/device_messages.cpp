@@ -1,7 +1,7 @@
 // Messages between ranks that are threads, over played GPUs that reach each other's memory: all pairs at once, on
 // streams of their own and on a single one; receives from anybody beside those from one; then what goes wrong.
 // Arguments: rounds, seed. Prints "ok".
-#include "cuda/device_messages.h"
+#include "cuda/p2p/device_messages.h"
 
 #include <unistd.h>
 

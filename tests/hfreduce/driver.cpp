@@ -8,7 +8,7 @@
 
 #include "communicator.h"
 #include "threads.h"
-#include "turns.h"
+#include "torch/turns.h"
 
 using namespace hfreduce;
 

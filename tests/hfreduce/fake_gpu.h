@@ -36,7 +36,6 @@ class FakeGpu : public Driver {
 
   std::string uuid() const override { return uuid_; }
   int numa_node() const override { return -1; }
-  int processors() const override { return 4; }
 
   void* allocate(size_t bytes) override {
     void* memory = std::calloc(bytes + !bytes, 1);

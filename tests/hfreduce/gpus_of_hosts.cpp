@@ -76,7 +76,7 @@ struct Rank {
   void settle() {
     for (gpu::Stream stream : streams) gpu->synchronize(stream);
   }
-  bool takes(Kind kind) const { return accelerator.path(kind, 4096, DType::f32, Op::sum) == gpu::Path::assisted; }
+  bool takes(Kind kind) const { return accelerator.path({kind, 4096}) == gpu::Path::staged; }
 
   gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
   Communicator c;
@@ -94,14 +94,15 @@ void collectives(Rank& r, int64_t count, int root) {
   float *all = r.memory(count * n), *data = r.memory(count);
   for (int64_t i = 0; i < count * n; ++i) x[i] = static_cast<float>(me + i % 5);
   for (int64_t i = 0; i < count; ++i) data[i] = static_cast<float>(me == root ? i % 7 : -1);
-  r.accelerator.all_reduce(x, sum, count * n, DType::f32, {}, r.streams[0], kPatience);
-  r.accelerator.broadcast(data, count, DType::f32, root, r.streams[1], kPatience);
-  r.accelerator.all_reduce(x, mean, count * n, DType::f32, {Op::avg}, r.streams[1], kPatience);
+  r.accelerator.all_reduce(gpu::Path::staged, x, sum, count * n, DType::f32, {}, r.streams[0], kPatience);
+  r.accelerator.broadcast(gpu::Path::staged, data, count, DType::f32, root, r.streams[1], kPatience);
+  r.accelerator.all_reduce(gpu::Path::staged, x, mean, count * n, DType::f32, {Op::avg}, r.streams[1], kPatience);
   float ones = 1;
   r.c.all_reduce(&ones, &ones, 1, DType::f32, {});
   EXPECT(ones == static_cast<float>(n));
-  if (blocks) r.accelerator.reduce_scatter(x, part, count, DType::f32, {Op::max}, r.streams[0], kPatience);
-  if (blocks) r.accelerator.all_gather(x, all, count, DType::f32, r.streams[1], kPatience);
+  if (blocks)
+    r.accelerator.reduce_scatter(gpu::Path::staged, x, part, count, DType::f32, {Op::max}, r.streams[0], kPatience);
+  if (blocks) r.accelerator.all_gather(gpu::Path::staged, x, all, count, DType::f32, r.streams[1], kPatience);
   r.settle();
   for (int64_t i = 0; i < count * n; ++i) {
     const auto total = static_cast<float>(n * (n - 1) / 2 + n * (i % 5));
@@ -119,7 +120,7 @@ std::string failure(Rank& r, int64_t count, milliseconds timeout) {
   float* const x = r.memory(count);
   try {
     for (int i = 0; i < 10000; ++i) {
-      r.accelerator.all_reduce(x, x, count, DType::f32, {}, r.streams[0], timeout);
+      r.accelerator.all_reduce(gpu::Path::staged, x, x, count, DType::f32, {}, r.streams[0], timeout);
       r.settle();
     }
   } catch (const Fault& fault) {

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/peers.h"
-#include "floats.h"
-#include "reduce.h"
+#include "collectives/floats.h"
+#include "collectives/reduce.h"
+#include "cuda/p2p/peers.h"
 
 namespace cases {
 using namespace hfreduce;

@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/assisted.h"
-#include "reduce.h"
-#include "slots.h"
+#include "collectives/host/slots.h"
+#include "collectives/reduce.h"
+#include "cuda/staged/staged.h"
 
 namespace hfreduce::gpu {
 

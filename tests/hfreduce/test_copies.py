@@ -8,7 +8,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
-SOURCES = (HERE / "copies.cpp", CORE / "cuda" / "copies.cpp", CORE / "segment.cpp")
+SOURCES = (HERE / "copies.cpp", CORE / "cuda/p2p/copies.cpp", CORE / "transport/segment.cpp")
 
 
 @pytest.mark.timeout(300)

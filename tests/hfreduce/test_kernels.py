@@ -11,8 +11,8 @@ import pytest
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
 SOURCES = (
-    *sorted((CORE / "cuda").glob("*.cu")),
-    *(CORE / name for name in ("cuda/peers.cpp", "reduce.cpp", "segment.cpp", "types.cpp")),
+    *sorted((CORE / "cuda/p2p").glob("*.cu")),
+    *(CORE / name for name in ("cuda/p2p/peers.cpp", "collectives/reduce.cpp", "transport/segment.cpp")),
     HERE / "kernels.cpp",
 )
 

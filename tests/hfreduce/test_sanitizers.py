@@ -1,6 +1,6 @@
 """The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, ranks as threads: driver.cpp, and
 over played GPUs gpus_of_hosts.cpp, by TCP, and device_messages.cpp. Under ThreadSanitizer also accelerator.cpp, with
-kernels on threads (emulated/).
+kernels on threads (emulated/). And the linker's word that no name has two definitions.
 """
 
 import os
@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "csrc" / "hfreduce"
 
 
-def build(folder, kernels, *flags):
-    """The programs and the core, each file on its own, as many at a time as there are cores. kernels: these, too."""
-    core = [f for f in CORE.glob("*.cpp") if f.stem != "bindings" and not f.stem.startswith("c10d")]
-    core += (CORE / "cuda").glob("*.cpp")
-    kernels = [*(CORE / "cuda").glob("*.cu")] if kernels else []
-    programs = [HERE / name for name in ("driver.cpp", "gpus_of_hosts.cpp", "device_messages.cpp")]
-    programs += [HERE / "accelerator.cpp"] if kernels else []
+def build(folder, programs, *flags):
+    """These programs and the core, each file on its own, as many at a time as there are cores; for `accelerator` the
+    kernels, too."""
+    kernels = "accelerator" in programs
+    core = [f for f in CORE.rglob("*.cpp") if f.stem != "bindings" and f.parent.name != "torch"]
+    kernels = [*(CORE / "cuda/p2p").glob("*.cu")] if kernels else []
+    programs = [HERE / f"{name}.cpp" for name in programs]
     include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)
 
     def compiled(source):
@@ -33,7 +33,7 @@ def build(folder, kernels, *flags):
     sources = core + kernels + programs
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = dict(zip(sources, pool.map(compiled, sources), strict=True))
-    with_kernels = [f for f in core if f != CORE / "cuda/no_kernels.cpp"] + kernels
+    with_kernels = [f for f in core if f != CORE / "cuda/p2p/no_kernels.cpp"] + kernels
     runs = []
     for program in programs:
         others = with_kernels if program.stem == "accelerator" else core
@@ -47,6 +47,21 @@ def build(folder, kernels, *flags):
 @pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_clean(sanitizer, tmp_path):
-    for program in build(tmp_path, sanitizer == "thread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):
+    programs = ["driver", "gpus_of_hosts", "device_messages"] + ["accelerator"] * (sanitizer == "thread")
+    for program in build(tmp_path, programs, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):
         result = subprocess.run([program, "1", "1"], capture_output=True, text=True, timeout=250)
         assert result.returncode == 0 and result.stdout == "ok\n", (program.name, result.stderr[-6000:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
+def test_no_name_has_two_definitions(tmp_path):
+    """Of files that are compiled apart only the linker sees it, where it is given what the compiler knew."""
+    build(tmp_path, ["accelerator"], "-fPIC", "-flto=2", "-Wodr", "-Werror=odr")
+    other = tmp_path / "other.cpp"
+    other.write_text("struct A { virtual int f(); int x; }; int A::f() { return x; } A* a() { return new A; }\n")
+    one = tmp_path / "one.cpp"
+    one.write_text("struct A { virtual ~A(); double y; }; A::~A() {} int main() { A a; return a.y > 0; }\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        compiler.run("-flto=2", "-Werror=odr", one, other, "-o", tmp_path / "both", stderr=subprocess.DEVNULL)

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "store.h"
+#include "bootstrap/roster.h"
 
 #define EXPECT(condition)                                                          \
   do {                                                                             \

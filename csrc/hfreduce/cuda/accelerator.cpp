@@ -4,26 +4,20 @@
 #include <atomic>
 #include <mutex>
 
-#include "cuda/assisted.h"
-#include "cuda/copies.h"
-#include "cuda/device_messages.h"
+#include "collectives/interhost/rail.h"
+#include "collectives/reduce.h"
 #include "cuda/in_flight.h"
 #include "cuda/meeting.h"
-#include "cuda/peers.h"
-#include "rails.h"
-#include "reduce.h"
+#include "cuda/p2p/copies.h"
+#include "cuda/p2p/device_messages.h"
+#include "cuda/p2p/peers.h"
+#include "cuda/staged/staged.h"
 
 namespace hfreduce::gpu {
 
 namespace {
 
 constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
-
-Call call_of(Kind kind, int64_t count, DType dtype, Op op = Op::sum, int root = -1, double factor = 1.0) {
-  Call call;
-  call.kind = kind, call.count = count, call.dtype = dtype, call.op = op, call.root = root, call.factor = factor;
-  return call;
-}
 
 // FNV-1a of what ranks must agree on, but for the number: a captured call has another one when it is replayed.
 uint32_t fingerprint(const Call& call) {
@@ -40,24 +34,24 @@ uint32_t fingerprint(const Call& call) {
 }  // namespace
 
 struct Accelerator::State {
-  State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows, milliseconds timeout);
+  State(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<DeviceRow> rows, milliseconds timeout);
 
-  void make_assisted(milliseconds timeout);
+  void make_staged(milliseconds timeout);
   const Links& links(Path path) const { return (in_mapped(path) ? mapped : peers)->links(); }
-  // Numbers, orders, runs and watches one operation. bytes: see path; work(path, launch, what) enqueues it.
+  // Numbers, orders, runs and watches one operation. bytes: see Message; work(launch, what) enqueues it.
   template <class Work>
-  void enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
+  void enqueue(Path path, const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
                milliseconds timeout, Work work);
   void look(const Enqueued& oldest);
   void stop();
 
   Communicator& communicator;
   std::unique_ptr<Driver> driver;
-  std::vector<Row> rows;
+  std::vector<DeviceRow> rows;
   Means means;
-  std::string why_no_peers, why_no_mapped, why_no_assisted, why_no_copies, why_no_messages;
+  std::string why_no_peers, why_no_mapped, why_no_staged, why_no_copies, why_no_messages;
   std::unique_ptr<Peers> peers, mapped;
-  std::unique_ptr<Assisted> assisted;
+  std::unique_ptr<HostStaged> staged;
   std::unique_ptr<Copies> copies;
   std::unique_ptr<DeviceMessages> messages;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
@@ -66,12 +60,12 @@ struct Accelerator::State {
   bool ended = false;
 };
 
-Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> given, std::vector<Row> wanted,
+Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> given, std::vector<DeviceRow> wanted,
                           milliseconds timeout)
     : communicator(communicator), driver(std::move(given)), rows(agree(communicator, std::move(wanted), timeout)) {
   const bool kernels = reduces(DType::f32, Op::sum);
   const auto wants = [&](Path path) {
-    return !peers || std::any_of(rows.begin(), rows.end(), [&](const Row& row) { return row.path == path; });
+    return !peers || std::any_of(rows.begin(), rows.end(), [&](const DeviceRow& row) { return row.path == path; });
   };
   why_no_peers = why_no_mapped = agree(communicator, kernels ? "" : "hfreduce was built without nvcc", timeout);
   if (why_no_peers.empty()) why_no_peers = forbidden(communicator, *driver, timeout);
@@ -79,18 +73,18 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (why_no_mapped.empty() && (wants(Path::mapped) || wants(Path::mapped_two_shot)))
     why_no_mapped = map(communicator, *driver, timeout, mapped);
   communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
-  if (wants(Path::assisted)) make_assisted(timeout);
+  if (wants(Path::staged)) make_staged(timeout);
   if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
   if (peers) why_no_messages = connect(communicator, *driver, timeout, messages);
   means = {communicator.size(), peers != nullptr,  mapped != nullptr,
-           assisted != nullptr, copies != nullptr, communicator.layout().regular};
+           staged != nullptr,   copies != nullptr, communicator.layout().regular};
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
 
-void Accelerator::State::make_assisted(milliseconds timeout) {
-  const Layout layout = communicator.layout();
-  Assisted::Options options;
+void Accelerator::State::make_staged(milliseconds timeout) {
+  const interhost::HostLayout layout = communicator.layout();
+  HostStaged::Options options;
   options.rank = layout.local, options.size = layout.size;
   if (layout.hosts > 1) {
     options.hosts.count = layout.hosts, options.hosts.index = layout.host, options.hosts.rails = layout.rails;
@@ -102,31 +96,29 @@ void Accelerator::State::make_assisted(milliseconds timeout) {
       communicator.broke(enqueued, std::move(error));
     };
   }
-  why_no_assisted = ordered(communicator, *driver, timeout);
-  if (!why_no_assisted.empty()) return;
-  std::vector<Segment> segments = communicator.share(Assisted::segment_bytes(options), timeout);
-  why_no_assisted = attempt(communicator, timeout, [&] {
-    assisted = std::make_unique<Assisted>(*driver, std::move(segments), options,
+  why_no_staged = ordered(communicator, *driver, timeout);
+  if (!why_no_staged.empty()) return;
+  std::vector<Segment> segments = communicator.share(HostStaged::segment_bytes(options), timeout);
+  why_no_staged = attempt(communicator, timeout, [&] {
+    staged = std::make_unique<HostStaged>(*driver, std::move(segments), options,
                                           [stopped = stopped] { return stopped->load(std::memory_order_relaxed); });
   });
-  if (!why_no_assisted.empty()) assisted.reset();
+  if (!why_no_staged.empty()) staged.reset();
 }
 
 template <class Work>
-void Accelerator::State::enqueue(const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
-                                 milliseconds timeout, Work work) {
-  const Message message{call.kind, bytes, call.dtype, call.op};
-  const Path path = path_of(rows, means, message);
+void Accelerator::State::enqueue(Path path, const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out,
+                                 Stream stream, milliseconds timeout, Work work) {
   std::lock_guard lock(order);
   const Enqueued enqueued = communicator.enqueue(call, bytes_in, bytes_out, timeout);
   try {
     const bool captured = driver->capturing(stream);
     if (captured && !captures(path))
       throw std::runtime_error(std::string("path ") + name(path) + " cannot be captured into a CUDA graph");
-    const bool kernel = path != Path::assisted;
+    const bool kernel = path != Path::staged;
     if (!captured && kernel) in_flight->order(stream);
-    const Extent extent = extent_of(rows, means, message, path);
-    if (bytes) work(path, Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
+    const Extent extent = extent_of(rows, means, {call.kind, bytes, call.dtype, call.op}, path);
+    if (bytes) work(Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
     if (captured)
       communicator.ended(enqueued, true);  // what is replayed has its clock limit, and the hook of a failure
     else
@@ -158,27 +150,25 @@ void Accelerator::State::stop() {
   stopped->store(true);
   for (Peers* const each : {peers.get(), mapped.get()})
     if (each) __atomic_store_n(&each->board().stop, 1u, __ATOMIC_RELEASE);
-  if (assisted) assisted->let_go();
+  if (staged) staged->let_go();
   if (copies) copies->let_go();
 }
 
-Accelerator::Accelerator(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<Row> rows,
+Accelerator::Accelerator(Communicator& communicator, std::unique_ptr<Driver> driver, std::vector<DeviceRow> rows,
                          milliseconds timeout)
     : state_(std::make_unique<State>(communicator, std::move(driver), std::move(rows), timeout)) {}
 
 Accelerator::~Accelerator() { shutdown(milliseconds(0)); }
 
-Path Accelerator::path(Kind kind, int64_t bytes, DType dtype, Op op) const {
-  return path_of(state_->rows, state_->means, {kind, bytes, dtype, op});
-}
+Path Accelerator::path(const Message& message) const { return path_of(state_->rows, state_->means, message); }
 
-void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction, Stream stream,
-                             milliseconds timeout) {
+void Accelerator::all_reduce(Path path, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                             Stream stream, milliseconds timeout) {
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
-  const Call call = call_of(Kind::all_reduce, count, dtype, reduction.op, -1, reduction.factor);
-  s.enqueue(call, bytes, bytes, bytes, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
-    if (path == Path::assisted) return s.assisted->all_reduce(in, out, count, dtype, reduction, stream, enqueued);
+  const Call call = call_of(Kind::all_reduce, count, dtype, reduction);
+  s.enqueue(path, call, bytes, bytes, bytes, stream, timeout, [&](const Launch& launch, const Enqueued& enqueued) {
+    if (path == Path::staged) return s.staged->all_reduce(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = path == Path::packets_two_shot ? gpu::all_reduce_packets_two_shot
                         : in_packets(path)             ? gpu::all_reduce_packets
                         : path == Path::one_shot       ? gpu::all_reduce_one_shot
@@ -187,38 +177,39 @@ void Accelerator::all_reduce(const void* in, void* out, int64_t count, DType dty
   });
 }
 
-void Accelerator::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+void Accelerator::reduce_scatter(Path path, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                                  Stream stream, milliseconds timeout) {
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
-  const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction.op, -1, reduction.factor);
-  s.enqueue(call, bytes, bytes, block, stream, timeout, [&](Path path, const Launch& launch, const Enqueued& enqueued) {
-    if (path == Path::assisted) return s.assisted->reduce_scatter(in, out, count, dtype, reduction, stream, enqueued);
+  const Call call = call_of(Kind::reduce_scatter, count, dtype, reduction);
+  s.enqueue(path, call, bytes, bytes, block, stream, timeout, [&](const Launch& launch, const Enqueued& enqueued) {
+    if (path == Path::staged) return s.staged->reduce_scatter(in, out, count, dtype, reduction, stream, enqueued);
     const auto kernel = in_packets(path) ? gpu::reduce_scatter_packets : gpu::reduce_scatter;
     kernel(s.links(path), in, out, count, dtype, reduction, launch);
   });
 }
 
-void Accelerator::all_gather(const void* in, void* out, int64_t count, DType dtype, Stream stream,
+void Accelerator::all_gather(Path path, const void* in, void* out, int64_t count, DType dtype, Stream stream,
                              milliseconds timeout) {
   State& s = *state_;
   const int64_t block = count * size_of(dtype), bytes = block * s.communicator.size();
-  s.enqueue(call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
+  s.enqueue(path, call_of(Kind::all_gather, count, dtype), bytes, block, bytes, stream, timeout,
+            [&](const Launch& launch, const Enqueued& enqueued) {
               if (path == Path::copies) return s.copies->all_gather(in, out, block, stream);
-              if (path == Path::assisted) return s.assisted->all_gather(in, out, block, stream, enqueued);
+              if (path == Path::staged) return s.staged->all_gather(in, out, block, stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::all_gather_packets : gpu::all_gather;
               kernel(s.links(path), in, out, block, launch);
             });
 }
 
-void Accelerator::broadcast(void* data, int64_t count, DType dtype, int root, Stream stream, milliseconds timeout) {
+void Accelerator::broadcast(Path path, void* data, int64_t count, DType dtype, int root, Stream stream,
+                            milliseconds timeout) {
   State& s = *state_;
   const int64_t bytes = count * size_of(dtype);
-  s.enqueue(call_of(Kind::broadcast, count, dtype, Op::sum, root), bytes, bytes, bytes, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued& enqueued) {
-              if (path == Path::assisted)
-                return s.assisted->broadcast(data, bytes, root == s.communicator.rank(), stream, enqueued);
+  s.enqueue(path, call_of(Kind::broadcast, count, dtype, {}, root), bytes, bytes, bytes, stream, timeout,
+            [&](const Launch& launch, const Enqueued& enqueued) {
+              if (path == Path::staged)
+                return s.staged->broadcast(data, bytes, root == s.communicator.rank(), stream, enqueued);
               const auto kernel = in_packets(path) ? gpu::broadcast_packets : gpu::broadcast;
               kernel(s.links(path), data, bytes, root, launch);
             });
@@ -239,10 +230,11 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
   }
   s.communicator.all_reduce(&most, &most, 1, DType::i64, {Op::max}, timeout);
   // All ranks take the path, and the blocks, of the largest part.
-  s.enqueue(call_of(Kind::all_to_all, 0, dtype), most * s.communicator.size(), bytes_in, bytes_out, stream, timeout,
-            [&](Path path, const Launch& launch, const Enqueued&) {
-              gpu::all_to_all(s.links(path), in, out, ranges, most, launch);
-            });
+  const Message message{Kind::all_to_all, most * s.communicator.size(), dtype};
+  const Path path = path_of(s.rows, s.means, message);
+  s.enqueue(
+      path, call_of(Kind::all_to_all, 0, dtype), message.bytes, bytes_in, bytes_out, stream, timeout,
+      [&](const Launch& launch, const Enqueued&) { gpu::all_to_all(s.links(path), in, out, ranges, most, launch); });
 }
 
 DeviceMessages* Accelerator::messages() const { return state_->messages.get(); }
@@ -256,16 +248,15 @@ std::string Accelerator::describe() const {
                                                          : "no all_gather by copy engines (" + s.why_no_copies + "), ";
     const std::string why = s.messages ? s.messages->why_not() : s.why_no_messages;
     const std::string messages = why.empty() ? "" : "messages by way of the host (" + why + "), ";
-    const std::string also = mapped + copies + messages + (s.assisted ? "the CPU-assisted reduce, " : "");
+    const std::string also = mapped + copies + messages + (s.staged ? "the CPU-assisted reduce, " : "");
     return "GPUs reach each other's memory" + (also.empty() ? "" : "; also " + also.substr(0, also.size() - 2));
   }
   const std::string why = "GPUs do not use each other's memory (" + s.why_no_peers + ")";
   const std::string small = s.mapped || s.why_no_mapped == s.why_no_peers
                                 ? mapped
                                 : "no mapped memory for small messages (" + s.why_no_mapped + "), ";
-  if (s.assisted) return why + ": " + small + "CPU-assisted reduce";
-  return why + ", and the CPU-assisted reduce does not work (" + s.why_no_assisted + "): " + small +
-         "copies to the host";
+  if (s.staged) return why + ": " + small + "CPU-assisted reduce";
+  return why + ", and the CPU-assisted reduce does not work (" + s.why_no_staged + "): " + small + "copies to the host";
 }
 
 void Accelerator::shutdown(milliseconds patience) {
@@ -286,13 +277,13 @@ void Accelerator::shutdown(milliseconds patience) {
   if (s.messages) s.messages->quit();
   // Of no more use in any case; but whose kernels may still run must keep its memory, and its peers theirs.
   const bool quiet = rest && s.communicator.quiet(std::min(patience, kGoodbye));
-  if (rest) s.assisted.reset(), s.mapped.reset();
+  if (rest) s.staged.reset(), s.mapped.reset();
   if (quiet) s.peers.reset(), s.copies.reset(), s.messages.reset();
-  if (s.peers || s.mapped || s.assisted || s.copies || s.messages) {
-    if (s.assisted) s.assisted->quit();  // what carries between hosts asks the communicator, which has failed
+  if (s.peers || s.mapped || s.staged || s.copies || s.messages) {
+    if (s.staged) s.staged->quit();  // what carries between hosts asks the communicator, which has failed
     static_cast<void>(s.peers.release());
     static_cast<void>(s.mapped.release());
-    static_cast<void>(s.assisted.release());
+    static_cast<void>(s.staged.release());
     static_cast<void>(s.copies.release());
     static_cast<void>(s.messages.release());
     static_cast<void>(s.driver.release());

@@ -28,20 +28,20 @@ class DeviceMessages;
 class Accelerator {
  public:
   // rows: rank 0's are everybody's.
-  Accelerator(Communicator&, std::unique_ptr<Driver>, std::vector<Row> rows, milliseconds timeout);
+  Accelerator(Communicator&, std::unique_ptr<Driver>, std::vector<DeviceRow> rows, milliseconds timeout);
   ~Accelerator();  // as shutdown, at once
 
-  // The path of a collective: of `bytes` as Plan::choose counts them (all_to_all: 0). Equal on all ranks.
-  Path path(Kind, int64_t bytes, DType, Op) const;
-  static bool captures(Path path) { return path < Path::assisted; }  // into a CUDA graph
+  Path path(const Message&) const;                                 // of a collective; equal on all ranks
+  static bool captures(Path path) { return path < Path::staged; }  // into a CUDA graph
 
   // Enqueue on `stream`, of the device that is current; they throw Fault when the communicator has failed. What fails
-  // later fails the communicator: kernels end, streams are let go, and the next operation throws. Not for Path::host.
-  void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
-  void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
-  void all_gather(const void* in, void* out, int64_t count, DType, Stream, milliseconds timeout);
-  void broadcast(void* data, int64_t count, DType, int root, Stream, milliseconds timeout);
-  // Waits for the other ranks' hosts: what they exchange decides how many steps there are.
+  // later fails the communicator: kernels end, streams are let go, and the next operation throws. By the path that was
+  // chosen, which is not Path::host.
+  void all_reduce(Path, const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
+  void reduce_scatter(Path, const void* in, void* out, int64_t count, DType, Reduction, Stream, milliseconds timeout);
+  void all_gather(Path, const void* in, void* out, int64_t count, DType, Stream, milliseconds timeout);
+  void broadcast(Path, void* data, int64_t count, DType, int root, Stream, milliseconds timeout);
+  // Waits for the other ranks' hosts: what they exchange decides the path, and how many steps there are.
   void all_to_all(const void* in, const int64_t* in_offsets, const int64_t* in_counts, void* out,
                   const int64_t* out_offsets, const int64_t* out_counts, DType, Stream, milliseconds timeout);
 

@@ -2,6 +2,7 @@
 // everything above this interface runs, and is tested, on machines without one.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -26,7 +27,6 @@ class Driver {
 
   virtual std::string uuid() const = 0;  // of the device, equal in all processes
   virtual int numa_node() const = 0;     // the device's; -1 where the machine does not say
-  virtual int processors() const = 0;    // streaming multiprocessors
 
   virtual void* allocate(size_t bytes) = 0;  // device memory, zeroed, of an allocation of its own
   virtual void release(void* memory) = 0;
@@ -60,6 +60,28 @@ class Driver {
   virtual void write(uint32_t* flag, uint32_t value, Stream) = 0;
   virtual void wait(const uint32_t* flag, uint32_t value, Stream) = 0;
 };
+
+// A counter in memory that is shared: it only rises, and wraps around.
+using Flag = std::atomic<uint32_t>;
+
+inline bool passed(uint32_t flag, uint32_t value) { return static_cast<int32_t>(flag - value) >= 0; }
+
+// Several may raise a flag at once: it never goes back.
+inline void raise(Flag& flag, uint32_t value) {
+  uint32_t now = flag.load(std::memory_order_acquire);
+  while (!passed(now, value) && !flag.compare_exchange_weak(now, value, std::memory_order_acq_rel)) {
+  }
+}
+
+// Behind what the stream was given: raises a flag, and waits for one. A stream that waits for what is there already
+// would do so a microsecond or more.
+inline void write(Driver& driver, Flag& flag, uint32_t value, Stream stream) {
+  driver.write(reinterpret_cast<uint32_t*>(&flag), value, stream);
+}
+inline void wait(Driver& driver, const Flag& flag, uint32_t value, Stream stream) {
+  if (!passed(flag.load(std::memory_order_acquire), value))
+    driver.wait(reinterpret_cast<const uint32_t*>(&flag), value, stream);
+}
 
 // Of CUDA device `index`. Throws std::runtime_error where hfreduce was built without CUDA.
 std::unique_ptr<Driver> cuda(int index);

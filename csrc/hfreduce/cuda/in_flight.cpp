@@ -53,7 +53,7 @@ bool InFlight::empty_by(Deadline deadline) {
 // Ends what the device has done, and returns the oldest operation that it has not.
 std::optional<Enqueued> InFlight::sweep() {
   while (true) {
-    Operation first;
+    Pending first;
     {
       std::lock_guard lock(mutex_);
       if (operations_.empty()) return std::nullopt;

@@ -30,7 +30,7 @@ class InFlight {
   bool empty_by(Deadline deadline);  // whether all has ended by then
 
  private:
-  struct Operation {
+  struct Pending {
     Enqueued enqueued;
     Event event;
   };
@@ -44,7 +44,7 @@ class InFlight {
   const std::function<void(const Enqueued&)> look_;
   std::mutex mutex_;
   std::condition_variable work_, rest_;
-  std::deque<Operation> operations_;
+  std::deque<Pending> operations_;
   std::vector<Event> spare_;
   Stream last_ = nullptr;
   Event end_ = nullptr;  // of the last one that was ordered, on last_

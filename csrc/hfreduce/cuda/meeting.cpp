@@ -20,7 +20,7 @@ constexpr milliseconds kProof{20000};        // for copies and kernels that take
 constexpr milliseconds kLimit{3600000};      // of kernels, should their host be gone
 constexpr int64_t kLine = 64, kPage = 4096;  // bytes
 
-struct Told {
+struct Introduction {
   char uuid[48];
   int32_t p2p;  // HFREDUCE_P2P; -1 where it is not set
 };
@@ -32,8 +32,8 @@ std::vector<T> gather(Communicator& c, const T& mine, milliseconds timeout) {
   return all;
 }
 
-std::vector<Told> tell(Communicator& c, const Driver& driver, milliseconds timeout) {
-  Told mine{};
+std::vector<Introduction> tell(Communicator& c, const Driver& driver, milliseconds timeout) {
+  Introduction mine{};
   driver.uuid().copy(mine.uuid, sizeof(mine.uuid) - 1);
   const char* const given = std::getenv("HFREDUCE_P2P");
   mine.p2p = given && *given ? std::atoi(given) : -1;
@@ -41,7 +41,7 @@ std::vector<Told> tell(Communicator& c, const Driver& driver, milliseconds timeo
 }
 
 // Why the ranks' kernels may not wait for each other; "" where they may. Equal on all ranks.
-std::string apart(const Communicator& c, const std::vector<Told>& all) {
+std::string apart(const Communicator& c, const std::vector<Introduction>& all) {
   if (!c.one_host()) return "ranks are on several hosts";
   if (all.size() > kMaxRanks) return "there are more than " + std::to_string(kMaxRanks) + " ranks";
   bool shared = false, forced = false;
@@ -206,16 +206,16 @@ std::string ordered(Communicator& c, Driver& driver, milliseconds timeout) {
   });
 }
 
-std::vector<Row> agree(Communicator& c, std::vector<Row> rows, milliseconds timeout) {
+std::vector<DeviceRow> agree(Communicator& c, std::vector<DeviceRow> rows, milliseconds timeout) {
   auto count = static_cast<int64_t>(rows.size());
   c.broadcast(&count, 1, DType::i64, 0, timeout);
   rows.resize(count);
-  if (count) c.broadcast(rows.data(), count * static_cast<int64_t>(sizeof(Row)), DType::u8, 0, timeout);
+  if (count) c.broadcast(rows.data(), count * static_cast<int64_t>(sizeof(DeviceRow)), DType::u8, 0, timeout);
   return rows;
 }
 
 std::string forbidden(Communicator& c, const Driver& driver, milliseconds timeout) {
-  const std::vector<Told> all = tell(c, driver, timeout);
+  const std::vector<Introduction> all = tell(c, driver, timeout);
   for (int i = 0; i < c.size(); ++i)
     if (all[i].p2p == 0) return "HFREDUCE_P2P=0 on rank " + std::to_string(i);
   std::string objection = apart(c, all);

@@ -9,9 +9,9 @@
 
 #include "communicator.h"
 #include "cuda/accelerator.h"
-#include "cuda/copies.h"
-#include "cuda/device_messages.h"
-#include "cuda/peers.h"
+#include "cuda/p2p/copies.h"
+#include "cuda/p2p/device_messages.h"
+#include "cuda/p2p/peers.h"
 
 namespace hfreduce::gpu {
 
@@ -21,12 +21,12 @@ std::string agree(Communicator&, const std::string& objection, milliseconds time
 // As agree, on what `attempt` throws.
 std::string attempt(Communicator&, milliseconds timeout, const std::function<void()>& attempt);
 
-std::vector<Row> agree(Communicator&, std::vector<Row> rows, milliseconds timeout);
+std::vector<DeviceRow> agree(Communicator&, std::vector<DeviceRow> rows, milliseconds timeout);
 
 // Why ranks may not reach each other's memory, as far as CUDA and HFREDUCE_P2P say; "" where they may.
 std::string forbidden(Communicator&, const Driver&, milliseconds timeout);
 
-// Whether streams write and wait for flags in the host's memory, which pins it: what Assisted is made of.
+// Whether streams write and wait for flags in the host's memory, which pins it: what HostStaged is made of.
 std::string ordered(Communicator&, Driver&, milliseconds timeout);
 
 // The memory of all ranks, each proven by copies and by a kernel; or why there is none.

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/peers.h"
-#include "reduce.h"
+#include "collectives/reduce.h"
+#include "cuda/p2p/peers.h"
 
 namespace hfreduce::gpu {
 
@@ -48,8 +48,8 @@ bool takes(Path path, const Means& means, const Message& message) {
       return means.mapped && ours && sums && part(means, message) <= kMapped;
     case Path::mapped_two_shot:
       return means.mapped && (ours || kind == Kind::all_to_all) && sums;
-    case Path::assisted:
-      return means.assisted && ours && sums && (means.regular || !in_blocks(kind));
+    case Path::staged:
+      return means.staged && ours && sums && (means.regular || !in_blocks(kind));
     case Path::copies:
       return means.copies && kind == Kind::all_gather;
     default:
@@ -65,15 +65,15 @@ const char* name(Path path) {
   return names[static_cast<int>(path)];
 }
 
-std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
-  std::vector<Row> rows;
+std::vector<DeviceRow> rows_of(const std::vector<DeviceRowTuple>& tuples) {
+  std::vector<DeviceRow> rows;
   for (const auto& [kind, max_bytes, path, blocks, threads, slot] : tuples)
     rows.push_back({static_cast<Kind>(kind), max_bytes, static_cast<Path>(path), blocks, threads, slot});
   return rows;
 }
 
-const Row* row_of(const std::vector<Row>& rows, const Means& means, const Message& message) {
-  for (const Row& row : rows) {
+const DeviceRow* row_of(const std::vector<DeviceRow>& rows, const Means& means, const Message& message) {
+  for (const DeviceRow& row : rows) {
     if (row.kind != message.kind || message.bytes > row.max_bytes) continue;
     if (row.path == Path::automatic) return nullptr;
     if (takes(row.path, means, message)) return &row;
@@ -81,8 +81,8 @@ const Row* row_of(const std::vector<Row>& rows, const Means& means, const Messag
   return nullptr;
 }
 
-Path path_of(const std::vector<Row>& rows, const Means& means, const Message& message) {
-  if (const Row* const chosen = row_of(rows, means, message)) return chosen->path;
+Path path_of(const std::vector<DeviceRow>& rows, const Means& means, const Message& message) {
+  if (const DeviceRow* const chosen = row_of(rows, means, message)) return chosen->path;
   const auto [kind, bytes, dtype, op] = message;
   const int64_t n = means.size, sent = part(means, message) * (n - 1);
   const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
@@ -93,15 +93,15 @@ Path path_of(const std::vector<Row>& rows, const Means& means, const Message& me
                                         {Path::two_shot, true},
                                         {Path::mapped, sent <= kMappedBytes},
                                         {Path::mapped_two_shot, link <= kMappedLinkBytes},
-                                        {Path::assisted, true},
+                                        {Path::staged, true},
                                         {Path::mapped_two_shot, true}};
   for (const auto& [path, worth] : ways)
     if (worth && takes(path, means, message)) return path;
   return Path::host;
 }
 
-Extent extent_of(const std::vector<Row>& rows, const Means& means, const Message& message, Path path) {
-  const Row* const chosen = row_of(rows, means, message);
+Extent extent_of(const std::vector<DeviceRow>& rows, const Means& means, const Message& message, Path path) {
+  const DeviceRow* const chosen = row_of(rows, means, message);
   const bool packets = in_packets(path), mapped = in_mapped(path);
   const int limit = path == Path::mapped           ? kMappedPacketBlocks
                     : packets                      ? kPacketBlocks

@@ -12,8 +12,8 @@ namespace hfreduce::gpu {
 
 // Kernels over peer memory, in small messages' packets or through slots, of one trip over the link or two (peers.h;
 // what is no all_reduce is packets or two_shot); mapped and mapped_two_shot: packets, and two_shot, in pinned memory of
-// the host; the CPU-assisted reduce; copies: all_gather by copy engines (copies.h), where a row says so; or copied to
-// the host, and back. automatic: in a Row, the default.
+// the host; the host-staged reduction; copies: all_gather by copy engines (copies.h), where a row says so; or copied to
+// the host, and back. automatic: in a DeviceRow, the default.
 enum class Path : uint8_t {
   packets,
   packets_two_shot,
@@ -21,7 +21,7 @@ enum class Path : uint8_t {
   two_shot,
   mapped,
   mapped_two_shot,
-  assisted,
+  staged,
   copies,
   host,
   automatic
@@ -32,15 +32,15 @@ inline bool in_packets(Path path) { return path <= Path::packets_two_shot || pat
 inline bool in_mapped(Path path) { return path == Path::mapped || path == Path::mapped_two_shot; }
 
 // What messages of `kind` up to `max_bytes` do. Without rows, or beyond them, there are defaults.
-struct Row {
+struct DeviceRow {
   Kind kind;
   int64_t max_bytes;  // as Plan::choose counts them
   Path path;
   int32_t blocks, threads, slot;  // of the launch; 0: the default
 };
-static_assert(std::is_trivially_copyable_v<Row>);               // it is sent to other ranks as it is
-using RowTuple = std::tuple<int, int64_t, int, int, int, int>;  // the same, as Python has it
-std::vector<Row> rows_of(const std::vector<RowTuple>&);
+static_assert(std::is_trivially_copyable_v<DeviceRow>);               // it is sent to other ranks as it is
+using DeviceRowTuple = std::tuple<int, int64_t, int, int, int, int>;  // the same, as Python has it
+std::vector<DeviceRow> rows_of(const std::vector<DeviceRowTuple>&);
 
 // A collective of `bytes` as Plan::choose counts them (all_to_all of parts of several sizes: 0).
 struct Message {
@@ -53,18 +53,18 @@ struct Message {
 // What the ranks have.
 struct Means {
   int size = 1;  // ranks
-  bool peers = false, mapped = false, assisted = false, copies = false;
+  bool peers = false, mapped = false, staged = false, copies = false;
   bool regular = true;  // whether hosts have equally many ranks, one after another
 };
 
 // The first row that says something of the message, if its path takes it; nullptr: the default.
-const Row* row_of(const std::vector<Row>&, const Means&, const Message&);
-Path path_of(const std::vector<Row>&, const Means&, const Message&);
+const DeviceRow* row_of(const std::vector<DeviceRow>&, const Means&, const Message&);
+Path path_of(const std::vector<DeviceRow>&, const Means&, const Message&);
 
 // Of a kernel's launch: peers.h.
 struct Extent {
   int blocks, threads, slot;
 };
-Extent extent_of(const std::vector<Row>&, const Means&, const Message&, Path);
+Extent extent_of(const std::vector<DeviceRow>&, const Means&, const Message&, Path);
 
 }  // namespace hfreduce::gpu

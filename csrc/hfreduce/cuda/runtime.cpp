@@ -115,7 +115,6 @@ cudaEvent_t of_event(Event event) { return static_cast<cudaEvent_t>(event); }
 class Runtime : public Driver {
  public:
   explicit Runtime(int device) : device_(device), uuid_(uuid_of(device)), node_(numa_node_of(device)) {
-    HFREDUCE_CALL(cudaDeviceGetAttribute, &processors_, cudaDevAttrMultiProcessorCount, device);
     HFREDUCE_CALL(cudaDeviceGetAttribute, &pitch_, cudaDevAttrMaxPitch, device);
     const Current current(device);
     HFREDUCE_CALL(cudaFree, nullptr);  // makes the context
@@ -124,221 +123,177 @@ class Runtime : public Driver {
 
   std::string uuid() const override { return uuid_; }
   int numa_node() const override { return node_; }
-  int processors() const override { return processors_; }
 
-  void* allocate(size_t bytes) override;
-  void release(void* memory) override;
-  Handle handle(void* memory) override;
-  void* open(const Handle& theirs) override;
-  void close(void* opened) override;
-  bool reaches(const std::string& uuid) const override;
+  // A handle is one of the block that memory was cut from, and shows the other process all of it: so no other
+  // Allocation may share the block.
+  void* allocate(size_t bytes) override {
+    constexpr size_t kBlock = 2 << 20;
+    const Current current(device_);
+    void* memory = nullptr;
+    cudaStream_t stream = nullptr;
+    bytes = (std::max<size_t>(bytes, 1) + kBlock - 1) / kBlock * kBlock;
+    HFREDUCE_CALL(cudaMalloc, &memory, bytes);
+    // On a stream of its own, for the default one may be behind a kernel of the caller's.
+    HFREDUCE_CALL(cudaStreamCreateWithFlags, &stream, cudaStreamNonBlocking);
+    HFREDUCE_CALL(cudaMemsetAsync, memory, 0, bytes, stream);
+    HFREDUCE_CALL(cudaStreamSynchronize, stream);
+    HFREDUCE_CALL(cudaStreamDestroy, stream);
+    return memory;
+  }
+  void release(void* memory) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaFree, memory);
+  }
+  Handle handle(void* memory) override {
+    const Current current(device_);
+    Handle handle;
+    cudaIpcMemHandle_t told;
+    static_assert(sizeof(told) == sizeof(handle));
+    HFREDUCE_CALL(cudaIpcGetMemHandle, &told, memory);
+    std::memcpy(&handle, &told, sizeof(handle));
+    return handle;
+  }
+  void* open(const Handle& theirs) override {
+    const Current current(device_);
+    cudaIpcMemHandle_t told;
+    std::memcpy(&told, &theirs, sizeof(told));
+    void* memory = nullptr;
+    HFREDUCE_CALL(cudaIpcOpenMemHandle, &memory, told, cudaIpcMemLazyEnablePeerAccess);
+    return memory;
+  }
+  void close(void* opened) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaIpcCloseMemHandle, opened);
+  }
+  // A device that this process does not see cannot be asked about.
+  bool reaches(const std::string& uuid) const override {
+    if (uuid == uuid_) return true;
+    int devices = 0;
+    HFREDUCE_CALL(cudaGetDeviceCount, &devices);
+    for (int i = 0; i < devices; ++i) {
+      if (i == device_ || uuid_of(i) != uuid) continue;
+      int can = 0;
+      HFREDUCE_CALL(cudaDeviceCanAccessPeer, &can, device_, i);
+      return can;
+    }
+    return false;
+  }
 
-  void pin(void* host, size_t bytes) override;
-  void unpin(void* host) override;
+  void pin(void* host, size_t bytes) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaHostRegister, host, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    void* mapped = nullptr;
+    HFREDUCE_CALL(cudaHostGetDevicePointer, &mapped, host, 0);
+    if (mapped == host) return;
+    static_cast<void>(cudaHostUnregister(host));
+    throw std::runtime_error(
+        "the device sees pinned host memory at another address than the host: this is not supported");
+  }
+  void unpin(void* host) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaHostUnregister, host);
+  }
 
-  Stream stream(bool urgent) override;
-  void destroy(Stream stream) override;
-  bool capturing(Stream stream) override;
-  Event event() override;
-  void destroy_event(Event event) override;
-  void record(Event event, Stream stream) override;
-  void wait_event(Event event, Stream stream) override;
-  bool reached(Event event) override;
+  Stream stream(bool urgent) override {
+    const Current current(device_);
+    int least = 0, greatest = 0;
+    HFREDUCE_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+    cudaStream_t stream = nullptr;
+    HFREDUCE_CALL(cudaStreamCreateWithPriority, &stream, cudaStreamNonBlocking, urgent ? greatest : least);
+    return stream;
+  }
+  void destroy(Stream stream) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaStreamDestroy, of(stream));
+  }
+  bool capturing(Stream stream) override {
+    const Current current(device_);
+    cudaStreamCaptureStatus status;
+    HFREDUCE_CALL(cudaStreamIsCapturing, of(stream), &status);
+    return status != cudaStreamCaptureStatusNone;
+  }
+  Event event() override {
+    const Current current(device_);
+    cudaEvent_t event = nullptr;
+    HFREDUCE_CALL(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
+    return event;
+  }
+  void destroy_event(Event event) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaEventDestroy, of_event(event));
+  }
+  void record(Event event, Stream stream) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaEventRecord, of_event(event), of(stream));
+  }
+  void wait_event(Event event, Stream stream) override {
+    const Current current(device_);
+    HFREDUCE_CALL(cudaStreamWaitEvent, of(stream), of_event(event), 0);
+  }
+  bool reached(Event event) override {
+    const Current current(device_);
+    // While any thread captures a graph, others may ask only in this mode, or they spoil it.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
+    const cudaError_t error = cudaEventQuery(of_event(event));
+    HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(error, "cudaEventQuery");
+    return true;
+  }
 
-  void copy(void* to, const void* from, int64_t bytes, Stream stream) override;
-  void copy_within(void* to, const void* from, int64_t bytes, Stream stream) override;
+  void copy(void* to, const void* from, int64_t bytes, Stream stream) override {
+    if (!bytes) return;
+    const Current current(device_);
+    HFREDUCE_CALL(cudaMemcpyAsync, to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, of(stream));
+  }
+  void copy_within(void* to, const void* from, int64_t bytes, Stream stream) override {
+#if CUDA_VERSION >= 13000
+    if (bytes && entries().copies) {
+      const Current current(device_);
+      CUdeviceptr target = address(to), source = address(from);
+      auto size = static_cast<size_t>(bytes);
+      CUmemcpyAttributes how{};
+      how.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+      how.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
+      size_t first = 0;
+      entries().check(entries().copies(&target, &source, &size, 1, &how, &first, 1, raw(stream)), "cuMemcpyBatchAsync");
+      return;
+    }
+#endif
+    copy(to, from, bytes, stream);
+  }
   void copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
-                 Stream stream) override;
-  void write(uint32_t* flag, uint32_t value, Stream stream) override;
-  void wait(const uint32_t* flag, uint32_t value, Stream stream) override;
+                 Stream stream) override {
+    if (!bytes || !rows) return;
+    const Current current(device_);
+    if (rows > 1 && std::max(to_step, from_step) <= pitch_) {
+      HFREDUCE_CALL(cudaMemcpy2DAsync, to, static_cast<size_t>(to_step), from, static_cast<size_t>(from_step),
+                    static_cast<size_t>(bytes), static_cast<size_t>(rows), cudaMemcpyDefault, of(stream));
+      return;
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      copy(static_cast<char*>(to) + i * to_step, static_cast<const char*>(from) + i * from_step, bytes, stream);
+  }
+  void write(uint32_t* flag, uint32_t value, Stream stream) override {
+    const Current current(device_);
+    entries().check(entries().write(raw(stream), address(flag), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                    "cuStreamWriteValue32");
+  }
+  void wait(const uint32_t* flag, uint32_t value, Stream stream) override {
+    const Current current(device_);
+    entries().check(entries().wait(raw(stream), address(flag), value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+  }
 
  private:
   const int device_;
   const std::string uuid_;
   const int node_;
-  int processors_ = 0, pitch_ = 0;
+  int pitch_ = 0;
 };
-
-// A handle is one of the block that memory was cut from, and shows the other process all of it: so no other allocation
-// may share the block.
-void* Runtime::allocate(size_t bytes) {
-  constexpr size_t kBlock = 2 << 20;
-  const Current current(device_);
-  void* memory = nullptr;
-  cudaStream_t stream = nullptr;
-  bytes = (std::max<size_t>(bytes, 1) + kBlock - 1) / kBlock * kBlock;
-  HFREDUCE_CALL(cudaMalloc, &memory, bytes);
-  // On a stream of its own, for the default one may be behind a kernel of the caller's.
-  HFREDUCE_CALL(cudaStreamCreateWithFlags, &stream, cudaStreamNonBlocking);
-  HFREDUCE_CALL(cudaMemsetAsync, memory, 0, bytes, stream);
-  HFREDUCE_CALL(cudaStreamSynchronize, stream);
-  HFREDUCE_CALL(cudaStreamDestroy, stream);
-  return memory;
-}
-
-void Runtime::release(void* memory) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaFree, memory);
-}
-
-Handle Runtime::handle(void* memory) {
-  const Current current(device_);
-  Handle handle;
-  cudaIpcMemHandle_t told;
-  static_assert(sizeof(told) == sizeof(handle));
-  HFREDUCE_CALL(cudaIpcGetMemHandle, &told, memory);
-  std::memcpy(&handle, &told, sizeof(handle));
-  return handle;
-}
-
-void* Runtime::open(const Handle& theirs) {
-  const Current current(device_);
-  cudaIpcMemHandle_t told;
-  std::memcpy(&told, &theirs, sizeof(told));
-  void* memory = nullptr;
-  HFREDUCE_CALL(cudaIpcOpenMemHandle, &memory, told, cudaIpcMemLazyEnablePeerAccess);
-  return memory;
-}
-
-void Runtime::close(void* opened) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaIpcCloseMemHandle, opened);
-}
-
-// A device that this process does not see cannot be asked about.
-bool Runtime::reaches(const std::string& uuid) const {
-  if (uuid == uuid_) return true;
-  int devices = 0;
-  HFREDUCE_CALL(cudaGetDeviceCount, &devices);
-  for (int i = 0; i < devices; ++i) {
-    if (i == device_ || uuid_of(i) != uuid) continue;
-    int can = 0;
-    HFREDUCE_CALL(cudaDeviceCanAccessPeer, &can, device_, i);
-    return can;
-  }
-  return false;
-}
-
-void Runtime::pin(void* host, size_t bytes) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaHostRegister, host, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-  void* mapped = nullptr;
-  HFREDUCE_CALL(cudaHostGetDevicePointer, &mapped, host, 0);
-  if (mapped == host) return;
-  static_cast<void>(cudaHostUnregister(host));
-  throw std::runtime_error(
-      "the device sees pinned host memory at another address than the host: this is not supported");
-}
-
-void Runtime::unpin(void* host) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaHostUnregister, host);
-}
-
-Stream Runtime::stream(bool urgent) {
-  const Current current(device_);
-  int least = 0, greatest = 0;
-  HFREDUCE_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
-  cudaStream_t stream = nullptr;
-  HFREDUCE_CALL(cudaStreamCreateWithPriority, &stream, cudaStreamNonBlocking, urgent ? greatest : least);
-  return stream;
-}
-
-void Runtime::destroy(Stream stream) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaStreamDestroy, of(stream));
-}
-
-bool Runtime::capturing(Stream stream) {
-  const Current current(device_);
-  cudaStreamCaptureStatus status;
-  HFREDUCE_CALL(cudaStreamIsCapturing, of(stream), &status);
-  return status != cudaStreamCaptureStatusNone;
-}
-
-Event Runtime::event() {
-  const Current current(device_);
-  cudaEvent_t event = nullptr;
-  HFREDUCE_CALL(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
-  return event;
-}
-
-void Runtime::destroy_event(Event event) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaEventDestroy, of_event(event));
-}
-
-void Runtime::record(Event event, Stream stream) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaEventRecord, of_event(event), of(stream));
-}
-
-void Runtime::wait_event(Event event, Stream stream) {
-  const Current current(device_);
-  HFREDUCE_CALL(cudaStreamWaitEvent, of(stream), of_event(event), 0);
-}
-
-bool Runtime::reached(Event event) {
-  const Current current(device_);
-  // While any thread captures a graph, others may ask only in this mode, or they spoil it.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
-  const cudaError_t error = cudaEventQuery(of_event(event));
-  HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
-  if (error == cudaErrorNotReady) {
-    static_cast<void>(cudaGetLastError());
-    return false;
-  }
-  check(error, "cudaEventQuery");
-  return true;
-}
-
-void Runtime::copy(void* to, const void* from, int64_t bytes, Stream stream) {
-  if (!bytes) return;
-  const Current current(device_);
-  HFREDUCE_CALL(cudaMemcpyAsync, to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, of(stream));
-}
-
-void Runtime::copy_within(void* to, const void* from, int64_t bytes, Stream stream) {
-#if CUDA_VERSION >= 13000
-  if (bytes && entries().copies) {
-    const Current current(device_);
-    CUdeviceptr target = address(to), source = address(from);
-    auto size = static_cast<size_t>(bytes);
-    CUmemcpyAttributes how{};
-    how.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-    how.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
-    size_t first = 0;
-    entries().check(entries().copies(&target, &source, &size, 1, &how, &first, 1, raw(stream)), "cuMemcpyBatchAsync");
-    return;
-  }
-#endif
-  copy(to, from, bytes, stream);
-}
-
-void Runtime::copy_rows(void* to, int64_t to_step, const void* from, int64_t from_step, int64_t bytes, int64_t rows,
-                        Stream stream) {
-  if (!bytes || !rows) return;
-  const Current current(device_);
-  if (rows > 1 && std::max(to_step, from_step) <= pitch_) {
-    HFREDUCE_CALL(cudaMemcpy2DAsync, to, static_cast<size_t>(to_step), from, static_cast<size_t>(from_step),
-                  static_cast<size_t>(bytes), static_cast<size_t>(rows), cudaMemcpyDefault, of(stream));
-    return;
-  }
-  for (int64_t i = 0; i < rows; ++i)
-    copy(static_cast<char*>(to) + i * to_step, static_cast<const char*>(from) + i * from_step, bytes, stream);
-}
-
-void Runtime::write(uint32_t* flag, uint32_t value, Stream stream) {
-  const Current current(device_);
-  entries().check(entries().write(raw(stream), address(flag), value, CU_STREAM_WRITE_VALUE_DEFAULT),
-                  "cuStreamWriteValue32");
-}
-
-void Runtime::wait(const uint32_t* flag, uint32_t value, Stream stream) {
-  const Current current(device_);
-  entries().check(entries().wait(raw(stream), address(flag), value, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
-}
 
 }  // namespace
 
@@ -359,6 +314,17 @@ std::string why_no_cuda() {
   }
   return "";
 }
+
+}  // namespace hfreduce::gpu
+#else
+#include <stdexcept>
+
+#include "cuda/driver.h"
+
+namespace hfreduce::gpu {
+
+std::string why_no_cuda() { return "hfreduce was built without CUDA: no nvcc was found, or it was switched off"; }
+std::unique_ptr<Driver> cuda(int) { throw std::runtime_error(why_no_cuda()); }
 
 }  // namespace hfreduce::gpu
 #endif

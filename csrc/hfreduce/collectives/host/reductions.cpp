@@ -1,0 +1,80 @@
+// Reductions inside a host. Sums are in the order of ranks: equal bits everywhere.
+#include "collectives/host/host.h"
+#include "collectives/host/slots.h"
+
+namespace hfreduce::host {
+
+// The latency path. Each rank copies its input into its slot, all arrive, each adds up its own input and the slots of
+// the n - 1 others into its output. One step a chunk, N bytes written to slots and (n-1) N read from them by each rank.
+// The next chunk is written while slower ranks still read, for slots alternate. For two ranks that is no more traffic
+// than two-shot, with half the steps.
+void all_reduce_one_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                         int64_t chunk, const Watch& watch) {
+  const int64_t size = size_of(dtype), most = chunk_of(shm, chunk, size);
+  int64_t done = 0;
+  do {
+    const int64_t now = std::min(most, count - done);
+    copy(shm.mine(), at(in, done * size), now * size);
+    shm.arrive(watch);
+    Inputs inputs(shm, 0, reduction);
+    inputs.memory[shm.rank()] = at(in, done * size);
+    inputs.reduce(at(out, done * size), now, dtype, reduction.op, shm.size());
+    shm.next();
+    done += now;
+  } while (done < count);
+}
+
+// The bandwidth path, and reduce, which is the same but for what is read at the end.
+//
+// A chunk of the message, small enough that all ranks' slots stay in the caches, goes in two steps. Each rank copies
+// the slices of the others into its slot, all arrive, each adds up its own slice, all arrive, and whoever wants the sum
+// copies all slices out. With n ranks and N bytes, each rank reads its input once and writes its output once in memory;
+// through the caches it writes (n-1)/n N and 1/n N, and reads (n-1)/n N and N.
+void all_reduce_two_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                         int64_t chunk, const Watch& watch, int root) {
+  const int64_t size = size_of(dtype), most = chunk_of(shm, chunk, size);
+  const int n = shm.size();
+  const bool wanted = root < 0 || root == shm.rank();
+  int64_t done = 0;
+  do {
+    const int64_t now = std::min(most, count - done);
+    const void* const from = at(in, done * size);
+    const Slice own(now, size, shm.rank(), n);
+    copy(shm.mine(), from, own.first * size);
+    copy(shm.mine() + own.last * size, at(from, own.last * size), (now - own.last) * size);
+    shm.arrive(watch);
+    Inputs inputs(shm, own.first * size, reduction);
+    inputs.memory[shm.rank()] = at(from, own.first * size);
+    shm.next();
+    inputs.reduce(shm.mine() + own.first * size, own.count(), dtype, reduction.op, n);
+    shm.arrive(watch);
+    for (int i = 0; wanted && i < n; ++i) {
+      const Slice slice(now, size, i, n);
+      copy(at(out, (done + slice.first) * size), shm.slot(i) + slice.first * size, slice.count() * size);
+    }
+    shm.next();
+    done += now;
+  } while (done < count);
+}
+
+// A piece of each of the n blocks, together a slot: each rank copies the pieces of the others' blocks into its slot,
+// all arrive, each adds up its own block's piece straight into its output. One step a piece; with blocks of B bytes a
+// rank writes (n-1) B and reads n B through the caches, and writes B of output.
+void reduce_scatter(ShmGroup& shm, const void* in, int64_t stride, void* out, int64_t count, DType dtype,
+                    Reduction reduction, int64_t divisor, const Watch& watch) {
+  const int64_t size = size_of(dtype), most = piece(shm.slot_bytes(), shm.size(), size);
+  int64_t done = 0;
+  do {
+    const int64_t now = std::min(most, count - done);
+    for (int b = 0; b < shm.size(); ++b)
+      if (b != shm.rank()) copy(shm.mine() + b * most * size, at(in, (b * stride + done) * size), now * size);
+    shm.arrive(watch);
+    Inputs inputs(shm, shm.rank() * most * size, reduction);
+    inputs.memory[shm.rank()] = at(in, (shm.rank() * stride + done) * size);
+    inputs.reduce(at(out, done * size), now, dtype, reduction.op, divisor);
+    shm.next();
+    done += now;
+  } while (done < count);
+}
+
+}  // namespace hfreduce::host

@@ -1,0 +1,105 @@
+// Chunks of a message on their way: added up inside this host, then between hosts, then spread inside this one.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "collectives/interhost/rail.h"
+
+namespace hfreduce::interhost {
+
+// Bytes of a slice: enough to be worth its latency between hosts; few enough that the stages overlap, and that what one
+// leaves for the next is still in a cache.
+constexpr int64_t kLeastSlice = 256 << 10, kMostSlice = 4 << 20;
+constexpr int64_t kChunks = 8;  // of a message, between these limits
+
+// A message cut into chunks of `parts` slices.
+struct Cut {
+  Cut(int64_t count, int64_t size, int parts) : count(count), parts(parts) {
+    const int64_t bytes = std::clamp(count / parts * size / kChunks, kLeastSlice, kMostSlice);
+    slice = std::min(std::max<int64_t>(1, bytes / size), (count + parts - 1) / parts);
+    chunks = slice ? (count + slice * parts - 1) / (slice * parts) : 1;
+  }
+  int64_t count;
+  int parts;
+  int64_t slice, chunks;
+};
+
+struct Chunk {
+  Chunk(const Cut& cut, int64_t index)
+      : first(index * cut.slice * cut.parts),
+        count(std::min(cut.slice * cut.parts, cut.count - first)),
+        slice((count + cut.parts - 1) / cut.parts),
+        whole(slice * cut.parts == count) {}
+  int64_t first, count;  // elements
+  int64_t slice;
+  bool whole;  // whether its slices are all full; otherwise it is padded, in memory of ours
+};
+
+// A thread that does one job after another: what travels between hosts while this rank adds up inside its own. Jobs
+// watch the health and a deadline themselves, so waiting for one needs no deadline of its own.
+class JobThread {
+ public:
+  using Job = std::function<void()>;
+
+  ~JobThread();  // joins the thread; no job may be left
+  void submit(Job job);
+  // Returns when the oldest job that was not waited for yet is done; throws what it threw. After such a throw, call
+  // stop.
+  void wait();
+  // Forgets the jobs that have not begun, and returns when none runs.
+  void stop();
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  uint64_t done_ = 0, waited_ = 0;
+  bool running_ = false, ending_ = false;
+  std::exception_ptr error_;  // of the last job that was done; the later ones are not begun
+  std::thread thread_;        // from the first job on
+};
+
+// Each stage is a function of the chunk's number. The first and the last run on the caller's thread, in order; the
+// second, on ranks that have a rail, on one of two threads, each with connections of its own: while one waits for what
+// comes at the end of its chunk, the other fills the link.
+class Stages {
+ public:
+  static constexpr int64_t kUnderWay = 4;  // chunks: one in the first stage, two between hosts, one in the last
+
+  Stages(const Roster& roster, Mesh& mesh, Health& health, const HostLayout& layout, int connections);
+
+  // The rail of the caller's thread, where it works alone.
+  Rail rail(const Watch& watch) { return rail(watch, 0); }
+
+  using Stage = std::function<void(int64_t chunk)>;
+  using Travel = std::function<void(int64_t chunk, const Rail& rail)>;
+  // Throws what a stage threw; then the communicator has failed, and nothing is under way any more. A single chunk
+  // takes no threads.
+  void run(int64_t chunks, const Watch& watch, const Stage& first, const Travel& second, const Stage& last);
+
+ private:
+  static constexpr int kLanes = 2;
+  struct Lane {
+    HostStreams streams;
+    JobThread thread;
+  };
+
+  Rail rail(const Watch& watch, int lane) { return {lanes_[lane].streams, watch, layout_.rail, layout_.host}; }
+  void fail(const Fault& fault);
+
+  const Roster& roster_;
+  Health& health_;
+  const HostLayout& layout_;
+  Lane lanes_[kLanes];
+};
+
+}  // namespace hfreduce::interhost

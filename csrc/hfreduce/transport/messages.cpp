@@ -1,0 +1,521 @@
+// Point-to-point messages, matched by tag as MPI's are.
+//
+// A sender writes frames into the pipe to the receiver: shared memory inside a host, one TCP connection otherwise, made
+// at the first message of the pair. A message is *eager* as long as the receiver may be left with it: its header and
+// its bytes go at once. What a receiver reads while it waits for another tag is *unexpected*, and kept in order of
+// arrival for whoever asks for it. A sender counts the bytes that have not been taken yet, as far as it was told, and
+// beyond kEager of them a message goes by *rendezvous*: a header that says it is ready; one back, from whoever receives
+// it, that the way is clear (which also tells how much was taken); then the bytes, in pieces, straight into their
+// place. So a rank never holds more than kEager of another's messages, and a message that nobody receives yet holds up
+// none of another tag.
+//
+// Eager bytes cost themselves on the wire, or two copies inside a host, and one more when they are kept; a rendezvous
+// costs a round trip, and never keeps.
+//
+// Several threads may wait for one peer: receivers, of a tag each, and senders whose way is not clear. One of them
+// reads, for all, and wakes the others; when it has what it wants, another takes over. One thread at a time writes;
+// what readers have to say ("clear") goes first, between two frames. Nobody sleeps, or waits for room, with the lock.
+#include "transport/messages.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <list>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace hfreduce {
+
+namespace {
+
+enum class Sort : uint32_t { eager, ready, clear, data };
+
+struct Header {
+  int64_t bytes = 0;  // of the message; data: of this piece; clear: that were taken, see Pair
+  int32_t tag = 0;
+  Sort sort = Sort::eager;
+  uint64_t ticket = 0;  // eager: as it was given; otherwise the message's number among the sender's that wait
+  Call call;            // of the sender
+
+  int64_t following() const { return sort == Sort::data ? bytes : sort == Sort::eager && !ticket ? bytes : 0; }
+  int64_t cost() const { return following() + static_cast<int64_t>(sizeof(Header)); }  // to who keeps it
+};
+static_assert(sizeof(Header) == sizeof(Call) + 24);
+
+constexpr int64_t kEager = 1 << 20;     // bytes of one sender's messages that a receiver may have to keep
+constexpr int64_t kTogether = 8 << 10;  // up to this size, header and bytes are written at once
+constexpr int64_t kPiece = 512 << 10;   // of a message that waited: between two of them others get their turn
+constexpr milliseconds kLook{20};       // the longest sleep: a fault wakes nobody
+constexpr milliseconds kShared{1};      // where something may have to be done that wakes nobody
+
+struct UnexpectedMessage {
+  explicit UnexpectedMessage(const Header& header) : header(header), memory(new char[header.following()]) {}
+  Header header;
+  std::unique_ptr<char[]> memory;
+  bool complete = false;
+};
+
+// What a receiver waits for.
+struct PostedReceive {
+  const Messages::Place& place;
+  int64_t bytes;
+  int tag;
+  const Watch& watch;
+  bool begun = false, done = false;
+  uint64_t ticket = 0;
+  char* memory = nullptr;  // by rendezvous: where its bytes go
+  int64_t got = 0;
+};
+
+// Messages between this rank and another. All is of the mutex but for `out`, which is of whoever writes.
+struct Pair {
+  std::mutex mutex;
+  std::condition_variable changed;
+
+  std::unique_ptr<Incoming> in;    // none yet, or from this rank itself
+  bool reading = false;            // whether a thread reads, or sleeps until there is something to read
+  bool given_up = false;           // whether a receiver has left in the middle of its message: after a fault
+  Header header;                   // of the frame that is coming in
+  size_t header_bytes = 0;         // of it, that have come
+  bool begun = false;              // whether it is known where its bytes go
+  PostedReceive* owner = nullptr;  // whose memory that is; none: the last of the unexpected
+  char* into = nullptr;
+  int64_t bytes = 0;  // that have come
+  std::list<UnexpectedMessage> unexpected;
+  std::map<uint64_t, PostedReceive*> landing;  // receivers whose way was told to be clear, by the sender's number
+  int64_t taken = 0;  // what messages cost that did not wait and that receivers have, all of them ever
+
+  std::unique_ptr<Outgoing> out;
+  bool writing = false;
+  std::string first;                     // what is to be written before anything else
+  uint64_t numbered = 0;                 // messages that had to wait
+  std::set<uint64_t> cleared;            // numbers of those whose way is clear, and that have not gone on yet
+  int64_t unasked = 0, known_taken = 0;  // what messages have cost that did not wait; as `taken` of the other side
+};
+
+}  // namespace
+
+struct Messages::State {
+  using Done = std::function<bool()>;  // asked with the mutex
+
+  State(const Roster& roster, Mesh& mesh, ShmGroup& shm) : roster(roster), mesh(mesh), shm(shm), pairs(roster.size()) {}
+
+  bool local(int rank) const { return roster.peers[rank].host == roster.me().host; }
+  void connect_out(int rank, Deadline deadline);  // `out` is this thread's
+  bool connect_in(int rank);                      // whether messages from this rank could be read
+
+  // These have the mutex of the pair.
+  bool match(int from, PostedReceive& posted);  // with what is kept; whether that was anything
+  void clear(int from, PostedReceive& posted, const Header& ready);
+  bool flush(int to, Deadline deadline);  // what is to be written first, unless somebody writes anyway
+  void begin(int from, PostedReceive* posted);
+  void finish(Pair& pair);
+  // Moves what can be moved without waiting, and says whether that was anything.
+  bool advance(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  bool step(int from, PostedReceive* posted, const Done& done);
+
+  void wait(int from, PostedReceive* posted, const Watch& watch, const Done& done);
+  void rest(int from, Backoff& backoff);
+  void begin_writing(int to, const Watch& watch);
+  bool write_first(int to, bool then_end, const Watch& watch);  // whether there was anything; if not, it may be the end
+  void write(int to, const Header& header, const void* data, const Watch& watch);
+  void push(int to, const void* data, size_t bytes, const Watch& watch);
+
+  const Roster& roster;
+  Mesh& mesh;
+  ShmGroup& shm;
+  std::vector<Pair> pairs;  // by the other's rank
+};
+
+namespace {
+
+[[noreturn]] void refuse(const Header& theirs, const PostedReceive& posted, const Peer& sender, const Peer& me) {
+  const auto size = [](const Call& call, int64_t bytes) {
+    return std::to_string(call.count) + " " + name(call.dtype) + " (" + std::to_string(bytes) + " bytes)";
+  };
+  throw Fault(Fault::Cause::mismatch, {sender.rank, me.rank},
+              "recv with tag " + std::to_string(posted.tag) + ": " + me.name() + " expects " +
+                  size(posted.watch.call, posted.bytes) + ", " + sender.name() + " sent " +
+                  size(theirs.call, theirs.bytes) + ". Both sides must give the same dtype and number of elements.");
+}
+
+}  // namespace
+
+Messages::Messages(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health&)
+    : state_(std::make_unique<State>(roster, mesh, shm)) {}
+Messages::~Messages() = default;
+
+bool Messages::State::connect_in(int rank) {
+  std::unique_ptr<Incoming>& stream = pairs[rank].in;
+  const Peer& peer = roster.peers[rank];
+  if (stream || rank == roster.rank) return stream != nullptr;
+  if (local(rank)) {
+    stream = std::make_unique<PipeIncoming>(shm.pipe(peer.local_rank, shm.rank()), ShmGroup::kPipe);
+  } else if (mesh.dialed(rank, Purpose::message, 0)) {
+    std::vector<Socket> sockets;
+    sockets.push_back(mesh.take(rank, Purpose::message, 0, Clock::now()));
+    stream = std::make_unique<TcpIncoming>(std::move(sockets), peer);
+  }
+  return stream != nullptr;
+}
+
+bool Messages::State::match(int from, PostedReceive& posted) {
+  Pair& pair = pairs[from];
+  for (auto kept = pair.unexpected.begin(); !posted.begun && kept != pair.unexpected.end(); ++kept) {
+    const Header& header = kept->header;
+    if (header.tag != posted.tag) continue;
+    if (!kept->complete) return false;
+    if (header.bytes != posted.bytes || header.call.dtype != posted.watch.call.dtype)
+      refuse(header, posted, roster.peers[from], roster.me());
+    if (header.sort == Sort::ready) {
+      clear(from, posted, header);
+    } else {
+      posted.ticket = header.ticket;
+      if (header.following()) std::memcpy(posted.place(), kept->memory.get(), posted.bytes);
+      pair.taken += header.cost();
+      posted.begun = posted.done = true;
+    }
+    pair.unexpected.erase(kept);
+    return true;
+  }
+  return false;
+}
+
+void Messages::State::clear(int from, PostedReceive& posted, const Header& ready) {
+  Pair& pair = pairs[from];
+  posted.memory = static_cast<char*>(posted.place());
+  posted.begun = true;
+  pair.landing[ready.ticket] = &posted;
+  Header header;
+  header.sort = Sort::clear;
+  header.ticket = ready.ticket;
+  header.bytes = pair.taken;
+  pair.first.append(reinterpret_cast<const char*>(&header), sizeof(header));
+}
+
+void Messages::State::begin(int from, PostedReceive* posted) {
+  Pair& pair = pairs[from];
+  const Header& header = pair.header;
+  const bool wanted = posted && !posted->begun && header.tag == posted->tag;
+  pair.owner = nullptr;
+  switch (header.sort) {
+    case Sort::clear:
+      pair.known_taken = std::max(pair.known_taken, header.bytes);
+      pair.cleared.insert(header.ticket);
+      pair.changed.notify_all();
+      return;
+    case Sort::data:
+      pair.owner = pair.landing.at(header.ticket);
+      pair.into = pair.owner->memory + pair.owner->got;
+      return;
+    case Sort::ready:
+    case Sort::eager:
+      break;
+  }
+  if (wanted && (header.bytes != posted->bytes || header.call.dtype != posted->watch.call.dtype))
+    refuse(header, *posted, roster.peers[from], roster.me());
+  if (!wanted) {
+    pair.into = pair.unexpected.emplace_back(header).memory.get();
+  } else if (header.sort == Sort::ready) {
+    clear(from, *posted, header);
+  } else {
+    posted->ticket = header.ticket;
+    pair.into = header.following() ? static_cast<char*>(posted->place()) : nullptr;
+    posted->begun = true;
+    pair.owner = posted;
+  }
+}
+
+void Messages::State::finish(Pair& pair) {
+  const Header& header = pair.header;
+  const bool kept = !pair.unexpected.empty() && !pair.unexpected.back().complete;
+  if (header.sort == Sort::data) {
+    pair.owner->got += header.bytes;
+    pair.owner->done = pair.owner->got == pair.owner->bytes;
+    if (pair.owner->done) pair.landing.erase(header.ticket);
+  } else if (pair.owner) {
+    pair.owner->done = true;
+    pair.taken += header.cost();
+  } else if (kept) {
+    pair.unexpected.back().complete = true;
+  }
+  pair.changed.notify_all();
+  pair.begun = false;
+  pair.owner = nullptr;
+  pair.header_bytes = 0;
+  pair.bytes = 0;
+}
+
+// Reads on; false when there is nothing to read.
+bool Messages::State::step(int from, PostedReceive* posted, const Done& done) {
+  Pair& pair = pairs[from];
+  bool moved = false;
+  while (!done()) {
+    if (!pair.begun) {
+      if (posted && match(from, *posted)) {  // what was just kept comes before what follows it
+        moved = true;
+        continue;
+      }
+      char* const header = reinterpret_cast<char*>(&pair.header);
+      const size_t now = pair.in->read(header + pair.header_bytes, sizeof(Header) - pair.header_bytes);
+      pair.header_bytes += now;
+      moved |= now > 0;
+      if (now == 0) return moved;
+      if (pair.header_bytes < sizeof(Header)) continue;
+      begin(from, posted);
+      pair.begun = true;
+    }
+    const int64_t left = pair.header.following() - pair.bytes;
+    const size_t now = left ? pair.in->read(pair.into + pair.bytes, left) : 0;
+    pair.bytes += static_cast<int64_t>(now);
+    moved |= now > 0;
+    if (static_cast<int64_t>(now) == left)
+      finish(pair);
+    else if (now == 0)
+      return moved;
+  }
+  return true;
+}
+
+bool Messages::State::advance(int from, PostedReceive* posted, const Watch& watch, const Done& done) {
+  Pair& pair = pairs[from];
+  if (pair.given_up) return false;
+  bool moved = posted && match(from, *posted);
+  if (!pair.reading && !done() && connect_in(from)) moved |= step(from, posted, done);
+  return flush(from, watch.deadline) || moved;
+}
+
+// Until `done`, which is asked with the lock; `posted`: what this thread receives.
+void Messages::State::wait(int from, PostedReceive* posted, const Watch& watch, const Done& done) {
+  Pair& pair = pairs[from];
+  Backoff backoff(watch);
+  std::unique_lock lock(pair.mutex);
+  while (!done()) {
+    if (advance(from, posted, watch, done)) {
+      backoff.moved();
+    } else if (pair.reading) {
+      pair.changed.wait_for(lock, kLook);
+      lock.unlock();
+      watch.check({from});
+      lock.lock();
+    } else {
+      pair.reading = true;
+      lock.unlock();
+      try {
+        rest(from, backoff);
+      } catch (...) {
+        lock.lock();
+        pair.reading = false;
+        pair.changed.notify_all();
+        throw;
+      }
+      lock.lock();
+      pair.reading = false;
+    }
+  }
+  pair.changed.notify_all();  // another reads now
+}
+
+void Messages::State::rest(int from, Backoff& backoff) {
+  Pair& pair = pairs[from];
+  milliseconds longest = kLook;
+  backoff.rest(
+      [&](Backoff::Wanted& wanted) {
+        std::lock_guard lock(pair.mutex);
+        if (!pair.first.empty()) longest = kShared;  // which the pipe had no room for
+        if (pair.in)
+          wanted.add(*pair.in, from);
+        else
+          wanted.add(from);
+      },
+      longest);
+}
+
+namespace {
+
+// A posted receive, which others may see until its message is there, or it gives up.
+class PostedScope {
+ public:
+  PostedScope(std::vector<Pair>& pairs, const PostedReceive& posted) : pairs_(pairs), posted_(posted) {}
+  ~PostedScope() {
+    if (posted_.done) return;
+    for (Pair& pair : pairs_) {
+      std::lock_guard lock(pair.mutex);
+      pair.given_up = pair.given_up || posted_.begun;
+    }
+  }
+
+ private:
+  std::vector<Pair>& pairs_;
+  const PostedReceive& posted_;
+};
+
+}  // namespace
+
+uint64_t Messages::recv(const Place& place, int64_t bytes, int from, int tag, const Watch& watch) {
+  PostedReceive posted{place, bytes, tag, watch};
+  const PostedScope scope(state_->pairs, posted);
+  state_->wait(from, &posted, watch, [&] { return posted.done; });
+  return posted.ticket;
+}
+
+uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int tag, const Watch& watch) {
+  PostedReceive posted{place, bytes, tag, watch};
+  const PostedScope scope(state_->pairs, posted);
+  const auto begun = [&] { return posted.begun; };
+  Backoff backoff(watch);
+  const int size = state_->roster.size();
+  while (true) {
+    bool moved = false;
+    for (int from = 0; from < size; ++from) {
+      {
+        std::lock_guard lock(state_->pairs[from].mutex);
+        moved |= state_->advance(from, &posted, watch, begun);
+      }
+      if (!posted.begun) continue;
+      state_->wait(from, &posted, watch, [&] { return posted.done; });
+      return source = from, posted.ticket;
+    }
+    if (moved) {
+      backoff.moved();
+      continue;
+    }
+    // Naps: another sender may dial, or another thread keep a message, while this one sleeps.
+    backoff.rest(
+        [&](Backoff::Wanted& wanted) {
+          for (int from = 0; from < size; ++from)
+            if (from != state_->roster.rank) wanted.add(from);
+        },
+        kShared);
+  }
+}
+
+// The writing side.
+
+void Messages::State::connect_out(int rank, Deadline deadline) {
+  std::unique_ptr<Outgoing>& stream = pairs[rank].out;
+  const Peer& peer = roster.peers[rank];
+  if (stream) return;
+  if (local(rank)) {
+    stream = std::make_unique<PipeOutgoing>(shm.pipe(shm.rank(), peer.local_rank), ShmGroup::kPipe);
+    return;
+  }
+  std::vector<Socket> sockets;
+  sockets.push_back(mesh.dial(rank, Purpose::message, 0, deadline));
+  stream = std::make_unique<TcpOutgoing>(std::move(sockets), peer);
+}
+
+bool Messages::State::flush(int to, Deadline deadline) {
+  Pair& pair = pairs[to];
+  if (pair.first.empty() || pair.writing) return false;
+  connect_out(to, deadline);
+  const size_t now = pair.out->write(pair.first.data(), pair.first.size());
+  pair.first.erase(0, now);
+  return now > 0;
+}
+
+void Messages::State::push(int to, const void* data, size_t bytes, const Watch& watch) {
+  Outgoing& stream = *pairs[to].out;
+  Backoff backoff(watch);
+  for (size_t done = 0; done < bytes;) {
+    const size_t now = stream.write(static_cast<const char*>(data) + done, bytes - done);
+    done += now;
+    if (now)
+      backoff.moved();
+    else
+      backoff.rest([&](Backoff::Wanted& wanted) { wanted.add(stream, to); });
+  }
+}
+
+void Messages::State::begin_writing(int to, const Watch& watch) {
+  Pair& pair = pairs[to];
+  std::unique_lock lock(pair.mutex);
+  while (pair.writing) {
+    pair.changed.wait_for(lock, kLook);
+    lock.unlock();
+    watch.check({to});
+    lock.lock();
+  }
+  pair.writing = true;  // and it stays so where something throws: half a frame may be out then
+}
+
+bool Messages::State::write_first(int to, bool then_end, const Watch& watch) {
+  Pair& pair = pairs[to];
+  std::string bytes;
+  {
+    std::lock_guard lock(pair.mutex);
+    bytes.swap(pair.first);
+    if (bytes.empty() && then_end) {
+      pair.writing = false;
+      pair.changed.notify_all();
+    }
+  }
+  push(to, bytes.data(), bytes.size(), watch);
+  return !bytes.empty();
+}
+
+// A frame, behind what goes first, when it is this thread's turn.
+void Messages::State::write(int to, const Header& header, const void* data, const Watch& watch) {
+  begin_writing(to, watch);
+  connect_out(to, watch.deadline);
+  write_first(to, false, watch);
+  const int64_t bytes = header.following();
+  if (bytes > kTogether) {
+    push(to, &header, sizeof(header), watch);
+    push(to, data, bytes, watch);
+  } else {
+    char together[sizeof(header) + kTogether];
+    std::memcpy(together, &header, sizeof(header));
+    if (bytes) std::memcpy(together + sizeof(header), data, bytes);
+    push(to, together, sizeof(header) + bytes, watch);
+  }
+  while (write_first(to, true, watch)) {
+  }
+}
+
+void Messages::send(const void* data, int64_t size, int to, int tag, uint64_t ticket, const Watch& watch) {
+  Header header;
+  header.bytes = size;
+  header.tag = tag;
+  header.ticket = ticket;
+  header.call = watch.call;
+  Pair& pair = state_->pairs[to];
+  {
+    std::lock_guard lock(pair.mutex);
+    if (to == state_->roster.rank) {
+      UnexpectedMessage& kept = pair.unexpected.emplace_back(header);
+      if (header.following()) std::memcpy(kept.memory.get(), data, size);
+      kept.complete = true;
+      pair.changed.notify_all();
+      return;
+    }
+    if (ticket || pair.unasked + header.cost() - pair.known_taken <= kEager) {
+      pair.unasked += header.cost();
+    } else {
+      header.sort = Sort::ready;
+      header.ticket = ++pair.numbered;
+    }
+  }
+  state_->write(to, header, data, watch);
+  if (header.sort == Sort::eager) return;
+  state_->wait(to, nullptr, watch, [&] { return pair.cleared.count(header.ticket) > 0; });
+  {
+    std::lock_guard lock(pair.mutex);
+    pair.cleared.erase(header.ticket);
+  }
+  header.sort = Sort::data;
+  for (int64_t done = 0; done < size; done += header.bytes) {
+    header.bytes = std::min(kPiece, size - done);
+    state_->write(to, header, static_cast<const char*>(data) + done, watch);
+  }
+}
+
+void Messages::drain(Deadline deadline) {
+  for (Pair& pair : state_->pairs)
+    if (pair.out) pair.out->drain(deadline);
+}
+
+}  // namespace hfreduce
