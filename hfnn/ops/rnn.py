@@ -249,7 +249,7 @@ class _Module:
         if why is not None:
             log_once(OPS[self.mode], why, x.dtype)
             return super().forward(input, hx)
-        # Contiguous, as torch keeps it: of a batch that comes first a copy, whatever the input is filled with meanwhile.
+        # Contiguous, as torch keeps it: of a batch that comes first a copy, whatever fills the input meanwhile.
         y, *states = _layers(self, (x.transpose(0, 1) if self.batch_first else x).contiguous(), states)
         if self.batch_first:  # as torch, of whose results an LSTM's alone is a view
             y = y.transpose(0, 1) if self.mode == "LSTM" else y.transpose_(0, 1)
