@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from gpt import HFNN, PLAIN, Run, batch, random_state, set_random_state
+from gpt import Run, batch
 from rich.console import Console
 from rich.table import Table
+from runs import HFNN, PLAIN, random_state, set_random_state
 
 import haiscale
 from haiscale import checkpoint

@@ -1,38 +1,24 @@
-"""What train_gpt.py trains: the model, its text, and one run with its optimizer, random numbers, losses and times."""
+"""What train_gpt.py trains: the model, its text, and one run with both."""
 
-import argparse
-import contextlib
-import random
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
+import runs
 import torch
 import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from runs import RECORDS
 
 import hfnn
-import hfrecord
 
-RECORDS = "records:"  # --data records:FOLDER
-PLAIN, OTHER, HFNN = "plain", "plain again", "hfnn"
 MAX_TEXT = 4 << 20  # bytes
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}  # of the weights
 
 
 def read_records(args, parser) -> np.ndarray:
     """`--data records:FOLDER`: args.order is the sampler of its records, the bytes tell if they are the same again."""
-    folder = args.data.removeprefix(RECORDS)
-    try:
-        reader = hfrecord.FileReader(folder)
-        rows = reader.schema.fields.get("input_ids") if reader.schema else None
-        if not len(reader) or not rows or len(reader[0]["input_ids"]) < args.seq:
-            parser.error(f"--data {args.data}: takes records with input_ids, --seq {args.seq} of them or more")
-        first, last = reader.read([0, -1])
-    except (OSError, ValueError) as error:
-        parser.error(f"--data {args.data}: {error}")
-    args.order = hfrecord.ElasticSampler(reader, args.batch, seed=args.seed % 2**32)
+    needs = f"input_ids, --seq {args.seq} of them or more"
+    reader = runs.records(args, parser, "input_ids", needs, lambda row: len(row["input_ids"]) >= args.seq)
+    first, last = reader.read([0, -1])
     return np.frombuffer(first + last + str(len(reader)).encode(), np.uint8)
 
 
@@ -57,103 +43,48 @@ def read_text(args, parser) -> np.ndarray:
 def batch(args, step: int) -> torch.Tensor:
     """Tokens of a step, int64 (batch, seq): a function of seed and step, so the step is all a resumed run must know."""
     if args.order is not None:
-        args.order.data.advise(records_of(args, step + 1))
-        rows = args.order.data[records_of(args, step)]
+        rows = runs.rows_of(args, step)
         return torch.from_numpy(np.stack([row["input_ids"][: args.seq] for row in rows])).long().to(args.device)
     begin = np.random.default_rng((args.seed % 2**32, step)).integers(len(args.text) - args.seq, size=(args.batch, 1))
     return torch.from_numpy(args.text[begin + np.arange(args.seq)]).long().to(args.device)
 
 
-def records_of(args, step: int) -> np.ndarray:
-    """The records of a step, which goes on in the next epoch where one ends: int64 (batch,)."""
-    places = np.arange(step * args.batch, (step + 1) * args.batch)
-    epochs = places // args.order.records
-    return np.concatenate([args.order.indices(int(e), places[epochs == e]) for e in np.unique(epochs)])
-
-
 def build(args, layers: int) -> torch.nn.Module:
-    """An unmodified model of transformers; its random weights depend on the seed alone."""
-    torch.manual_seed(args.seed % 2**32)
+    """An unmodified model of transformers."""
     common = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa"}
     if args.arch == "gpt2":
         shape = {"n_layer": layers, "n_embd": args.width, "n_head": args.heads, "n_positions": args.seq}
         drop = {"resid_pdrop": args.dropout, "embd_pdrop": args.dropout, "attn_pdrop": 0.0}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **shape, **drop))
-    else:
-        shape = {"num_hidden_layers": layers, "hidden_size": args.width, "num_attention_heads": args.heads}
-        mlp = {"intermediate_size": (args.width * 8 // 3 + 63) // 64 * 64, "max_position_embeddings": args.seq}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **shape, **mlp))
-    return model.to(args.device, DTYPES[args.dtype]).train()
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **shape, **drop))
+    shape = {"num_hidden_layers": layers, "hidden_size": args.width, "num_attention_heads": args.heads}
+    mlp = {"intermediate_size": (args.width * 8 // 3 + 63) // 64 * 64, "max_position_embeddings": args.seq}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **shape, **mlp))
 
 
-class Run:
-    """One model in training, with its optimizer, its random numbers, its losses and its times."""
+class Run(runs.Run):
+    """A language model in training. layers: other than args.layers, for what a layer keeps."""
 
-    def __init__(self, name: str, args: argparse.Namespace, layers: int | None = None):
-        self.name, self.args, self.cuda = name, args, args.device != "cpu"
-        model = build(args, layers or args.layers)
-        if name == HFNN:
-            hfnn.convert(model, prefer="memory")
-        self.model = self.wrapped(model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
-        if name == HFNN:
-            hfnn.convert(self.optimizer)
-        self.forward = torch.compile(self.model) if args.compile else self.model
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed((args.seed + (name == OTHER)) % 2**32)
-        self.random = random_state()
-        self.losses, self.ms = [], []
+    items = "tokens"
 
-    def wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What holds the model in training; another run may share it with other ranks (distributed.py)."""
-        return model
+    def __init__(self, name: str, args, layers: int | None = None):
+        self.layers = layers or args.layers
+        super().__init__(name, args)
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        other = SDPBackend.EFFICIENT_ATTENTION if self.cuda else SDPBackend.MATH
-        attention = sdpa_kernel(other) if self.name == OTHER else contextlib.nullcontext()
-        low = torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.dtype == "autocast")
-        with low, attention:
-            return self.forward(input_ids=ids, labels=ids, use_cache=False).loss
+    def build(self) -> torch.nn.Module:
+        return build(self.args, self.layers)
 
-    def step(self, ids: torch.Tensor) -> None:
-        set_random_state(self.random)
-        begin = time.perf_counter()
-        loss = self.backward(ids)
-        self.clip(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for the GPU
-        self.ms.append((time.perf_counter() - begin) * 1000)
-        self.random = random_state()
-
-    def backward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Gradients of all parameters; returns the loss."""
-        loss = self.loss(ids)
-        loss.backward()
-        return loss.detach()
-
-    def clip(self, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
-
-    def state(self) -> dict:
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return states | {"random": self.random, "losses": self.losses, "ms": self.ms}
-
-    def load_state(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.random, self.losses, self.ms = state["random"], state["losses"], state["ms"]
+    def loss_of(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.forward(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def random_state() -> dict:
-    """Of every generator, in types that torch.load takes without trusting the file."""
-    kind, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-    return states | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+def kept_per_layer(run: Run, ids: torch.Tensor) -> dict:
+    """What a layer keeps for backward, in all and by op: what two layers keep less what one keeps.
 
-
-def set_random_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"])
+    In u, which is batch * seq * width bytes, or twice that where numbers are float32: a tensor is 2 u in any dtype.
+    """
+    some = (Run(run.name, run.args, layers) for layers in (1, 2))
+    one, two = (hfnn.memory.saved_bytes(lambda r=r: r.loss(ids)).by_op for r in some)
+    u = ids.numel() * run.args.width * (2 if run.args.dtype == "float32" else 1)
+    kept = ((op, (two[op] - one.get(op, 0)) / u) for op in two)
+    by_op = {op: size for op, size in sorted(kept, key=lambda item: -item[1]) if abs(size) >= 0.005}
+    return {"layer_u": sum(by_op.values()), "layer_u_by_op": by_op}

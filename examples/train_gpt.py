@@ -23,11 +23,11 @@ import os
 import zlib
 from pathlib import Path
 
+import comparison
 import torch
 import transformers
-from comparison import measure, report
-from gpt import DTYPES, HFNN, OTHER, PLAIN, Run, batch, read_text
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from gpt import Run, batch, kept_per_layer, read_text
+from runs import HFNN, Parser, names_of_runs, train
 
 ON_CPU = {"layers": 4, "width": 256, "heads": 4, "seq": 256, "batch": 8, "steps": 43, "dtype": "float32"}
 ON_CUDA = {"layers": 12, "width": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 103, "dtype": "autocast"}
@@ -36,9 +36,21 @@ FREE = {"steps", "save", "resume", "out", "text", "order", "nproc", "stages", "s
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")  # of distributed.py
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one line, without the usage
+NOTES = f"""{comparison.FINAL_LOSS}; u: bytes per batch x sequence x width, a float32 counted as 2 bytes
+plain again: another attention kernel, other dropout masks; {comparison.OF_BAND}"""
+LINES = (
+    *comparison.LOSSES,
+    ("tokens per second", "tokens_per_s", "{:,.0f}", 1, True),
+    *comparison.KEPT,
+    ("    each layer, u", "layer_u", "{:.2f}", 1, True),
+    *comparison.PEAK,
+)
+WHY = {
+    "linear": "hfnn: what a product's input is rebuilt from, the inputs of the norm and of the activation",
+    "norm": "the norm's own input, where no product keeps it already",
+    "scaleddotproduct": "torch's attention: q, k, v, and a number for each row of the softmax",
+    "mm": "torch's product: its input, as that of attention's projection, which attention keeps as well",
+}
 
 
 def parse(argv=None) -> tuple[argparse.Namespace, dict | None]:
@@ -62,19 +74,13 @@ def parse(argv=None) -> tuple[argparse.Namespace, dict | None]:
 
 
 def arguments() -> Parser:
-    parser = Parser(description=__doc__.split("\n")[0], prog="train_gpt.py")
+    parser = Parser(__doc__, "train_gpt.py")
     add = parser.add_argument
     add("--arch", choices=("gpt2", "llama"), default="gpt2")
     add("--data", help="a text file, a folder of them (default: the standard library's sources), or records:FOLDER")
     for name in ("layers", "width", "heads", "seq", "batch", "steps"):
         add(f"--{name}", type=int, help=f"default: {ON_CPU[name]} on the CPU, {ON_CUDA[name]} on a GPU")
     add("--dropout", type=float, default=0.1, help="of embeddings and residuals, gpt2 only (default: 0.1)")
-    add("--seed", type=int, default=0, help="of weights, batches and dropout masks")
-    add("--dtype", choices=DTYPES, help="default: float32 on the CPU, autocast (to bfloat16) on a GPU")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--compile", action="store_true", help="torch.compile every model")
-    add("--no-convert", dest="convert", action="store_false", help="plain torch only")
-    add("--no-band", dest="band", action="store_false", help="without the third run")
     add("--save", metavar="PATH", help="write a checkpoint after the last step")
     add("--resume", metavar="PATH", help="go on from a checkpoint, to --steps in all")
     add("--dist", choices=("ddp", "fsdp", "pipeline"), help="train on --nproc ranks, wrapped by haiscale")
@@ -82,14 +88,11 @@ def arguments() -> Parser:
     add("--stages", type=int, help="of the pipeline; several pipelines are replicas (default: --nproc)")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default: 1f1b)")
     add("--microbatches", type=int, default=4, help="into which a pipeline cuts its batch (default: 4)")
-    add("--out", default="out", help="folder for train_gpt.json and train_gpt.png (default: out)")
     return parser
 
 
 def check(args, checkpoint, parser) -> None:
-    for name in ON_CPU.keys() - {"dtype"}:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} takes a whole number from 1, got {getattr(args, name)}")
+    parser.check_numbers(args, ON_CPU.keys() - {"dtype"})
     if args.dist:
         check_ranks(args, parser)
     if not 0 <= args.dropout < 1:
@@ -103,23 +106,13 @@ def check(args, checkpoint, parser) -> None:
     args.text = read_text(args, parser)
     if checkpoint and checkpoint["text"] != zlib.crc32(args.text):
         parser.error(f"--resume {args.resume}: the text is not what it was; give the same with --data")
-    try:
-        assert torch.empty(0, device=args.device).device.type in ("cpu", "cuda"), "takes cpu or cuda"
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {args.device}: {str(error).splitlines()[0]}")
     target = Path(args.save or ".")
-    for option, folder in (("--out", Path(args.out)), ("--save", target if args.dist else target.parent)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"{option} {folder}: {error.strerror}")
+    parser.check_place(args, (("--out", args.out), ("--save", target if args.dist else target.parent)))
 
 
 def check_ranks(args, parser) -> None:
     args.stages = args.stages or args.nproc
-    for name in ("nproc", "stages", "microbatches"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} takes a whole number from 1, got {getattr(args, name)}")
+    parser.check_numbers(args, ("nproc", "stages", "microbatches"))
     replicas = args.nproc
     if args.dist == "pipeline":
         if args.nproc % args.stages:
@@ -129,20 +122,6 @@ def check_ranks(args, parser) -> None:
         parser.error(f"--batch {args.batch} does not split into parts for {replicas} replicas")
     if args.compile and args.dist != "ddp":
         parser.error(f"--compile goes with --dist ddp, not with {args.dist}")
-
-
-def train(runs: list[Run], first: int) -> None:
-    """Step i of every run, then step i + 1 of every run, in alternating order."""
-    args = runs[0].args
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps, completed=first)
-        for step in range(first, args.steps):
-            ids = batch(args, step)
-            for run in runs if step % 2 == 0 else runs[::-1]:
-                run.step(ids)
-            losses = " ".join(f"{run.losses[-1]:.3f}" for run in runs)
-            progress.update(task, advance=1, description=f"loss {losses}")
 
 
 def save(path: str, runs: list[Run]) -> None:
@@ -184,15 +163,23 @@ def main(argv=None) -> None:
     transformers.logging.set_verbosity_error()
     if args.dist:
         return on_ranks(args, checkpoint)
-    wanted = {PLAIN: True, OTHER: args.convert and args.band, HFNN: args.convert}
-    runs = [Run(name, args) for name in wanted if wanted[name]]
+    runs = [Run(name, args) for name in names_of_runs(args)]
     for run in runs if checkpoint else ():
         run.load_state(checkpoint["runs"][run.name])
-    train(runs, checkpoint["step"] if checkpoint else 0)
+    train(runs, checkpoint["step"] if checkpoint else 0, batch)
     if args.save:
         save(args.save, runs)
+    report(args, runs)
+
+
+def report(args, runs: list[Run]) -> None:
     ids = batch(args, args.steps)
-    report(args, {run.name: measure(run, runs[0], ids) for run in runs})
+    rows = {r.name: comparison.measure(r, runs[0], ids, ids.numel()) | kept_per_layer(r, ids) for r in runs}
+    kept = None
+    if HFNN in rows:
+        kept = "what a layer of hfnn keeps", comparison.keepers(rows[HFNN]["layer_u_by_op"], "u", WHY)
+    size = f"{args.layers} layers of width {args.width}, {args.batch} x {args.seq} tokens a step"
+    comparison.report(args, "train_gpt", size, rows, LINES, NOTES, "loss (nats per byte)", kept)
 
 
 def on_ranks(args, checkpoint) -> None:

@@ -52,6 +52,17 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def examples(one_thread):
+    """The folder of examples, which their modules import each other from; on one thread, for the models are tiny."""
+    root = pathlib.Path(__file__).parents[1]
+    # With the root on the path, transformers takes our `kernels` for the package of that name.
+    with pytest.MonkeyPatch.context() as patch:
+        others = [path for path in sys.path if pathlib.Path(path).resolve() != root]
+        patch.setattr(sys, "path", [str(root / "examples"), *others])
+        yield root / "examples"
+
+
 @pytest.fixture
 def restored():
     """Whatever a test does, torch is as it was when the test ends, and where it asks, by a call."""

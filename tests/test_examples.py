@@ -25,14 +25,9 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
-def script(one_thread):
-    """The script as a module: one import of transformers for all tests, on one thread, for the model is tiny."""
-    # With this folder on the path, transformers takes our `kernels` for the package of that name.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sys, "path", [str(SCRIPT.parent), *(p for p in sys.path if Path(p).resolve() != SCRIPT.parents[1])]
-        )
-        yield ranks.loaded(SCRIPT)
+def script(examples):
+    """The script as a module: one import of transformers for all tests."""
+    return ranks.loaded(examples / "train_gpt.py")
 
 
 @pytest.fixture

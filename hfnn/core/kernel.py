@@ -327,7 +327,7 @@ class Op:
         if _forced is not None:
             raise NoKernel(self.explain(x, cols, out, why))
         if is_plain(x):
-            _log_once(self, why or self.explain(x, cols, out), x.dtype)
+            log_once(self, why or self.explain(x, cols, out), x.dtype)
 
     def explain(self, x, cols: int = 0, out=None, why: str | None = None) -> str:
         """Each kernel with its reasons against a call on x, as a table in text."""
@@ -368,7 +368,8 @@ class Op:
 _logged: set = set()
 
 
-def _log_once(op: Op, why: str, dtype: torch.dtype) -> None:
+def log_once(op: Op, why: str, dtype: torch.dtype) -> None:
+    """The first fallback of its kind, as a warning."""
     kind = (op.name, dtype, why.split("\n")[0] if "\n" not in why else "")
     if kind not in _logged:
         _logged.add(kind)

@@ -23,6 +23,7 @@ from hfnn.ops import (
     prelu,
     relu_dropout,
     rms_norm,
+    rnn,
     rrelu,
     select,
     smooth,
@@ -38,5 +39,5 @@ ROOMS = (
 FAMILIES = smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm
 # What the contract's tests and bench/run.py can call with rows: not linear_log_probs, which has two results.
 CONTRACT = (*(room.OP for room in ROOMS), *(op for family in FAMILIES for op in family.OPS))
-ALL = (*CONTRACT, attention.OP)
+ALL = (*CONTRACT, attention.OP, *rnn.ALL)
 OPS = {op.name: op for op in ALL}

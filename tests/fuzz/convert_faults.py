@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, recipe
-from hfnn.ops import batch_norm, embedding, layer_norm, linear, smooth
+from hfnn.ops import batch_norm, embedding, layer_norm, linear, rnn, smooth
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -208,6 +208,14 @@ def _other_flags(compute):
 
 
 _plant("the flags of a sum turned round", batch_norm, "_compute", _other_flags)
+
+
+_plant(
+    "segments of time begin at zero in backward",
+    rnn,
+    "_by_segments",
+    lambda run: lambda layer, x, states, bounds, *rest: run(layer, x, states, [b * 0 for b in bounds], *rest),
+)
 
 
 def _forward_as(cls, change):

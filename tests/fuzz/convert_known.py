@@ -107,6 +107,13 @@ def _kept_suffers(program, difference):
     return bool(keeps) and _unseen_write(program, difference)
 
 
+def _run_again(program, difference):
+    """A write to weights of a recurrent layer, which runs again in backward: torch's reads some of them there."""
+    return bool(_layers(program, "recurrent")) and (
+        _says(difference, "recurrent layers run again") or _unseen_write(program, difference)
+    )
+
+
 def _more_than_torch(program, difference):
     """hfnn computes what torch has no kernel or no derivative for."""
     if program["optimizer"] and _refused(difference, "for `end` but got dtype"):  # states of another dtype, in AdamW
@@ -293,6 +300,7 @@ LIMITS = (
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
     Known("unseen writes to sources of recipes", "nothing: a documented limit", _recipe_suffers),
+    Known("weights written before backward, of what runs again", "nothing: a documented limit", _run_again),
     Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),
 )
 

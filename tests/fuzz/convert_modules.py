@@ -135,6 +135,20 @@ class ConvBlock(nn.Module):
         return self.act(y)
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, its y and its state; maybe one that goes both ways, or two with dropout between them."""
+
+    def __init__(self, D, kind, both, deep):
+        super().__init__()
+        how = {"num_layers": 2, "dropout": 0.5} if deep else {}
+        self.body = getattr(nn, kind)(D, D // 2 if both else D, bidirectional=both, batch_first=True, **how)
+
+    def forward(self, x):
+        y, end = self.body(x)
+        end = end[0] if isinstance(end, tuple) else end
+        return y + end.sum()
+
+
 class QuickGELU(nn.Module):
     factor = 1.0
 

@@ -324,3 +324,18 @@ def test_large_calls_on_the_cpu(shape, dtype):
     exact, own = run(batch_norm._in_torch, True), run(batch_norm._in_torch, False)
     for i, (a, b, c) in enumerate(zip(mine, exact, own, strict=True)):
         testing.assert_close(a, b, c, testing.GRADIENTS, f"result {i}", x.numel())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which of the CPU's kernels is faster")
+def test_torchs_ops_where_channels_are_last_and_tensors_fit_into_caches():
+    """With a sum; without one ours is faster there, too."""
+    for size, with_sum, prefer, ours_runs in (
+        (48, True, "auto", False), (48, True, "speed", False), (48, True, "memory", True),
+        (48, False, "auto", True), (64, True, "auto", True),
+    ):  # fmt: skip
+        x, residual = (torch.randn(4, 64, size, size).to(memory_format=torch.channels_last) for _ in range(2))
+        weight = torch.ones(64, requires_grad=True)
+        y = hfnn.functional.batch_norm_act(
+            x, None, None, weight, None, True, residual=residual if with_sum else None, act="relu", prefer=prefer
+        )
+        assert (y.grad_fn.name() == "_BatchNormBackward") is ours_runs

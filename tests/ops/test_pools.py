@@ -404,3 +404,18 @@ def test_more_than_2_31_elements():
     y_tail = F.max_pool1d(tail, 2, prefer="memory")
     assert torch.equal(y[-16:], y_tail)
     assert torch.equal(dx[-16:], torch.autograd.grad(y_tail, tail, torch.ones_like(y_tail))[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which of the CPU's kernels is faster")
+def test_torchs_pool_where_channels_are_last_and_little_is_saved():
+    """There torch's is faster on the CPU; ours runs from megabytes on, and where memory is asked for."""
+    small, large = (torch.randn(2, 64, n, n, requires_grad=True) for n in (64, 128))
+    for x, prefer, ours_runs in (
+        (small, "auto", False), (small, "speed", False), (small, "memory", True),
+        (large, "auto", True), (large, "speed", False), (large, "memory", True),
+    ):  # fmt: skip
+        last = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        y = hfnn.functional.max_pool2d(last, 2, prefer=prefer)
+        assert (y.grad_fn.name() == "_MaxPoolBackward") is ours_runs
+        assert hfnn.functional.max_pool2d(x, 2, prefer=prefer).grad_fn.name() == "_MaxPoolBackward"
+        assert torch.equal(y, torch.max_pool2d(last, 2))

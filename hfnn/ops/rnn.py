@@ -1,0 +1,301 @@
+"""Recurrent layers that keep the states between segments of time instead of what each step computes.
+
+    y_t, s_t = cell(x_t, s_(t-1), weights),    t = 1 ... T
+
+torch's own kernels run, cuDNN's on a GPU, a layer and a direction after the other, by segments of about sqrt(T) steps.
+Of each segment the state before it is kept; backward runs the segments again, from the last to the first, each with
+autograd. So what is kept is the layer's input and sqrt(T) states, where oneDNN keeps 17 tensors of y's size for an
+LSTM, and torch's own steps 8 for an LSTM or a GRU and 2 for an RNN. Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016; for recurrent networks Gruslys et al., "Memory-Efficient Backpropagation Through Time", NIPS 2016.
+
+Forward runs twice for it, so torch's own call is faster, and segments run with prefer="memory" alone
+(docs/notes/models.md). Dropout between layers draws the numbers that torch's would, and keeps a bit an element of them;
+with cuDNN, whose numbers are its own, such layers are torch's.
+
+Names end in their shape: T steps, B sequences, I inputs, H of a state.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from hfnn.core import bits, recipe
+from hfnn.core.context import autocasting, compiling, context
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Op, forced, log_once
+
+CALLS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+_CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How a layer runs in one direction."""
+
+    mode: str
+    bias: bool
+    training: bool
+    hidden: int
+    projected: int
+    reverse: bool
+    autocast: tuple  # arguments that make it what it was in forward
+
+    def run(self, x_TBI, states, weights):
+        """(y, *states behind it), of time in the order in which the layer sees it. States are (1, B, H)."""
+        given = list(states) if self.mode == "LSTM" else states[0]
+        return CALLS[self.mode](x_TBI, given, weights, self.bias, 1, 0.0, self.training, False, False)
+
+    def segments(self, steps: int) -> list[slice]:
+        """Segments of about sqrt(steps), in the order in which the layer sees them."""
+        length = math.isqrt(steps - 1) + 1
+        found = [slice(first, min(first + length, steps)) for first in range(0, steps, length)]
+        return found[::-1] if self.reverse else found
+
+    def seen(self, t):
+        """Steps in the layer's own order, and back."""
+        return t.flip(0) if self.reverse else t
+
+    def leaves(self, weights, x, grad: bool) -> list:
+        """The weights as leaves of a graph, which autocast keeps no cast of.
+
+        cuDNN wants them one behind the other. Those of a module are, but those of one layer do not begin there.
+        """
+        if not x.is_cuda or not torch.backends.cudnn.is_acceptable(x):
+            return [w.detach().requires_grad_(grad) for w in weights]
+        copies = [w.detach().clone() for w in weights]
+        each = (4 if self.bias else 2) + (self.projected > 0)
+        with torch.no_grad(), torch.cuda.device_of(x):
+            torch._cudnn_rnn_flatten_weight(
+                copies, each, x.shape[-1], _CUDNN_MODES[self.mode], self.hidden, self.projected, 1, False, False
+            )
+        return [w.requires_grad_(grad) for w in copies]
+
+
+class _RNN(Function):
+    """(y, *states behind it) of one layer in one direction; states (1, B, H)."""
+
+    @staticmethod
+    def forward(ctx, x, layer, count, *states_and_weights):
+        states, weights = states_and_weights[:count], states_and_weights[count:]
+        leaves, now, between, y = layer.leaves(weights, x, False), states, [], None
+        segments = layer.segments(x.shape[0])
+        for part in segments:
+            y_part, *now = layer.run(layer.seen(x[part]), now, leaves)
+            if len(segments) == 1:
+                y = layer.seen(y_part)
+                break
+            if y is None:
+                y = y_part.new_empty(x.shape[0], *y_part.shape[1:])
+            y[part] = layer.seen(y_part)
+            between.append(now)
+        bounds = [torch.cat(each) for each in zip(*between[:-1], strict=True)]
+        recipe.save(ctx, x, *weights, made=(*states, *bounds))
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.counts = layer, (len(weights), count)
+        return (y, *now)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        layer, (weights, count) = ctx.layer, ctx.counts
+        try:
+            x, *rest = recipe.saved(ctx)
+        except RuntimeError as error:
+            raise _explained(error) from None
+        weights, states, bounds = rest[:weights], rest[weights : weights + count], rest[weights + count :]
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
+        if all(dy is None for dy in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        with torch.autocast(*layer.autocast, cache_enabled=False):
+            again = _differentiable if torch.is_grad_enabled() else _by_segments
+            dx, *others = again(layer, x, states, bounds, weights, needs, grads)
+        return dx, None, None, *others
+
+
+def _explained(error):
+    """torch's error on a tensor that was written to, and why torch's own layer may not have raised it."""
+    if "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\nhfnn's recurrent layers run again in backward, of all their weights: call backward before they are "
+        "written to (an optimizer's step, load_state_dict), or leave this module to torch with "
+        "hfnn.convert(model, skip=...)."
+    )
+
+
+def _by_segments(layer, x, states, bounds, weights, needs, grads):
+    """Gradients of x, states and weights."""
+    dy, *dstates = grads
+    dx = x.new_empty(x.shape) if needs[0] else None  # contiguous, as torch's
+    leaves, dweights = layer.leaves(weights, x, True), [None] * len(weights)
+    segments = layer.segments(x.shape[0])
+    before = [states, *zip(*(each.split(1) for each in bounds), strict=True)]
+    for part, begin in zip(segments[::-1], before[::-1], strict=True):
+        x_part = layer.seen(x[part]).detach().requires_grad_(needs[0])
+        begin = [t.detach().requires_grad_() for t in begin]
+        with torch.enable_grad():
+            results = layer.run(x_part, begin, leaves)
+        given = [None if dy is None else layer.seen(dy[part]), *dstates]
+        outputs, given = zip(*((y, d) for y, d in zip(results, given, strict=True) if d is not None), strict=True)
+        wanted = [*([x_part] if needs[0] else ()), *begin, *leaves]
+        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        if needs[0]:
+            dx[part] = layer.seen(next(found))
+        dstates = [next(found) for _ in begin]
+        dweights = [_sum(total, next(found)) for total in dweights]
+        del results, outputs
+    return dx, *(d if need else None for d, need in zip((*dstates, *dweights), needs[1:], strict=True))
+
+
+def _sum(total, part):
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)
+
+
+def _differentiable(layer, x, states, bounds, weights, needs, grads):
+    """The same gradients, with a graph: torch's own call for all steps, differentiated."""
+
+    def formula(x, *rest):
+        results = layer.run(layer.seen(x), rest[: len(states)], list(rest[len(states) :]))
+        results = layer.seen(results[0]), *results[1:]
+        return [y for y, dy in zip(results, grads, strict=True) if dy is not None]
+
+    given = [dy for dy in grads if dy is not None]
+    return double_backward(formula, (x, *states, *weights), needs, given)
+
+
+class _Dropout(Function):
+    """torch's dropout, of the same numbers; what is kept of them is a bit an element."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        noise = torch.empty_like(x).bernoulli_(1 - p)
+        ctx.save_for_backward(bits.pack(noise != 0))
+        ctx.p = p
+        return x * noise.div_(1 - p)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        return dy * bits.unpack(packed, dy.shape, dtype=torch.bool).to(dy.dtype).div_(1 - ctx.p), None
+
+
+def _refusal(module, x, hx) -> str | None:
+    """Why torch's own call is to run, or None."""
+    tensors = (x, *hx, *module._flat_weights)
+    why = context(*tensors)
+    if why is not None:
+        return why
+    if any(t is None or t.device != x.device or t.dtype not in (x.dtype, torch.float32) for t in tensors):
+        return "takes states and weights on the input's device and of its dtype"
+    if any(t.dtype is not x.dtype for t in tensors) and not autocasting(x):
+        return "takes states and weights of the input's dtype"
+    if not all(w.requires_grad for w in module._flat_weights):
+        return "takes weights that all want gradients"
+    if x.is_cuda and module.dropout and module.training and module.num_layers > 1:
+        return "cuDNN draws numbers of its own for dropout between layers"
+    if not x.numel() or not (x.is_cpu or x.is_cuda):
+        return "takes inputs with elements, on the CPU or on a GPU"
+    return None
+
+
+def _layers(module, x_TBI, hx) -> tuple:
+    """(y, *states), all layers of a module that `_refusal` took."""
+    device = x_TBI.device.type
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    directions, x, ends = 1 + module.bidirectional, x_TBI, []
+    weights = iter(module._flat_weights)
+    each = len(module._flat_weights) // (directions * module.num_layers)
+    for number in range(module.num_layers):
+        if number and module.dropout and module.training:
+            x = _Dropout.apply(x, module.dropout) if module.dropout < 1 else nn.functional.dropout(x, module.dropout)
+        results = []
+        for reverse in (False, True)[:directions]:
+            layer = Layer(
+                module.mode, module.bias, module.training, module.hidden_size, module.proj_size, reverse, autocast
+            )
+            states = [t[len(ends) : len(ends) + 1] for t in hx]
+            y, *end = _RNN.apply(x, layer, len(states), *states, *(next(weights) for _ in range(each)))
+            results.append(y)
+            ends.append(end)
+        x = results[0] if directions == 1 else torch.cat(results, -1)
+    return x, *(torch.cat(each) for each in zip(*ends, strict=True))
+
+
+class _Module:
+    """What the three modules share. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input, hx=None):
+        # What is not asked for, not understood or wrong is torch's, which also says what is wrong.
+        if self.prefer != "memory" or compiling() or not torch.is_grad_enabled() or forced() == "torch":
+            return super().forward(input, hx)
+        if isinstance(input, PackedSequence) or not isinstance(input, torch.Tensor) or input.dim() not in (2, 3):
+            log_once(OPS[self.mode], "takes tensors of 2 or 3 dimensions, no packed sequences", torch.float32)
+            return super().forward(input, hx)
+        self._update_flat_weights()
+        at = 0 if self.batch_first else 1  # of the batch
+        x = input.unsqueeze(at) if input.dim() == 2 else input
+        states = self._states(x, hx, input.dim())
+        if states is None:
+            return super().forward(input, hx)
+        as_torch = states if self.mode == "LSTM" else states[0]
+        self.check_forward_args(x, as_torch, None)
+        why = _refusal(self, x, states)
+        if why is not None:
+            log_once(OPS[self.mode], why, x.dtype)
+            return super().forward(input, hx)
+        # Contiguous, as torch keeps it: of a batch that comes first a copy, whatever fills the input meanwhile.
+        y, *states = _layers(self, (x.transpose(0, 1) if self.batch_first else x).contiguous(), states)
+        if self.batch_first:  # as torch, of whose results an LSTM's alone is a view
+            y = y.transpose(0, 1) if self.mode == "LSTM" else y.transpose_(0, 1)
+        if input.dim() == 2:
+            y, states = y.squeeze(at), [t.squeeze(1) for t in states]
+        return y, self.permute_hidden(tuple(states) if self.mode == "LSTM" else states[0], None)
+
+    def _states(self, x, hx, dims: int) -> tuple | None:
+        """The states before the first step, (layers x directions, B, H) each; None where hx is no such tensors."""
+        directions = (1 + self.bidirectional) * self.num_layers
+        if hx is None:
+            batch = x.shape[0 if self.batch_first else 1]
+            widths = (self.proj_size or self.hidden_size, self.hidden_size)
+            return tuple(x.new_zeros(directions, batch, n) for n in widths[: 1 + (self.mode == "LSTM")])
+        given = hx if self.mode == "LSTM" else (hx,)
+        if type(given) not in (tuple, list) or len(given) != 1 + (self.mode == "LSTM"):
+            return None
+        if any(not isinstance(t, torch.Tensor) or t.dim() != dims for t in given):
+            return None
+        return tuple(t.unsqueeze(1) if dims == 2 else t for t in given)
+
+
+class LSTM(_Module, nn.LSTM):
+    """`torch.nn.LSTM`: the same arguments, defaults and state dict.
+
+    With prefer="memory" it keeps its input and about sqrt(T) states for backward. Packed sequences, and dropout between
+    layers on a GPU, are torch's. Raises what torch raises.
+    """
+
+
+class GRU(_Module, nn.GRU):
+    """`torch.nn.GRU`; else as `LSTM`."""
+
+
+class RNN(_Module, nn.RNN):
+    """`torch.nn.RNN`; else as `LSTM`."""
+
+
+def _op(name, call, module, room) -> Op:
+    """No kernels of its own: torch's run. `convert` finds the module here; as a function it is torch's."""
+    op = Op(name, call, call, (), lambda *_: None, ((7, 3, 5),), recipe=False, like_input=False)
+    op.modules[module] = room
+    return op
+
+
+ALL = (
+    _op("lstm", torch.lstm, nn.LSTM, LSTM), _op("gru", torch.gru, nn.GRU, GRU), _op("rnn", torch.rnn_tanh, nn.RNN, RNN)
+)  # fmt: skip
+OPS = dict(zip(("LSTM", "GRU", "RNN_TANH", "RNN_RELU"), (*ALL, ALL[-1]), strict=True))
