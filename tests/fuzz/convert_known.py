@@ -153,8 +153,20 @@ def _not_computed_again(program, difference):
     """Stock reads all that a linear map saved, also for the gradient of a bias alone, which needs none of it. So a
     checkpoint computes it again, and calls the hooks inside, for stock only."""
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in program["steps"])
-    again = any(call["call"] == "checkpoint" for call in _calls(program)) or _layers(program, "checkpoint")
-    return partial and bool(again) and difference.label.split()[0] == "hook" and difference.how == "missing"
+    missing = difference.label.split()[0] == "hook" and difference.how == "missing"
+    return partial and missing and _in_checkpoint(program)
+
+
+def _in_checkpoint(program) -> bool:
+    return any(call["call"] == "checkpoint" for call in _calls(program)) or bool(_layers(program, "checkpoint"))
+
+
+def _acts_twice(program, difference):
+    """A checkpoint of stock repeats what forward does besides: it sets a hook on its input once more, and writes to what
+    was saved, of which no version tells there, so that torch's gradients are wrong. Ours keeps less, and has nothing to
+    compute again, or other things."""
+    hooks = any(layer[1] == "hook" for layer in _layers(program, "probe"))
+    return _values(difference) and _in_checkpoint(program) and (hooks or bool(_layers(program, "between")))
 
 
 def _writes_refused(program, difference):
@@ -291,6 +303,7 @@ LIMITS = (
     Known("what torch has no kernel for", "nothing", _more_than_torch),
     Known("changed between a checkpoint and its backward", "nothing", _changed_in_checkpoint),
     Known("computed again by stock alone", "nothing", _not_computed_again),
+    Known("done again by stock alone", "nothing", _acts_twice),
     Known("torch's autocast cache serves two dtypes", "nothing", _cached_cast),
     Known("torch's views forget their hooks", "nothing", _forgotten),
     Known("kept inputs of which torch keeps a copy", "nothing: a documented limit", _own_input),

@@ -180,7 +180,7 @@ LAYERS = {
     "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
     "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),
     "decoder_layer": Layer(("sequence",), 1, own.Decoder, _choose(BOOLS)),
-    "recurrent": Layer(("rows", "sequence"), 0.9, own.Recurrent, _choose(("LSTM", "GRU", "RNN"), BOOLS, BOOLS)),
+    "recurrent": Layer(("rows", "sequence"), 1.5, own.Recurrent, _choose(("LSTM", "GRU", "RNN"), BOOLS, BOOLS)),
     "experts": Layer(LAST, 1, own.Experts, _choose((0.0, 0.5, 100.0))),
     "tied": Layer(LAST, 1, own.Tied, _choose(BOOLS)),
     "parametrised": Layer(LAST, 0.5, own.Parametrised),
