@@ -162,9 +162,9 @@ def _in_checkpoint(program) -> bool:
 
 
 def _acts_twice(program, difference):
-    """A checkpoint of stock repeats what forward does besides: it sets a hook on its input once more, and writes to what
-    was saved, of which no version tells there, so that torch's gradients are wrong. Ours keeps less, and has nothing to
-    compute again, or other things."""
+    """A checkpoint of stock repeats what forward does besides: it sets a hook on its input once more, and writes to
+    what was saved, of which no version tells there, so that torch's gradients are wrong. Ours keeps less, and has
+    nothing to compute again, or other things."""
     hooks = any(layer[1] == "hook" for layer in _layers(program, "probe"))
     return _values(difference) and _in_checkpoint(program) and (hooks or bool(_layers(program, "between")))
 
