@@ -46,7 +46,7 @@ static Tensor product_as(const Tensor& a, const Tensor& b, ScalarType dtype) {
 
 // Rows of ones, kept for ever, for a recorded graph may read them. Undefined where a graph is being recorded.
 static Tensor ones(const Tensor& like, ScalarType dtype, int64_t count) {
-  static std::vector<Tensor> made;  // under the GIL
+  static auto& made = *new std::vector<Tensor>;  // under the GIL; never ended, for a GPU's runtime ends first
   for (const Tensor& row : made)
     if (row.size(1) >= count && row.scalar_type() == dtype && row.device() == like.device()) return row;
   if (capturing(like)) return {};
@@ -215,7 +215,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
   // By the size alone, and not by whether a recipe was taken, for no bit of a gradient may depend on that.
-  const bool wide = worth && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
+  const bool wide = worth && args[6] != Py_True && state().wide;
   const Tensor* leaves[] = {x, given, bias};
   for (int i = 0; i < 3; ++i)
     node->of[i] = wide && leaves[i]->defined() && leaves[i]->scalar_type() == at::kFloat ? at::kFloat : dtype;

@@ -139,6 +139,7 @@ class Unread:
     __slots__ = ("_mark", "_p")
 
     def __init__(self, p: torch.Tensor):
+        p = _own_copy(p) if parameters_may_be_resharded() else p
         self._p, self._mark = p, (p._version, p.data_ptr())
 
     def holds(self) -> bool:

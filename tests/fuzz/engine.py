@@ -179,7 +179,7 @@ class Fuzzer:
             """How far stock's values at `label` move with the inputs by an ulp; infinite where they are not there."""
             if not noisy:
                 noisy.extend(self.run(program, False, noise=k) for k in range(1, NOISES + 1))
-            return max(_error(log.seen.get(label), values) for log in noisy)
+            return max(relative_error(log.seen.get(label), values) for log in noisy)
 
         found = first_difference(ours, stock, moved)
         if found is not None and found.how in ("raises not", "raises another") and self.lenient is not None:
@@ -195,7 +195,7 @@ class Fuzzer:
         return next((f"{k.name} (waits: {k.waits})" for k in self.known if k.matches(program, difference)), None)
 
 
-def _error(a, b) -> float:
+def relative_error(a, b) -> float:
     """The largest difference, relative to the largest value of b; infinite where they cannot be compared."""
     if not isinstance(a, Tensor) or a.values.shape != b.values.shape:
         return float("inf")
@@ -227,7 +227,7 @@ def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
     bound = max(
         ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None
     )
-    error = _error(a, b)
+    error = relative_error(a, b)
     return error > bound and not error <= NOISE * moved()
 
 

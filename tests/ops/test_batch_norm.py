@@ -339,3 +339,26 @@ def test_torchs_ops_where_channels_are_last_and_tensors_fit_into_caches():
             x, None, None, weight, None, True, residual=residual if with_sum else None, act="relu", prefer=prefer
         )
         assert (y.grad_fn.name() == "_BatchNormBackward") is ours_runs
+
+
+def test_a_bias_may_be_written_to_before_backward(device):
+    """As under torch: backward does not read it. What would build y again of it says so."""
+    theirs = nn.BatchNorm2d(8).to(device)
+    mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
+    start, dy = torch.randn(2, 2, 8, 5, 5, device=device)
+
+    def gradients(module):
+        x = start.clone().requires_grad_()
+        y = module(x)
+        with torch.no_grad():
+            module.bias.add_(1)
+        return torch.autograd.grad(y, (x, *module.parameters()), dy)
+
+    for a, b in zip(gradients(mine), gradients(theirs), strict=True):
+        torch.testing.assert_close(a, b)
+    model = hfnn.convert(nn.Sequential(nn.BatchNorm2d(8), nn.GELU()).to(device), prefer="memory")
+    y = model(start.clone().requires_grad_())
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

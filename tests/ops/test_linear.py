@@ -17,7 +17,7 @@ from hfnn.ops import linear as linear_room
 ROWS, COLS, WIDE = 48, 64, 96
 
 
-# Under autocast small inputs are torch's unless memory is asked for; and on a GPU gradients are not torch's to the bit.
+# Under autocast small inputs are torch's unless memory is asked for.
 added_up = functools.partial(hfnn.functional.linear, prefer="memory")
 linear = functools.partial(added_up, exact=True)
 
@@ -308,22 +308,22 @@ def test_a_weight_that_no_gradient_needs_may_change(device):
     assert same(step(linear), step(torch.nn.functional.linear))
 
 
-# Gradients of float32 tensors under autocast, as on a GPU
+# Gradients of float32 tensors under autocast, where they are not rounded to 16 bits
 
 
 @pytest.fixture(params=["C++", "Python"])
 def wide(request, monkeypatch):
-    """They are made so on the CPU, too."""
-    monkeypatch.setattr(linear_room, "wide_on_cpu", True)
+    """Switched on."""
+    monkeypatch.setattr(linear_room, "wide", True)
     if request.param == "Python":
         monkeypatch.setattr(linear_room, "_native", native._python)
         yield
         return
     if native.extension is None:
         pytest.skip(native.why)
-    native.extension.set_wide_on_cpu(True)
+    native.extension.set_wide(True)
     yield
-    native.extension.set_wide_on_cpu(False)
+    native.extension.set_wide(False)
 
 
 def apart(found, wanted, exact):

@@ -233,3 +233,12 @@ def test_strides_of_rrelu_are_torchs():
         stock = nn.functional.rrelu(x, training=True)
         assert ours.stride() == stock.stride()
         assert torch.autograd.grad(ours, x, dy)[0].stride() == torch.autograd.grad(stock, x, dy)[0].stride()
+
+
+def test_batched_gradients_of_no_rows(device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.RReLU()).to(device)
+    hfnn.convert(model, prefer="memory")
+    y = model(torch.randn(0, 8, device=device)).as_strided((0, 8), (8, 1))
+    dys = torch.zeros(2, 0, 8, device=device)
+    (found,) = torch.autograd.grad(y, [model[0].weight], dys, is_grads_batched=True)
+    assert found.shape == (2, 8, 8) and not found.any()
