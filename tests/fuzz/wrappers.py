@@ -11,7 +11,7 @@ import contextlib
 import wrappers_faults as faults
 import wrappers_models as models
 import wrappers_pool as pool
-from engine import NOISES, Fuzzer, Known, Log, Raised, _error, first_difference
+from engine import NOISES, Fuzzer, Known, Log, Raised, first_difference, relative_error
 
 STEPS = {
     "train": 10, "two_forwards": 1, "two_losses": 0.7, "evaluate": 1.2, "forward_only": 0.7, "gradient_of_input": 0.7,
@@ -135,7 +135,7 @@ def _right(program) -> str:
 
     def as_ours(kind) -> bool:
         def moved(label, values):
-            return max(_error(_of(program, kind, k).seen.get(label), values) for k in range(1, NOISES + 1))
+            return max(relative_error(_of(program, kind, k).seen.get(label), values) for k in range(1, NOISES + 1))
 
         return first_difference(ours, _of(program, kind, 0), moved) is None
 
