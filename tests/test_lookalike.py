@@ -360,6 +360,18 @@ LIARS = {
 }
 
 
+def test_generators_of_gpus_are_left_alone(monkeypatch):
+    """torch.manual_seed seeds all of them."""
+
+    class Norm(LlamaNorm):
+        """Of which there is no proof yet."""
+
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    m = hfnn.convert(Norm(32))
+    assert isinstance(m, lookalike.LookAlike) and not seeded
+
+
 @pytest.mark.parametrize("make", LIARS)
 def test_liars_are_left_alone(make):
     m = make()
