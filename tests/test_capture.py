@@ -15,8 +15,9 @@ from torch import nn
 import hfnn
 from hfnn.capture import captured
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "bench")]
 import test_families as families
+import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* [aA]ttention defaults to a non-deterministic algorithm")
 
@@ -271,6 +272,36 @@ def test_models_of_transformers(graphs, family, autocast):
     assert counts["replayed"] == 4 or (family in NOT_STOCK and not counts["replayed"]), counts
     differ = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
     assert not differ, [(i, results[0][i].shape, (results[0][i] - results[1][i]).abs().max()) for i in differ[:4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "vit", "swin", "unet"])
+def test_fifty_steps(graphs, name, monkeypatch):
+    """Of one, two and four calls, of two shapes in turns: losses, gradients, the state are those without capture."""
+    of, results = zoo.MODELS[name], []
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    pytest.importorskip({"vit": "timm", "swin": "timm", "unet": "diffusers"}.get(name, "transformers"))
+    for capture in (False, True):
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = hfnn.convert(of.build(None, True).eval(), prefer="memory", capture=capture)
+            batches = [of.batch(model, of.tiny[0] + more, of.tiny[1]) for more in (0, 1)]
+        optimizer, seen, calls = torch.optim.AdamW(model.parameters(), 1e-3), [], 0
+        for step in range(50):
+            for _ in range((1, 2, 4)[step % 3]):
+                loss = of.loss(model, **batches[step % 2])
+                loss.backward()
+                seen.append(loss.detach())
+                calls += 1
+            seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(seen + [t.clone() for t in model.state_dict().values()])
+    counts = vars(model)["_hfnn_capture"].counts
+    assert counts == {"before recording": 6, "replayed": calls - 6} or (
+        name in NOT_STOCK and "replayed" not in counts
+    ), counts
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def _padding(kind, rows, tokens):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hfnn.core.ask import ask, may_ask, recorded
+from hfnn.core.ask import ask, may_ask
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op
 from hfnn.ops import cross_entropy as logits_room
@@ -68,7 +68,7 @@ OP = Op(
     sums=True,
 )
 
-# In a recorded graph, the room for tokens that count is a multiple of 1 / SHARES of all of them.
+# Of the tokens that count, with some that do not, a multiple of 1 / SHARES of all of them is worked on.
 SHARES, LEAST_SHARE = 32, 128
 
 
@@ -98,47 +98,44 @@ class Rows(NamedTuple):
     share: torch.Tensor  # (T,) what a token counts in a mean; 0 where ignored
     scale: torch.Tensor | None  # (T,) token_weight, or None for 1
     total: torch.Tensor  # sum of share
-    kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order
-    filled: bool = False  # whether T, which is no token, stands in the places behind the last of them
+    kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order; then T, which is no token
 
 
 def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
     wide, target = torch.promote_types(call.dtype, torch.float32), target.reshape(-1)
     scale = None if token_weight is None else token_weight.reshape(-1).to(wide)
-    kept, filled = _kept(target != call.options[0]) if call.compact else (None, False)
+    kept = _kept(target != call.options[0]) if call.compact else None
     if kept is not None:
-        target = _taken(target, kept, filled, call.options[0])
-        scale = None if scale is None else _taken(scale, kept, filled, 0)
+        target = _taken(target, kept, call.options[0])
+        scale = None if scale is None else _taken(scale, kept, 0)
     share = _class_weights(target, class_weight, call).to(wide)
     share = share if scale is None else share * scale
-    return Rows(target, share, scale, share.sum(), kept, filled)
+    return Rows(target, share, scale, share.sum(), kept)
 
 
 def _kept(counted):
-    """(which tokens count, `Rows.filled`); (None, False) where nobody may wait for it, and where all count.
+    """Which tokens count, and T up to a whole number of shares; None where nobody may wait for it, and for all shares.
 
-    A recorded graph has room for a number of tokens: it asks how many shares of all of them are enough.
+    Shares, for a recorded graph has room for a number of tokens: products are of the same sizes in it and outside.
     """
-    if not recorded():
-        return (counted.nonzero().view(-1), False) if may_ask(counted) else (None, False)
+    if not may_ask(counted):
+        return None
     share = max(LEAST_SHARE, counted.numel() // SHARES)
     full = -(-counted.numel() // share)
     (shares,) = ask((counted.sum() + share - 1) // share, (-(-full // 6),))  # of masked language models: 15 in 100
     if shares == full:
-        return None, False
-    return torch.nonzero_static(counted, size=shares * share, fill_value=counted.numel()).view(-1), True
+        return None
+    return torch.nonzero_static(counted, size=shares * share, fill_value=counted.numel()).view(-1)
 
 
-def _taken(x, kept, filled: bool, fill):
+def _taken(x, kept, fill):
     """The rows of x that are kept; `fill` where that is none."""
-    if not filled:
-        return x[kept]
     return torch.cat((x, x.new_full((1, *x.shape[1:]), fill)))[kept]
 
 
 def _laid(some, rows: Rows, tokens: int):
     """Zeros for all tokens, and the rows of those that are kept."""
-    every = some.new_zeros(tokens + rows.filled, *some.shape[1:])
+    every = some.new_zeros(tokens + 1, *some.shape[1:])
     return every.index_copy_(0, rows.kept, some)[:tokens]
 
 
@@ -155,15 +152,14 @@ def _operands(hidden, weight, bias, call: CrossEntropyCall, rows: Rows) -> head.
     given = head.operands(hidden, weight, bias, call.dtype, pad)
     if rows.kept is None:
         return given
-    at = rows.kept.clamp(max=len(given.hidden) - 1) if rows.filled else rows.kept
-    return replace(given, hidden=given.hidden[at])
+    return replace(given, hidden=given.hidden[rows.kept.clamp(max=len(given.hidden) - 1)])
 
 
 def _factor(rows: Rows, call: CrossEntropyCall, dy=None):
     """What the gradient of a row is multiplied by: (T,), or (1,) for one number. dy: that of reduction="none"."""
     factor = rows.total.new_ones(1) if dy is None else dy.reshape(-1).to(rows.total.dtype).contiguous()
     if dy is not None and rows.kept is not None:
-        factor = _taken(factor, rows.kept, rows.filled, 0)
+        factor = _taken(factor, rows.kept, 0)
     if call.reduction == "mean" and not call.late:
         factor = factor / rows.total
     return factor if rows.scale is None else factor * rows.scale
