@@ -63,8 +63,8 @@ def draw(op, case, dtype, device: str) -> Inputs:
 
 
 def _cotangent(y: torch.Tensor) -> torch.Tensor:
-    # A training step begins its backward with 1 at a loss, and Liger has a shorter way for just that.
-    return torch.randn(y.shape, dtype=torch.float32).to(y.dtype) if y.dim() else torch.ones_like(y)
+    # In the layout of y. A training step begins with 1 at a loss, and Liger has a shorter way for just that.
+    return torch.randn_like(y, dtype=torch.float32).to(y.dtype) if y.dim() else torch.ones_like(y)
 
 
 def several(y) -> tuple[torch.Tensor, ...]:

@@ -28,7 +28,6 @@ ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
 PIECEWISE = ACTIVATIONS.index("relu6")
 LEAST_PLANE = 128  # elements
 LEAST_LAST = 1 << 20  # elements, with the channels last
-UNTRIED = 1 << 62  # elements: more than there are, so that a call on a GPU looks no further
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -83,7 +82,7 @@ def sample(case, dtype, device, generator=None):
 
 def _op(name, torchs, floor, cases, bench, **more):
     return Op(
-        name, reference, torchs, kernels=kernels("batch_norm", floor, cuda=UNTRIED, tried=False), sample=sample,
+        name, reference, torchs, kernels=kernels("batch_norm", floor, cuda=1 << 25), sample=sample,
         cases=cases, bench=bench, traffic=(3, 5), saves=False, sums=True, **more,
     )  # fmt: skip
 
@@ -319,6 +318,8 @@ def _run(op, x, running_mean, running_var, weight, bias, training, momentum, eps
         return None  # its flags begin a byte in each row
     if residual is not None and x.is_cpu and prefer != "memory" and forced() is None and _slower(x, layout):
         return None
+    if x.is_cuda and not training and layout is not torch.contiguous_format and x.requires_grad:
+        return None  # torch's gradient of x is contiguous there
     how = bool(training), float(momentum), eps, kind, slope
     if torch.is_grad_enabled():
         return _BatchNorm.apply(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel)

@@ -101,7 +101,8 @@ def test_modules_batch_after_batch(mode, case, dims, layout, kernel, device):
     exact = stepped(wide, [x.double() for x in batches], [dy.double() for dy in dys])
     with hfnn.use(kernel):
         found = stepped(mine, batches, dys)
-    assert found[0].grad_fn.name() == "_BatchNormBackward"
+    strided = device == "cuda" and layout == "channels_last" and mode != "train"  # torch's gradient is contiguous there
+    assert (found[0].grad_fn.name() == "_BatchNormBackward") is not strided
     assert len(found) == len(exact)
     for i, (a, b, c) in enumerate(zip(found, exact, own, strict=True)):
         held(a, b, c, f"result {i}", batches[0].numel(), kernel == "cpp")
