@@ -39,6 +39,7 @@ from hfnn.capture import captured
 
 # Neighbours in this order are neighbours in time.
 MODES = ("eager", "hfnn", "hfnn-memory", "hfnn-captured", "compile", "compile-0.75", "liger")
+EXACT = ("hfnn-exact", "hfnn-captured-exact")  # with exact=True, asked for by name
 PAIRS = ("eager", "hfnn", "hfnn-captured")
 WARM_UP = 5  # capture records after three
 # Losses after the same steps differ by the dropout masks that were drawn, and by rounding: by this share of eager's, or
@@ -67,7 +68,7 @@ def prepare(mode: str, of: Model) -> Callable:
         return torch.compile
     if mode.startswith("hfnn"):
         prefer = "memory" if mode == "hfnn-memory" else "auto"
-        return functools.partial(hfnn.convert, prefer=prefer, capture=mode == "hfnn-captured")
+        return functools.partial(hfnn.convert, prefer=prefer, capture="captured" in mode, exact="exact" in mode)
     return lambda model: model
 
 
@@ -122,7 +123,7 @@ def measure(name: str, mode: str, options) -> dict:
     training.forget()
     found = {}
     # Hooks would have compiled code compiled again.
-    if not mode.startswith("compile") and mode != "hfnn-captured":  # which hooks would end
+    if not mode.startswith("compile") and "captured" not in mode:  # which hooks would end
         saved = hfnn.memory.saved_bytes(training.loss)
         found["hooks_gib"] = (saved.total + saved.aside) / GIB
     of_steps = _on_cuda if options.device == "cuda" else _on_cpu
@@ -306,7 +307,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser = cli.parser(__doc__, tiny="models and batches of next to no size")
     add = parser.add_argument
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--modes", nargs="*", choices=MODES, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
+    add("--modes", nargs="*", choices=MODES + EXACT, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
     add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
     add("--layers", type=int, help="another number of layers than the model has")
     add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")

@@ -215,7 +215,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
   // By the size alone, and not by whether a recipe was taken, for no bit of a gradient may depend on that.
-  const bool wide = worth && args[6] != Py_True && state().wide;
+  const bool wide = worth && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
   const Tensor* leaves[] = {x, given, bias};
   for (int i = 0; i < 3; ++i)
     node->of[i] = wide && leaves[i]->defined() && leaves[i]->scalar_type() == at::kFloat ? at::kFloat : dtype;

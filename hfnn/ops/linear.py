@@ -7,10 +7,10 @@ the input comes with a recipe (hfnn/core/recipe.py), its sources are kept instea
 for all consumers, and the weight's cast is made again instead of kept. With recompute=True the output has a recipe,
 too: its consumers keep nothing, and the product runs again in backward.
 
-Gradients are torch's to the bit. Switched off, for it has not run on a GPU yet, is another way for those of float32
-tensors under autocast, of inputs from `FLOORS` on (`wide`). torch rounds each product to 16 bits, casts it to float32,
-and adds it to the products of the same input. There a product has float32 results at once and is added where the sum
-is, and the sum of a bias' gradient is a product with a row of ones. exact=True keeps torch's order.
+Gradients are torch's to the bit, but for those of float32 tensors under autocast on a GPU, of inputs from `FLOORS` on.
+torch rounds each product to 16 bits, casts it to float32, and adds it to the products of the same input. Here a product
+has float32 results at once and is added where the sum is, and the sum of a bias' gradient is a product with a row of
+ones: fewer roundings, 5 to 10% less time for a step (docs/notes/models.md). exact=True keeps torch's order.
 """
 
 import functools
@@ -162,13 +162,13 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact):
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
     low = recipe.cast(x, dtype) if token is None else None
-    unrounded = casts and not exact and x.numel() >= FLOORS[prefer] and wide
+    unrounded = casts and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
     return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, unrounded))
 
 
 # Under autocast, by preference: the smallest input of which not to keep a cast, nor of the weight, is worth host time.
 FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
-wide = False  # tests switch it on, on the CPU too
+wide_on_cpu = False  # tests switch it on
 
 
 def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=False):
@@ -176,8 +176,8 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
     result keep nothing of it, and it is computed again in backward. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: gradients are torch's to the
-    bit also where `wide` is switched on. Raises what torch raises.
+    (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: all gradients are torch's to
+    the bit. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
     y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact)

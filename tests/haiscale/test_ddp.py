@@ -120,6 +120,15 @@ def check_training(results):
             assert result.get(name, True), (name, result)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "hfreduce"])
+def test_captured_on_two_gpus(backend, tmp_path):
+    options = {"gpus": True, "env": lambda rank: {"DDP_DEVICE": f"cuda:{rank}"}, "backend": backend}
+    check_training(
+        [of_rank["captured"] for of_rank in run(WORKER, {"captured": ["captured", {}]}, 2, tmp_path, **options)]
+    )
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(found, name):
     """Losses, gradients, parameters and buffers are those of torch's wrapper; several buckets."""

@@ -314,16 +314,16 @@ def test_a_weight_that_no_gradient_needs_may_change(device):
 @pytest.fixture(params=["C++", "Python"])
 def wide(request, monkeypatch):
     """Switched on."""
-    monkeypatch.setattr(linear_room, "wide", True)
+    monkeypatch.setattr(linear_room, "wide_on_cpu", True)
     if request.param == "Python":
         monkeypatch.setattr(linear_room, "_native", native._python)
         yield
         return
     if native.extension is None:
         pytest.skip(native.why)
-    native.extension.set_wide(True)
+    native.extension.set_wide_on_cpu(True)
     yield
-    native.extension.set_wide(False)
+    native.extension.set_wide_on_cpu(False)
 
 
 def apart(found, wanted, exact):
