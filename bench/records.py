@@ -9,7 +9,8 @@ a batch advised ahead, and nothing checked. `disk` is what the disk itself gives
 past the page cache, with one to two batches of reads at once. Cold: files are dropped from the page cache and opened
 anew, which counts; whose stay there has no such row. Warm: the third pass over the files. `CPU us` is the time of the
 process on all cores for a record, which other work on the machine does not change much. Who is not installed is said
-so. What is read is compared with what was written.
+so. What is read is compared with what was written. malloc keeps the memory that it is given back: otherwise it depends
+on who ran before whether a reader's results cost page faults, which take longer than the reading.
 
 --share 0.1 reads a tenth of the records, as of files that are larger than memory: what a reader fetches besides is
 then of no use to it. `disk bytes` is what came from the disk for each byte of a record.
@@ -21,6 +22,7 @@ hfrecord in an order like these, the sampler's window=1024. datasets maps its fi
 opened; `hfrecord-all` does the same by advice.
 """
 
+import ctypes
 import gc
 import os
 import shutil
@@ -107,6 +109,14 @@ def from_disk() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
 
 
+def keeps_memory() -> None:
+    """Has glibc's malloc map nothing for what is smaller than 32 MiB, the most it takes, and give nothing back."""
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+
+
 def row(size: str, mode: str, name: str, found: list[tuple], count: int, nbytes: int, share: float) -> dict:
     times, cpu, fetched = zip(*found, strict=True)
     middle = float(np.median(times))
@@ -141,6 +151,7 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     options.megabytes = 1 if options.tiny else options.megabytes
     path = report.path(options.results, "cpu", "-records")
+    keeps_memory()
     with report.shown(table, f"{path.stem}: random batches of {BATCH}") as rows:
         for size in options.size:
             rows += report.append(path, measure(size, options))
