@@ -9,7 +9,8 @@ a batch advised ahead, and nothing checked. `disk` is what the disk itself gives
 past the page cache, with one to two batches of reads at once. Cold: files are dropped from the page cache and opened
 anew, which counts; whose stay there has no such row. Warm: the third pass over the files. `CPU us` is the time of the
 process on all cores for a record, which other work on the machine does not change much. Who is not installed is said
-so. What is read is compared with what was written.
+so. What is read is compared with what was written. malloc keeps the memory that it is given back: otherwise it depends
+on who ran before whether a reader's results cost page faults, which take longer than the reading.
 
 --share 0.1 reads a tenth of the records, as of files that are larger than memory: what a reader fetches besides is
 then of no use to it. `disk bytes` is what came from the disk for each byte of a record.
@@ -21,6 +22,7 @@ hfrecord in an order like these, the sampler's window=1024. datasets maps its fi
 opened; `hfrecord-all` does the same by advice.
 """
 
+import ctypes
 import gc
 import os
 import shutil
@@ -54,7 +56,7 @@ def dropped(path: Path) -> bool:
 
 
 def measure(size: str, options) -> list[dict]:
-    """Rows of one size: everybody's epochs, in turns."""
+    """Rows of one size: everybody's epochs, in turns, in an order that each round draws anew."""
     low, high = SIZES[size]
     rng = np.random.default_rng(0)
     count = max(2 * BATCH, (options.megabytes << 20) * 2 // (low + high)) // BATCH * BATCH
@@ -77,8 +79,10 @@ def measure(size: str, options) -> list[dict]:
                 print(f"skipped: {mode}: {error}")
                 continue
             made[mode].write(map(record, range(count)))
+        readers = list(made.items())
         for _ in range(options.rounds):
-            for mode, given in made.items():
+            for k in rng.permutation(len(readers)):  # a disk that has rested is faster for a while
+                mode, given = readers[k]
                 cold = dropped(given.path)
                 for name in ("cold" if cold else "not cold", "second", "warm"):
                     before, begin, cpu, read = from_disk(), time.perf_counter(), time.process_time(), 0
@@ -105,6 +109,14 @@ def from_disk() -> int:
     """Bytes that this process has had read from disks, by itself or by advice."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
+
+
+def keeps_memory() -> None:
+    """Has glibc's malloc map nothing for what is smaller than 32 MiB, the most it takes, and give nothing back."""
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def row(size: str, mode: str, name: str, found: list[tuple], count: int, nbytes: int, share: float) -> dict:
@@ -141,6 +153,7 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     options.megabytes = 1 if options.tiny else options.megabytes
     path = report.path(options.results, "cpu", "-records")
+    keeps_memory()
     with report.shown(table, f"{path.stem}: random batches of {BATCH}") as rows:
         for size in options.size:
             rows += report.append(path, measure(size, options))

@@ -29,6 +29,8 @@ try:
 except ImportError:
     OPEN = 128
 LARGEST_RATIO, SMALL = 64, 16 << 20  # a record expands to 64 times its stored length at most, or to 16 MiB
+PIECE = 128 << 10  # Linux cuts advice off behind its read-ahead, which is at least this by default
+STARTED = 1024  # records of one read that are advised before the first of them is read
 _advise = getattr(os, "posix_fadvise", None)
 
 
@@ -121,7 +123,18 @@ class File:
         if _advise:
             entries = self.entries(numbers)
             for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
-                _advise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
+                end = offset + length
+                begin = offset // mmap.PAGESIZE * mmap.PAGESIZE if length else end
+                for at in range(begin, end, PIECE):
+                    _advise(self.fd, at, min(PIECE, end - at), os.POSIX_FADV_WILLNEED)
+
+    def cached(self, number: np.ndarray) -> bool:
+        """Whether a record, int64 (1,), in range, is in memory: at its middle, for its ends may come with others."""
+        offset, length = self.entries(number)[["offset", "length"]][0].item()
+        try:
+            return not length or os.preadv(self.fd, [bytearray(1)], offset + length // 2, os.RWF_NOWAIT) == 1
+        except (OSError, AttributeError):  # not there, or no system that could tell
+            return False
 
     def decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
         """A record as it was before it was compressed; number, offset: for an error's text."""
@@ -235,18 +248,32 @@ class FileReader:
     def __getitems__(self, indices) -> list:
         """The records at `indices`, a sequence of integers, in this order; DataLoader fetches a batch by it."""
         places = self._places(indices)
+        self._start(places)
         return self._decoded(self._read(places), places)
 
     def read(self, indices, ahead=None) -> list[bytes]:
         """The bytes of the records at `indices`, in this order. ahead: indices that are advised before."""
+        places = self._places(indices)
+        self._start(places)  # before others, for these are waited for
         if ahead is not None:
             self.advise(ahead)
-        return self._read(self._places(indices))
+        return self._read(places)
 
     def advise(self, indices) -> None:
-        """Starts to read the records at `indices` and returns at once: a later `read` will find them in memory."""
-        places = self._places(indices)
-        if self._looks is not None and native.extension.advise(self._looks, *self._located(places)[1:]):
+        """Starts to read the records at `indices` and returns as soon as the disk has room for them in its queue."""
+        self._advise(self._places(indices), self._looks)
+
+    def _start(self, places: np.ndarray) -> None:
+        """Advises what is about to be read, for the disk to have many reads at once, unless the first is in memory."""
+        if len(places) < 2 or (self._looks and self._looks.warm):
+            return
+        file, number, _ = next(self._groups(places[:1]))
+        if not file.cached(number):
+            # Looks of its own: what somebody has advised a moment ago says nothing of the files.
+            self._advise(places[:STARTED], self._looks and native.extension.Looks())
+
+    def _advise(self, places: np.ndarray, looks) -> None:
+        if looks is not None and native.extension.advise(looks, *self._located(places)[1:]):
             return
         for file, numbers, _ in self._groups(places):
             file.advise(numbers)

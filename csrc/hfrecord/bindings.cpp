@@ -163,7 +163,10 @@ bool advise_batch(Looks& looks, const py::sequence& files, const py::object& whi
   Batch batch(files, which, numbers);
   const py::gil_scoped_release release;
   batch.find();
-  const size_t count = batch.entries.size(), step = std::max<size_t>(1, count / Looks::OF_BATCH);
+  const size_t count = batch.entries.size();
+  uint64_t bytes = 0;
+  for (const Entry& entry : batch.entries) bytes += entry.length;
+  const size_t step = bytes > Looks::LARGE * count ? 1 : std::max<size_t>(1, count / Looks::OF_BATCH);
   for (size_t k = step / 2; k < count; k += step) batch.file(k).look(batch.entries[k], looks);
   for (size_t at = 0; at < count && !looks.warm();) {
     const size_t last = batch.run(at, count);

@@ -15,7 +15,8 @@
 namespace hfrecord {
 namespace {
 
-constexpr size_t MOST_PARTS = 64;  // of a system call
+constexpr size_t MOST_PARTS = 64;      // of a system call
+constexpr uint64_t PIECE = 128 << 10;  // Linux cuts advice off behind its read-ahead, which is at least this by default
 
 // Fills the parts, which stand behind one another in the file. False at its end, or where the system says no.
 bool fill(int fd, iovec* parts, size_t count, uint64_t offset) {
@@ -80,12 +81,16 @@ void File::look(const Entry& entry, Looks& looks) const {
 
 void File::advise(const Entry* entries, size_t count) const {
 #ifdef POSIX_FADV_WILLNEED
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   for (size_t begin = 0, end; begin < count; begin = end) {
+    const uint64_t offset = entries[begin].offset;
     uint64_t length = 0;
-    for (end = begin; end < count && entries[end].offset == entries[begin].offset + length; ++end) {
-      length += entries[end].length;
+    for (end = begin; end < count && entries[end].offset == offset + length; ++end) length += entries[end].length;
+    // A length of 0 would mean the rest of the file.
+    for (uint64_t at = offset / page * page; length > 0 && at < offset + length; at += PIECE) {
+      const uint64_t piece = std::min(PIECE, offset + length - at);
+      posix_fadvise(fd_, static_cast<off_t>(at), static_cast<off_t>(piece), POSIX_FADV_WILLNEED);
     }
-    posix_fadvise(fd_, static_cast<off_t>(entries[begin].offset), static_cast<off_t>(length), POSIX_FADV_WILLNEED);
   }
 #else
   static_cast<void>(entries), static_cast<void>(count);

@@ -19,6 +19,7 @@ static_assert(sizeof(Entry) == 24);
 class Looks {
  public:
   static constexpr size_t OF_BATCH = 4;
+  static constexpr uint64_t LARGE = 64 << 10;  // bytes from which a look at each record costs next to nothing
 
   bool warm() const { return found_ >= ENOUGH; }
   void found(bool there) {

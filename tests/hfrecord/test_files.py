@@ -5,6 +5,7 @@ What random programs do with them is in tests/fuzz/records.py, damage in test_da
 
 import concurrent.futures
 import errno
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import hfrecord
-from hfrecord import format, reader
+from hfrecord import format, native, reader
 
 RECORDS = [bytes([i]) * (i * 37 % 300) for i in range(100)]
 
@@ -268,7 +269,7 @@ def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
             writer.write(os.urandom(100_000))
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # before it is mapped: what is mapped stays
-    found, buffer = hfrecord.FileReader(path), bytearray(1000)
+    found, buffer, number = hfrecord.FileReader(path), bytearray(1000), np.array([10])
     offset = int(found._file(0).table.entries(np.array([10]))["offset"][0])
 
     def cached() -> bool:
@@ -280,10 +281,51 @@ def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
     try:
         if cached():
             pytest.skip("this file system keeps all it is given")
+        assert not found._file(0).cached(number)
         found.advise([10])
         assert any(cached() for _ in range(1_000_000)), "advice was not taken"
+        found.read([10])
+        assert found._file(0).cached(number)
     finally:
         os.close(fd)
+
+
+def test_advice_is_given_in_pieces_that_linux_does_not_cut_off(tmp_path, monkeypatch):
+    path, calls = tmp_path / "a.hfr", []
+    monkeypatch.setattr(native, "extension", None)
+    with hfrecord.FileWriter(path) as writer:
+        for size in (5, 1_000_000, 0, 100_000):
+            writer.write(bytes(size))
+    found = hfrecord.FileReader(path)
+    entries = found._file(0).table.entries(np.arange(4))
+    monkeypatch.setattr("hfrecord.reader._advise", lambda fd, offset, length, kind: calls.append((offset, length)))
+    for number, (offset, length) in enumerate(entries[["offset", "length"]].tolist()):
+        calls.clear()
+        found.advise([number])
+        page, covered = mmap.PAGESIZE, set()
+        for begin, size in calls:
+            pages = range(begin // page, (begin + size - 1) // page + 1)
+            assert size > 0 and len(pages) * page <= 128 << 10  # 0 would be all of the file
+            covered |= set(pages)
+        assert covered == (set(range(offset // page, (offset + length - 1) // page + 1)) if length else set())
+
+
+def test_a_batch_that_is_not_in_memory_is_advised_before_it_is_read(path, monkeypatch):
+    """And before the next one; a batch of which the first is in memory is not."""
+    found, advised = hfrecord.FileReader(path), []
+    monkeypatch.setattr(hfrecord.FileReader, "_advise", lambda self, places, looks: advised.append(places.tolist()))
+    for cached, own in ((False, [[3, 1, 2]]), (True, [])):
+        monkeypatch.setattr("hfrecord.reader.File.cached", lambda self, number, cached=cached: cached)
+        for call, more in (
+            (lambda: found.read([3, 1, 2], ahead=[5, 4]), [[5, 4]]),
+            (lambda: found.read([3, 1, 2]), []),
+            (lambda: found[[3, 1, 2]], []),
+        ):
+            advised.clear()
+            assert call() == [RECORDS[i] for i in (3, 1, 2)]
+            assert advised == own + more
+        advised.clear()
+        assert found[3] == RECORDS[3] and not advised  # one read is as fast
 
 
 def test_an_index_takes_no_memory_of_the_process(tmp_path):

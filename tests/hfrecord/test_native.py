@@ -1,11 +1,14 @@
 """hfrecord._C against Python: checksums, reads of files on disk and in memory, damage; and under AddressSanitizer."""
 
 import concurrent.futures
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
 import sysconfig
+import time
 import zlib
 from pathlib import Path
 
@@ -128,6 +131,49 @@ def test_a_file_is_warm_while_what_is_looked_at_is_in_memory(tmp_path):
     assert not found._looks.warm
     worker.warmed(found)
     assert found._looks.warm and found[:] == hfrecord.FileReader(path)[:]
+
+
+@built
+@pytest.mark.parametrize("size", [10_000, 100_000])
+def test_large_records_are_all_looked_at(tmp_path, size):
+    """A small file of these is warm after one batch of 64."""
+    with hfrecord.FileWriter(tmp_path / "a.hfr") as writer:
+        for _ in range(64):
+            writer.write(bytes(size))
+    found = hfrecord.FileReader(tmp_path / "a.hfr")
+    found.read(range(64))  # which brings them into memory, where they are not, and looks at none
+    assert not found._looks.warm
+    found.advise(range(64))
+    assert found._looks.warm == (size > 64 << 10)
+
+
+@pytest.mark.parametrize("opened", ["native", "python"], indirect=True)
+def test_all_of_a_large_record_is_advised(tmp_path, opened):
+    path = tmp_path / "a.hfr"
+    with hfrecord.FileWriter(path) as writer:
+        writer.write(bytes(24 << 20))
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found, size = opened(path), 24 << 20
+        if _cached(file, size) > size // 2:
+            pytest.skip("this file system keeps all it is given")
+        found.advise([0])
+        end = time.monotonic() + 60
+        while _cached(file, size) < size and time.monotonic() < end:
+            time.sleep(0.01)
+        assert _cached(file, size) == size
+
+
+def _cached(file, size: int) -> int:
+    """Bytes of the first `size` that are in memory; a read that may not wait would itself begin to fetch them."""
+    pages = size // mmap.PAGESIZE
+    found = np.zeros(pages, np.uint8)
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as view:
+        begin = np.frombuffer(view, np.uint8)
+        address = (ctypes.c_void_p(begin.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data))
+        assert ctypes.CDLL(None).mincore(*address) == 0
+        del begin
+    return int((found & 1).sum()) * mmap.PAGESIZE
 
 
 @built
