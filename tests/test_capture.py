@@ -274,12 +274,19 @@ def test_models_of_transformers(graphs, family, autocast):
     assert not differ, [(i, results[0][i].shape, (results[0][i] - results[1][i]).abs().max()) for i in differ[:4]]
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*[dD]eterministic")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "vit", "swin", "unet"])
-def test_fifty_steps(graphs, name, monkeypatch):
+def test_fifty_steps(graphs, deterministic, name):
     """Of one, two and four calls, of two shapes in turns: losses, gradients, the state are those without capture."""
     of, results = zoo.MODELS[name], []
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     pytest.importorskip({"vit": "timm", "swin": "timm", "unet": "diffusers"}.get(name, "transformers"))
     for capture in (False, True):
         torch.manual_seed(0)
