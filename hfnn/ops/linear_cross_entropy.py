@@ -407,13 +407,12 @@ def linear_cross_entropy(
 
     ignore_index, label_smoothing, z_loss, softcap, logit_scale: as in `hfnn.functional.cross_entropy` (ignore_index
     None is -100, as in torch). token_weight multiplies the loss of each token and what it counts in a mean.
-    compact=True works on the tokens that are not ignored, and on a 32nd of all at most besides; the host waits for
-    their number once. group: a
-    process group, each process of which has input and target in full, and its rows of linear_weight and linear_bias;
-    no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at any time; None takes an
-    eighth to a quarter of them, as exact gradients and fast products ask for; where cuBLAS is slow on a vocabulary (one
-    that 16 bytes do not divide), a copy of the weight comes on top. prefer: "auto" | "memory" | "speed";
-    small problems are torch's. Raises ValueError for what does not fit together, and what torch raises.
+    compact=True works on the tokens that are not ignored, and on a 32nd of all, or 127, at most besides; the host waits
+    for their number once. group: a process group, each process of which has input and target in full, and its rows of
+    linear_weight and linear_bias; no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at
+    any time; None takes an eighth to a quarter of them, as exact gradients and fast products ask for; where cuBLAS is
+    slow on a vocabulary (one that 16 bytes do not divide), a copy of the weight comes on top. prefer: "auto" | "memory"
+    | "speed"; small problems are torch's. Raises ValueError for what does not fit together, and what torch raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
