@@ -94,8 +94,8 @@ def convert(
     again changes nothing but `prefer`, `recompute` and `exact`, and looks anew at modules that went back to their own
     forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
 
-    exact=True: gradients of linear maps are rounded and added up in torch's order. Without it those of float32 tensors
-    under autocast on a GPU are not rounded to 16 bits where inputs are large (hfnn/ops/linear.py).
+    exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it
+    those of float32 tensors, of large inputs, are not rounded to 16 bits, which takes less time (hfnn/ops/linear.py).
 
     capture=True: on a GPU the model's forward and backward are replayed as CUDA graphs, once three calls of the same
     shapes have run as they are (hfnn/capture). The loop around it stays as it is. What cannot be replayed runs as it

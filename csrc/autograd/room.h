@@ -169,7 +169,7 @@ class Room : public Node {
 // Switches and counters, for tests and reports.
 struct State {
   std::atomic<bool> recipes{true};
-  std::atomic<bool> wide_on_cpu{false};  // whether gradients are wide there too (hfnn/ops/linear.py), for tests
+  std::atomic<bool> wide_on_cpu{false};  // 16-bit products end in float32 there, too, as they do on a GPU: for tests
   std::atomic<int64_t> taken{0}, rebuilt{0};
 };
 State& state();

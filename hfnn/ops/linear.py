@@ -10,7 +10,8 @@ too: its consumers keep nothing, and the product runs again in backward.
 Gradients are torch's to the bit, but for those of float32 tensors under autocast on a GPU, of inputs from `FLOORS` on.
 torch rounds each product to 16 bits, casts it to float32, and adds it to the products of the same input. Here a product
 has float32 results at once and is added where the sum is, and the sum of a bias' gradient is a product with a row of
-ones: fewer roundings, 5 to 10% less time for a step (docs/notes/models.md). exact=True keeps torch's order.
+ones: fewer roundings, and 5 to 10% less time for a captured step (docs/notes/models.md). exact=True keeps torch's
+order.
 """
 
 import functools
@@ -162,13 +163,13 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact):
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
     low = recipe.cast(x, dtype) if token is None else None
-    unrounded = casts and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
-    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, unrounded))
+    wide = casts and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
+    return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, wide))
 
 
 # Under autocast, by preference: the smallest input of which not to keep a cast, nor of the weight, is worth host time.
 FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
-wide_on_cpu = False  # tests switch it on
+wide_on_cpu = False  # for tests: gradients are made on the CPU as on a GPU
 
 
 def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=False):
@@ -176,8 +177,8 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
 
     Shapes: input (*, in), weight (out, in), bias (out,) or None; result (*, out). recompute: the rooms that consume the
     result keep nothing of it, and it is computed again in backward. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: all gradients are torch's to
-    the bit. Raises what torch raises.
+    (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: gradients are torch's to the
+    bit on a GPU under autocast, too. Raises what torch raises.
     """
     # Where there is nothing to gain, a call pays for no more than this line.
     y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact)

@@ -152,7 +152,10 @@ def _operands(hidden, weight, bias, call: CrossEntropyCall, rows: Rows) -> head.
     given = head.operands(hidden, weight, bias, call.dtype, pad)
     if rows.kept is None:
         return given
-    return replace(given, hidden=given.hidden[rows.kept.clamp(max=len(given.hidden) - 1)])
+    # Behind the last comes the first again, whose hidden state is as sound as any that counts; a graph may find none.
+    tokens = len(given.hidden)
+    at = rows.kept.where(rows.kept < tokens, rows.kept[:1]).clamp(max=tokens - 1)
+    return replace(given, hidden=given.hidden[at])
 
 
 def _factor(rows: Rows, call: CrossEntropyCall, dy=None):

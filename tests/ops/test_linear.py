@@ -17,7 +17,7 @@ from hfnn.ops import linear as linear_room
 ROWS, COLS, WIDE = 48, 64, 96
 
 
-# Under autocast small inputs are torch's unless memory is asked for.
+# Under autocast small inputs are torch's unless memory is asked for; and on a GPU gradients are not torch's to the bit.
 added_up = functools.partial(hfnn.functional.linear, prefer="memory")
 linear = functools.partial(added_up, exact=True)
 
@@ -308,12 +308,12 @@ def test_a_weight_that_no_gradient_needs_may_change(device):
     assert same(step(linear), step(torch.nn.functional.linear))
 
 
-# Gradients of float32 tensors under autocast, where they are not rounded to 16 bits
+# Gradients of float32 tensors under autocast, as on a GPU
 
 
 @pytest.fixture(params=["C++", "Python"])
 def wide(request, monkeypatch):
-    """Switched on."""
+    """They are made so on the CPU, too."""
     monkeypatch.setattr(linear_room, "wide_on_cpu", True)
     if request.param == "Python":
         monkeypatch.setattr(linear_room, "_native", native._python)
