@@ -132,10 +132,13 @@ def append(path: Path, rows: list[dict]) -> list[dict]:
 # Reading
 
 
-def newest(path: Path) -> list[dict]:
-    """The last row of each key, in the order in which the keys first came."""
+def newest(path: Path, beside: str | None = None) -> list[dict]:
+    """The last row of each key, in the order in which the keys first came. beside: only of runs that have this provider."""
     with path.open(newline="") as file:
-        return list({tuple(r[k] for k in KEY): r for r in csv.DictReader(file)}.values())
+        rows = list(csv.DictReader(file))
+    runs = {(r["date"], r["op"], r["case"]) for r in rows if r["provider"] == beside}
+    rows = rows if beside is None else [r for r in rows if (r["date"], r["op"], r["case"]) in runs]
+    return list({tuple(r[k] for k in KEY): r for r in rows}.values())
 
 
 def show(folder: Path, column: str | None, plots: bool) -> int:

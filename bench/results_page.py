@@ -33,9 +33,10 @@ class Table:
     every: dict = field(default_factory=dict)
     passes: tuple[str, ...] = ("forward", "backward")
     corner: str = ""
+    beside: str | None = None  # a provider: only rows count of runs that have one of it
 
     def __str__(self) -> str:
-        known = report.newest(RESULTS / f"{self.file}.csv")
+        known = report.newest(RESULTS / f"{self.file}.csv", self.beside)
         lines = [f"| {self.corner} | {' | '.join(self.columns)} |", "| --- " * (1 + len(self.columns)) + "|"]
         for heading, row in self.rows.items():
             cells = [self._cell(known, {**self.every, **row, **column}) for column in self.columns.values()]
@@ -210,6 +211,7 @@ TABLES = (
         },
         _of_stock,
         passes=("step",),
+        beside="eager",
     ),
     Table(
         "Norms, activations, dropout, softmax",
