@@ -133,7 +133,7 @@ def append(path: Path, rows: list[dict]) -> list[dict]:
 
 
 def newest(path: Path, beside: str | None = None) -> list[dict]:
-    """The last row of each key, in the order in which the keys first came. beside: only of runs that have this provider."""
+    """The last row of each key, in the order in which the keys first came. beside: of runs with this provider alone."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs = {(r["date"], r["op"], r["case"]) for r in rows if r["provider"] == beside}
