@@ -76,6 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gated(m);
   bind_dropout(m);
   bind_linear(m);
+  bind_joint(m);
   bind_triton(m);
   py::class_<Token>(m, "Token")
       .def("tensor", &Token::tensor, py::arg("dtype") = py::none())

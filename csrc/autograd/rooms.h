@@ -47,5 +47,6 @@ void bind_smooth(py::module_& m);
 void bind_gated(py::module_& m);
 void bind_dropout(py::module_& m);
 void bind_linear(py::module_& m);
+void bind_joint(py::module_& m);
 
 }  // namespace hfnn::node

@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from hfnn.core import native
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
@@ -42,6 +43,7 @@ OP = Op(
     recipe=False,
 )
 _passes = OP.passes
+_joint = native.call("joint")  # csrc/autograd/joint.cpp: views of one product, whose gradient becomes one copy
 
 
 class _Attention(Function):
@@ -176,6 +178,9 @@ def scaled_dot_product_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
     )
     ordinary = asked.ordinary and not return_lse
+    joint = _joint(query, key, value)
+    if joint is not None and joint is not NotImplemented:
+        query, key, value = joint
     if ordinary and suffices(query, attn_mask, dropout_p, prefer):
         if attn_mask is None:
             return backends.plain(query, key, value, dropout_p, is_causal, scale, enable_gqa)
