@@ -16,7 +16,7 @@ from hfnn.ops.attention import backend_times, backends
 from hfnn.ops.attention.backend_times import NUMBERS, Kind
 
 CUDNN, FLASH, EFFICIENT = (NUMBERS[name] for name in ("cudnn", "flash", "efficient"))
-FLASH_FIRST, CUDNN_FIRST = backends._TORCHS
+FLASH_FIRST, _ = backends._TORCHS
 KIND = Kind("GPU", "torch", torch.bfloat16, 64, 64, True, False, True, False, 1)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -75,7 +75,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(backends, "context", lambda *tensors: None)
     monkeypatch.setattr(backends, "gpu", lambda place: "NVIDIA H200")
     monkeypatch.setattr(backend_times, "measure", gpu.measure)
-    monkeypatch.setattr(backend_times, "_may_measure", lambda: not gpu.capturing)
+    monkeypatch.setattr(backends, "capturing", lambda: gpu.capturing)
     return gpu
 
 
@@ -201,14 +201,17 @@ def test_dropout_goes_the_same_way_with_and_without_grad(gpu):
     assert not gpu.measured[1][0].grad
 
 
-def test_in_a_capture_nothing_is_measured_and_later_it_is(gpu):
+def test_what_comes_first_in_a_capture_goes_by_torchs_order(gpu):
+    """cuDNN would plan, which spoils the capture, for a shape that is new, also of a kind with times."""
     gpu.capturing = True
     run()
-    run((2, 4, 1024, 80))
-    assert gpu.orders == [CUDNN_FIRST, FLASH_FIRST] and not gpu.measured, "a guess where there is one"
-    gpu.capturing, gpu.times["efficient"] = False, 0.5
+    assert gpu.orders == [FLASH_FIRST] and not gpu.measured
+    gpu.capturing = False
     run()
-    assert gpu.orders[-1][0] == EFFICIENT and len(gpu.measured) == 1
+    gpu.capturing = True
+    run()
+    run((3, 4, 1024, 64))
+    assert [order[0] for order in gpu.orders[1:]] == [CUDNN, CUDNN, FLASH_FIRST[0]] and len(gpu.measured) == 1
 
 
 def test_without_memory_torchs_order_and_another_try(gpu, monkeypatch):

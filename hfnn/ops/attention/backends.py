@@ -11,7 +11,8 @@ are kept in a file for the next process (backend_times.py), and `python -m hfnn.
 without a backward goes where one with a backward goes: a checkpoint that runs forward again must draw the same mask.
 
 cuDNN plans for each shape anew, which takes it some tens of milliseconds: the first `PLANS` shapes of a kind may have
-it, and the others have the next best backend, for good, so that batches of ever new lengths do not plan at every step.
+it, and the others have the next best backend, for good, so that batches of ever new lengths do not plan at every step. It
+may not plan while a CUDA graph is captured: calls that come first in a capture go by torch's own order.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import torch
 from torch._C import _SDPBackend
 
 from hfnn.core import kernel
-from hfnn.core.context import compiling, context
+from hfnn.core.context import capturing, compiling, context
 from hfnn.core.kernel import FLOATS
 from hfnn.ops.attention import backend_times
 from hfnn.ops.attention.backend_times import BUCKETS, MEASURED, NUMBERS, Kind, get_order, in_order, lock, set_order
@@ -47,9 +48,6 @@ _TORCHS = (_FLASH_FIRST, _CUDNN_FIRST)
 
 NOISE = 1.03  # a backend slower than the fastest by no more than this counts as equal, and torch's own order decides
 PLANS, MOST = 16, 4096  # shapes of a kind that cuDNN plans for; calls that are remembered
-
-# Where nothing was measured and nothing can be: (beginning of the GPU's name, widths of a head, order), of 16 bits.
-_GUESSES = (("NVIDIA H200", (64, 128), _CUDNN_FIRST), ("NVIDIA H100", (64, 128), _CUDNN_FIRST))
 
 _UNKNOWN = object()
 _known: dict[tuple, list[int] | None] = {}  # the very call -> its order; None: torch's own
@@ -140,7 +138,7 @@ def _resolve(call: tuple, query, key, value) -> list[int] | None:
     (shape, keys, values), dtype, causal, dropout, grad, gqa, enabled, place = call
     if {len(shape), len(keys), len(values)} != {4} or 0 in (*shape, *keys, *values) or dtype not in FLOATS:
         return _remember(call, None)
-    if not any(enabled) or context(query, key, value) is not None:
+    if not any(enabled) or context(query, key, value) is not None or capturing():
         return None
     _begin(place)
     if not _torch_decides():
@@ -151,7 +149,7 @@ def _resolve(call: tuple, query, key, value) -> list[int] | None:
     names = [name for name, on in zip(NUMBERS, enabled, strict=True) if on]
     row = backend_times.row(kind, names, place)
     if row is None:
-        return _guess(kind)
+        return None
     order = _ranking(row, names, get_order())
     if order is not None and order[0] == NUMBERS["cudnn"] and not _may_plan(kind, (shape, keys, values)):
         order = _ranking(row, [name for name in names if name != "cudnn"], get_order()) or order
@@ -193,13 +191,6 @@ def _may_plan(kind: Kind, shapes: tuple) -> bool:
     if shapes not in planned and len(planned) < PLANS:
         planned.add(shapes)
     return shapes in planned
-
-
-def _guess(kind: Kind) -> list[int] | None:
-    for name, widths, order in _GUESSES:
-        if kind.gpu.startswith(name) and kind.dtype.itemsize == 2 and kind.width == kind.value_width in widths:
-            return order
-    return None
 
 
 @functools.cache
