@@ -12,8 +12,8 @@ hfrecord            the same JPEGs in records, the same transform, hfrecord's Da
 hfrecord-pixels     records of 256 x 256 pixels as they are, which are cropped and turned without being decoded
 
 Images are 500 x 375, of 70 KB; a crop of each is scaled to 224 x 224, and half of them are turned. Files are taken out
-of the page cache before the first epoch, where the file system allows it ("first", else "first, cached"); "second" comes
-behind it. The first batches of an epoch do not count: workers start, or have had them ready.
+of the page cache before the first epoch, where the file system allows it ("first", else "first, cached"); "second" is
+the next epoch. The first batches of an epoch do not count: workers start, or have had them ready.
 """
 
 import functools

@@ -11,8 +11,8 @@ are kept in a file for the next process (backend_times.py), and `python -m hfnn.
 without a backward goes where one with a backward goes: a checkpoint that runs forward again must draw the same mask.
 
 cuDNN plans for each shape anew, which takes it some tens of milliseconds: the first `PLANS` shapes of a kind may have
-it, and the others have the next best backend, for good, so that batches of ever new lengths do not plan at every step. It
-may not plan while a CUDA graph is captured: calls that come first in a capture go by torch's own order.
+it, and the others have the next best backend, for good, so that batches of ever new lengths do not plan at every step.
+While a CUDA graph is captured it may not plan: calls that come first in a capture go by torch's own order.
 """
 
 import contextlib
