@@ -252,6 +252,31 @@ def test_a_write_is_seen(written):
         loss.backward()
 
 
+@pytest.mark.parametrize("of_node", [False, True])
+@pytest.mark.parametrize("layout", JOINED)
+def test_hooks_of_views_that_are_gone_run(layout, of_node):
+    shape = (T, B) if layout is with_batch_second else (B, T)
+    found = []
+    for attention in stock, ours:
+        leaf = torch.ones(*shape, 3 * H * D, requires_grad=True)
+        views = layout(leaf * torch.arange(3 * H * D) * 1e-3)
+        out = attention(*views)
+        if of_node:
+            views[1].grad_fn.register_hook(lambda dxs, dys: tuple(2 * dx for dx in dxs))
+        else:
+            views[1].register_hook(lambda dy: 3 * dy)
+        del views
+        out.square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_compiled_whole():
+    y = torch.randn(B, T, 3 * H * D, requires_grad=True)
+    compiled = torch.compile(lambda y: ours(*of_timm(y * 1)), backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(y), ours(*of_timm(y * 1)))
+
+
 def test_nothing_is_joined_that_is_small_or_without_a_gradient():
     y = torch.randn(B, T, 3 * H * D, requires_grad=True) * 1
     assert sdpa._joint(*of_timm(y)) is not None

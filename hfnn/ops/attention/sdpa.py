@@ -178,7 +178,7 @@ def scaled_dot_product_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
     )
     ordinary = asked.ordinary and not return_lse
-    joint = _joint(query, key, value)
+    joint = None if compiling() else _joint(query, key, value)
     if joint is not None and joint is not NotImplemented:
         query, key, value = joint
     if ordinary and suffices(query, attn_mask, dropout_p, prefer):
