@@ -155,18 +155,32 @@ struct LinearRoom : Room {
   }
 };
 
-// (input, weight, bias, recompute, prefer, by_columns, exact): the weight is (in, out) where by_columns is true.
+// torch's op on plain tensors, called from here: a call from Python takes longer. None for others.
+static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
+  const Tensor *weight = plain(args[1]), *bias = plain_or_none(args[2]);
+  if (!x || !weight || !bias || !plain_context()) Py_RETURN_NONE;
+  Tensor y;
+  {
+    pybind11::gil_scoped_release no_gil;
+    y = at::linear(*x, *weight, bias->defined() ? std::optional(*bias) : std::nullopt);
+  }
+  return THPVariable_Wrap(y);
+}
+
+// (input, weight, bias, recompute, prefer, by_columns, exact, whole): the weight is (in, out) where by_columns is true;
+// torch's op where `whole` is, and there is nothing to gain.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);
-  if (!at::GradMode::is_enabled()) Py_RETURN_NONE;
   const Tensor* x = plain(args[0]);
+  const auto nothing = [&] { return args[7] == Py_True ? of_torch(x, args) : Py_NewRef(Py_None); };
+  if (!at::GradMode::is_enabled()) return nothing();
   const Prefer prefer = prefer_of(args[4]);
   if (!x || prefer == kPrefers) Py_RETURN_NOTIMPLEMENTED;
   // All that a call pays where there is nothing to gain.
   if (args[3] != Py_True && !Kept::takes(*x) &&
       !(at::autocast::is_autocast_enabled(x->device().type()) && x->numel() >= table.floors[prefer]))
-    Py_RETURN_NONE;
+    return nothing();
   const Tensor *given = plain(args[1]), *bias = plain_or_none(args[2]);
   const bool turned = args[5] == Py_True;
   if (!given || !bias || given->dim() != 2 || x->dim() == 0 || x->size(-1) != given->size(turned ? 0 : 1) ||
@@ -190,7 +204,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   auto node = grad ? make_node<LinearRoom>() : nullptr;
   const bool taken = grad && (to_weight || recompute) && node->inputs[0].take(*x);
   const bool worth = casts && (x->requires_grad() || to_weight) && x->numel() >= table.floors[prefer];
-  if (!grad || (!taken && !worth && !recompute)) Py_RETURN_NONE;
+  if (!grad || (!taken && !worth && !recompute)) return nothing();
 
   const Tensor low = taken ? Tensor() : shared_cast(*x, dtype);
   Tensor y, weight;

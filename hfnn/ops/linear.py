@@ -180,8 +180,8 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
     (`hfnn.convert`): from which size of input on casts are not kept under autocast. exact: gradients are torch's to the
     bit on a GPU under autocast, too. Raises what torch raises.
     """
-    # Where there is nothing to gain, a call pays for no more than this line.
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact)
+    # Where there is nothing to gain, torch's op runs within this line.
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True)
     if y is NotImplemented:
         gains = _gains(input, recompute, prefer) and weight.dim() == 2
         y = _linear(input, weight, bias, recompute, prefer, exact) if gains else None
@@ -197,7 +197,7 @@ def _gains(input, recompute, prefer) -> bool:
 
 def keeping_less(input, weight, bias, recompute=False, prefer="auto", by_columns=False, exact=False):
     """`linear`, or None where there is nothing to gain. by_columns: the weight is stored as (in, out)."""
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns, exact)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns, exact, False)
     if y is NotImplemented:
         weight = weight.t() if by_columns else weight
         y = _linear(input, weight, bias, recompute, prefer, exact) if _gains(input, recompute, prefer) else None
@@ -210,7 +210,12 @@ class Linear(nn.Linear):
     prefer, recompute, exact = "auto", False, False
 
     def forward(self, input):
-        return linear(input, self.weight, self.bias, recompute=self.recompute, prefer=self.prefer, exact=self.exact)
+        weight, bias, recompute, prefer, exact = self.weight, self.bias, self.recompute, self.prefer, self.exact
+        # As `linear` has it, without the call.
+        y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True)
+        if y is None or y is NotImplemented:
+            return linear(input, weight, bias, recompute=recompute, prefer=prefer, exact=exact)
+        return y
 
 
 OP.modules[nn.Linear] = Linear
