@@ -50,6 +50,7 @@ constexpr const char* kLent = nullptr;
 #define HFNN_LENT(Op) \
   template <>         \
   constexpr const char* kLent<Op> = "hfnn::" #Op;
+HFNN_LENT(BatchNorm)
 HFNN_LENT(LayerNorm)
 HFNN_LENT(RmsNorm)
 HFNN_LENT(AddLayerNorm)

@@ -156,7 +156,7 @@ class _Refused(Exception):
 class Recording:
     """What one call of a function launches.
 
-    args: of the function; fresh: where among them integers are that differ at each call; dry: nothing is launched.
+    args: of the function; fresh: where among them numbers are that differ at each call; dry: nothing is launched.
     launches: (function, grid, threads, bytes of shared memory, list of hooks or None, parameters), and a parameter is
     (LITERAL, size, its bits), (POINTER, number of the argument, bytes behind its address), (FRESH, number, size).
     """
@@ -182,6 +182,8 @@ class Recording:
     def _param(self, kind, value):
         if kind[:1] == "*":
             return self._pointer(value)
+        if kind in ("fp32", "f32") and type(value) is float and id(value) in self.fresh:
+            return FRESH, self.fresh[id(value)], 4
         if kind in ("fp32", "f32", "fp64") and type(value) in (int, float) and id(value) not in self.fresh:
             number = ctypes.c_double(value) if kind == "fp64" else ctypes.c_float(value)
             size, bits = ctypes.sizeof(number), int.from_bytes(bytes(number), "little")
@@ -193,7 +195,7 @@ class Recording:
                 self.refuse("an integer may be an address")
             bits = value & ((1 << 8 * size) - 1)
         else:
-            fresh = "a fresh integer" if id(value) in self.fresh else type(value).__name__
+            fresh = "a fresh number" if id(value) in self.fresh else type(value).__name__
             self.refuse(f"a parameter of type {kind} given by {fresh}")
             return None
         return LITERAL, size, bits
@@ -280,18 +282,25 @@ def _call(function, args, fresh, dry):
     return recording
 
 
+def _bits(value, size):
+    """Those of a fresh number as a parameter."""
+    if type(value) is float:
+        return int.from_bytes(bytes(ctypes.c_float(value)), "little")
+    return value & ((1 << 8 * size) - 1)
+
+
 def _same(launch, other, args):
-    """Whether both are one launch, but for the fresh integers that `other` names and `launch` has."""
+    """Whether both are one launch, but for the fresh numbers that `other` names and `launch` has."""
     (*rest, params), (*other_rest, other_params) = launch, other
     return rest == other_rest and params == [
-        (LITERAL, p[2], args[p[1]] & ((1 << 8 * p[2]) - 1)) if p[0] == FRESH else p for p in other_params
+        (LITERAL, p[2], _bits(args[p[1]], p[2])) if p[0] == FRESH else p for p in other_params
     ]
 
 
 def recorded(function, args: tuple, fresh: tuple):
     """Call function(*args); returns what it launched, as in Recording, or None, why not, and whether to try again.
 
-    A second call, in which nothing is launched, has other numbers for fresh integers and tells where they go.
+    A second call, in which nothing is launched, has others in place of fresh numbers and tells where they go.
     """
     real = _call(function, args, (), dry=False)
     if real.refusal:
@@ -300,6 +309,9 @@ def recorded(function, args: tuple, fresh: tuple):
         return real.launches, "", True
     other = list(args)
     for count, i in enumerate(fresh):
+        if type(args[i]) is float:
+            other[i] = 0.0123 + 0.0625 * count
+            continue
         wide = not -(2**31) <= args[i] < 2**31
         other[i] = (0x5EED000000000001 if wide else 0x5EED0001) + 7919 * count
     dry = _call(function, tuple(other), fresh, dry=True)
@@ -308,5 +320,5 @@ def recorded(function, args: tuple, fresh: tuple):
     if len(real.launches) != len(dry.launches) or not all(
         _same(one, other, args) for one, other in zip(real.launches, dry.launches, strict=True)
     ):
-        return None, "what is launched depends on a fresh integer", False
+        return None, "what is launched depends on a fresh number", False
     return dry.launches, "", True

@@ -138,13 +138,13 @@ def test_fresh_integers_are_only_handed_on(driver, name):
     f = function(("*fp32", "fp32" if "type" in name else "i32"), give=LOOKS[name], calls=calls)
     for seed in (5, 6, 5, 7, 8):
         f(A, autograd.Fresh(seed))
-    assert len(calls) == 5 and not driver.seen and "fresh integer" in f.refusal
+    assert len(calls) == 5 and not driver.seen and "fresh" in f.refusal
 
 
 def test_a_launch_that_depends_on_a_fresh_integer(driver):
     f = autograd.TritonFunction(lambda x, seed: seed < 9 and module.record(KERNEL, (1,), 32, 0, (), ()))
     f(A, autograd.Fresh(1))
-    assert "fresh integer" in f.refusal
+    assert "fresh" in f.refusal
 
 
 def test_views_are_their_tensors_and_an_offset(driver):

@@ -71,6 +71,7 @@ bool capturing(const Tensor& x) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = HFNN_TORCH;
+  bind_batch_norm(m);
   bind_norm(m);
   bind_smooth(m);
   bind_gated(m);

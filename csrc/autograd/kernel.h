@@ -6,6 +6,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <map>
 #include <unordered_map>
 
 #include "../tensor.h"
@@ -72,6 +74,24 @@ struct Flat {
 };
 hfnn::Tensor in_order(const Tensor& x);
 
+// The memory of a dense tensor as a contiguous one of three dimensions.
+struct Shaped {
+  const Tensor& x;
+  std::array<int64_t, 3> shape;
+  std::array<int64_t, 3> strides() const { return {shape[1] * shape[2], shape[2], 1}; }
+};
+inline hfnn::Tensor borrow(const Shaped& given) {
+  hfnn::Tensor t;
+  if (!given.x.defined()) return t;
+  t.data = given.x.data_ptr();
+  t.dims = 3;
+  std::ranges::copy(given.shape, t.shape);
+  std::ranges::copy(given.strides(), t.strides);
+  t.device = given.x.is_cuda() ? given.x.get_device() : -1;
+  t.dtype = dtype_of(given.x.scalar_type());
+  return t;
+}
+
 // One function of a kernel, of hfnn._C or of a module of Triton's; A: its arguments without the queue.
 template <class... A>
 class Launch {
@@ -100,13 +120,16 @@ class Launch {
     if constexpr (std::is_same_v<G, Flat>) {
       if (!given.x.is_contiguous()) return given.x.as_strided({given.x.numel()}, {1});
       return given.x;
+    } else if constexpr (std::is_same_v<G, Shaped>) {
+      if (!given.x.defined()) return {};
+      return given.x.as_strided(given.shape, given.strides());
     } else {
       return {};
     }
   }
   template <class G>
   static Arg argument(const G& given, const Tensor& flat) {
-    if constexpr (std::is_same_v<G, Flat>) {
+    if constexpr (std::is_same_v<G, Flat> || std::is_same_v<G, Shaped>) {
       return Arg(flat);
     } else {
       return Arg(given);
@@ -120,7 +143,7 @@ class Launch {
       } else {
         return borrow(given);
       }
-    } else if constexpr (std::is_same_v<G, Fresh>) {
+    } else if constexpr (std::is_same_v<G, Fresh> || std::is_same_v<G, FreshReal>) {
       return given.value;
     } else {
       return given;
@@ -152,6 +175,34 @@ void load(py::handle module, const char* name, L& launch, M Functions::* member,
     if (py::hasattr(module, attribute)) launch = L(module.attr(attribute));
   }
 }
+
+// How many partial sums a kernel wants for sizes of a call; a module of Triton's is asked once for each.
+template <class... N>
+class Partials {
+ public:
+  void load(py::handle module, int64_t (*native)(N...)) {
+    native_ = native;
+    if (!native) asked_ = py::object(module.attr("partials")).release();
+  }
+  int64_t operator()(N... sizes) const {
+    if (native_) return native_(sizes...);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto at = known_.find({sizes...});
+      if (at != known_.end()) return at->second;
+    }
+    pybind11::gil_scoped_acquire gil;
+    const int64_t count = py::cast<int64_t>(asked_(sizes...));
+    std::lock_guard<std::mutex> lock(mutex_);
+    return known_[{sizes...}] = count;
+  }
+
+ private:
+  int64_t (*native_)(N...) = nullptr;
+  py::handle asked_;
+  mutable std::mutex mutex_;
+  mutable std::map<std::array<int64_t, sizeof...(N)>, int64_t> known_;
+};
 
 enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
 Prefer prefer_of(PyObject* text);  // kPrefers: unknown

@@ -20,15 +20,16 @@ struct NormKernel {
       load(module, "hfnn::LayerNorm", layer_rebuild_, &LayerNorm::rebuild, "rebuild");
       load(module, "hfnn::LayerNorm", layer_backward_, &LayerNorm::backward, "backward");
       load(module, "hfnn::AddLayerNorm", layer_add_, &AddLayerNorm::add, "add", "add_functions");
-      if (const auto* f = functions_of<LayerNorm>(module, "hfnn::LayerNorm")) partials_ = f->partials;
+      const auto* functions = functions_of<LayerNorm>(module, "hfnn::LayerNorm");
+      partials.load(module, functions ? functions->partials : nullptr);
     } else {
       load(module, "hfnn::RmsNorm", rms_forward_, &RmsNorm::forward, "forward");
       load(module, "hfnn::RmsNorm", rms_rebuild_, &RmsNorm::rebuild, "rebuild");
       load(module, "hfnn::RmsNorm", rms_backward_, &RmsNorm::backward, "backward");
       load(module, "hfnn::AddRmsNorm", rms_add_, &AddRmsNorm::add, "add", "add_functions");
-      if (const auto* f = functions_of<RmsNorm>(module, "hfnn::RmsNorm")) partials_ = f->partials;
+      const auto* functions = functions_of<RmsNorm>(module, "hfnn::RmsNorm");
+      partials.load(module, functions ? functions->partials : nullptr);
     }
-    if (!partials_) asked_ = py::object(module.attr("partials")).release();
   }
 
   void forward(const Tensor& x, const Tensor& w, const Tensor& b, const Tensor& y, const Tensor& mean,
@@ -54,26 +55,11 @@ struct NormKernel {
       return layer_add_(x, x, residual, sum, w, b, y, mean, rstd, eps, m.threshold, m.scale, m.seed, m.offset, none);
     rms_add_(x, x, residual, sum, w, y, rstd, eps, offset, m.threshold, m.scale, m.seed, m.offset, none);
   }
-  int64_t partials(int64_t rows, int64_t cols) const {
-    if (partials_) return partials_(rows, cols);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto at = known_.find({rows, cols});
-      if (at != known_.end()) return at->second;
-    }
-    pybind11::gil_scoped_acquire gil;
-    const int64_t count = py::cast<int64_t>(asked_(rows, cols));
-    std::lock_guard<std::mutex> lock(mutex_);
-    return known_[{rows, cols}] = count;
-  }
 
   const bool centre;
+  Partials<int64_t, int64_t> partials;
 
  private:
-  int64_t (*partials_)(int64_t, int64_t) = nullptr;
-  py::handle asked_;
-  mutable std::mutex mutex_;
-  mutable std::map<std::pair<int64_t, int64_t>, int64_t> known_;
   Launch<In, In, In, In, In, In, In, In, double, int64_t, double, int64_t, int64_t, In> layer_add_;
   Launch<In, In, In, In, In, In, double, double, int64_t, double, int64_t, int64_t, In> rms_add_;
   Launch<In, In, In, In, In, In, double> layer_forward_;

@@ -113,6 +113,17 @@ void Kept::save(const Tensor& x, bool source) {
   data_ = impl_->data();
 }
 
+void Kept::hold(const Tensor& x, bool source) {
+  if (!x.defined()) return;
+  defined_ = true;
+  dtype_ = x.scalar_type();
+  held_ = x;
+  if (!x.is_inference()) mark_ = Mark(x);
+  source_ = (source || x.requires_grad()) && !x.is_inference();
+  impl_ = x.unsafeGetTensorImpl();
+  data_ = impl_->data();
+}
+
 bool Kept::intact() const {
   if (!defined_) return true;
   return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
@@ -179,6 +190,18 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
   return py::cast<Tensor>(last ? token.attr(method)(wanted, *last) : token.attr(method)(wanted));
 }
 
+[[noreturn]] static void throw_written_to(const std::string& type, at::IntArrayRef sizes, const std::string& which,
+                                          const Mark& mark) {
+  TORCH_CHECK(false,
+              "one of the variables needed for gradient computation has been modified by an inplace operation: [", type,
+              " ", sizes, "]", which, " is at version ", mark.counter.current_version(), "; expected version ",
+              mark.version, " instead.",
+              ag::AnomalyMode::is_enabled()
+                  ? ""
+                  : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                    "torch.autograd.set_detect_anomaly(True).");
+}
+
 Tensor Kept::get(ScalarType dtype) {
   if (!defined_) return {};
   Tensor* asked = Batch::now ? Batch::now->asked(this) : nullptr;
@@ -189,19 +212,16 @@ Tensor Kept::get(ScalarType dtype) {
 
 Tensor Kept::found(ScalarType dtype) {
   TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
+  if (held_.defined()) {
+    if (!intact()) throw_written_to(held_.toString(), held_.sizes(), "", mark_);
+    return held_;
+  }
   if (!taken()) return unpack();
   if (token_) return of_token("tensor", dtype, std::nullopt);
   if (dtype == dtype_ && !mark_.holds()) {
     auto like = at::TensorOptions().dtype(dtype_).device(producer_->input_metadata(0).device());
-    TORCH_CHECK(false,
-                "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-                at::empty({0}, like).toString(), " ", at::IntArrayRef(producer_->sizes_), "], which is output 0 of ",
-                producer_->name(), ", is at version ", mark_.counter.current_version(), "; expected version ",
-                mark_.version, " instead.",
-                ag::AnomalyMode::is_enabled()
-                    ? ""
-                    : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-                      "torch.autograd.set_detect_anomaly(True).");
+    throw_written_to(at::empty({0}, like).toString(), producer_->sizes_,
+                     c10::str(", which is output 0 of ", producer_->name(), ","), mark_);
   }
   return producer_->rebuild(*this, dtype, true);
 }
@@ -238,6 +258,7 @@ void Kept::release() {
     token_.reset();
   }
   saved_.reset_data();
+  held_.reset();
   impl_ = nullptr;
   if (hooked_) forget();
   released_ = true;

@@ -61,6 +61,8 @@ class Kept {
   static bool takes(const Tensor& x);
   // Saves x. source: whether y may be made of it although it is not of the graph, as a parameter or the room's own.
   void save(const Tensor& x, bool source = false);
+  // Keeps what only y is made of: no hook sees it, and it may be written to before the room's own backward.
+  void hold(const Tensor& x, bool source = false);
   void take_or_save(const Tensor& x) {
     if (!x.defined() || !take(x)) save(x);
   }
@@ -90,6 +92,7 @@ class Kept {
   Tensor of_token(const char* method, ScalarType dtype, std::optional<bool> last);
 
   torch::autograd::SavedVariable saved_;
+  Tensor held_;
   Room* producer_ = nullptr;
   std::optional<c10::SafePyObject> token_;  // of a producer in Python
   Mark mark_;

@@ -42,6 +42,7 @@ bool addable(const Tensor& x, const Tensor& residual);
 void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const DropoutKernel* kernel, const Mask& mask,
                 PyObject* module);
 
+void bind_batch_norm(py::module_& m);
 void bind_norm(py::module_& m);
 void bind_smooth(py::module_& m);
 void bind_gated(py::module_& m);

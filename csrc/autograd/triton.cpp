@@ -167,6 +167,12 @@ c10::Device describe(c10::ArrayRef<Arg> args, Words& key, Addresses& values) {
         value = static_cast<uint64_t>(arg.i);
         key.push_back(word | static_cast<uint64_t>(wide(arg.i)) << 8);
         break;
+      case Arg::fresh_real: {
+        const float number = static_cast<float>(arg.d);
+        std::memcpy(&value, &number, sizeof(number));
+        key.push_back(word);
+        break;
+      }
       case Arg::integer:
       case Arg::boolean:
         value = static_cast<uint64_t>(arg.i);
@@ -193,7 +199,7 @@ py::tuple as_python(c10::ArrayRef<Arg> args, int queue_at, c10::Device device, p
     if (static_cast<int>(i) == queue_at) list.append(queue());
     if (i == args.size()) break;
     const Arg& arg = args[i];
-    if (arg.kind == Arg::fresh) numbers.append(list.size());
+    if (arg.kind == Arg::fresh || arg.kind == Arg::fresh_real) numbers.append(list.size());
     switch (arg.kind) {
       case Arg::none:
         list.append(py::none());
@@ -205,6 +211,7 @@ py::tuple as_python(c10::ArrayRef<Arg> args, int queue_at, c10::Device device, p
       case Arg::fresh:
         list.append(py::int_(arg.i));
         break;
+      case Arg::fresh_real:
       case Arg::real:
         list.append(py::float_(arg.d));
         break;
@@ -398,6 +405,7 @@ TritonFunction::Counts TritonFunction::counts() {
 
 void bind_triton(py::module_& m) {
   py::class_<Fresh>(m, "Fresh", "An integer that differs at each call.").def(py::init<int64_t>());
+  py::class_<FreshReal>(m, "FreshReal", "A float32 that differs at each call.").def(py::init<double>());
   py::class_<TritonFunction>(m, "TritonFunction", "A function of hfnn.kernels, called from C++ as its nodes call it.")
       .def(py::init([](const py::object& f) { return std::make_unique<TritonFunction>(f.ptr()); }))
       .def("__call__",
@@ -410,6 +418,8 @@ void bind_triton(py::module_& m) {
                  args.emplace_back(THPVariable_Unpack(x.ptr()));
                } else if (py::isinstance<Fresh>(x)) {
                  args.emplace_back(py::cast<Fresh>(x));
+               } else if (py::isinstance<FreshReal>(x)) {
+                 args.emplace_back(py::cast<FreshReal>(x));
                } else if (PyBool_Check(x.ptr())) {
                  args.emplace_back(x.ptr() == Py_True);
                } else if (PyFloat_Check(x.ptr())) {

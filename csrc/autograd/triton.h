@@ -30,8 +30,13 @@ struct Fresh {
   int64_t value;
 };
 
+// The same of a number that kernels take as float32.
+struct FreshReal {
+  double value;
+};
+
 struct Arg {
-  enum Kind : uint8_t { none, tensor, integer, fresh, real, boolean } kind = none;
+  enum Kind : uint8_t { none, tensor, integer, fresh, fresh_real, real, boolean } kind = none;
   union {
     const at::Tensor* t;  // must live as long as the call
     int64_t i = 0;
@@ -47,6 +52,7 @@ struct Arg {
     if (x && x->defined()) kind = tensor, t = &*x;
   }
   Arg(Fresh x) : kind(fresh), i(x.value) {}
+  Arg(FreshReal x) : kind(fresh_real), d(x.value) {}
   template <std::same_as<bool> T>
   Arg(T x) : kind(boolean), i(x) {}
   template <std::integral T>
@@ -121,7 +127,7 @@ class TritonFunction {
   Counts counts_;
 };
 
-// hfnn._autograd: TritonFunction, Fresh, fake_driver.
+// hfnn._autograd: TritonFunction, Fresh, FreshReal, fake_driver.
 void bind_triton(pybind11::module_& m);
 
 }  // namespace hfnn::node

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hfnn.core import bits, recipe
-from hfnn.core.context import is_plain
+from hfnn.core import bits, native, recipe
+from hfnn.core.context import compiling, is_plain
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, kernels
 from hfnn.ops.layer_norm import statistics_dtype
@@ -204,9 +204,9 @@ class _BatchNorm(Function):
         needs, kernel = ctx.needs_input_grad[:4], ctx.kernel
         training, _, _, kind, slope = ctx.how
         if torch.is_grad_enabled():
-            if bias is None and ctx.bias_dtype is not None:  # any will do, see forward
-                bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype)
-            return (*_differentiable(ctx, dy, x, weight, bias, mean, rstd, flags), *(None,) * 4)
+            last = ctx.layout is not torch.contiguous_format
+            found = _second(dy, needs, x, weight, bias, mean, rstd, flags, ctx.how, last, ctx.bias_dtype)
+            return (*found, *(None,) * 4)
         x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
         dx = torch.empty_like(x) if needs[0] else None  # whose strides are those of x, also of a dimension of one
         dresidual = None
@@ -244,17 +244,23 @@ def _formula(how, out_dtype, act=True):
     return formula
 
 
-def _differentiable(ctx, dy, x, weight, bias, mean, rstd, flags):
-    """The gradients by differentiable ops."""
-    _, _, _, kind, slope = ctx.how
+def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype):
+    """The gradients by differentiable ops. last: whether kernels saw the channels last; bias_dtype: if there is one."""
+    kind, slope = how[3:]
+    if bias is None and bias_dtype is not None:  # any will do where forward did not keep it
+        bias = x.new_zeros(x.shape[1], dtype=bias_dtype)
     if flags is not None:
+        layout = _LAST[x.dim()] if last else torch.contiguous_format
         outside = slope if ACTIVATIONS[kind] == "leaky_relu" else 0.0
-        dy = torch.where(_mask(flags, x.contiguous(memory_format=ctx.layout), ctx.layout), dy, dy * outside)
-    formula = _formula(ctx.how, dy.dtype, flags is None)
-    needs = ctx.needs_input_grad[:4]
+        dy = torch.where(_mask(flags, x.contiguous(memory_format=layout), layout), dy, dy * outside)
+    formula = _formula(how, dy.dtype, flags is None)
     return *double_backward(lambda *given: formula(*given, mean, rstd), (x, weight, bias), needs[:3], dy), (
         dy if needs[3] else None
     )
+
+
+# Of either op, for the room in C++ chooses kernels by their own floors.
+_native, _native_act = (native.call("batch_norm", op, _second, PIECEWISE, LEAST_PLANE, LEAST_LAST) for op in OPS)
 
 
 def _rebuild(how, layout, kernel, late):
@@ -306,7 +312,7 @@ def _slower(x, layout) -> bool:
     return plane < LEAST_PLANE or x.dtype.itemsize == 2
 
 
-def _run(op, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer):
+def _in_python(op, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer):
     """The result by a kernel, or None where torch's own ops are to run."""
     kernel = op.select(x, weight, bias, out=x.dtype, prefer=prefer)
     if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
@@ -336,12 +342,11 @@ def batch_norm(
     by `momentum` towards the batch's. The result has the dtype of input; its consumers can rebuild it. prefer: "auto" |
     "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
     """
-    if not OP.passes(input, prefer):
-        of_x = running_mean, running_var, weight, bias, training, momentum, eps
-        y = _run(OP, input, *of_x, None, 0, 0.0, prefer)
-        if y is not None:
-            return y
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    of_x = running_mean, running_var, weight, bias, training, momentum, eps
+    y = None if compiling() else _native(input, *of_x, None, 0, 0.0, prefer)
+    if y is NotImplemented:
+        y = _in_python(OP, input, *of_x, None, 0, 0.0, prefer)
+    return F.batch_norm(input, *of_x) if y is None else y
 
 
 def batch_norm_act(
@@ -369,10 +374,12 @@ def batch_norm_act(
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
     of_x = running_mean, running_var, weight, bias, training, momentum, eps
-    if not ACT.passes(input, prefer):
-        y = _run(ACT, input, *of_x, residual, ACTIVATIONS.index(act), negative_slope, prefer)
-        if y is not None:
-            return y
+    kind = ACTIVATIONS.index(act)
+    y = None if compiling() else _native_act(input, *of_x, residual, kind, negative_slope, prefer)
+    if y is NotImplemented:
+        y = _in_python(ACT, input, *of_x, residual, kind, negative_slope, prefer)
+    if y is not None:
+        return y
     if residual is None:
         return _in_torch(input, *of_x, residual, act, negative_slope)
     return _activated(batch_norm(input, *of_x, prefer=prefer) + residual, act, negative_slope)

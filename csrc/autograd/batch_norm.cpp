@@ -1,0 +1,265 @@
+// Batch norm, with a sum and an activation behind it: hfnn/ops/batch_norm.py, which says what is torch's.
+#include "../batch_norm.h"
+
+#include <ATen/ops/add.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "rooms.h"
+
+namespace hfnn::node {
+namespace ag = torch::autograd;
+
+struct BatchNormKernel {
+  explicit BatchNormKernel(py::handle module) {
+    load(module, "hfnn::BatchNorm", forward, &BatchNorm::forward, "forward");
+    load(module, "hfnn::BatchNorm", rebuild, &BatchNorm::rebuild, "rebuild");
+    load(module, "hfnn::BatchNorm", backward, &BatchNorm::backward, "backward");
+    const auto* functions = functions_of<BatchNorm>(module, "hfnn::BatchNorm");
+    partials.load(module, functions ? functions->partials : nullptr);
+    whole_bytes = !functions;
+  }
+  Launch<In, In, In, In, In, In, In, In, In, In, In, double, double, int64_t, double> forward;
+  Launch<In, In, In, In, In, In, In, In, int64_t, double> rebuild;
+  Launch<In, In, In, In, In, In, In, In, In, In, In, In, bool, int64_t, double> backward;
+  Partials<int64_t, int64_t, int64_t> partials;
+  bool whole_bytes;  // with the channels last in memory, whether each row of flags begins a byte
+};
+
+struct BatchNormTable : Table<BatchNormKernel> {
+  BatchNormTable(py::object op, py::object second, int64_t piecewise, int64_t least_plane, int64_t least_last)
+      : Table(std::move(op)),
+        second(std::move(second)),
+        piecewise(piecewise),
+        least_plane(least_plane),
+        least_last(least_last) {}
+  py::object second;        // gradients by differentiable ops
+  const int64_t piecewise;  // the last of the activations that may follow a sum
+  const int64_t least_plane, least_last;
+};
+
+// How kernels see a tensor: (planes, channels, elements of a plane). With the channels last in memory, of one element.
+struct Layout {
+  at::MemoryFormat format = at::MemoryFormat::Contiguous;
+  std::array<int64_t, 3> shape;
+
+  explicit Layout(const Tensor& x) {
+    const int64_t channels = x.size(1), planes = x.size(0);
+    if (is_last(x)) format = x.dim() == 4 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    shape = last() ? std::array{x.numel() / channels, channels, int64_t(1)}
+                   : std::array{planes, channels, x.numel() / (planes * channels)};
+  }
+  bool last() const { return format != at::MemoryFormat::Contiguous; }
+  bool rows() const { return shape[2] == 1; }
+  Shaped of(const Tensor& x) const { return {x, shape}; }
+  Tensor dense(const Tensor& x) const { return x.defined() ? x.contiguous(format) : x; }
+
+ private:
+  // As `_layout` of hfnn/ops/batch_norm.py.
+  static bool is_last(const Tensor& x) {
+    if (x.is_contiguous() || x.dim() < 4 || x.dim() > 5) return false;
+    int64_t least = 0;
+    for (int64_t i = 0; i < x.dim(); ++i) {
+      const int64_t d = i == 0             ? 1
+                        : i + 1 == x.dim() ? 0
+                                           : x.dim() - i;  // channels, the last dimension, ..., the batch
+      if (x.stride(d) < least || x.stride(d) == 0 || (d == 0 && least == x.stride(1))) return false;
+      least = x.stride(d) * x.size(d);
+    }
+    return true;
+  }
+};
+
+// What a call was given, and fits.
+struct BatchNormCall {
+  const Tensor *x, *running_mean, *running_var, *weight, *bias, *residual;
+  bool training;
+  double momentum, eps, slope;
+  int64_t kind;
+};
+
+static ScalarType statistics_dtype(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+struct BatchNormRoom : Room {
+  enum { kX, kWeight, kBias, kMean, kRstd, kFlags, kInputs };
+  Kept inputs[kInputs];
+  BatchNormTable* table;
+  const BatchNormKernel* kernel;
+  std::optional<Layout> layout;
+  std::optional<ScalarType> bias_dtype;
+  bool training;
+  double momentum, eps, slope;
+  int64_t kind;
+
+  std::span<Kept> kept() override { return inputs; }
+  std::string name() const override { return "_BatchNormBackward"; }
+
+  Tensor build(ScalarType) override {
+    const Tensor x = layout->dense(inputs[kX].part()), none;
+    Tensor y = at::empty_like(x);
+    kernel->rebuild(x, layout->of(x), inputs[kWeight].get(), inputs[kBias].get(), none, layout->of(y), none,
+                    inputs[kMean].get(), inputs[kRstd].get(), kind, slope);
+    return y;
+  }
+
+  variable_list gradients(const Tensor& given) override {
+    const Tensor x = layout->dense(inputs[kX].get()), dy = layout->dense(given);
+    const Tensor weight = inputs[kWeight].get(), bias = kind ? inputs[kBias].get() : Tensor();
+    const Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
+    const auto& [planes, channels, size] = layout->shape;
+    Tensor dx, dweight, dbias, dresidual, partials;
+    if (wanted(0)) dx = at::empty_like(x);  // whose strides are those of x, also of a dimension of one
+    if (wanted(1)) dweight = at::empty_like(weight);
+    if (wanted(2)) dbias = at::empty({channels}, x.options().dtype(*bias_dtype));
+    if (wanted(3)) dresidual = flags.defined() ? at::empty_like(x) : dy;
+    if (wanted(1) || wanted(2) || (wanted(0) && training))
+      partials = at::empty({2, kernel->partials(planes, channels, size), channels}, mean.options());
+    kernel->backward(x, layout->of(dy), layout->of(x), weight, bias, flags, mean, rstd, layout->of(dx),
+                     layout->of(flags.defined() ? dresidual : flags), dweight, dbias, partials, training, kind, slope);
+    return {dx, dweight, dbias, dresidual};
+  }
+
+  variable_list differentiable(const Tensor& dy) override {
+    Tensor x = inputs[kX].get(), weight = inputs[kWeight].get(), bias = kind ? inputs[kBias].get() : Tensor();
+    Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
+    pybind11::gil_scoped_acquire gil;
+    return differentiated(table->second,
+                          py::make_tuple(dy, py::make_tuple(wanted(0), wanted(1), wanted(2), wanted(3)), maybe(x),
+                                         maybe(weight), maybe(bias), maybe(mean), maybe(rstd), maybe(flags),
+                                         py::make_tuple(training, momentum, eps, kind, slope), layout->last(),
+                                         bias_dtype ? dtype_object(*bias_dtype) : py::none()));
+  }
+};
+
+static bool is_number(PyObject* x) { return PyFloat_CheckExact(x) || PyLong_CheckExact(x); }
+
+// Reads the arguments as `batch_norm` below has them; false where Python is to be asked.
+static bool read(const BatchNormTable& table, PyObject* const* args, BatchNormCall& call) {
+  const Tensor** tensors[] = {&call.running_mean, &call.running_var, &call.weight, &call.bias};
+  for (int i = 0; i < 4; ++i)
+    if (!(*tensors[i] = plain_or_none(args[1 + i]))) return false;
+  call.residual = plain_or_none(args[8]);
+  if (!call.residual || !PyBool_Check(args[5]) || !is_number(args[6]) || !is_number(args[7]) || !is_number(args[10]))
+    return false;
+  call.training = args[5] == Py_True;
+  call.momentum = PyFloat_AsDouble(args[6]);
+  call.eps = PyFloat_AsDouble(args[7]);
+  call.kind = PyLong_AsLongLong(args[9]);
+  call.slope = PyFloat_AsDouble(args[10]);
+  if (PyErr_Occurred()) throw python_error();
+
+  const Tensor &x = *call.x, &mean = *call.running_mean, &var = *call.running_var, &residual = *call.residual;
+  if (x.dim() < 2 || x.numel() == 0 || mean.defined() != var.defined() || !(mean.defined() || call.training))
+    return false;
+  if (call.training && (x.numel() == x.size(1) || !(call.eps > 0))) return false;
+  const ScalarType like = call.weight->defined() ? call.weight->scalar_type() : x.scalar_type();
+  for (const Tensor* t : {&mean, &var, call.weight, call.bias}) {
+    const bool statistics = t == &mean || t == &var;
+    if (!t->defined()) continue;
+    if (t->dim() != 1 || t->size(0) != x.size(1) || !t->is_contiguous() || t->device() != x.device()) return false;
+    if (statistics && (t->scalar_type() != like || t->requires_grad())) return false;
+  }
+  if (!goes_with(x, {call.weight, call.bias}) || sharded_parameters()) return false;
+  return !residual.defined() || (residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type() &&
+                                 residual.device() == x.device() && call.kind <= table.piecewise);
+}
+
+// Whether such a call is torch's, although there is a kernel for it; prefer: as Python gave it.
+static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel, const BatchNormCall& call,
+                      const Layout& layout, Prefer prefer) {
+  const Tensor& x = *call.x;
+  if (!x.is_cpu() && !call.training && layout.last() && x.requires_grad()) return true;
+  if (!call.residual->defined()) return false;
+  if (call.kind && x.size(1) % 8 && kernel.whole_bytes && layout.rows()) return true;
+  if (!x.is_cpu() || prefer == kMemory || forced) return false;
+  if (layout.last()) return x.numel() < table.least_last;
+  return layout.shape[2] < table.least_plane || x.element_size() == 2;
+}
+
+// (input, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer)
+static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  auto& table = table_of<BatchNormTable>(self);
+  BatchNormCall call;
+  call.x = plain(args[0]);
+  if (!table.worth(call.x, args[count - 1])) Py_RETURN_NONE;
+  if (!call.x || !plain_context() || !read(table, args, call)) Py_RETURN_NOTIMPLEMENTED;
+  const Tensor& x = *call.x;
+  BatchNormKernel* kernel = table.choose(x, x.scalar_type(), 1, x.scalar_type());
+  if (!kernel) Py_RETURN_NOTIMPLEMENTED;
+  const Layout layout(x);
+  if (is_torchs(table, *kernel, call, layout, prefer_of(args[count - 1]))) Py_RETURN_NOTIMPLEMENTED;
+
+  const bool grad = ag::compute_requires_grad(x, *call.weight, *call.bias, *call.residual);
+  const bool flagged = grad && call.residual->defined() && call.kind;
+  const auto& [planes, channels, size] = layout.shape;
+  Tensor y, mean, rstd, flags;
+  {
+    pybind11::gil_scoped_release no_gil;
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor dense = layout.dense(x), residual = layout.dense(*call.residual);
+    y = at::empty_like(dense);
+    if (flagged) {
+      const auto bytes = x.options().dtype(at::kByte);
+      flags = layout.rows() ? at::empty({(x.numel() + 7) / 8}, bytes)
+                            : at::empty({planes, channels, (size + 7) / 8}, bytes);
+    }
+    const auto wide = x.options().dtype(statistics_dtype(x));
+    if (call.training) {
+      const Tensor both = at::empty({2, channels}, wide);
+      mean = both.select(0, 0);
+      rstd = both.select(0, 1);
+      const Tensor partials = at::empty({3, kernel->partials(planes, channels, size), channels}, wide);
+      kernel->forward(dense, layout.of(dense), *call.weight, *call.bias, layout.of(residual), layout.of(y), flags, mean,
+                      rstd, *call.running_mean, *call.running_var, partials, FreshReal{call.momentum}, call.eps,
+                      call.kind, call.slope);
+    } else {
+      // Copies: who changes the running statistics before backward changes nothing of this call.
+      mean = call.running_mean->to(wide, false, true);
+      rstd = at::add(call.running_var->to(at::kDouble), call.eps).rsqrt_().to(wide);
+      kernel->rebuild(dense, layout.of(dense), *call.weight, *call.bias, layout.of(residual), layout.of(y), flags, mean,
+                      rstd, call.kind, call.slope);
+    }
+  }
+  if (grad) {
+    auto node = make_node<BatchNormRoom>();
+    node->inputs[BatchNormRoom::kX].take_or_save(x);
+    node->inputs[BatchNormRoom::kWeight].save(*call.weight, is_parameter(args[3]));
+    // Without an activation only what builds y again reads the bias: it may be written to before backward.
+    Kept& bias = node->inputs[BatchNormRoom::kBias];
+    if (call.kind) {
+      bias.save(*call.bias, is_parameter(args[4]));
+    } else if (!call.residual->defined()) {
+      bias.hold(*call.bias, is_parameter(args[4]));
+    }
+    node->inputs[BatchNormRoom::kMean].save(mean, true);
+    node->inputs[BatchNormRoom::kRstd].save(rstd, true);
+    node->inputs[BatchNormRoom::kFlags].save(flags, true);
+    node->table = &table;
+    node->module = table.chosen;
+    node->kernel = kernel;
+    node->layout = layout;
+    if (call.bias->defined()) node->bias_dtype = call.bias->scalar_type();
+    node->training = call.training;
+    node->momentum = call.momentum;
+    node->eps = call.eps;
+    node->slope = call.slope;
+    node->kind = call.kind;
+    node->finish(node, y, ag::collect_next_edges(x, *call.weight, *call.bias, *call.residual),
+                 !call.residual->defined());
+  }
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+void bind_batch_norm(py::module_& m) {
+  static PyMethodDef method = fast_method("batch_norm", batch_norm);
+  m.def("batch_norm", [](py::object op, py::object second, int64_t piecewise, int64_t least_plane, int64_t least_last) {
+    return bound(&method, new BatchNormTable(std::move(op), std::move(second), piecewise, least_plane, least_last));
+  });
+}
+
+}  // namespace hfnn::node
