@@ -1,7 +1,14 @@
 // Batch norm, with a sum and an activation behind it: hfnn/ops/batch_norm.py, which says what is torch's.
 #include "../batch_norm.h"
 
+#include <ATen/Context.h>
+#include <ATen/Dispatch.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/batch_norm.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/relu6.h>
+#include <ATen/ops/silu.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -28,15 +35,19 @@ struct BatchNormKernel {
 };
 
 struct BatchNormTable : Table<BatchNormKernel> {
-  BatchNormTable(py::object op, py::object second, int64_t piecewise, int64_t least_plane, int64_t least_last)
+  BatchNormTable(py::object op, py::object second, int64_t piecewise, int64_t least_plane, int64_t least_last,
+                 const py::list& floors)
       : Table(std::move(op)),
         second(std::move(second)),
         piecewise(piecewise),
         least_plane(least_plane),
-        least_last(least_last) {}
+        least_last(least_last) {
+    for (py::handle of : floors) apart.emplace_back(py::reinterpret_borrow<py::dict>(of));
+  }
   py::object second;        // gradients by differentiable ops
   const int64_t piecewise;  // the last of the activations that may follow a sum
   const int64_t least_plane, least_last;
+  std::vector<Floors> apart;  // of each activation's own room
 };
 
 // How kernels see a tensor: (planes, channels, elements of a plane). With the channels last in memory, of one element.
@@ -81,6 +92,24 @@ struct BatchNormCall {
 
 static ScalarType statistics_dtype(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// 1 / sqrt(var + eps), computed in float64.
+static Tensor reciprocal(const Tensor& var, double eps, const at::TensorOptions& wide) {
+  if (!var.is_cpu()) return at::add(var.to(at::kDouble), eps).rsqrt_().to(wide);
+  Tensor rstd = at::empty(var.sizes(), wide);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, var.scalar_type(), "batch_norm", [&] {
+    const scalar_t* from = var.const_data_ptr<scalar_t>();
+    const auto fill = [&](auto* to) {
+      for (int64_t i = 0; i < var.numel(); ++i) to[i] = 1 / std::sqrt(double(from[i]) + eps);
+    };
+    if (rstd.scalar_type() == at::kDouble) {
+      fill(rstd.mutable_data_ptr<double>());
+    } else {
+      fill(rstd.mutable_data_ptr<float>());
+    }
+  });
+  return rstd;
 }
 
 struct BatchNormRoom : Room {
@@ -134,6 +163,9 @@ struct BatchNormRoom : Room {
   }
 };
 
+// The numbers of hfnn/ops/batch_norm.py.
+enum { kRelu = 1, kLeakyRelu, kRelu6, kSilu, kHardswish };
+
 static bool is_number(PyObject* x) { return PyFloat_CheckExact(x) || PyLong_CheckExact(x); }
 
 // Reads the arguments as `batch_norm` below has them; false where Python is to be asked.
@@ -167,6 +199,48 @@ static bool read(const BatchNormTable& table, PyObject* const* args, BatchNormCa
                                  residual.device() == x.device() && call.kind <= table.piecewise);
 }
 
+// torch's own ops, for a call that is smaller than any room is worth: without Python's functions, which take longer
+// than what they call. An undefined tensor where Python is to call them: they raise, or the arguments are no plain
+// tensors.
+static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* const* args, Prefer prefer) {
+  const Tensor* given[5];
+  const int places[] = {1, 2, 3, 4, 8};
+  for (int i = 0; i < 5; ++i)
+    if (!(given[i] = plain_or_none(args[places[i]]))) return {};
+  const auto& [mean, var, weight, bias, residual] = given;
+  if (!PyBool_Check(args[5]) || !is_number(args[6]) || !is_number(args[7]) || !is_number(args[10])) return {};
+  const bool training = args[5] == Py_True, sum = residual->defined();
+  const int64_t kind = PyLong_AsLongLong(args[9]);
+  const double momentum = PyFloat_AsDouble(args[6]), eps = PyFloat_AsDouble(args[7]);
+  const double slope = PyFloat_AsDouble(args[10]);
+  if (PyErr_Occurred()) throw python_error();
+  if (x.dim() < 2 || x.numel() == 0 || (training && x.numel() == x.size(1))) return {};
+  if ((kind || sum) && x.numel() >= table.apart.at(size_t(kind)).of(x, prefer)) return {};
+  if (sum && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return {};
+  if (sum && residual->device() != x.device()) return {};
+
+  pybind11::gil_scoped_release no_gil;
+  const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
+  Tensor y = at::batch_norm(x, maybe(*weight), maybe(*bias), maybe(*mean), maybe(*var), training, momentum, eps,
+                            at::globalContext().userEnabledCuDNN());
+  // Nobody else has y, nor does its node keep it: it may be written over where the layout stays the same.
+  if (sum) y = y.strides() == residual->strides() ? y.add_(*residual) : at::add(y, *residual);
+  switch (kind) {
+    case kRelu:
+      return y.relu_();
+    case kLeakyRelu:
+      return at::leaky_relu(y, slope);
+    case kRelu6:
+      return at::relu6(y);
+    case kSilu:
+      return at::silu(y);
+    case kHardswish:
+      return at::hardswish(y);
+    default:
+      return y;
+  }
+}
+
 // Whether such a call is torch's, although there is a kernel for it; prefer: as Python gave it.
 static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel, const BatchNormCall& call,
                       const Layout& layout, Prefer prefer) {
@@ -185,7 +259,12 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
   auto& table = table_of<BatchNormTable>(self);
   BatchNormCall call;
   call.x = plain(args[0]);
-  if (!table.worth(call.x, args[count - 1])) Py_RETURN_NONE;
+  if (!table.worth(call.x, args[count - 1])) {
+    if (!plain_context()) Py_RETURN_NONE;
+    const Tensor y = in_torch(table, *call.x, args, prefer_of(args[count - 1]));
+    if (!y.defined()) Py_RETURN_NONE;
+    return THPVariable_Wrap(y);
+  }
   if (!call.x || !plain_context() || !read(table, args, call)) Py_RETURN_NOTIMPLEMENTED;
   const Tensor& x = *call.x;
   BatchNormKernel* kernel = table.choose(x, x.scalar_type(), 1, x.scalar_type());
@@ -219,7 +298,7 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
     } else {
       // Copies: who changes the running statistics before backward changes nothing of this call.
       mean = call.running_mean->to(wide, false, true);
-      rstd = at::add(call.running_var->to(at::kDouble), call.eps).rsqrt_().to(wide);
+      rstd = reciprocal(*call.running_var, call.eps, wide);
       kernel->rebuild(dense, layout.of(dense), *call.weight, *call.bias, layout.of(residual), layout.of(y), flags, mean,
                       rstd, call.kind, call.slope);
     }
@@ -257,9 +336,10 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
 
 void bind_batch_norm(py::module_& m) {
   static PyMethodDef method = fast_method("batch_norm", batch_norm);
-  m.def("batch_norm", [](py::object op, py::object second, int64_t piecewise, int64_t least_plane, int64_t least_last) {
-    return bound(&method, new BatchNormTable(std::move(op), std::move(second), piecewise, least_plane, least_last));
-  });
+  m.def("batch_norm",
+        [](py::object op, py::object second, int64_t piecewise, int64_t plane, int64_t last, const py::list& floors) {
+          return bound(&method, new BatchNormTable(std::move(op), std::move(second), piecewise, plane, last, floors));
+        });
 }
 
 }  // namespace hfnn::node

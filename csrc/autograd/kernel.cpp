@@ -16,14 +16,15 @@ namespace hfnn::node {
 int forced = 0;
 bool enabled = true;
 
-Choices::Choices(py::object op) : op(std::move(op)) {
-  py::dict floors = this->op.attr("floors");
+Floors::Floors(const py::dict& floors) {
   const char* names[kPrefers] = {"auto", "memory", "speed"};
   for (int i = 0; i < kPrefers; ++i) {
     py::tuple both = floors[names[i]];
     for (int cuda = 0; cuda < 2; ++cuda) floors_[i][cuda] = py::cast<int64_t>(both[cuda]);
   }
 }
+
+Choices::Choices(py::object op) : op(std::move(op)), floors_(py::dict(this->op.attr("floors"))) {}
 
 PyObject* Choices::find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out) {
   const uint64_t key = uint64_t(cols) << 24 | uint64_t(forced) << 20 | uint64_t(x.is_cuda()) << 16 |

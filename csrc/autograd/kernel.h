@@ -211,6 +211,16 @@ extern int forced;
 // Whether rooms here take any call; for tests of those in Python.
 extern bool enabled;
 
+// `Op.floors`: by preference, from how many elements on a kernel is worth it, on the CPU and on CUDA.
+class Floors {
+ public:
+  explicit Floors(const py::dict& floors);
+  int64_t of(const Tensor& x, Prefer prefer) const { return floors_[prefer][x.is_cuda()]; }
+
+ private:
+  int64_t floors_[kPrefers][2];
+};
+
 // An op of hfnn/core/kernel.py: which of its kernels takes a call is asked once for each kind of input.
 class Choices {
  public:
@@ -221,7 +231,7 @@ class Choices {
     if (!x || forced) return true;
     const Prefer known = prefer_of(prefer);
     TORCH_CHECK_VALUE(known != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
-    return x->numel() >= floors_[known][x->is_cuda()];
+    return x->numel() >= floors_.of(*x, known);
   }
   // The module of the kernel that takes such a call, None where none does. Called with the GIL.
   PyObject* find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out);
@@ -231,7 +241,7 @@ class Choices {
   py::object op;
 
  private:
-  int64_t floors_[kPrefers][2];
+  Floors floors_;
   std::unordered_map<uint64_t, PyObject*> modules_;
   std::unordered_map<uint32_t, ScalarType> outs_;
 };

@@ -21,6 +21,7 @@ from hfnn.core import bits, native, recipe
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, kernels
+from hfnn.ops import piecewise, smooth
 from hfnn.ops.layer_norm import statistics_dtype
 
 # The activations, by the numbers that kernels know them by; those up to PIECEWISE may follow a sum.
@@ -260,7 +261,12 @@ def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype
 
 
 # Of either op, for the room in C++ chooses kernels by their own floors.
-_native, _native_act = (native.call("batch_norm", op, _second, PIECEWISE, LEAST_PLANE, LEAST_LAST) for op in OPS)
+# Where no room is worth it, it runs torch's ops: _APART are the floors of the activations' own rooms.
+_BEHIND = {op.name: op.floors for op in (*piecewise.OPS, *smooth.OPS)}
+_APART = [OP.floors, *(_BEHIND[act] for act in ACTIVATIONS[1:])]
+_native, _native_act = (
+    native.call("batch_norm", op, _second, PIECEWISE, LEAST_PLANE, LEAST_LAST, _APART) for op in OPS
+)
 
 
 def _rebuild(how, layout, kernel, late):
@@ -374,15 +380,21 @@ def batch_norm_act(
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
     of_x = running_mean, running_var, weight, bias, training, momentum, eps
-    kind = ACTIVATIONS.index(act)
-    y = None if compiling() else _native_act(input, *of_x, residual, kind, negative_slope, prefer)
-    if y is NotImplemented:
-        y = _in_python(ACT, input, *of_x, residual, kind, negative_slope, prefer)
+    y = fused(input, *of_x, residual, act, negative_slope, prefer)
     if y is not None:
         return y
     if residual is None:
         return _in_torch(input, *of_x, residual, act, negative_slope)
     return _activated(batch_norm(input, *of_x, prefer=prefer) + residual, act, negative_slope)
+
+
+def fused(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, negative_slope, prefer):
+    """`batch_norm_act` in one call, or None where a norm, a sum and an activation are to run by themselves."""
+    if compiling():
+        return None
+    of_x = running_mean, running_var, weight, bias, training, momentum, eps, residual, ACTIVATIONS.index(act)
+    y = _native_act(x, *of_x, negative_slope, prefer)
+    return _in_python(ACT, x, *of_x, negative_slope, prefer) if y is NotImplemented else y
 
 
 def arguments(module: nn.Module) -> tuple:
@@ -405,7 +417,7 @@ class _Module:
     prefer = "auto"
 
     def forward(self, input):
-        if OP.passes(input, self.prefer):
+        if compiling() or not is_plain(input):
             return super().forward(input)
         self._check_input_dim(input)
         return batch_norm(input, *arguments(self), prefer=self.prefer)

@@ -89,10 +89,13 @@ class NormsAndActs(Match):
         fused = [" + ".join([s.what, *(["sum"] if len(s.inputs) > 1 else []), s.act[1]]) for s in self.steps if s.act]
         return f"hfnn batch_norm_act of {', '.join(fused)}"
 
-    @property
+    @functools.cached_property
     def run(self):
         """run(parts, prefer, x): the steps as a function."""
         return _compiled(self.steps, self.result)
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "run"}  # which no pickle takes
 
     def holds(self, parts) -> bool:
         return tuple(parts) == self.names and all(
@@ -143,12 +146,17 @@ def _norm_act(norm, act, x, residual, inplace, slope, prefer):
     )
     if (
         fits and name is not None and type(norm) in _NORMS and is_bare(norm) and is_plain(x)
-        and not ACT.passes(x, prefer) and (act is name or is_bare(act))
+        and (act is name or is_bare(act))
     ):  # fmt: skip
         norm._check_input_dim(x)
-        slope = act.negative_slope if name == "leaky_relu" and act is not name else slope
-        return batch_norm.batch_norm_act(x, *batch_norm.arguments(norm), residual, name, slope, prefer=prefer)
-    y = norm(x)
+        of_x = batch_norm.arguments(norm)  # which counts a batch
+        behind = residual, name, act.negative_slope if name == "leaky_relu" and act is not name else slope
+        y = batch_norm.fused(x, *of_x, *behind, prefer)
+        if y is not None:
+            return y
+        y = batch_norm.batch_norm(x, *of_x, prefer=prefer)
+    else:
+        y = norm(x)
     if residual is not None:
         if inplace:
             y += residual

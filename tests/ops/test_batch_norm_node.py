@@ -292,7 +292,10 @@ def with_queue(function, count):
     return function
 
 
-def stub(forward=None):
+NONE, APART = dict.fromkeys(PREFERENCES, (0, 0)), batch_norm._APART
+
+
+def stub(forward=None, floors=NONE, apart=APART):
     """The room's call for an op whose kernel is functions of Python, as Triton's are, and the momenta that it got."""
     kernel = _load("hfnn.kernels.batch_norm" if _interpreting() else "hfnn._C:cpu.batch_norm")[0]
     momenta = []
@@ -307,8 +310,8 @@ def stub(forward=None):
         backward=with_queue(lambda *args: kernel.backward(*args), 15),
         partials=kernel.partials,
     )
-    op = types.SimpleNamespace(floors=dict.fromkeys(PREFERENCES, (0, 0)), module_for=lambda *_: module)
-    return native.call("batch_norm", op, batch_norm._second, batch_norm.PIECEWISE, 0, 0), momenta
+    op = types.SimpleNamespace(floors=floors, module_for=lambda *_: module)
+    return native.call("batch_norm", op, batch_norm._second, batch_norm.PIECEWISE, 0, 0, apart), momenta
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels run themselves")
