@@ -113,40 +113,6 @@ def test_parameters_of_every_size(driver):
     assert driver.params() == [255, 65534, 2**32 - 3, 2**64 - 4, *values[4:8], bits(0.1), *packed]
 
 
-@pytest.mark.parametrize("seeds", [(0, 1, 7, 300, -1, 2**31 - 1, -(2**31)), (2**31, -(2**31) - 1, 2**63 - 1, -(2**63))])
-def test_fresh_integers(driver, seeds):
-    calls, driver.count = [], 3
-    f = function(("*fp32", "i64", "i32" if seeds[0] == 0 else "i64"), calls=calls)
-    for seed in seeds:
-        f(A, autograd.Fresh(seed), autograd.Fresh(seeds[-1]))
-        if seed != seeds[0]:
-            mask = 2**32 - 1 if seeds[0] == 0 else 2**64 - 1
-            assert driver.params()[:2] == [A.data_ptr(), seed % 2**64] and driver.params()[2] & mask == seeds[-1] & mask
-    assert len(calls) == 1 and f.replays == len(seeds) - 1
-
-
-LOOKS = {
-    "computed": lambda x, seed: (x, seed & 0xFFFF),
-    "chosen": lambda x, seed: (x, 1 if seed == 5 else 2),
-    "of another type": lambda x, seed: (x, float(seed)),
-}
-
-
-@pytest.mark.parametrize("name", LOOKS)
-def test_fresh_integers_are_only_handed_on(driver, name):
-    calls = []
-    f = function(("*fp32", "fp32" if "type" in name else "i32"), give=LOOKS[name], calls=calls)
-    for seed in (5, 6, 5, 7, 8):
-        f(A, autograd.Fresh(seed))
-    assert len(calls) == 5 and not driver.seen and "fresh" in f.refusal
-
-
-def test_a_launch_that_depends_on_a_fresh_integer(driver):
-    f = autograd.TritonFunction(lambda x, seed: seed < 9 and module.record(KERNEL, (1,), 32, 0, (), ()))
-    f(A, autograd.Fresh(1))
-    assert "fresh" in f.refusal
-
-
 def test_views_are_their_tensors_and_an_offset(driver):
     driver.count = 3
     f = function(("*fp32", "*fp32", "*fp32"), give=lambda x, y: (x.view(4, 8), x[5:], y.view(4, 8)[2:]))

@@ -285,7 +285,7 @@ def in_full(launch, args):
     function, grid, threads, shared, _, params = launch
     bits = [
         args[a].data_ptr() + b if kind == module.POINTER
-        else args[a] % (1 << 8 * b) if kind == module.FRESH else b
+        else packed("fp32" if type(args[a]) is float else f"i{8 * b}", ("", args[a])) if kind == module.FRESH else b
         for kind, a, b in params
     ]  # fmt: skip
     return grid, function, threads, shared, bits
@@ -316,6 +316,17 @@ def test_fresh_integers_are_found(value):
 
     (found,), why = repeated(call, X, value, fresh=(1,))
     other = X.clone(), (5 if -(2**31) <= value < 2**31 else 2**50)
+    call(*other)
+    assert not why and in_full(found, other) == in_full_by_triton()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.0])
+def test_fresh_reals_are_found(value):
+    def call(x, real):
+        launch(toy_kernel, (7,), x, None, 3, 5, real, True, 0.5, 3, 16)
+
+    (found,), why = repeated(call, X, value, fresh=(1,))
+    other = X.clone(), 0.7
     call(*other)
     assert not why and in_full(found, other) == in_full_by_triton()
 
