@@ -255,6 +255,7 @@ def test_recipes_are_taken_from_both_sides(device):
     torch.manual_seed(0)
     gelu, norm, linear = hfnn.GELU(), hfnn.BatchNorm1d(6, device=device), hfnn.Linear(5, 4, device=device)
     gelu.prefer = norm.prefer = linear.prefer = "memory"
+    random_parts(norm)
     x = torch.randn(4, 6, 5, device=device, requires_grad=True)
 
     def consumed():
@@ -268,6 +269,19 @@ def test_recipes_are_taken_from_both_sides(device):
         with recipe.disabled():
             off = consumed()
     assert all(map(torch.equal, on, off))
+
+
+def test_a_sum_leaves_no_recipe(device):
+    """It is not kept, so nobody can build y again."""
+    x, residual, weight = torch.randn(3, 4, 6, 5, device=device).unbind()
+    x, residual, weight = (t.requires_grad_() for t in (x, residual, weight[0]))
+    for act in (None, "relu"):
+        with hfnn.use(kernel_of(device)):
+            y = F.batch_norm_act(x, None, None, training=True, residual=residual, act=act)
+            assert not recipe.carries(y)
+            found = torch.autograd.grad(F.linear(y, weight).square().sum(), weight)
+        want = torch.autograd.grad(F.linear(y.detach(), weight).square().sum(), weight)
+        assert torch.equal(*found, *want)
 
 
 def test_a_buffer_for_bias_leaves_no_recipe(device):

@@ -129,3 +129,35 @@ def test_a_room_of_the_activation_goes_before():
     assert room(*of_x, None, ACTIVATIONS.index("relu"), 0.0, "auto") is None
     assert room(*of_x, x, 0, 0.0, "auto").shape == x.shape
     assert room(*of_x, None, ACTIVATIONS.index("silu"), 0.0, "auto").shape == x.shape
+
+
+_x, _c = torch.randn(3, 4, 5), torch.ones(4)
+NOT_OURS = {
+    "one dimension": {"x": _c},
+    "nothing": {"x": _x[:0]},
+    "one value a channel": {"x": _x[:1, :, :1]},
+    "a subclass": {"x": _x.as_subclass(Sub)},
+    "statistics of another dtype": {"mean": _c.double(), "var": _c.double()},
+    "statistics that want gradients": {"mean": _c.clone().requires_grad_()},
+    "statistics with holes": {"mean": torch.ones(8)[::2]},
+    "one statistic": {"mean": None},
+    "no statistics in evaluation": {"mean": None, "var": None, "training": False},
+    "a weight with holes": {"weight": torch.ones(8)[::2]},
+    "a bias of another size": {"bias": torch.ones(5)},
+    "a bias of another dtype": {"bias": _c.bfloat16()},
+    "no eps": {"eps": 0.0},
+    "a tensor for momentum": {"momentum": torch.tensor(0.1)},
+    "a number for training": {"training": 1},
+    "a sum that broadcasts": {"residual": _x[:, :1]},
+    "a sum of another dtype": {"residual": _x.double()},
+    "a sum before what no bit tells": {"residual": _x, "kind": ACTIVATIONS.index("silu")},
+}
+
+
+@pytest.mark.skipif(native.extension is None, reason="hfnn._autograd is not built")
+@pytest.mark.parametrize("name", [None, *NOT_OURS])
+def test_the_room_leaves_to_python(name):
+    usual = {"x": _x, "mean": _c.clone(), "var": _c.clone(), "weight": _c, "bias": _c, "training": True, "momentum": 0.1}
+    usual |= {"eps": 1e-5, "residual": None, "kind": 0, "slope": 0.0, "prefer": "memory"}
+    given = usual | NOT_OURS.get(name, {})
+    assert (batch_norm._native_act(*given.values()) is NotImplemented) is (name is not None)
