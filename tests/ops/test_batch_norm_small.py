@@ -157,7 +157,7 @@ NOT_OURS = {
 @pytest.mark.skipif(native.extension is None, reason="hfnn._autograd is not built")
 @pytest.mark.parametrize("name", [None, *NOT_OURS])
 def test_the_room_leaves_to_python(name):
-    usual = {"x": _x, "mean": _c.clone(), "var": _c.clone(), "weight": _c, "bias": _c, "training": True, "momentum": 0.1}
-    usual |= {"eps": 1e-5, "residual": None, "kind": 0, "slope": 0.0, "prefer": "memory"}
+    usual = {"x": _x, "mean": _c.clone(), "var": _c.clone(), "weight": _c, "bias": _c, "training": True}
+    usual |= {"momentum": 0.1, "eps": 1e-5, "residual": None, "kind": 0, "slope": 0.0, "prefer": "memory"}
     given = usual | NOT_OURS.get(name, {})
     assert (batch_norm._native_act(*given.values()) is NotImplemented) is (name is not None)
