@@ -83,7 +83,7 @@ def sample(case, dtype, device, generator=None):
 
 def _op(name, torchs, floor, cases, bench, **more):
     return Op(
-        name, reference, torchs, kernels=kernels("batch_norm", floor, cuda=1 << 25), sample=sample,
+        name, reference, torchs, kernels=kernels("batch_norm", floor, cuda=1 << 22), sample=sample,
         cases=cases, bench=bench, traffic=(3, 5), saves=False, sums=True, **more,
     )  # fmt: skip
 
