@@ -18,6 +18,7 @@ from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.ops.smooth import QuickGELU, ReLUSquared
 from hfnn.patch import patch_torch
 from hfnn.report import report
+from hfnn.tune import tune
 from hfnn.verify import verify
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "recipe",
     "report",
     "revert",
+    "tune",
     "use",
     "verify",
     *MODULES,

@@ -17,6 +17,7 @@ from hfnn.memory.keepers import costs
 from hfnn.ops import linear
 from hfnn.optim import swap
 from hfnn.patterns.subclass import is_converted, op_of, original, title
+from hfnn.tune import explain
 
 OPTIMIZER = "(optimizer)"  # in the place of a name
 OF_NOTE = (
@@ -44,11 +45,12 @@ class ModuleRow:
 class Report:
     """`rows` in the order of the model; printed with rows alike but for numbers in their names folded into one.
 
-    captured: what became of the calls of a captured model, in a line, or None.
+    captured: what became of the calls of a captured model, in a line, or None; tuned: what `hfnn.tune` chose, likewise.
     """
 
     rows: list[ModuleRow]
     captured: str | None = None
+    tuned: str | None = None
 
     @property
     def swapped(self) -> list[ModuleRow]:
@@ -62,7 +64,7 @@ class Report:
         counter = recipe.counter
         caption = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone; "
         caption += f"in this process {counter.taken} recipes taken, {counter.rebuilt} tensors rebuilt"
-        caption += f"\n{self.captured}" if self.captured else ""
+        caption += "".join(f"\n{line}" for line in (self.captured, self.tuned) if line)
         of_modules = any(row.name != OPTIMIZER for row in self.rows)
         shown = ("kept", "time") if any(row.kept is not None for row in self.rows) else ()
         columns = "module", "from", "to", "kernel", *shown, "why"
@@ -107,7 +109,7 @@ def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
     if shares:
         of_row = (shares.get(row.name, (0.0, 0.0)) for row in rows)
         rows = [replace(row, kept=kept, time=time) for row, (kept, time) in zip(rows, of_row, strict=True)]
-    return Report(rows, captured.explain(model))
+    return Report(rows, captured.explain(model), explain(model))
 
 
 def _is_of_note(site) -> bool:

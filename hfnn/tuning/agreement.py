@@ -1,0 +1,82 @@
+"""Whether the results of a candidate agree with stock's.
+
+The rule of hfnn/testing.py needs a run in float64, for which real batches leave no memory. So the yardstick for
+torch's own error is how far stock's results move when each parameter moves by up to an ulp of the dtype that products
+run in. As both stock and a candidate may err, the difference is at most 1 + 2 times that (losses, buffers) or 1 + 3
+times (gradients).
+"""
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
+from hfnn.tuning.candidates import convolved
+
+DRAWS = 2  # of moved parameters
+NOISE, FEW = 10.0, 64  # as in hfnn/verify.py: times the yardstick of what is zero in theory; elements that may be luck
+
+
+def allowed(stock: dict, moved: list[dict], ulp: float) -> dict[str, tuple[Error, float]]:
+    """For each result the yardstick and how many times that it may be off."""
+    own = {}
+    for name in [n for n, t in stock.items() if t.is_floating_point()]:
+        errors = [error(results[name], stock[name]) for results in moved]
+        own[name] = Error(max(e.l2 for e in errors), max(e.largest for e in errors))
+    noise = 0.1 if ulp < 1e-5 else 0.5
+    plain = [e for e in own.values() if e.l2 < noise] or [Error(ulp, ulp)]
+    usual = Error(*(statistics.median(getattr(e, of) for e in plain) for of in ("l2", "largest")))
+    worst = Error(max(e.l2 for e in plain), max(e.largest for e in plain))
+    found = {}
+    for name, value in stock.items():
+        gradient, e = name.startswith("gradient"), own.get(name, Error(0.0, 0.0))
+        least = worst if gradient and value.numel() < FEW else usual
+        at_most = 1 + (GRADIENTS if gradient else OUTPUTS)
+        if noise <= e.l2 < float("inf"):
+            found[name] = e, NOISE
+        else:
+            known = e if e.l2 < noise else Error(0.0, 0.0)
+            found[name] = Error(max(known.l2, least.l2, ulp), max(known.largest, least.largest, ulp)), at_most
+    return found
+
+
+def differs(value: torch.Tensor, stock: torch.Tensor, yardstick: Error, at_most: float) -> str | None:
+    if value.dtype is not stock.dtype or value.shape != stock.shape:
+        return f"is {value.dtype} {tuple(value.shape)}, stock's {stock.dtype} {tuple(stock.shape)}"
+    if not value.is_floating_point():
+        return None if torch.equal(value, stock) else "is another than stock's"
+    e = error(value, stock)
+    if e.within(yardstick, value.dtype, at_most):
+        return None
+    off, allowed = (e.l2, yardstick.l2) if e.l2 > at_most * yardstick.l2 else (e.largest, yardstick.largest)
+    return f"is off by {off:.2g} of stock's, {at_most * allowed:.2g} are allowed"
+
+
+def move(model: nn.Module, by: float, seed: int) -> None:
+    for p in model.parameters():
+        if p.is_floating_point():
+            generator = torch.Generator(p.device).manual_seed(seed)
+            p.data.mul_(torch.empty_like(p).uniform_(-1, 1, generator=generator).mul_(by).add_(1))
+
+
+@contextlib.contextmanager
+def ulp(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
+    """The largest eps of the dtypes that modules work in within the block: their parameters', autocast's, TF32's."""
+    found = [max([torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()], default=0.0)]
+    device = "cuda" if cuda else "cpu"
+    if cuda and (convolved(model) or torch.get_float32_matmul_precision() != "highest"):
+        found[0] = max(found[0], 2.0**-10)
+
+    def note(module, args):
+        if torch.is_autocast_enabled(device):
+            found[0] = max(found[0], torch.finfo(torch.get_autocast_dtype(device)).eps)
+
+    hooks = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
