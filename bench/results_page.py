@@ -1,6 +1,6 @@
-"""docs/benchmarks.md, and the table of models in README.md, written from the newest rows of bench/results.
+"""docs/benchmarks.md, docs/modes.md and the table of models in README.md, from the newest rows of bench/results.
 
-bench/results_page.py            # writes both
+bench/results_page.py            # writes them
 bench/results_page.py --check    # exit status 1 where they are not what the rows say
 """
 
@@ -347,6 +347,41 @@ The newest row of each case in [bench/results](../bench/results), as `python ben
 rows, not this page. How a number comes about is in [bench/README.md](../bench/README.md); what was tried, and what
 stands between a number and its roof, in [notes](notes). "-": not measured.
 """
+MODES = """# Which mode do I take
+
+A model can run as it is, converted (`hfnn.convert(model)`), captured (`hfnn.convert(model, capture=True)`, on a GPU),
+or compiled (`torch.compile`), converted or not. Which is the fastest depends on the model, the batch and the machine:
+
+* **Converted** is the one to begin with. It keeps the least for backward, takes any model, and needs no time to set up.
+* **Captured** helps where the GPU waits for Python: small batches, many small operators. Shapes must repeat. Its memory
+  is that of converted.
+* **Compiled**, not converted, suits a model that torch.compile takes whole, with memory to spare. Converted modules
+  step aside under torch.compile.
+* **As it is**, where nothing of the above is measurably faster.
+
+`hfnn.tune` measures them on your batches, and leaves the model in the fastest one that gives stock's results:
+
+```python
+hfnn.tune(model, batches, optimizer=optimizer, steps=steps_to_come)  # prints a table
+print(hfnn.report(model))  # says what was chosen, and why others were not
+```
+
+It compares the loss, all gradients, buffers, and gradients of two batches that add up, and tries nothing that does not
+fit its budget (300 seconds, or 2 % of the steps to come if that is less). What it has chosen is kept for the next run,
+in `~/.cache/hfnn/tune.json`, and compared with stock there again. For transformers' Trainer:
+
+```python
+from hfnn.adapters.trainer import TuneCallback
+
+trainer = Trainer(..., callbacks=[TuneCallback()])
+```
+
+Call it before a model is wrapped (DDP, FSDP), on all ranks: they choose alike. After the choice nothing watches any
+more: a run whose shapes change later keeps its mode. Compiled converted models, layouts and `hfnn.tune` itself have no
+rows on a GPU yet.
+
+The tables are written by `python bench/results_page.py` from the newest rows of [bench/results](../bench/results).
+"""
 
 
 def pages() -> dict[Path, str]:
@@ -355,7 +390,11 @@ def pages() -> dict[Path, str]:
     before, _, rest = readme.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     sections = "\n".join(table.section() for table in TABLES)
-    return {ROOT / "docs/benchmarks.md": f"{HEAD}\n{sections}", readme: f"{before}{BEGIN}{TABLES[0]}{END}{after}"}
+    return {
+        ROOT / "docs/benchmarks.md": f"{HEAD}\n{sections}",
+        ROOT / "docs/modes.md": f"{MODES}\n" + "\n".join(table.section() for table in TABLES[:2]),
+        readme: f"{before}{BEGIN}{TABLES[0]}{END}{after}",
+    }
 
 
 def main(arguments=None) -> int:

@@ -76,6 +76,13 @@ class Run(runs.Run):
     def loss_of(self, ids: torch.Tensor) -> torch.Tensor:
         return self.forward(input_ids=ids, labels=ids, use_cache=False).loss
 
+    def tune(self, first: int) -> None:
+        """Leaves it to `hfnn.tune` how the model runs, from the step `first` on."""
+        hfnn.revert(self.model, self.optimizer)
+        given = (batch(self.args, first + i) for i in range(5))
+        how = {"optimizer": self.optimizer, "loss": lambda model, ids: self.loss(ids)}
+        hfnn.tune(self.model, given, steps=self.args.steps - first, **how)
+
 
 def kept_per_layer(run: Run, ids: torch.Tensor) -> dict:
     """What a layer keeps for backward, in all and by op: what two layers keep less what one keeps.

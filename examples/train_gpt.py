@@ -7,14 +7,15 @@ another attention kernel and other dropout masks, shows how far two correct runs
 
     python examples/train_gpt.py                            # a table, out/train_gpt.json and out/train_gpt.png
     python examples/train_gpt.py --arch llama --steps 100
+    python examples/train_gpt.py --steps 2000 --tune        # the way of running the model that is fastest here
     python examples/train_gpt.py --save ckpt.pt             # and later, bit for bit from where it stopped:
     python examples/train_gpt.py --resume ckpt.pt --steps 200
     python examples/train_gpt.py --data records:train       # of hfrecord, with input_ids; goes on within an epoch
     python examples/train_gpt.py --dist fsdp --nproc 2 --save runs      # on two ranks, or ddp, or pipeline; to go on
     python examples/train_gpt.py --dist pipeline --nproc 4 --stages 2 --schedule zbv --resume runs --steps 200
 
-Needs `pip install hfnn[examples]`. All of hfnn in here is `hfnn.convert(model, optimizer)`, and `hfnn.memory` to count
-bytes.
+Needs `pip install hfnn[examples]`. All of hfnn in here is `hfnn.convert(model, optimizer)`, or `hfnn.tune`, and
+`hfnn.memory` to count bytes.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from runs import HFNN, Parser, names_of_runs, train
 ON_CPU = {"layers": 4, "width": 256, "heads": 4, "seq": 256, "batch": 8, "steps": 43, "dtype": "float32"}
 ON_CUDA = {"layers": 12, "width": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 103, "dtype": "autocast"}
 # All the rest stays as it is when a run is resumed: also on other ranks, in another layout.
-FREE = {"steps", "save", "resume", "out", "text", "order", "nproc", "stages", "schedule", "microbatches"}
+FREE = {"steps", "save", "resume", "out", "text", "order", "tune", "nproc", "stages", "schedule", "microbatches"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")  # of distributed.py
 
 
@@ -83,6 +84,7 @@ def arguments() -> Parser:
     add("--dropout", type=float, default=0.1, help="of embeddings and residuals, gpt2 only (default: 0.1)")
     add("--save", metavar="PATH", help="write a checkpoint after the last step")
     add("--resume", metavar="PATH", help="go on from a checkpoint, to --steps in all")
+    add("--tune", action="store_true", help="take the way of running the model that hfnn.tune measures as the fastest")
     add("--dist", choices=("ddp", "fsdp", "pipeline"), help="train on --nproc ranks, wrapped by haiscale")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="ranks of --dist (default: the GPUs, or 2)")
     add("--stages", type=int, help="of the pipeline; several pipelines are replicas (default: --nproc)")
@@ -93,6 +95,8 @@ def arguments() -> Parser:
 
 def check(args, checkpoint, parser) -> None:
     parser.check_numbers(args, ON_CPU.keys() - {"dtype"})
+    if args.tune and (args.dist or args.compile or not args.convert):
+        parser.error("--tune goes without --dist, --compile and --no-convert")
     if args.dist:
         check_ranks(args, parser)
     if not 0 <= args.dropout < 1:
@@ -166,7 +170,10 @@ def main(argv=None) -> None:
     runs = [Run(name, args) for name in names_of_runs(args)]
     for run in runs if checkpoint else ():
         run.load_state(checkpoint["runs"][run.name])
-    train(runs, checkpoint["step"] if checkpoint else 0, batch)
+    first = checkpoint["step"] if checkpoint else 0
+    if args.tune:
+        runs[-1].tune(first)
+    train(runs, first, batch)
     if args.save:
         save(args.save, runs)
     report(args, runs)

@@ -80,12 +80,12 @@ def tune(
     _check(model)
     known = candidates(model, optimizer, backend)
     chosen = known if among is None else among_names(known, among)
-    given = list(itertools.islice(batches, WARM))
-    if len(given) < 2:
-        raise ValueError(f"takes two batches or more, got {len(given)}")
-    run = Run(model, given, loss or _loss, memory)
-    key = rows.key(model, given, steps, budget, run.memory, chosen, ranks.count())
+    run = Run(model, loss or _loss, memory)
     with run.state:
+        run.batches = list(itertools.islice(batches, WARM))
+        if len(run.batches) < 2:
+            raise ValueError(f"takes two batches or more, got {len(run.batches)}")
+        key = rows.key(model, run.batches, steps, budget, run.memory, chosen, ranks.count())
         kept = ranks.first(rows.read().get(key) if cache else None)
         found = kept and run.again(kept, chosen, steps, budget)
         if not found:

@@ -52,6 +52,14 @@ def test_runs_as_a_program(tmp_path):
     assert (tmp_path / "out/train_gpt.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_tune(train, tmp_path, monkeypatch, capsys):
+    """The fastest of what was measured trains, and learns what a plain model learns."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs = train("--tune", "--steps", 4, "--no-band", "--dropout", 0)["runs"]
+    assert "of stock" in capsys.readouterr().out
+    assert runs[HFNN]["losses"] == pytest.approx(runs[PLAIN]["losses"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("arch", "at_most"), [("gpt2", 21), ("llama", 45)])
 def test_result(train, arch, at_most):
     result = train("--arch", arch, "--steps", 4)

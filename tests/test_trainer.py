@@ -211,3 +211,26 @@ def test_a_captured_model_logs_what_it_logs_otherwise(tmp_path):
         ours, replays, run = _story(tmp_path / "captured", True)
     assert ours == plain
     assert min(replays) > 0, vars(run.model)["_hfnn_capture"].report()
+
+
+@pytest.mark.parametrize("choice", ["stock", "converted"])
+def test_tune_callback(rows, tmp_path, monkeypatch, choice):
+    """The model is tuned, and trains as it would have without: on the same rows, from the same weights."""
+    from hfnn.adapters.trainer import TuneCallback
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("hfnn.tuning.run.best", lambda rows, steps: choice)
+    plain = losses(trainer(build(0.0, False), rows, tmp_path, steps=5))
+    model = build(0.0, False)
+    callback = TuneCallback(among=["converted"], budget=100)
+    tuned = losses(trainer(model, rows, tmp_path, steps=5, callbacks=[callback]))
+    assert hfnn.report(model).tuned == f"tuned: {choice}, for 5 steps"
+    assert tuned == (plain if choice == "stock" else pytest.approx(plain, rel=1e-4))
+
+
+def test_tune_callback_leaves_what_it_cannot_tune(rows, tmp_path, caplog):
+    from hfnn.adapters.trainer import TuneCallback
+
+    model = build(0.0, True)
+    assert losses(trainer(model, rows, tmp_path, steps=2, callbacks=[TuneCallback()]))
+    assert hfnn.report(model).tuned is None and "the model is not tuned: takes the model as torch has it" in caplog.text

@@ -16,7 +16,7 @@ from hfnn.tuning import rows
 from hfnn.tuning.candidates import Candidate, candidates
 
 WORKER = Path(__file__).parent / "workers" / "tuned.py"
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,10 @@ def built(dropout=0.1):
 
 
 def batches(sizes=(4,) * 8):
+    """They draw from the generators of all, as loaders do."""
     generator = torch.Generator().manual_seed(1)
     for n in sizes:
+        torch.rand(1), random.random(), np.random.rand()
         labels = torch.randint(10, (n,), generator=generator)
         yield {"images": torch.randn(n, 3, 8, 8, generator=generator), "labels": labels}
 
@@ -175,16 +177,13 @@ class Hangs(Planted):
 
 
 class Recompiles(Candidate):
-    """At each call, for its graph depends on a number that is another one each time."""
+    """At each call."""
 
     def enter(self, model):
-        number = iter(range(1000))
-
         def call(*args, **kwargs):
             torch._dynamo.reset()
             return torch.compile(model._call_impl, backend="eager")(*args, **kwargs)
 
-        next(number)
         vars(model)["_compiled_call_impl"] = call
 
 
@@ -222,13 +221,8 @@ def test_one_that_hangs_is_interrupted_and_what_comes_after_it_is_not_tried():
     assert hfnn.report(model).tuned.endswith("converted: not tried: the budget of 0.5 s is spent")
 
 
-def slow_model():
-    torch.manual_seed(0)
-    return Slow()
-
-
 def test_the_best_is_taken_and_told_and_kept(tmp_path, capsys):
-    model, counted = slow_model(), []
+    model, counted = Slow(), []
 
     class Counted(Faster):
         def call(self, model, plain, *args, **kwargs):
@@ -257,9 +251,9 @@ def test_the_best_is_taken_and_told_and_kept(tmp_path, capsys):
 
 
 def test_an_earlier_choice_that_is_wrong_by_now_is_measured_anew(caplog):
-    found = hfnn.tune(slow_model(), batches(), steps=10**9, among=[Faster("planted")], budget=100, show=False)
+    found = hfnn.tune(Slow(), batches(), steps=10**9, among=[Faster("planted")], budget=100, show=False)
     assert found.choice == "planted"
-    found = hfnn.tune(slow_model(), batches(), steps=10**9, among=[WrongLoss("planted")], budget=100, show=False)
+    found = hfnn.tune(Slow(), batches(), steps=10**9, among=[WrongLoss("planted")], budget=100, show=False)
     assert found.choice == "stock" and not found.kept and "the earlier choice, planted, is dropped" in caplog.text
 
 
@@ -272,7 +266,7 @@ def test_few_steps_do_not_pay_for_what_takes_long_to_set_up():
             super().enter(model)
 
     for steps, choice in ((1, "stock"), (10**9, "late")):
-        found = hfnn.tune(slow_model(), batches(), steps=steps, among=[Late("late")], budget=100, show=False)
+        found = hfnn.tune(Slow(), batches(), steps=steps, among=[Late("late")], budget=100, show=False)
         assert found.rows[1].why == "" and found.choice == choice
 
 

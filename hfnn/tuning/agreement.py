@@ -1,9 +1,10 @@
 """Whether the results of a candidate agree with stock's.
 
-The rule of hfnn/testing.py needs a run in float64, for which real batches leave no memory. So the yardstick for
-torch's own error is how far stock's results move when each parameter moves by up to an ulp of the dtype that products
-run in. As both stock and a candidate may err, the difference is at most 1 + 2 times that (losses, buffers) or 1 + 3
-times (gradients).
+The rule of hfnn/testing.py needs a run in float64, for which real batches leave no memory. So the yardstick for torch's
+own error is how far stock's results move when each parameter moves by up to an ulp of the dtype that products run in;
+by four of float32, whose errors come from orders of sums and approximations of functions besides, which 16 bits hide.
+As both stock and a candidate may err, the difference is at most 1 + 2 times that (losses, buffers) or 1 + 3 times
+(gradients).
 """
 
 import contextlib
@@ -17,17 +18,18 @@ from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
 from hfnn.tuning.candidates import convolved
 
 DRAWS = 2  # of moved parameters
+ULPS = 4  # of float32 and float64
 NOISE, FEW = 10.0, 64  # as in hfnn/verify.py: times the yardstick of what is zero in theory; elements that may be luck
 
 
-def allowed(stock: dict, moved: list[dict], ulp: float) -> dict[str, tuple[Error, float]]:
+def allowed(stock: dict, moved: list[dict], step: float) -> dict[str, tuple[Error, float]]:
     """For each result the yardstick and how many times that it may be off."""
     own = {}
     for name in [n for n, t in stock.items() if t.is_floating_point()]:
         errors = [error(results[name], stock[name]) for results in moved]
         own[name] = Error(max(e.l2 for e in errors), max(e.largest for e in errors))
-    noise = 0.1 if ulp < 1e-5 else 0.5
-    plain = [e for e in own.values() if e.l2 < noise] or [Error(ulp, ulp)]
+    noise = 0.1 if step < 1e-5 else 0.5
+    plain = [e for e in own.values() if e.l2 < noise] or [Error(step, step)]
     usual = Error(*(statistics.median(getattr(e, of) for e in plain) for of in ("l2", "largest")))
     worst = Error(max(e.l2 for e in plain), max(e.largest for e in plain))
     found = {}
@@ -39,7 +41,7 @@ def allowed(stock: dict, moved: list[dict], ulp: float) -> dict[str, tuple[Error
             found[name] = e, NOISE
         else:
             known = e if e.l2 < noise else Error(0.0, 0.0)
-            found[name] = Error(max(known.l2, least.l2, ulp), max(known.largest, least.largest, ulp)), at_most
+            found[name] = Error(max(known.l2, least.l2, step), max(known.largest, least.largest, step)), at_most
     return found
 
 
@@ -63,8 +65,9 @@ def move(model: nn.Module, by: float, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def ulp(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
-    """The largest eps of the dtypes that modules work in within the block: their parameters', autocast's, TF32's."""
+def step_of(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
+    """By how much of their values to move parameters, by the dtypes that modules work in within the block: their
+    parameters', autocast's, TF32's."""
     found = [max([torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()], default=0.0)]
     device = "cuda" if cuda else "cpu"
     if cuda and (convolved(model) or torch.get_float32_matmul_precision() != "highest"):
@@ -80,3 +83,4 @@ def ulp(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
     finally:
         for hook in hooks:
             hook.remove()
+        found[0] *= ULPS if found[0] < 1e-5 else 1

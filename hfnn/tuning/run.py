@@ -13,7 +13,7 @@ from torch import nn
 from hfnn.capture import captured
 from hfnn.core.kernel import log
 from hfnn.memory.peak import peak_bytes
-from hfnn.tuning.agreement import DRAWS, allowed, differs, move, ulp
+from hfnn.tuning.agreement import DRAWS, allowed, differs, move, step_of
 from hfnn.tuning.candidates import STOCK, Candidate, graphs
 from hfnn.tuning.ranks import first, together
 from hfnn.tuning.rows import TuneRow, Tuning
@@ -28,8 +28,10 @@ CLOSE = 1.03  # what is no faster than stock by more than this is noise
 class Run:
     """The measurements of one call of `tune`."""
 
-    def __init__(self, model: nn.Module, batches: list, loss: Callable, memory: int | None):
-        self.model, self.batches, self.loss = model, batches, loss
+    batches: list
+
+    def __init__(self, model: nn.Module, loss: Callable, memory: int | None):
+        self.model, self.loss = model, loss
         self.cuda = any(p.is_cuda for p in model.parameters())
         if memory is None and self.cuda:
             memory = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -79,7 +81,7 @@ class Run:
         return row
 
     def _set_yardstick(self, candidate: Candidate) -> None:
-        with ulp(self.model, self.cuda) as least:
+        with step_of(self.model, self.cuda) as step:
             self.stock = self._results(candidate)
         if self.state.drew():
             self.quiet = True
@@ -87,8 +89,8 @@ class Run:
         for name, value in self.stock.items():
             if name.startswith("loss") and not value.isfinite().all():
                 raise ValueError(f"the {name} is {value.item()} as stock")
-        moved = [self._results(candidate, (least[0], draw)) for draw in range(DRAWS)]
-        self.allowed = allowed(self.stock, moved, least[0])
+        moved = [self._results(candidate, (step[0], draw)) for draw in range(DRAWS)]
+        self.allowed = allowed(self.stock, moved, step[0])
 
     def _row(self, candidate: Candidate, end: float, time_it: bool = True) -> TuneRow:
         row, begin = TuneRow(candidate.name), time.monotonic()
