@@ -5,6 +5,7 @@ read the difference.
 """
 
 import collections
+import copy
 import difflib
 import io
 import re
@@ -16,10 +17,12 @@ import torch
 from torch import nn
 
 import hfnn
+from hfnn import adapters, testing
 
 transformers = pytest.importorskip("transformers")
 
 WRITTEN = Path(__file__).with_name("families.txt")
+TOKENS = 16  # at most, that a loss is a sum of
 SHARE = 0.95  # of the modules that are of a kind hfnn has ops for
 
 ENCODER = {
@@ -197,6 +200,47 @@ def test_recipes_change_no_bit(family):
     wrong = unequal(on, off)
     assert not wrong, f"{family}: {len(wrong)} of {len(on)} tensors differ without recipes: {wrong[:5]}"
     assert taken > 0 and hfnn.recipe.counter.rebuilt > 0, f"{family}: no recipe was used"
+
+
+def exact(model, batch):
+    """`run` in float64."""
+    model = adapters.double(copy.deepcopy(model))
+    return run(model, {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in batch.items()})
+
+
+def traced(model, batch):
+    """The number of graphs that Dynamo makes of a model, and where it breaks off."""
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(model)(**batch)
+    places = [reason.user_stack[-1] for reason in found.break_reasons if reason.user_stack]
+    return found.graph_count, {(place.filename, place.lineno) for place in places}
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.parametrize("backend", ["aot_eager", "hfnn_eager"])
+@pytest.mark.parametrize(
+    "family", [f if f in ("gpt2", "llama", "bert") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_compiled(family, backend, monkeypatch):
+    """As exact as torch; whole where the stock model is, else broken at none but its places."""
+    stock, batch = build(family).eval(), inputs(family)
+    if family == "gpt2":  # whose default is logged, which breaks the graph
+        stock.config.loss_type = "ForCausalLM"
+    monkeypatch.setattr("hfnn.compiled.head.WORTH_LOGITS", 0)
+    wanted, torchs = exact(stock, batch), run(stock, batch)
+    graphs, places = traced(stock, batch)
+    model = hfnn.convert(copy.deepcopy(stock), prefer="memory")
+    if graphs > 1:
+        assert traced(model, batch)[1] <= places
+    torch._dynamo.reset()
+    model.compile(backend=backend, fullgraph=graphs == 1)
+    found = run(model, batch)
+    assert found.keys() == wanted.keys()
+    for name, result in found.items():
+        at_most = testing.OUTPUTS if name == "loss" else testing.GRADIENTS
+        testing.assert_close(
+            result, wanted[name], torchs[name], at_most, f"{family} {name}", TOKENS if name == "loss" else 1
+        )
 
 
 if __name__ == "__main__":
