@@ -121,6 +121,32 @@ def test_what_else_is_done_to_logits_leaves_them(calls, between):
     assert not calls
 
 
+def test_what_is_written_to_after_the_product_leaves_logits(calls):
+    """The operator would read what was written."""
+
+    def run(x, weight, labels):
+        hidden = x + 1
+        logits = nn.functional.linear(hidden, weight)
+        hidden.mul_(2)
+        return nn.functional.cross_entropy(logits, labels), hidden
+
+    given = torch.randn(8, 16), torch.randn(37, 16), torch.randint(37, (8,))
+    torch.testing.assert_close(torch.compile(run, backend="hfnn_eager")(*given), run(*given))
+    assert not calls
+
+
+def test_logits_made_without_a_graph_have_none(calls):
+    def run(x, weight, labels):
+        with torch.no_grad():
+            logits = nn.functional.linear(x, weight)
+            return nn.functional.cross_entropy(logits, labels), logits
+
+    given = torch.randn(8, 16), torch.randn(37, 16, requires_grad=True), torch.randint(37, (8,))
+    loss, logits = torch.compile(run, backend="hfnn_eager")(*given)
+    assert calls and not loss.requires_grad and not logits.requires_grad
+    torch.testing.assert_close(logits + 0, run(*given)[1])
+
+
 def test_dynamic_shapes(calls):
     stock = Model()
     compiled, _ = check(stock, dynamic=True, fullgraph=True)

@@ -29,25 +29,23 @@ def without_logits(graph: fx.GraphModule) -> tuple[fx.GraphModule, Callable]:
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is nn.functional.cross_entropy:
             places |= _replace(graph.graph, node) or {}
-    if places:
-        graph.graph.eliminate_dead_code()
     graph.recompile()
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    makers = [(at, *(numbers.get(n) for n in (weight, bias)), dtype) for at, (weight, bias, dtype) in places.items()]
+    makers = [(at, *(numbers.get(n) for n in (weight, bias)), *how) for at, (weight, bias, *how) in places.items()]
 
     def finish(inputs, outputs):
         if not makers:
             return outputs
         outputs = list(outputs)
-        for at, weight, bias, dtype in makers:
-            outputs[at] = _logits(outputs[at], inputs[weight], None if bias is None else inputs[bias], dtype)
+        for at, weight, bias, *how in makers:
+            outputs[at] = _logits(outputs[at], inputs[weight], None if bias is None else inputs[bias], *how)
         return tuple(outputs)
 
     return graph, finish
 
 
-def _logits(hidden, weight, bias, dtype):
-    with multiplying(hidden, dtype, (weight, bias)):
+def _logits(hidden, weight, bias, dtype, grad):
+    with multiplying(hidden, dtype, (weight, bias)), torch.set_grad_enabled(grad):
         logits = defer(hidden, weight, bias, prefer="memory")
         return nn.functional.linear(hidden, weight, bias) if logits is None else logits
 
@@ -58,7 +56,7 @@ def computed(inputs) -> list:
 
 
 def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
-    """Gives a loss its operator; {place of an output: (weight, bias, dtype)} for logits, or None where it stays."""
+    """Gives a loss its operator; {place of an output: (weight, bias, dtype, grad)} for logits, or None where it stays."""
     options = {**DEFAULTS, **dict(zip(DEFAULTS, loss.args[2:], strict=False))}
     options |= {k: v for k, v in loss.kwargs.items() if k in DEFAULTS}
     logits, target = (loss.args[i] if i < len(loss.args) else loss.kwargs[n] for i, n in enumerate(("input", "target")))
@@ -76,7 +74,7 @@ def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
     inputs = all(n is None or n.op == "placeholder" for n in (weight, bias))
     if others or returned or (places and not inputs):
         return None
-    grad = _value(loss).requires_grad
+    grad, product_grad = _value(loss).requires_grad, _value(product).requires_grad
     needs = [grad and v is not None and v.requires_grad for v in values[:3]]
     with graph.inserting_before(loss):
         rows = graph.call_method("reshape", (hidden, -1, values[1].shape[1]))
@@ -88,8 +86,11 @@ def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
         first = graph.call_function(python.getitem, (made, 0))
         first.meta["example_value"] = _value(loss)
     loss.replace_all_uses_with(first)
+    graph.erase_node(loss)
     output.args = (tuple(hidden if i in places else n for i, n in enumerate(output.args[0])),)
-    return dict.fromkeys(places, (weight, bias, dtypes[0]))
+    for node in chain:  # the last first; nobody is left to read them
+        graph.erase_node(node)
+    return dict.fromkeys(places, (weight, bias, dtypes[0], product_grad))
 
 
 def _chain(node) -> list[fx.Node] | None:
@@ -119,6 +120,8 @@ def _fits(product, logits, values) -> bool:
     """Whether the operator computes what the graph does."""
     hidden, weight, _, target, class_weight = values
     if any(v is None for v in (product, logits, hidden, weight, target)):
+        return False
+    if any(v is not None and v._version for v in values[:3]):  # written to: the operator stands further on
         return False
     if not all(v is None or is_plain(v) for v in values) or target.dtype is not torch.int64:
         return False

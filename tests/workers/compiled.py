@@ -52,4 +52,4 @@ def main(rank, world_size, store):
                 for p, grad in zip(model.parameters(), wanted, strict=True):
                     torch.testing.assert_close(p.grad, grad)
             torch.testing.assert_close(logits + 0, stock(x[rank], labels[rank])[1])
-            assert (len(graphs) > 1) == (bucket == 1), len(graphs)
+            assert bucket > 1 or len(graphs) > 2, len(graphs)
