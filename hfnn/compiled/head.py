@@ -56,7 +56,7 @@ def computed(inputs) -> list:
 
 
 def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
-    """Gives a loss its operator; {place of an output: (weight, bias, dtype, grad)} for logits, or None where it stays."""
+    """Gives a loss its operator: {output: (weight, bias, dtype, grad)} of logits to defer, or None where it stays."""
     options = {**DEFAULTS, **dict(zip(DEFAULTS, loss.args[2:], strict=False))}
     options |= {k: v for k, v in loss.kwargs.items() if k in DEFAULTS}
     logits, target = (loss.args[i] if i < len(loss.args) else loss.kwargs[n] for i, n in enumerate(("input", "target")))
