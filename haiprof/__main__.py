@@ -1,6 +1,13 @@
-"""python -m haiprof run -- COMMAND | attach PID|DIR | report DIR | diff A B."""
+"""Profile training runs without a change to them.
+
+haiprof run -- torchrun --nproc-per-node 8 train.py    # run it, then report
+haiprof attach 4711 --operators                        # a process that runs already
+haiprof report profile
+haiprof diff before after
+"""
 
 import argparse
+import functools
 import os
 import signal
 import subprocess
@@ -8,21 +15,17 @@ import sys
 import time
 from pathlib import Path
 
+from haiprof import command
+
 
 def main(argv=None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        return args.do(args)
-    except (OSError, RuntimeError, ValueError, ImportError) as error:
-        print(f"haiprof: {error}", file=sys.stderr)
-        return 2
+    return command.run("haiprof", functools.partial(args.do, args), (RuntimeError,))
 
 
 def _parser():
-    parser = argparse.ArgumentParser(
-        prog="python -m haiprof", description="profile training runs without a change to them"
-    )
-    commands = parser.add_subparsers(required=True)
+    parser = command.Parser(prog="haiprof", description=__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser("run", help="run a command with its ranks profiled, and report")
     run.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
     run.add_argument("--hz", type=float, default=1.0, help="readings of the counters a second, 1 to 10 (default: 1)")
@@ -50,16 +53,16 @@ def _parser():
 
 
 def _run(args):
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        raise ValueError("run: what? python -m haiprof run -- torchrun ... train.py")
+    program = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not program:
+        raise ValueError("run: what? haiprof run -- torchrun ... train.py")
     if not 1 <= args.hz <= 10:
         raise ValueError(f"--hz takes 1 to 10, got {args.hz}")
     folder = os.path.abspath(args.out) if args.out else _new_folder()
     env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": folder, "HAIPROF_HZ": str(args.hz)}
     if args.port:
         env["HAIPROF_PORT"] = str(args.port)
-    process = subprocess.Popen(command, env=env)
+    process = subprocess.Popen(program, env=env)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
     while True:
@@ -70,12 +73,13 @@ def _run(args):
             continue
     if not list(Path(folder).glob("*.jsonl")):
         print(
-            f"haiprof: {command[0]} left nothing in {folder}: no module was called, or its Python has another torch, "
+            f"haiprof: {program[0]} left nothing in {folder}: no module was called, or its Python has another torch, "
             "where hfnn is not installed",
             file=sys.stderr,
         )
-        return status or 1
-    _report(folder)
+        status = status or 1
+    else:
+        _report(folder)
     return status if status >= 0 else 128 - status
 
 

@@ -1,4 +1,4 @@
-"""Compile the GPU kernels before training does: `python -m hfnn.warmup [--widths 768 3072] [--dtypes bfloat16]`.
+"""Compile the GPU kernels before training does: `hfnn warmup [--widths 768 3072] [--dtypes bfloat16]`.
 
 Triton compiles a kernel at its first use, once for each dtype and block of columns, and keeps the result on disk
 (TRITON_CACHE_DIR, ~/.triton otherwise). This runs every op forward, rebuilt and backward at common widths, so that the
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from haiprof import command
 from hfnn import functional, ops
 from hfnn.core.kernel import Kernel, NoKernel, Op, use
 from hfnn.ops.attention import backends
@@ -59,11 +60,13 @@ def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int
     return runs
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m hfnn.warmup", description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds what `run` takes."""
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="columns of a row")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=("float32", "bfloat16", "float16"))
-    args = parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         print("torch sees no CUDA device: nothing to compile. The C++ kernels of the CPU need no warming up.")
         return
@@ -81,5 +84,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"plain attention: the times of torch's backends are known for {backends.warm(dtypes)} kinds of call")
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = command.Parser(prog="python -m hfnn.warmup", description=__doc__.splitlines()[0])
+    options(parser)
+    args = parser.parse_args(argv)
+    return command.run("hfnn", lambda: run(args))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,9 @@
-"""python -m hfrecord info|verify|bench PATH, unpack PATH OUT, pack FOLDER OUT, convert SOURCE OUT: docs/hfrecord.md."""
+"""Record files: made of other data, looked at, read through.
 
-import argparse
+hfrecord convert images out --format images     # a folder for each class
+hfrecord verify out                             # reads all
+"""
+
 import os
 import sys
 import time
@@ -13,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from haiprof.command import Parser, run
 from hfrecord import convert, native
 from hfrecord.format import RecordError
 from hfrecord.reader import FileReader
@@ -95,11 +99,19 @@ def bench(args) -> None:
     Console().print(table)
 
 
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hfrecord", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> Parser:
+    found = Parser(prog="hfrecord", description=__doc__)
+    commands = found.add_subparsers(metavar="COMMAND", required=True)
     calls = {"info": info, "verify": verify, "bench": bench, "unpack": unpack}
-    subs = {name: commands.add_parser(name) for name in calls}
+    does = {
+        "info": "what is in the files",
+        "verify": "read all, and tell the first record that is damaged",
+        "bench": "time random batches, out of the page cache and in it",
+        "unpack": "write each record as a file",
+        "pack": "the files of a folder, by their names",
+        "convert": "images, tar (webdataset), parquet, jsonl, npy, text or other record files",
+    }
+    subs = {name: commands.add_parser(name, help=does[name]) for name in calls}
     for name, sub in subs.items():
         sub.add_argument("path", help="a .hfr or .ffr file, or a folder of them")
         sub.set_defaults(call=calls[name])
@@ -108,7 +120,7 @@ def main(argv=None) -> int:
     subs["bench"].add_argument("--batches", type=int, default=1000, help="at most")
     subs["bench"].add_argument("--seed", type=int, default=0)
     for name in ("pack", "convert"):
-        sub = commands.add_parser(name)
+        sub = commands.add_parser(name, help=does[name])
         sub.add_argument("source", help="a folder" if name == "pack" else "what is converted")
         sub.add_argument("out", help="folder of the records; what is there of a run that was killed is gone on with")
         sub.add_argument("--part-bytes", type=int, default=1 << 30)
@@ -119,13 +131,12 @@ def main(argv=None) -> int:
     sub.add_argument("--format", choices=convert.FORMATS, help="told by the source's name by default")
     sub.add_argument("--length", type=int, default=1024, help="tokens of a record, or at most")
     sub.add_argument("--tokenizer", help="of documents, for transformers' AutoTokenizer; bytes without one")
-    args = parser.parse_args(argv)
-    try:
-        args.call(args)
-    except (RecordError, ValueError, OSError, ImportError, BrokenProcessPool) as error:
-        print(f"hfrecord: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return found
+
+
+def main(argv=None) -> int:
+    args = parser().parse_args(argv)
+    return run("hfrecord", lambda: args.call(args), (RecordError, BrokenProcessPool))
 
 
 if __name__ == "__main__":

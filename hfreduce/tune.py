@@ -1,9 +1,9 @@
 """Measure which algorithm and chunk are fastest on this machine, and keep them for all later groups of the same shape.
 
-    python -m hfreduce.tune                  # a rank for each core
-    python -m hfreduce.tune --ranks 4 --seconds 0.1
+    hfreduce tune                            # a rank for each core
+    hfreduce tune --ranks 4 --seconds 0.1
     torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
-    python -m hfreduce.tune --device cuda    # paths and launches on CUDA tensors, a rank for each GPU
+    hfreduce tune --device cuda              # paths and launches on CUDA tensors, a rank for each GPU
 
 All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
 is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from haiprof import command
 from hfreduce import api, plan, tune_device
 
 SIZES = [1 << k for k in (10, 12, 14, 15, 16, 17, 18, 20, 22, 24, 26)]
@@ -136,7 +137,7 @@ def tune(store, rank: int, size: int, options) -> list[plan.Row]:
     return found
 
 
-def start(ranks: int, command: list[str]) -> int:
+def start(ranks: int, program: list[str]) -> int:
     """Runs a command as so many ranks of this machine, as torchrun does, until one fails; exit status."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The store is there already: rank 0 need not make it.
@@ -145,7 +146,7 @@ def start(ranks: int, command: list[str]) -> int:
     children = []
     try:
         for rank in range(ranks):
-            children.append(subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank)}))
+            children.append(subprocess.Popen(program, env=os.environ | shared | {"RANK": str(rank)}))
         while None in (codes := [child.poll() for child in children]) and not any(codes):
             time.sleep(0.05)
         return next((abs(code) for code in codes if code), 0)
@@ -155,8 +156,8 @@ def start(ranks: int, command: list[str]) -> int:
             child.wait()
 
 
-def parse(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds what `checked` and `run` take."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--ranks", type=int, help="started on this machine, by default one for each core or GPU; not under torchrun")
@@ -164,7 +165,10 @@ def parse(argv=None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.2, help="spent on each candidate and size")
     add("--dry", action="store_true", help="only print")
-    options = parser.parse_args(argv)
+
+
+def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """The options with what is not given filled in; ends the process with the parser's error where they are wrong."""
     count = torch.cuda.device_count() if options.device == "cuda" else os.cpu_count()
     options.ranks = options.ranks or count or 1
     options.sizes = sorted(options.sizes or (tune_device.SIZES if options.device == "cuda" else SIZES))
@@ -183,10 +187,9 @@ def write(of: plan.Shape, rows: list, part: str) -> int:
         return 1
 
 
-def main(argv=None) -> int:
-    options = parse(argv)
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Measures as one rank, or starts the ranks, each with these arguments; exit status."""
     if "RANK" not in os.environ:
-        arguments = sys.argv[1:] if argv is None else argv
         return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments])
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     torch.set_num_threads(1)
@@ -195,6 +198,14 @@ def main(argv=None) -> int:
     if not options.dry and int(os.environ.get("LOCAL_RANK", rank)) == 0:
         return write(plan.shape(size), rows, "devices" if on_gpus else "shapes")
     return 0
+
+
+def main(argv=None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    parser = command.Parser(prog="python -m hfreduce.tune", description=__doc__)
+    options(parser)
+    found = checked(parser, parser.parse_args(given))
+    return command.run("hfreduce", lambda: run(found, given), (RuntimeError,))
 
 
 if __name__ == "__main__":

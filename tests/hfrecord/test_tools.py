@@ -67,7 +67,7 @@ def test_what_is_written_does_not_depend_on_the_number_of_processes(folder, tmp_
 
 def test_an_error_of_a_process_is_told(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 100 + "{no json\n")
-    assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--jobs", "2"]) == 1
+    assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--jobs", "2"]) == 2
     assert "hfrecord: Expecting" in capsys.readouterr().err
 
 
@@ -225,6 +225,6 @@ def test_bench_says_what_it_reads(folder, tmp_path, capsys):
 
 def test_damage_is_told_in_a_line(tmp_path, capsys):
     (tmp_path / "a.hfr").write_bytes(b"no record file")
-    assert main(["verify", str(tmp_path / "a.hfr")]) == 1
-    assert main(["convert", str(tmp_path / "a.what"), str(tmp_path / "out")]) == 1
+    assert main(["verify", str(tmp_path / "a.hfr")]) == 2
+    assert main(["convert", str(tmp_path / "a.what"), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 2
