@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-all bench lint format info clean
+.PHONY: help setup demo test test-all bench docs lint format info clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -55,6 +55,9 @@ format: $(VENV)/.lint ## let ruff and clang-format change the files
 info: setup ## what hfnn can do on this machine, and why not more
 	$(BIN)/python -m hfnn.info
 
+docs: $(VENV)/.docs ## the site, into out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 clean: ## remove the build, caches and .venv
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -100,6 +103,10 @@ $(VENV)/.built: $(VENV)/.tools CMakeLists.txt $(shell find csrc)
 
 $(VENV)/.traces: $(VENV)/.built
 	$(PIP) install --quiet $(PIN) $$(sed -n 's/^traces = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.built
+	$(PIP) install --quiet $(PIN) $$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 # Into .venv even where $(PYTHON) lends them: their commands are wanted.

@@ -345,7 +345,7 @@ HEAD = """# Benchmarks
 
 The newest row of each case in [bench/results](../bench/results), as `python bench/results_page.py` writes it: change
 rows, not this page. How a number comes about is in [bench/README.md](../bench/README.md); what was tried, and what
-stands between a number and its roof, in [notes](notes). "-": not measured.
+stands between a number and its roof, in [notes](notes/activation_memory.md). "-": not measured.
 """
 MODES = """# Which mode do I take
 
