@@ -217,9 +217,12 @@ def traced(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's
-@pytest.mark.parametrize("backend", ["aot_eager", "hfnn_eager"])
 @pytest.mark.parametrize(
-    "family", [f if f in ("gpt2", "llama", "bert") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family, backend",
+    [(family, "hfnn_eager") for family in ("gpt2", "llama", "bert")]
+    + [pytest.param(family, "hfnn_eager", marks=pytest.mark.slow) for family in list(FAMILIES)[3:]]
+    + [pytest.param(family, "aot_eager", marks=pytest.mark.rest) for family in FAMILIES if family != "bert"]
+    + [("bert", "aot_eager")],
 )
 def test_compiled(family, backend, monkeypatch):
     """As exact as torch; whole where the stock model is, else broken at none but its places."""

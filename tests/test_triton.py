@@ -38,7 +38,11 @@ def entry_kernels():
 @pytest.mark.timeout(900)  # minutes on a busy machine
 @pytest.mark.parametrize(
     "arguments",
-    [("90", "few"), *(pytest.param(more, marks=pytest.mark.slow) for more in (("90",), ("80", "few"), ("100", "few")))],
+    [
+        ("90", "few"),
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (("80", "few"), ("100", "few"))),
+        pytest.param(("90",), marks=pytest.mark.rest),
+    ],
     ids=" ".join,
 )
 def test_compiles_without_spilling(arguments, tmp_path):
