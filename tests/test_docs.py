@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hfnn.__main__ import parser
+import hfnn.__main__
+import hfrecord.__main__
 
 ROOT = Path(__file__).parents[1]
+PARSERS = {"hfnn": hfnn.__main__.parser, "hfrecord": hfrecord.__main__.parser}
 PAGES = [ROOT / "docs/index.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
 
@@ -22,11 +24,16 @@ def blocks(page, language):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch, one_thread):
-    if "transformers" in page.read_text():
-        pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
     found, names = blocks(page, "python"), {"__name__": page.stem}
     assert found
+    for library in ("transformers", "diffusers"):
+        if f"import {library}\n" in "".join(found):
+            pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    if "haiscale.init()" in "".join(found):
+        Path("train.py").write_text("".join(found))
+        subprocess.run([sys.executable, "-m", "haiscale.launch", "--nproc", "2", "train.py"], check=True, timeout=120)
+        return
     for block in found:
         exec(compile(block, str(page), "exec"), names)
 
@@ -36,7 +43,7 @@ def test_commands_of_pages_parse():
     assert lines
     for line in lines:
         name, *arguments = shlex.split(line, comments=True)
-        assert name == "hfnn" and parser().parse_args(arguments).call
+        assert PARSERS[name]().parse_args(arguments)
 
 
 @pytest.mark.slow
