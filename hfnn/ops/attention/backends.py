@@ -96,8 +96,9 @@ def _ordered(call, query, key, value, dropout_p, is_causal, scale, enable_gqa):
                     return _sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
                 # cuDNN may find no plan for a shape, or no memory: torch in its own order has the last word.
                 except RuntimeError as why:
-                    _known[call] = None
-                    log.info("such calls of attention go by torch's own order of backends: %s", why)
+                    if not isinstance(why, torch.OutOfMemoryError):  # which says nothing of the next call
+                        _known[call] = None
+                    log.info("attention goes by torch's own order of backends: %s", why)
                 finally:
                     set_order(before)
     return _sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
