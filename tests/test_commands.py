@@ -1,5 +1,6 @@
 """hfnn, hfrecord, haiprof and hfreduce as real processes: help, an error in a line, a result, an interrupt."""
 
+import functools
 import importlib
 import os
 import re
@@ -29,6 +30,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 def start(name, *arguments, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     program = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "-m", name, *map(str, arguments)]
+    # A shell without job control has what it starts in the background ignore interrupts.
+    options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(program, env=os.environ | ENVIRONMENT, **options)
 
 
