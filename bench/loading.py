@@ -5,7 +5,8 @@
     bench/loading.py --device cpu --tiny                 # whether it runs at all
 
 Each loader feeds the same steps: forward, backward and AdamW under autocast to bfloat16, of uint8 images which the GPU
-normalises. `memory` repeats one batch. The share that another waits is what its step takes longer, divided by it.
+normalises. `memory` repeats one batch: its median step is what the GPU needs. `waits` is by what share a loader's mean
+step is longer; the mean, for workers give batches in bursts.
 
 imagefolder         JPEG files in a folder for each class, torchvision's ImageFolder and torch's DataLoader
 hfrecord            the same JPEGs in records, the same transform, hfrecord's Dataset and DataLoader
@@ -171,7 +172,6 @@ def measure(folder: Path, training: Training, options) -> list[dict]:
 
 
 def row(name: str, epoch: str, seconds: list[float], alone: float, options) -> dict:
-    # Workers give batches in bursts: the mean is what an epoch takes.
     mean, middle = statistics.mean(seconds), statistics.median(seconds)
     taken = middle if name == "memory" else mean
     spread = 100 * (max(seconds) - min(seconds)) / middle

@@ -121,6 +121,8 @@ def _fits(product, logits, values) -> bool:
     hidden, weight, _, target, class_weight = values
     if any(v is None for v in (product, logits, hidden, weight, target)):
         return False
+    if class_weight is not None and class_weight.dtype is not logits.dtype:  # torch's op raises, or autocast casts both
+        return False
     if any(v is not None and v._version for v in values[:3]):  # written to: the operator stands further on
         return False
     if not all(v is None or is_plain(v) for v in values) or target.dtype is not torch.int64:
