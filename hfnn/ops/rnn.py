@@ -54,6 +54,10 @@ class Layer:
         found = [slice(first, min(first + length, steps)) for first in range(0, steps, length)]
         return found[::-1] if self.reverse else found
 
+    def as_forward(self):
+        """Autocast as it was in forward; gradients are made in the state that backward is called in."""
+        return torch.autocast(*self.autocast, cache_enabled=False)
+
     def seen(self, t):
         """Steps in the layer's own order, and back."""
         return t.flip(0) if self.reverse else t
@@ -108,9 +112,8 @@ class _RNN(Function):
         needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
         if all(dy is None for dy in grads):
             return (None,) * len(ctx.needs_input_grad)
-        with torch.autocast(*layer.autocast, cache_enabled=False):
-            again = _differentiable if torch.is_grad_enabled() else _by_segments
-            dx, *others = again(layer, x, states, bounds, weights, needs, grads)
+        again = _differentiable if torch.is_grad_enabled() else _by_segments
+        dx, *others = again(layer, x, states, bounds, weights, needs, grads)
         return dx, None, None, *others
 
 
@@ -135,7 +138,7 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
     for part, begin in zip(segments[::-1], before[::-1], strict=True):
         x_part = layer.seen(x[part]).detach().requires_grad_(needs[0])
         begin = [t.detach().requires_grad_() for t in begin]
-        with torch.enable_grad():
+        with torch.enable_grad(), layer.as_forward():
             results = layer.run(x_part, begin, leaves)
         given = [None if dy is None else layer.seen(dy[part]), *dstates]
         outputs, given = zip(*((y, d) for y, d in zip(results, given, strict=True) if d is not None), strict=True)
@@ -159,7 +162,8 @@ def _differentiable(layer, x, states, bounds, weights, needs, grads):
     """The same gradients, with a graph: torch's own call for all steps, differentiated."""
 
     def formula(x, *rest):
-        results = layer.run(layer.seen(x), rest[: len(states)], list(rest[len(states) :]))
+        with layer.as_forward():
+            results = layer.run(layer.seen(x), rest[: len(states)], list(rest[len(states) :]))
         results = layer.seen(results[0]), *results[1:]
         return [y for y, dy in zip(results, grads, strict=True) if dy is not None]
 
