@@ -15,6 +15,7 @@ with cuDNN, whose numbers are its own, such layers are torch's.
 Names end in their shape: T steps, B sequences, I inputs, H of a state.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -201,9 +202,19 @@ def _refusal(module, x, hx) -> str | None:
         return "takes weights that all want gradients"
     if x.is_cuda and module.dropout and module.training and module.num_layers > 1:
         return "cuDNN draws numbers of its own for dropout between layers"
+    dtype = torch.get_autocast_dtype("cpu") if autocasting(x) else x.dtype
+    if module.mode == "LSTM" and x.is_cpu and torch._C._get_mkldnn_enabled() and not _onednn_has(dtype):
+        return "one direction of an LSTM raises in oneDNN, on this processor and in this dtype"
     if not x.numel() or not (x.is_cpu or x.is_cuda):
         return "takes inputs with elements, on the CPU or on a GPU"
     return None
+
+
+@functools.cache
+def _onednn_has(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a dtype here. torch gives it an LSTM of one direction without asking."""
+    ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return ask is None or getattr(torch.ops.mkldnn, ask)()
 
 
 def _layers(module, x_TBI, hx) -> tuple:

@@ -284,6 +284,23 @@ def test_autocast(own, dtype, kind):
         assert (mine - stock).norm() <= 4 * eps * stock.norm(), (mine - stock).norm() / stock.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_what_onednn_has_not_is_torchs(bidirectional, dtype):
+    """Without AVX-512 torch's LSTM of one direction raises under autocast, and one of two runs."""
+    module, raised = nn.LSTM(I, H, bidirectional=bidirectional), []
+    for m in (module, swapped(module)):
+        x = torch.randn(T, B, I, requires_grad=True)
+        try:
+            with torch.autocast("cpu", dtype):
+                y = call(m, x)[0]
+            y.sum().backward()
+            raised.append(None)
+        except RuntimeError as error:
+            raised.append(str(error))
+    assert raised[0] == raised[1]
+
+
 @every_kind
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_and_offloading(kind, reentrant):
