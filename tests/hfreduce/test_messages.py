@@ -126,8 +126,9 @@ def test_what_nobody_receives_is_not_sent(layout):
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
+    small, large = torch.ones(1000, dtype=torch.uint8), torch.ones(8 * EAGER, dtype=torch.uint8)
+
     def talk(rank):
-        small, large = torch.ones(1000, dtype=torch.uint8), torch.ones(8 * EAGER, dtype=torch.uint8)
         if rank.rank == 1:
             recv(rank, torch.zeros(1), 0, tag=9)
             for x, count, tag in ((small, 50_000, 1), (large, 8, 2)):
@@ -147,8 +148,8 @@ def test_what_nobody_receives_is_not_sent(layout):
         for thread in threads:
             thread.start()
         time.sleep(0.5)
-        send(rank, torch.ones(1), 1, tag=9)
         grown = memory() - before
+        send(rank, torch.ones(1), 1, tag=9)
         for thread in threads:
             thread.join(30)
         return grown
