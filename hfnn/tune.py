@@ -23,7 +23,7 @@ from hfnn.capture import captured
 from hfnn.convert import convert
 from hfnn.patterns.subclass import is_converted
 from hfnn.tuning import ranks, rows
-from hfnn.tuning.candidates import Candidate, among_names, candidates, convolved
+from hfnn.tuning.candidates import Candidate, among_names, candidates, convolved, watch
 from hfnn.tuning.rows import Tuning
 from hfnn.tuning.run import WARM, Run
 
@@ -32,7 +32,11 @@ _tuned: weakref.WeakKeyDictionary[nn.Module, tuple[Candidate, Tuning]] = weakref
 
 def explain(model: nn.Module) -> str | None:
     """What was chosen for a model, for `hfnn.report`, or None."""
-    return _tuned[model][1].line if model in _tuned else None
+    if model not in _tuned:
+        return None
+    candidate, found = _tuned[model]
+    gone = candidate.backend is not None and model._compiled_call_impl is None
+    return found.line + "; no longer compiled, as too many calls compiled anew" * gone
 
 
 def tune(
@@ -94,6 +98,8 @@ def tune(
                 rows.write(key, found)
     choice = next(c for c in chosen if c.name == found.choice)
     choice.enter(model)
+    if choice.backend is not None:
+        watch(model)
     _tuned[model] = choice, found
     if optimizer is not None and choice.convert:
         convert(optimizer)

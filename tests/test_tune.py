@@ -316,6 +316,21 @@ def test_a_choice_is_applied_and_undone(name, monkeypatch):
     assert "_compiled_call_impl" not in vars(model)
 
 
+@pytest.mark.parametrize("calls, compiled", [(7, True), (8, False)])
+def test_a_choice_that_compiles_anew_and_anew_is_given_up(calls, compiled, monkeypatch, caplog):
+    model = built(0.0)
+    monkeypatch.setattr("hfnn.tuning.run.best", lambda rows, steps: "compiled")
+    hfnn.tune(model, batches(), steps=1, among=["compiled"], budget=300, backend="eager", show=False)
+    expected = built(0.0)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # each size compiles
+        for size in range(2, 2 + calls):
+            batch = next(batches((size,)))
+            assert torch.equal(model(**batch), expected(**batch))
+    assert ("_compiled_call_impl" in vars(model)) is compiled
+    assert ("Net is no longer compiled: 7 calls compiled anew" in caplog.text) is not compiled
+    assert hfnn.report(model).tuned.endswith("no longer compiled, as too many calls compiled anew") is not compiled
+
+
 @pytest.mark.slow
 def test_inductor():
     """Compiled code of the CPU agrees with stock, and is timed."""

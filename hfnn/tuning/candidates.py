@@ -9,8 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hfnn.convert import convert, revert
+from hfnn.core.kernel import log
 
 STOCK = "stock"
+RECOMPILES = (
+    6  # calls that may compile: with gradients and without, in training and not, a second shape; torch ends at 8
+)
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,16 @@ class Candidate:
 
 
 def candidates(model: nn.Module, optimizer: Optimizer | None = None, backend: str | Callable = "inductor"):
-    """All that there are for a model, those that take the least time to set up first.
+    """All that there are for a model, those that take the least time to set up first. A converted model is compiled by
+    "hfnn" where the backend is Inductor.
 
     Layouts are for weights that an optimizer without states knows: states would keep the layout that they have.
     """
     plain = [Candidate(STOCK), Candidate("converted", convert=True)]
     if any(p.is_cuda for p in model.parameters()):
         plain.append(Candidate("captured", convert=True, capture=True))
-    compiled = [Candidate("compiled", backend=backend), Candidate("compiled, converted", convert=True, backend=backend)]
+    ours = "hfnn" if backend == "inductor" else backend
+    compiled = [Candidate("compiled", backend=backend), Candidate("compiled, converted", convert=True, backend=ours)]
     weights, found = convolved(model), []
     layouts = (
         bool(weights) and all(w.is_contiguous() for w in weights) and optimizer is not None and not optimizer.state
@@ -82,6 +88,24 @@ def _compiled(model: nn.Module, backend: str | Callable) -> Callable:
         return model._call_impl(*args, **kwargs)
 
     return torch.compile(call, backend=backend)
+
+
+def watch(model: nn.Module) -> None:
+    """Have a compiled model run uncompiled once more than `RECOMPILES` calls have compiled anew."""
+    compiled, count = vars(model)["_compiled_call_impl"], -1  # the first call compiles
+
+    def call(*args, **kwargs):
+        nonlocal count
+        before = graphs()
+        found = compiled(*args, **kwargs)
+        if graphs() != before:
+            count += 1
+            if count > RECOMPILES and vars(model).get("_compiled_call_impl") is call:
+                del vars(model)["_compiled_call_impl"]
+                log.warning("%s is no longer compiled: %d calls compiled anew", type(model).__name__, count)
+        return found
+
+    vars(model)["_compiled_call_impl"] = call
 
 
 def graphs() -> int:
