@@ -19,13 +19,13 @@ from haiprof import command
 
 
 def main(argv=None) -> int:
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     return command.run("haiprof", functools.partial(args.do, args), (RuntimeError,))
 
 
-def _parser():
-    parser = command.Parser(prog="haiprof", description=__doc__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def parser():
+    found = command.Parser(prog="haiprof", description=__doc__)
+    commands = found.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser("run", help="run a command with its ranks profiled, and report")
     run.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
     run.add_argument("--hz", type=float, default=1.0, help="readings of the counters a second, 1 to 10 (default: 1)")
@@ -49,7 +49,7 @@ def _parser():
     diff.add_argument("a")
     diff.add_argument("b")
     diff.set_defaults(do=_diff)
-    return parser
+    return found
 
 
 def _run(args):

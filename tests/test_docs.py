@@ -1,5 +1,6 @@
 """The pages of docs/tutorials and the front page: each Python block runs, in the order of its page, on the CPU."""
 
+import os
 import re
 import shlex
 import shutil
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import haiprof.__main__
 import hfnn.__main__
 import hfrecord.__main__
 
 ROOT = Path(__file__).parents[1]
-PARSERS = {"hfnn": hfnn.__main__.parser, "hfrecord": hfrecord.__main__.parser}
+PARSERS = {"hfnn": hfnn.__main__.parser, "hfrecord": hfrecord.__main__.parser, "haiprof": haiprof.__main__.parser}
 PAGES = [ROOT / "docs/index.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
+PROFILE = ROOT / "docs/tutorials/profile.md"  # whose block is a script, run by its commands
 pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
 
 
@@ -22,7 +25,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != PROFILE], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch, one_thread):
     found, names = blocks(page, "python"), {"__name__": page.stem}
     assert found
@@ -44,6 +47,24 @@ def test_commands_of_pages_parse():
     for line in lines:
         name, *arguments = shlex.split(line, comments=True)
         assert PARSERS[name]().parse_args(arguments)
+
+
+def test_the_commands_of_the_page_on_profiles(tmp_path):
+    """They run, and the verdict is the one that the page shows."""
+    (tmp_path / "train.py").write_text("".join(blocks(PROFILE, "python")))
+    lines = [line for block in blocks(PROFILE, "bash") for line in block.splitlines() if "attach" not in line]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the page's "python"
+    said = []
+    for line in lines:
+        command = [sys.executable, "-m", *shlex.split(line)]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    (shown,) = re.findall(
+        r"^```\n(data-bound: The run waits for data):.*?(num_workers=0).*?```$", PROFILE.read_text(), re.M | re.S
+    )
+    assert [words in said[0] for words in shown] == [True, True] and len(said) == 3
+    assert (tmp_path / "before/report.html").exists()
 
 
 @pytest.mark.slow
