@@ -36,10 +36,12 @@ from zoo import MODELS, Model
 
 import hfnn
 from hfnn.capture import captured
+from hfnn.tune import explain as chosen
 
 # Neighbours in this order are neighbours in time.
 MODES = ("eager", "hfnn", "hfnn-memory", "hfnn-captured", "compile", "compile-0.75", "liger")
-EXACT = ("hfnn-exact", "hfnn-captured-exact")  # with exact=True, asked for by name
+# Asked for by name: exact=True; converted and compiled by our backend; what hfnn.tune chooses.
+MORE = ("hfnn-exact", "hfnn-captured-exact", "hfnn-compile", "tuned")
 PAIRS = ("eager", "hfnn", "hfnn-captured")
 WARM_UP = 5  # capture records after three
 # Losses after the same steps differ by the dropout masks that were drawn, and by rounding: by this share of eager's, or
@@ -66,6 +68,8 @@ def prepare(mode: str, of: Model) -> Callable:
         importlib.import_module("torch._functorch.config").activation_memory_budget = 0.75
     if mode.startswith("compile"):
         return torch.compile
+    if mode == "hfnn-compile":
+        return lambda model: torch.compile(hfnn.convert(model), backend="hfnn")
     if mode.startswith("hfnn"):
         prefer = "memory" if mode == "hfnn-memory" else "auto"
         return functools.partial(hfnn.convert, prefer=prefer, capture="captured" in mode, exact="exact" in mode)
@@ -85,6 +89,8 @@ class Training:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
         self._of, self._plain, self._model = of, model, make(model)
         self.take(of.tiny if options.tiny else of.shape)
+        if mode == "tuned":
+            print(self._tuned(), flush=True)
 
     def take(self, shape: tuple) -> None:
         """Train on another batch from now on, of this shape."""
@@ -106,9 +112,13 @@ class Training:
     def forget(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _tuned(self):
+        given = {"optimizer": self.optimizer, "loss": lambda model, batch: self.loss(), "cache": False, "show": False}
+        return hfnn.tune(self._model, [self._batch] * 2, steps=10**6, **given)
+
     def calls(self) -> str | None:
-        """What a captured model's calls came to."""
-        return captured.explain(self._model)
+        """What a captured model's calls came to, or what was chosen for a tuned one."""
+        return chosen(self._plain) or captured.explain(self._model)
 
     def pool(self) -> int:
         """Bytes that the graphs of a captured model hold and torch's allocator does not count as in use."""
@@ -123,7 +133,7 @@ def measure(name: str, mode: str, options) -> dict:
     training.forget()
     found = {}
     # Hooks would have compiled code compiled again.
-    if not mode.startswith("compile") and "captured" not in mode:  # which hooks would end
+    if not {"compile", "captured", "tuned"} & {*mode.split("-")}:  # which hooks would end
         saved = hfnn.memory.saved_bytes(training.loss)
         found["hooks_gib"] = (saved.total + saved.aside) / GIB
     of_steps = _on_cuda if options.device == "cuda" else _on_cpu
@@ -307,7 +317,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser = cli.parser(__doc__, tiny="models and batches of next to no size")
     add = parser.add_argument
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--modes", nargs="*", choices=MODES + EXACT, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
+    add("--modes", nargs="*", choices=MODES + MORE, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
     add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
     add("--layers", type=int, help="another number of layers than the model has")
     add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")

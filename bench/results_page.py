@@ -356,7 +356,7 @@ or compiled (`torch.compile`), converted or not. Which is the fastest depends on
 * **Captured** helps where the GPU waits for Python: small batches, many small operators. Shapes must repeat. Its memory
   is that of converted.
 * **Compiled**, not converted, suits a model that torch.compile takes whole, with memory to spare. Converted modules
-  step aside under torch.compile.
+  step aside under torch.compile; `backend="hfnn"` ([torch.compile](compile.md)) keeps less for backward.
 * **As it is**, where nothing of the above is measurably faster.
 
 `hfnn.tune` measures them on your batches, and leaves the model in the fastest one that gives stock's results:
@@ -376,9 +376,10 @@ from hfnn.adapters.trainer import TuneCallback
 trainer = Trainer(..., callbacks=[TuneCallback()])
 ```
 
-Call it before a model is wrapped (DDP, FSDP), on all ranks: they choose alike. After the choice nothing watches any
-more: a run whose shapes change later keeps its mode. Compiled converted models, layouts and `hfnn.tune` itself have no
-rows on a GPU yet.
+Call it before a model is wrapped (DDP, FSDP), on all ranks: they choose alike. A compiled model whose shapes change so
+often that more than six calls compile anew runs uncompiled from then on, with a line in the log; a run that becomes
+slower for another reason keeps its mode. Compiled converted models, layouts and `hfnn.tune` itself have no rows on a
+GPU yet.
 
 The tables are written by `python bench/results_page.py` from the newest rows of [bench/results](../bench/results).
 """

@@ -315,6 +315,21 @@ def test_pairs(tmp_path):
         assert 0.5 * near < float(ours["ratio"]) < 2 * near and float(ours["host_us"]) > 0
 
 
+def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
+    """Each learns what eager learns."""
+    options = models.parse(["--models", "gpt2", "--device", "cpu", "--tiny"])
+    asked, compile = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, backend: asked.append(backend) or compile(f, backend="hfnn_eager"))
+    monkeypatch.setattr(hfnn, "tune", functools.partial(hfnn.tune, among=["converted"]))
+    eager, *others = (models.Training("gpt2", mode, options) for mode in ("eager", "hfnn-compile", "tuned"))
+    assert others[1].calls().startswith("tuned: ")
+    for _ in range(2):
+        loss = eager.step()
+        for training in others:
+            assert training.step() == pytest.approx(loss, rel=0.02)  # as far as dropout's other masks have it
+    assert asked == ["hfnn"]
+
+
 def test_a_model_that_fails_is_a_row(models, tmp_path, monkeypatch, capsys):
     """And the others go on; what eager or hfnn cannot do is an error."""
     answers = {"eager": {"us": [1e3, 2e3, 3e3], "loss": 2.0}, "hfnn": {"us": [1e3], "loss": 2.1}}

@@ -58,6 +58,7 @@ def test_a_killed_writer_leaves_what_was_committed(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["file", "dataset"])
 def test_a_hundred_killed_writers(tmp_path, kind):
@@ -118,6 +119,7 @@ def test_a_damaged_file_is_an_error_or_harmless(tmp_path, native):
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_ten_thousand_damaged_files(tmp_path, native):
