@@ -91,7 +91,7 @@ def until_told(rank, size, path, place, victim, sign):
         train(pp, optimizer, step, rows)
         checkpoint.save(f"{path}.saved", pp, optimizer, step=step)
     dist.barrier()
-    dist.group.WORLD.set_timeout(timedelta(seconds=PATIENCE))
+    dist.group.WORLD.set_timeout(timedelta(seconds=PATIENCE if sign == signal.SIGSTOP else 30))
     if rank == victim:
         sabotage(place, pp, optimizer, lambda **more: fail(Path(f"{path}.{rank}"), sign, **more))
     try:
