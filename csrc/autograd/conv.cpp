@@ -92,8 +92,12 @@ struct Placed {
 
   Placed() = default;
   explicit Placed(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), options(x.options()) {}
-  // In the place of one of which nothing is read but this.
-  Tensor empty() const { return at::empty_strided(sizes, strides, options); }
+  // In the place of one of which nothing is read but this; edge: where its gradient would go, in a recorded graph.
+  Tensor empty(const ag::Edge& edge) const {
+    Tensor made = at::empty_strided(sizes, strides, options);
+    if (at::GradMode::is_enabled() && edge.is_valid()) ag::impl::set_gradient_edge(made, edge);
+    return made;
+  }
 };
 
 struct ConvRoom : Room {
@@ -116,7 +120,8 @@ struct ConvRoom : Room {
     auto [dx, dweight, dbias] =
         at::convolution_backward(dy, x_low, weight_low, bias, how.stride, how.padding, how.dilation, how.transposed,
                                  how.output_padding, how.groups, mask);
-    return {dx, dweight, dbias};
+    // Some of torch's kernels make a gradient that is not asked for.
+    return {mask[0] ? dx : Tensor(), mask[1] ? dweight : Tensor(), mask[2] ? dbias : Tensor()};
   }
 
   // torch's op is differentiable.
@@ -126,7 +131,7 @@ struct ConvRoom : Room {
   ScalarType dtype() const { return c10::typeMetaToScalarType(x.options.dtype()); }
 
   Tensor weight_again() {
-    if (!inputs[1].defined()) return weight.empty();
+    if (!inputs[1].defined()) return weight.empty(next_edge(1));
     if (!casts_weight) return inputs[1].get();
     return as(unpacked_weight(inputs[1], dtype(), "a convolution of hfnn"), dtype());
   }
@@ -134,7 +139,8 @@ struct ConvRoom : Room {
   // read: whether a gradient is made of it.
   Tensor x_again(bool read) {
     if (unread && !unread->holds()) throw_written_to(x.options, x.sizes, next_edge(0), *unread);
-    if (!inputs[0].defined() || (!read && !at::GradMode::is_enabled() && inputs[0].checked(dtype()))) return x.empty();
+    if (!inputs[0].defined() || (!read && !at::GradMode::is_enabled() && inputs[0].checked(dtype())))
+      return x.empty(next_edge(0));
     return laid(inputs[0].get(dtype()), x.strides);
   }
 };

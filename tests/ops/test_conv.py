@@ -170,6 +170,35 @@ def test_second_derivatives(device, name, autocast, taken):
 
 
 @names
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_of_what_is_not_kept(device, name, frozen):
+    """The first ones have a graph where torch's have, though nothing comes of it."""
+    x, weight, bias = tensors(name, device)
+    leaf, other = (x, weight) if frozen else (weight, x)
+    other.requires_grad_(False)
+
+    def second(conv):
+        with torch.autocast(device, torch.bfloat16, enabled=not frozen):
+            y = conv(x, weight, bias)
+        (first,) = torch.autograd.grad(y.float().sum(), leaf, create_graph=True)
+        return first.requires_grad, torch.autograd.grad(first.float().square().sum(), [leaf, bias], allow_unused=True)
+
+    assert second(ours(name)) == second(theirs(name))
+
+
+@names
+def test_gradients_that_are_not_asked_for(device, name):
+    """Some of torch's kernels make them, in another shape."""
+    leaves = tensors(name, device)
+
+    def each(conv):
+        y = conv(silu(leaves[0]), *leaves[1:], dilation=2, padding=2)
+        return [torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0] for leaf in leaves]
+
+    same(each(ours(name)), each(theirs(name)))
+
+
+@names
 def test_gradcheck(device, name):
     leaves = [t.detach()[:1].double() if i == 0 else t.detach().double() for i, t in enumerate(tensors(name, device))]
     leaves[0] = leaves[0][(..., *(slice(4),) * int(name[-2]))].contiguous()
