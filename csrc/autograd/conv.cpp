@@ -166,7 +166,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   auto& table = table_of<ConvTable>(self);
   const Tensor *x = plain(args[0]), *given = plain(args[1]), *bias = plain_or_none(args[2]);
   Geometry how;
-  if (!x || !given || !bias || !plain_context() || !how.read(table, args + 3, *given)) Py_RETURN_NOTIMPLEMENTED;
+  if (!x || !given || !bias || !plain_context(true) || !how.read(table, args + 3, *given)) Py_RETURN_NOTIMPLEMENTED;
   const Prefer prefer = prefer_of(args[8]);
   TORCH_CHECK_VALUE(prefer != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
   const auto torchs = [&] {

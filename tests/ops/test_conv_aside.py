@@ -208,6 +208,17 @@ def test_checkpoints_and_hooks_of_saved_tensors(device, how, inside):
     same(run(ours("conv2d")), run(theirs("conv2d")))
 
 
+def test_a_checkpoint_that_many_gradients_at_once_repeat(device):
+    x, weight, bias = leaves = tensors("conv2d", device)
+
+    def run(conv):
+        y = checkpoint(lambda h: conv(silu(h), weight, bias), x, use_reentrant=False)
+        return torch.autograd.grad(y, leaves, torch.stack([y.detach()] * 2), is_grads_batched=True)
+
+    for found, wanted in zip(run(ours("conv2d")), run(theirs("conv2d")), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 # Modules
 
 MODULES = {
