@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, recipe
-from hfnn.ops import batch_norm, embedding, layer_norm, linear, rnn, smooth
+from hfnn.ops import batch_norm, conv, embedding, layer_norm, linear, rnn, smooth
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -245,14 +245,14 @@ FAULTS |= {
             forward(self, x) if self.weight.requires_grad else nn.functional.linear(x, self.weight)
         ),
     ),
-    "no gradient of a convolution's bias": _forward_as(hfnn.Conv2d, lambda forward, self, x: _bias_detached(self, x)),
+    "no gradient of a convolution's bias": _forward_as(conv._Conv, lambda forward, self, x: _bias_detached(self, x)),
     "a convolution's layout lost": _forward_as(
-        hfnn.Conv2d, lambda forward, self, x: forward(self, x).contiguous() if x.dim() == 4 else forward(self, x)
+        conv._Conv, lambda forward, self, x: forward(self, x).contiguous() if x.dim() == 4 else forward(self, x)
     ),
-    "a convolution's groups of another size": _forward_as(hfnn.Conv2d, lambda forward, self, x: _ungrouped(self, x)),
+    "a convolution's groups of another size": _forward_as(conv._Conv, lambda forward, self, x: _ungrouped(self, x)),
     "a convolution's padding of zeros alone": _forward_as(
-        hfnn.Conv2d,
-        lambda forward, self, x: hfnn.functional.conv2d(
+        conv._Conv,
+        lambda forward, self, x: getattr(hfnn.functional, f"conv{self.weight.dim() - 2}d")(
             x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, prefer=self.prefer
         ),
     ),
