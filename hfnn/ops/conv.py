@@ -28,13 +28,6 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
 )
 
 
-def _run(call, input, weight, bias, stride, padding, dilation, output_padding, groups, prefer):
-    """The result, or NotImplemented, where torch's function is to be called."""
-    if compiling():
-        return NotImplemented
-    return call(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
-
-
 def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
     """`torch.nn.functional.conv1d`, keeping a recipe of its input where the input has one.
 
@@ -42,19 +35,19 @@ def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, 
     "memory" | "speed" (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what
     torch raises.
     """
-    y = _run(_conv1d, input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    y = NotImplemented if compiling() else _conv1d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv1d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
 def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
     """`torch.nn.functional.conv2d`: input (N, C, H, W), weight (O, C / groups, K, K'). As `conv1d` for the rest."""
-    y = _run(_conv2d, input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    y = NotImplemented if compiling() else _conv2d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv2d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
 def conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
     """`torch.nn.functional.conv3d`: input (N, C, D, H, W), weight (O, C / groups, K, K', K''). As `conv1d`."""
-    y = _run(_conv3d, input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    y = NotImplemented if compiling() else _conv3d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv3d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
 
 
@@ -62,7 +55,9 @@ def conv_transpose1d(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
 ):
     """`torch.nn.functional.conv_transpose1d`: input (N, C, L), weight (C, O / groups, K), bias (O,). As `conv1d`."""
-    y = _run(_conv_transpose1d, input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose1d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
     if y is not NotImplemented:
         return y
     return torch.conv_transpose1d(input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -72,7 +67,9 @@ def conv_transpose2d(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
 ):
     """`torch.nn.functional.conv_transpose2d`: input (N, C, H, W), weight (C, O / groups, K, K'). As `conv1d`."""
-    y = _run(_conv_transpose2d, input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose2d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
     if y is not NotImplemented:
         return y
     return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -82,7 +79,9 @@ def conv_transpose3d(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
 ):
     """`torch.nn.functional.conv_transpose3d`: input (N, C, D, H, W), weight (C, O / groups, ...). As `conv1d`."""
-    y = _run(_conv_transpose3d, input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose3d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
     if y is not NotImplemented:
         return y
     return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
