@@ -70,6 +70,8 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
     if "weight" in given and given["weight"].dim() == 2:  # the sizes, by the names that constructors have for them
         given["out_features"], given["in_features"] = given["weight"].shape
         given["num_embeddings"], given["embedding_dim"] = given["weight"].shape
+    if "weight" in given and given["weight"].dim() > 2:  # of a convolution to as many channels
+        given["out_channels"], given["in_channels"], *given["kernel_size"] = given["weight"].shape
     x = args[0]
     if "running_mean" in given:
         given["num_features"] = x.shape[1]

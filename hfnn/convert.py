@@ -31,7 +31,18 @@ from hfnn.patterns import (
 )
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
-from hfnn.patterns.subclass import FORWARDS, ROOMS, Converted, is_converted, make_subclass, original, restore, settings
+from hfnn.patterns.subclass import (
+    COMPUTE,
+    FORWARDS,
+    ROOMS,
+    Converted,
+    forward_of,
+    is_converted,
+    make_subclass,
+    original,
+    restore,
+    settings,
+)
 
 Filter = str | type | Callable[[str, nn.Module], bool]
 
@@ -247,16 +258,17 @@ def _room(cls: type) -> tuple[type | None, type | None]:
     """(the class that hfnn knows, the room): the room is None for a subclass with a forward of its own."""
     for base, room in {**ROOMS, **adapters.rooms()}.items():
         if issubclass(cls, base):
-            return base, room if cls.forward is FORWARDS.get(base, base.forward) else None
+            return base, room if forward_of(cls) == FORWARDS.get(base, forward_of(base)) else None
     return None, None
 
 
 def _obstacle(site: Site, room: type) -> str | None:
     """Why this very module must be left alone although its class is known and has a room, or None."""
     module = site.module
-    if "forward" in vars(module):
+    own = next((name for name in COMPUTE if name in vars(module)), None)
+    if own is not None:
         return (
-            "it has a forward of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
+            f"it has a {own} of its own on the instance (set by accelerate, Liger or alike), which wins over the class"
         )
     for name in settings(room):
         if not is_converted(module) and hasattr(module, name):

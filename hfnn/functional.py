@@ -13,6 +13,7 @@ from hfnn.ops.avg_pool import (
     avg_pool3d,
 )
 from hfnn.ops.batch_norm import batch_norm, batch_norm_act
+from hfnn.ops.conv import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from hfnn.ops.cross_entropy import cross_entropy
 from hfnn.ops.dropout import dropout
 from hfnn.ops.dropout_add import dropout_add
@@ -92,6 +93,12 @@ __all__ = [
     "causal_softmax",
     "celu",
     "clamp",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "cross_entropy",
     "dropout",
     "dropout_add",

@@ -14,7 +14,7 @@ from hfnn.capture import captured
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
 from hfnn.core import recipe
 from hfnn.memory.keepers import costs
-from hfnn.ops import linear
+from hfnn.ops import conv, linear
 from hfnn.optim import swap
 from hfnn.patterns.subclass import is_converted, op_of, original, title
 from hfnn.tune import explain
@@ -137,7 +137,7 @@ def _row(site, first) -> ModuleRow:
 
 def _kernel(module, op, weight) -> tuple[str, str]:
     """(the kernel, from which size of input on)."""
-    if op is linear.OP:
+    if op is linear.OP or op in conv.OPS:
         if is_fsdp(module):  # fully_shard hands it a view of its input, which has no recipe
             return "torch", "keeps its input: wrap the block around it instead of the module itself"
         return "torch", "keeps a recipe of its input where there is one"

@@ -63,7 +63,7 @@ MODELS = {
 # Those that are put through everything. What each becomes is written in families.txt.
 THOROUGH = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM")
 # What is left alone in any of the models, by class. Whatever else appears there must be looked at.
-LEFT = r"Embedding|Conv2d|ReLU|Tanh|Identity"
+LEFT = r"Embedding|ReLU|Tanh|Identity"
 
 
 def build(name):

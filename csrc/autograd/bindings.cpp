@@ -77,6 +77,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_gated(m);
   bind_dropout(m);
   bind_linear(m);
+  bind_conv(m);
   bind_joint(m);
   bind_triton(m);
   py::class_<Token>(m, "Token")

@@ -46,14 +46,14 @@ ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
   return outs_[key] = scalar_type(out.ptr());
 }
 
-bool plain_context() {
+bool plain_context(bool batched) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet odd({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
                                      DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                     DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode,
-                                     DispatchKey::VmapMode});
+                                     DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode});
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  return enabled && forced != 1 && !keys.included_.has_any(odd) && !at::impl::torch_function_mode_enabled() &&
+  return enabled && forced != 1 && !keys.included_.has_any(odd) &&
+         (batched || !keys.included_.has(DispatchKey::VmapMode)) && !at::impl::torch_function_mode_enabled() &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }

@@ -276,7 +276,9 @@ class Table : public Choices {
 // is to be asked.
 
 // Whether rooms take the call at all: no tracer, mode or transform, and grad mode's usual keys.
-bool plain_context();
+// batched: also while gradients are computed for many dy at once, where a checkpoint may repeat a forward: for rooms
+// that draw nothing and have no other in Python.
+bool plain_context(bool batched = false);
 // The tensor behind an argument, null where it is none that rooms take; None is an undefined tensor.
 const Tensor* plain(PyObject* argument);
 const Tensor* plain_or_none(PyObject* argument);

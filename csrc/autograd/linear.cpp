@@ -62,6 +62,19 @@ struct Sum {
   std::optional<c10::Stream> stream;
 };
 
+Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
+  try {
+    return weight.get();
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (dtype == at::kFloat || text.find("modified by an inplace operation") == std::string::npos) throw;
+    TORCH_CHECK(
+        false, text, "\nUnder autocast ", module,
+        " keeps its weight, where torch keeps a 16-bit copy: call backward before the weight is written to (an "
+        "optimizer's step, load_state_dict), or leave this module to torch with hfnn.convert(model, skip=...).");
+  }
+}
+
 struct LinearRoom : Room {
   Kept inputs[3];  // x, weight (out, in), and with recompute the bias
   ScalarType dtype;
@@ -94,7 +107,7 @@ struct LinearRoom : Room {
       dweight = by_rows ? product_as(dy_RO.t(), x_RI, of[1]) : product_as(x_RI.t(), dy_RO, of[1]).t();
     }
     if (wanted(0)) {
-      const Tensor weight = as(unpacked_weight(), dtype);
+      const Tensor weight = as(unpacked_weight(inputs[1], dtype, "hfnn.Linear"), dtype);
       auto shape = dy.sizes().vec();
       shape.back() = width;
       if (by_columns) {
@@ -138,20 +151,6 @@ struct LinearRoom : Room {
       sums[next++ % sums.size()] = {WeakTensor(dx.getIntrusivePtr()), edge.function.get(), edge.input_nr, task,
                                     stream()};
     return dx;
-  }
-
-  Tensor unpacked_weight() {
-    try {
-      return inputs[1].get();
-    } catch (const c10::Error& error) {
-      const std::string text = error.what_without_backtrace();
-      if (dtype == at::kFloat || text.find("modified by an inplace operation") == std::string::npos) throw;
-      TORCH_CHECK(
-          false, text,
-          "\nUnder autocast hfnn.Linear keeps its weight, where torch keeps a 16-bit copy: call backward before "
-          "the weight is written to (an optimizer's step, load_state_dict), or leave this module to torch with "
-          "hfnn.convert(model, skip=...).");
-    }
   }
 };
 

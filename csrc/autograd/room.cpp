@@ -9,6 +9,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -190,16 +191,31 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
   return py::cast<Tensor>(last ? token.attr(method)(wanted, *last) : token.attr(method)(wanted));
 }
 
-[[noreturn]] static void throw_written_to(const std::string& type, at::IntArrayRef sizes, const std::string& which,
-                                          const Mark& mark) {
+void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes, const ag::Edge& made_by,
+                      const Mark& mark) {
+  std::string which;
+  if (made_by.is_valid() && !dynamic_cast<ag::AccumulateGrad*>(made_by.function.get())) {
+    const std::string name = made_by.function->name();
+    which = c10::str(", which is output ", made_by.input_nr, " of ", name.substr(0, name.rfind("Backward")), ",");
+  }
   TORCH_CHECK(false,
-              "one of the variables needed for gradient computation has been modified by an inplace operation: [", type,
-              " ", sizes, "]", which, " is at version ", mark.counter.current_version(), "; expected version ",
-              mark.version, " instead.",
+              "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+              at::empty({0}, options).toString(), " ", sizes, "]", which, " is at version ",
+              mark.counter.current_version(), "; expected version ", mark.version, " instead.",
               ag::AnomalyMode::is_enabled()
                   ? ""
                   : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
                     "torch.autograd.set_detect_anomaly(True).");
+}
+
+bool Kept::checked(ScalarType dtype) const {
+  if (!producer_) return false;
+  TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
+  if (dtype == dtype_ && !mark_.holds()) {
+    const auto like = at::TensorOptions().dtype(dtype_).device(producer_->input_metadata(0).device());
+    throw_written_to(like, producer_->sizes_, {producer_->getptr(), 0}, mark_);
+  }
+  return true;
 }
 
 Tensor Kept::get(ScalarType dtype) {
@@ -213,16 +229,12 @@ Tensor Kept::get(ScalarType dtype) {
 Tensor Kept::found(ScalarType dtype) {
   TORCH_CHECK(!released_, ag::ERR_BACKWARD_TWICE);
   if (held_.defined()) {
-    if (!intact()) throw_written_to(held_.toString(), held_.sizes(), "", mark_);
+    if (!intact()) throw_written_to(held_.options(), held_.sizes(), {}, mark_);
     return held_;
   }
   if (!taken()) return unpack();
   if (token_) return of_token("tensor", dtype, std::nullopt);
-  if (dtype == dtype_ && !mark_.holds()) {
-    auto like = at::TensorOptions().dtype(dtype_).device(producer_->input_metadata(0).device());
-    throw_written_to(at::empty({0}, like).toString(), producer_->sizes_,
-                     c10::str(", which is output 0 of ", producer_->name(), ","), mark_);
-  }
+  checked(dtype);
   return producer_->rebuild(*this, dtype, true);
 }
 

@@ -47,6 +47,10 @@ struct Mark {
   bool holds() const { return counter.current_version() == version; }
 };
 
+// Raises what torch raises of a saved tensor that was written to; made_by: its gradient's edge.
+[[noreturn]] void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes,
+                                   const torch::autograd::Edge& made_by, const Mark& mark);
+
 // An input that a room keeps for backward: the tensor as torch saves it, or its producer's node.
 class Kept {
  public:
@@ -71,6 +75,8 @@ class Kept {
   // torch raises where the tensor itself was kept, and was written to.
   Tensor get(ScalarType dtype);
   Tensor get() { return get(dtype_); }
+  // Raises as `get` does where the tensor was written to, and makes none; false where `get` alone can tell.
+  bool checked(ScalarType dtype) const;
   // The tensor as a part of what the room builds. last: the room's own backward will not ask for it.
   Tensor part(bool last = false) { return part(dtype_, last); }
   Tensor part(ScalarType dtype, bool last = false);

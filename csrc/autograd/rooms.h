@@ -42,12 +42,17 @@ bool addable(const Tensor& x, const Tensor& residual);
 void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const DropoutKernel* kernel, const Mask& mask,
                 PyObject* module);
 
+// A weight that a room has kept, where under autocast (dtype is not its own) torch keeps a copy. module: for the error
+// of one that was written to.
+Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module);
+
 void bind_batch_norm(py::module_& m);
 void bind_norm(py::module_& m);
 void bind_smooth(py::module_& m);
 void bind_gated(py::module_& m);
 void bind_dropout(py::module_& m);
 void bind_linear(py::module_& m);
+void bind_conv(py::module_& m);
 void bind_joint(py::module_& m);
 
 }  // namespace hfnn::node

@@ -5,6 +5,7 @@ from hfnn.ops import (
     attention,
     avg_pool,
     batch_norm,
+    conv,
     cross_entropy,
     dropout,
     dropout_add,
@@ -36,7 +37,7 @@ ROOMS = (
     linear, embedding, cross_entropy, nll_loss, linear_cross_entropy, linear_distillation,
 )  # fmt: skip
 # A file of a family, with a row for each op.
-FAMILIES = smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm
+FAMILIES = smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, conv
 # What the contract's tests and bench/run.py can call with rows: not linear_log_probs, which has two results.
 CONTRACT = (*(room.OP for room in ROOMS), *(op for family in FAMILIES for op in family.OPS))
 ALL = (*CONTRACT, attention.OP, *rnn.ALL)

@@ -24,8 +24,17 @@ from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
 _TORCH = {room: torch_class for torch_class, room in ROOMS.items()}
 _OPS = {room: op for op in ops.ALL for room in op.modules.values()}
+# Methods in which a module of torch computes: convolutions' forward calls another.
+COMPUTE = ("forward", "_conv_forward", "_output_padding")
+
+
+def forward_of(cls: type) -> tuple:
+    """The functions by which modules of a class compute."""
+    return tuple(getattr(cls, name, None) for name in COMPUTE)
+
+
 # Of torch's classes, as they were before anybody replaced one.
-FORWARDS = {torch_class: torch_class.forward for torch_class in ROOMS}
+FORWARDS = {torch_class: forward_of(torch_class) for torch_class in ROOMS}
 # What `convert` may set on modules, by what their rooms read.
 SETTINGS = ("prefer", "recompute", "keep", "exact")
 # Files whose `__init_subclass__` derives the forward of each class from the one it finds there. Another author's may
@@ -100,7 +109,8 @@ def make_subclass(original: type, room: type, like=None) -> type:
     Raises TypeError where the class cannot be derived from.
     """
     reads = getattr(like, "reads", NOTHING)
-    held = [(name, of_class(original, name)) for name in ("forward", *reads.methods)]
+    own = (name for name in COMPUTE if hasattr(original, name) and name not in reads.methods)
+    held = [(name, of_class(original, name)) for name in (*own, *reads.methods)]
     key = id(original), room, like, *(id(value) for _, value in held)
     found = _made.get(key)
     if found is not None:

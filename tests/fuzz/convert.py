@@ -33,7 +33,7 @@ WRITES = ("copy_", "add_", "zero_", "data", "numpy", "set")
 
 
 def draw(rng) -> dict:
-    layout = rng.choices(("rows", "sequence", "channels", "image"), (3, 8, 0.6, 1.5))[0]
+    layout = rng.choices(("rows", "sequence", "channels", "image"), (3, 8, 1, 2))[0]
     tokens = layout == "sequence" and rng.random() < 0.15
     program = {
         "seed": rng.randrange(1 << 30),
@@ -196,6 +196,8 @@ def features_of_layer(layer, around, calls) -> set[str]:
     found = {f"layer {layer[0]}"}
     if layer[0] == "activation" and layer[2]:
         found.add("inplace activation")
+    if layer[0] == "conv":
+        found.add(f"conv {layer[5]}")
     if layer[0] == "changing":
         found.add("changing attributes")
     if layer == ("probe", "retain_grad"):

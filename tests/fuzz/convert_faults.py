@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, recipe
-from hfnn.ops import batch_norm, embedding, layer_norm, linear, rnn, smooth
+from hfnn.ops import batch_norm, conv, embedding, layer_norm, linear, rnn, smooth
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -245,10 +245,31 @@ FAULTS |= {
             forward(self, x) if self.weight.requires_grad else nn.functional.linear(x, self.weight)
         ),
     ),
+    "no gradient of a convolution's bias": _forward_as(conv._Conv, lambda forward, self, x: _bias_detached(self, x)),
+    "a convolution's layout lost": _forward_as(
+        conv._Conv, lambda forward, self, x: forward(self, x).contiguous() if x.dim() == 4 else forward(self, x)
+    ),
+    "a convolution's groups of another size": _forward_as(conv._Conv, lambda forward, self, x: _ungrouped(self, x)),
+    "a convolution's padding of zeros alone": _forward_as(
+        conv._Conv,
+        lambda forward, self, x: getattr(hfnn.functional, f"conv{self.weight.dim() - 2}d")(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, prefer=self.prefer
+        ),
+    ),
     "a loss's mean over rows alone": _forward_as(
         hfnn.MSELoss, lambda forward, self, x, target: forward(self, x, target) * max(1, x.shape[-1])
     ),
 }
+
+
+def _bias_detached(self, x):
+    bias = None if self.bias is None else self.bias.detach()
+    return self._conv_forward(x, self.weight, bias)
+
+
+def _ungrouped(self, x):
+    """Each group sees the channels of the one before it."""
+    return self._conv_forward(x.roll(x.shape[1] // self.groups, 1) if self.groups > 1 else x, self.weight, self.bias)
 
 
 def _without_autocast(forward, self, x):

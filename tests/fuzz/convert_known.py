@@ -267,7 +267,7 @@ def _written_source(program, difference):
 def _weight_written(program, difference):
     """A weight that is written to before backward: under autocast torch has kept a 16-bit copy of it."""
     steps = [n for n, step in enumerate(program["steps"]) if step[0] in ("write", "step", "load")]
-    says = _says(difference, "Under autocast hfnn.Linear keeps its weight")
+    says = _says(difference, "keeps its weight, where torch keeps a 16-bit copy")
     return says and _autocast(program) and _between(program, steps, _at(difference))
 
 

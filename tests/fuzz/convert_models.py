@@ -62,7 +62,8 @@ def draw(rng, layout: str, depth: int, length: int) -> list:
         names.append(name)
         # What gives a recipe stands mostly before what takes it.
         if name in GIVES and rng.random() < 0.9:
-            names.append("linear" if layout in LAST else "moved" if depth and rng.random() < 0.5 else "activation")
+            after = ("linear",) if layout in LAST else AFTER if depth else AFTER[:4]
+            names.append(rng.choice(after))
     return [(name, *LAYERS[name].draw(rng, inner, layout)) for name in names]
 
 
@@ -99,8 +100,21 @@ def _of(make):
     return lambda D, body, *rest: make(sequential(D, body), *rest)
 
 
-def _conv(D, dimensions, size, bias):
-    return getattr(nn, f"Conv{dimensions}d")(D, D, size, padding=size // 2, bias=bias)
+def _conv(D, dimensions, size, bias, groups, how):
+    groups = D if groups == "depthwise" else groups
+    if how == "transposed":
+        cls = getattr(nn, f"ConvTranspose{dimensions}d")
+        return cls(D, D, size, padding=size // 2, bias=bias, groups=groups)
+    dilation = 2 if how == "dilated" else 1
+    padding = "same" if how == "same" else dilation * (size // 2)
+    mode = "circular" if how == "circular" else "zeros"
+    cls = getattr(nn, f"Conv{dimensions}d")
+    return cls(D, D, size, padding=padding, dilation=dilation, bias=bias, groups=groups, padding_mode=mode)
+
+
+def _draw_conv(rng, tree, layout):
+    how = rng.choice(("plain", "plain", "plain", "same", "dilated", "circular", "transposed"))
+    return DIMENSIONS[layout], rng.choice((1, 3)), rng.random() < 0.7, rng.choice((1, 1, 2, "depthwise")), how
 
 
 def _batch_norm(D, dimensions, momentum, affine, tracked):
@@ -151,7 +165,7 @@ LAYERS = {
             *_draw_batch_norm(rng, tree, to),
         ),
     ),
-    "conv": Layer(FIRST, 4, _conv, lambda rng, tree, to: (DIMENSIONS[to], rng.choice((1, 3)), rng.random() < 0.7)),
+    "conv": Layer(FIRST, 5, _conv, _draw_conv),
     "pool": Layer(
         FIRST,
         2.5,
@@ -208,6 +222,9 @@ LAYERS = {
     "cast": Layer(ALL, 0.7, _of(own.Cast), _inner(("float64", "bfloat16", "float32"))),
 }
 GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
+GIVES |= {"batch_norm", "conv_block", "dropout"}
+# What takes one where features are not in the last dimension; the latter two have trees inside.
+AFTER = ("conv", "conv", "conv", "activation", "moved", "branches")
 # Layers with trees inside.
 AROUND = frozenset(("ended", "changing", "branches", "residual", "twice", "moved", "between"))
 AROUND |= {"checkpoint", "packed", "autocast", "no_grad", "cast"}

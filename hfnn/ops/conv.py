@@ -1,0 +1,180 @@
+"""Convolutions, and transposed ones, that keep a recipe of their input instead of the input.
+
+    y[n, o] = b[o] + sum of w[o, c] * x[n, c] over the channels c of o's group          (*: w slides over x)
+
+Both directions are torch's own kernels, on the operands and in the layouts torch uses: results and gradients are
+torch's to the bit. What differs is what backward needs. Where the input comes with a recipe (hfnn/core/recipe.py), its
+sources are kept instead. Where the weight is frozen, nothing is kept of the input, of which torch's backward reads
+nothing but sizes and strides then. Under autocast, the weight's cast is made again in backward instead of kept.
+
+The node is in C++ alone (csrc/autograd/conv.cpp). Without it, and where parameters may be resharded, the convolution
+is torch's.
+"""
+
+import functools
+
+import torch
+from torch import nn
+
+from hfnn.core import native
+from hfnn.core.context import compiling
+from hfnn.core.kernel import Op
+from hfnn.ops.linear import FLOORS
+
+# Dynamo finds torch's functions by their own names.
+_conv1d, _conv2d, _conv3d = (native.call("convolution", dims, False, FLOORS) for dims in (1, 2, 3))
+_conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
+    native.call("convolution", dims, True, FLOORS) for dims in (1, 2, 3)
+)
+
+
+def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+    """`torch.nn.functional.conv1d`, keeping a recipe of its input where the input has one.
+
+    Shapes: input (N, C, L), weight (O, C / groups, K), bias (O,) or None; result (N, O, L'). prefer: "auto" |
+    "memory" | "speed" (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what
+    torch raises.
+    """
+    y = NotImplemented if compiling() else _conv1d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    return torch.conv1d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
+
+
+def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+    """`torch.nn.functional.conv2d`: input (N, C, H, W), weight (O, C / groups, K, K'). As `conv1d` for the rest."""
+    y = NotImplemented if compiling() else _conv2d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    return torch.conv2d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
+
+
+def conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
+    """`torch.nn.functional.conv3d`: input (N, C, D, H, W), weight (O, C / groups, K, K', K''). As `conv1d`."""
+    y = NotImplemented if compiling() else _conv3d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
+    return torch.conv3d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
+
+
+def conv_transpose1d(
+    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
+):
+    """`torch.nn.functional.conv_transpose1d`: input (N, C, L), weight (C, O / groups, K), bias (O,). As `conv1d`."""
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose1d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    if y is not NotImplemented:
+        return y
+    return torch.conv_transpose1d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose2d(
+    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
+):
+    """`torch.nn.functional.conv_transpose2d`: input (N, C, H, W), weight (C, O / groups, K, K'). As `conv1d`."""
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose2d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    if y is not NotImplemented:
+        return y
+    return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose3d(
+    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, prefer="auto"
+):
+    """`torch.nn.functional.conv_transpose3d`: input (N, C, D, H, W), weight (C, O / groups, ...). As `conv1d`."""
+    y = NotImplemented
+    if not compiling():
+        y = _conv_transpose3d(input, weight, bias, stride, padding, dilation, output_padding, groups, prefer)
+    if y is not NotImplemented:
+        return y
+    return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+class _Conv:
+    """What the modules share. `prefer` is set by `hfnn.convert`. torch's forward runs where it pads by another mode,
+    and where somebody has put another `_conv_forward` on the instance.
+    """
+
+    prefer = "auto"
+
+    def forward(self, input):
+        if self.padding_mode != "zeros" or compiling() or "_conv_forward" in self.__dict__:
+            return super().forward(input)
+        # As the functions have it, without the call.
+        y = self._hfnn_call(
+            input, self.weight, self.bias, self.stride, self.padding, self.dilation, 0, self.groups, self.prefer
+        )
+        return super().forward(input) if y is NotImplemented else y
+
+
+class _ConvTranspose:
+    """As `_Conv`. torch's forward runs, too, where an output size is asked for."""
+
+    prefer = "auto"
+
+    def forward(self, input, output_size=None):
+        if output_size is not None or self.padding_mode != "zeros" or compiling() or "_output_padding" in self.__dict__:
+            return super().forward(input, output_size)
+        y = self._hfnn_call(
+            input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.output_padding, self.groups,
+            self.prefer,
+        )  # fmt: skip
+        return super().forward(input) if y is NotImplemented else y
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """`torch.nn.Conv1d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv1d
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """`torch.nn.Conv2d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv2d
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """`torch.nn.Conv3d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv3d
+
+
+class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv_transpose1d
+
+
+class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv_transpose2d
+
+
+class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d`: the same arguments, defaults and state dict."""
+
+    _hfnn_call = _conv_transpose3d
+
+
+def _sample(dims, case, dtype, device, generator=None):
+    """x of shape (N, C, ...) and a map to as many channels, windows of 3."""
+    shape = (*(2,) * (dims + 2 - len(case)), *case)
+    shapes = shape, (shape[1], shape[1], *(3,) * dims), (shape[1],)
+    return (*(torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes), 1, 1), {}
+
+
+def _op(name, dims, module, room) -> Op:
+    """No kernels of its own: torch's run. `convert` finds the module here."""
+    torchs = getattr(torch, name)
+    op = Op(name, torchs, torchs, (), functools.partial(_sample, dims), ((3, 769),), recipe=False)
+    op.modules[module] = room
+    return op
+
+
+OPS = (
+    _op("conv1d", 1, nn.Conv1d, Conv1d),
+    _op("conv2d", 2, nn.Conv2d, Conv2d),
+    _op("conv3d", 3, nn.Conv3d, Conv3d),
+    _op("conv_transpose1d", 1, nn.ConvTranspose1d, ConvTranspose1d),
+    _op("conv_transpose2d", 2, nn.ConvTranspose2d, ConvTranspose2d),
+    _op("conv_transpose3d", 3, nn.ConvTranspose3d, ConvTranspose3d),
+)
