@@ -177,24 +177,30 @@ struct Lanes {
     y.close(first, n);
   }
 
-  // use(g) with the function that has g of element i of a run. Where there are flags, writes dresidual if `pass_on`.
+  // use(g) with the function that has g of element i of a run. Writes dresidual if `pass_on`.
   template <class Numbers, class Use>
   HFNN_INLINE void with_gradient(const BatchNormCall& c, Numbers at, const T* xs, int64_t first, int64_t n, int64_t bit,
                                  bool pass_on, Use use) {
     const W slope = W(c.slope);
     const T* dys = y.read(first, n);
-    if (!c.bits) {
-      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
+    if (c.bits) {
+      unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
+      const W outside = c.kind == kLeakyRelu ? slope : W(0);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        const W scaled = load(dys[i]) * outside;
+        z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
+      }
+    } else if (c.kind <= kPiecewise && !pass_on) {
+      with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
         use([=](int64_t i) HFNN_FLAT { return descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope); });
       });
       return;
-    }
-    unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
-    const W outside = c.kind == kLeakyRelu ? slope : W(0);
+    } else {  // by itself an exponential is vectorised, among sums it is not
+      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const W scaled = load(dys[i]) * outside;
-      z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
+        for (int64_t i = 0; i < n; ++i) z[i] = descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope);
+      });
     }
     const W* g = z;
     if (pass_on) {

@@ -69,17 +69,22 @@ template <class T>
 HFNN_INLINE Moments group_moments(Runs<T>& x, int64_t first, int64_t n) {
   using W = Wide<T>;
   Moments moments;
-  for (int64_t from = 0; from < n; from += kPiece) {
-    const int64_t size = std::min(kPiece, n - from);
+  // Around the mean of what was read before; the first elements are read twice. How far off it is counts in the squares
+  // of the whole, of which what cancels is a small part.
+  for (int64_t from = 0, size; from < n; from += size) {
+    size = std::min(from ? kPiece : kRun, n - from);
     const auto run = [&](auto& sums, auto add) HFNN_FLAT {
       for_runs(size, 0, count_runs(size), [&](int64_t begin, int64_t count) HFNN_FLAT {
         const T* xs = x.read(first + from + begin, count);
         sums.run(count, [=](int64_t i, auto&... lanes) HFNN_FLAT { add(load(xs[i]), lanes...); });
       });
     };
-    Sums<W, 1> sum;
-    run(sum, [](W v, W& lane) HFNN_FLAT { lane += v; });
-    const W near = sum.total(0) / W(size);
+    W near = W(moments.mean);
+    if (from == 0) {
+      Sums<W, 1> sum;
+      run(sum, [](W v, W& lane) HFNN_FLAT { lane += v; });
+      near = sum.total(0) / W(size);
+    }
     Sums<W, 2> around;
     run(around, [=](W v, W& off, W& squares) HFNN_FLAT {
       off += v - near;
@@ -186,7 +191,8 @@ HFNN_INLINE void add_channels(const Call& c, const W* of_channel, double* of_gro
 
 // The mean and the squares of each group over a part into the part's row of partials.
 HFNN_CLONES static void rows_moments(const Call& c, int64_t begin, int64_t end) {
-  const int64_t C = c.channels(), D = c.width(), G = c.groups, block = std::max<int64_t>(1, 4 * kPiece / C) * C;
+  const int64_t C = c.channels(), D = c.width(), G = c.groups;
+  const int64_t block = std::max<int64_t>(1, 4 * kPiece / C) * C, few = std::max<int64_t>(1, kPiece / C) * C;
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using T = decltype(t);
     using W = Wide<T>;
@@ -197,8 +203,8 @@ HFNN_CLONES static void rows_moments(const Call& c, int64_t begin, int64_t end) 
     std::vector<W> mean(G);
     for_parts(c, begin, end, [&](int64_t part, int64_t, int64_t start, int64_t all) HFNN_FLAT {
       std::fill(moments.begin(), moments.end(), Moments());
-      for (int64_t from = 0; from < all; from += block) {
-        const int64_t size = std::min(block, all - from);
+      for (int64_t from = 0, size; from < all; from += size) {
+        size = std::min(from ? block : few, all - from);
         const auto run = [&](auto add) HFNN_FLAT {
           sums.clear();
           for_runs(size, 0, count_runs(size), [&](int64_t i, int64_t n) HFNN_FLAT {
@@ -211,8 +217,9 @@ HFNN_CLONES static void rows_moments(const Call& c, int64_t begin, int64_t end) 
           add_channels(c, sums.folded(0), first_of.data());
         };
         const double count = double(size / C * D);
-        run([](W v, W, W& sum, W&) HFNN_FLAT { sum += v; });
-        for (int64_t group = 0; group < G; ++group) mean[group] = W(first_of[group] / count);
+        if (from == 0) run([](W v, W, W& sum, W&) HFNN_FLAT { sum += v; });
+        for (int64_t group = 0; group < G; ++group)
+          mean[group] = W(from ? moments[group].mean : first_of[group] / count);
         near.fill(0, [&](int64_t k) HFNN_FLAT { return mean[k / D]; });
         run([](W v, W m, W& off, W& squares) HFNN_FLAT {
           off += v - m;
@@ -445,6 +452,9 @@ static void backward(const Tensor& dy, const Tensor& x, const Tensor& weight, co
   Call c;
   c.x = x, c.y = dy, c.mean = mean, c.rstd = rstd, c.partials = partials, c.dx = dx, c.dweight = dweight;
   c.dbias = dbias, c.kind = kind, c.slope = slope, c.last = last;
+  // g, where f' is dear: for dx it is rounded, as torch's own is.
+  if (c.kind > kPiecewise) c.dresidual = dx;
+  c.sums = true;
   HFNN_CHECK(bool(partials));
   check(c, weight, bias);
   const Vector w(weight, wide(x.dtype), c.channels(), 1), b(bias, wide(x.dtype), c.channels(), -0.0);
