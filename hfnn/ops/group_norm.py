@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from hfnn.core import recipe
 from hfnn.core.context import autocasting, compiling, is_plain
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import Op, kernels
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, suggested
 
+# On the CPU the norm alone takes torch's time, and with an activation less from some size on, but not of small planes.
+LEAST_PLANE = 256  # elements
 MOST_GROUPS = 65535  # of all samples: the second dimension of a grid
 
 
@@ -72,7 +74,7 @@ _BENCH = (5, 320, 64, 64), (5, 640, 32, 32), (5, 1280, 16, 16), (5, 2560, 16, 16
 OP = _op(
     "group_norm",
     lambda input, num_groups, *args, **how: F.group_norm(input, num_groups, *args, **how),
-    1 << 16,
+    WORTH_ELEMENTS,
     ((4, 6), (2, 3, 769), (3, 6, 6, 7), (3, 64, 4, 4), (2, 12, 20, 21)),
     tuple((*shape, form) for shape in _BENCH for form in ("first", "last")),
     small=(3, 8),
@@ -80,7 +82,7 @@ OP = _op(
 ACT = _op(
     "group_norm_act",
     _in_torch,
-    1 << 16,
+    1 << 19,
     (
         (4, 6, "silu"), (2, 3, 769, "silu"), (3, 6, 6, 7, "silu"), (4, 6, 5, "relu"), (4, 6, 5, 7, "hardswish"),
         (4, 6, 5, "leaky_relu"), (4, 6, 5, "relu6"),
@@ -205,12 +207,15 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     kernel = None if op.passes(x, prefer) else op.select(x, weight, bias, prefer=prefer)
     if kernel is None or not _fits(x, groups, weight, bias, eps):
         return None
+    size = x.numel() // (x.shape[0] * x.shape[1])
+    if x.is_cpu and prefer != "memory" and forced() is None and size < LEAST_PLANE:
+        return None
     # torch's result is contiguous on CUDA, whatever x is.
     layout = torch.contiguous_format if x.is_cuda else suggested(x)
     last = layout is not torch.contiguous_format
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
         return None  # the former in the interpreter
-    last = last or (kernel.name == "cpp" and x.numel() == x.shape[0] * x.shape[1])
+    last = last or (kernel.name == "cpp" and size == 1)
     args = x, weight, bias, (groups, eps, kind, slope), layout, last, op.out_dtype(x), kernel
     return _GroupNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
 

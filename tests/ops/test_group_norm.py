@@ -358,3 +358,23 @@ def test_second_derivatives_of_what_is_frozen(frozen, last):
 
     assert torch.autograd.gradcheck(fn, wanted)
     assert torch.autograd.gradgradcheck(fn, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which of the CPU's kernels is faster")
+@pytest.mark.parametrize(
+    "shape, act, prefer, ours",
+    [
+        ((2, 64, 64, 64), "silu", "auto", True),
+        ((2, 64, 64, 64), "silu", "speed", True),
+        ((1, 64, 64, 64), "silu", "auto", False),
+        ((1, 64, 64, 64), "silu", "memory", True),
+        ((2, 64, 64, 64), None, "auto", False),  # alone it is no faster: from megabytes on, for what it saves
+        ((8, 64, 64, 64), None, "auto", True),
+        ((64, 256, 8, 8), "silu", "auto", False),  # small planes
+        ((64, 256, 8, 8), "silu", "memory", True),
+    ],
+)
+def test_where_torchs_ops_are_faster(shape, act, prefer, ours):
+    x = torch.empty(shape).normal_().requires_grad_()
+    y = F.group_norm_act(x, 8, act=act, prefer=prefer) if act else F.group_norm(x, 8, prefer=prefer)
+    assert ran(y) is ours
