@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from hfnn.core import recipe
 from hfnn.core.context import autocasting, compiling, is_plain
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
+from hfnn.core.kernel import Op, forced, kernels
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, suggested
 
-# On the CPU the norm alone takes torch's time, and with an activation less from some size on, but not of small planes.
 LEAST_PLANE = 256  # elements
 MOST_GROUPS = 65535  # of all samples: the second dimension of a grid
 
@@ -74,7 +73,7 @@ _BENCH = (5, 320, 64, 64), (5, 640, 32, 32), (5, 1280, 16, 16), (5, 2560, 16, 16
 OP = _op(
     "group_norm",
     lambda input, num_groups, *args, **how: F.group_norm(input, num_groups, *args, **how),
-    WORTH_ELEMENTS,
+    1 << 62,
     ((4, 6), (2, 3, 769), (3, 6, 6, 7), (3, 64, 4, 4), (2, 12, 20, 21)),
     tuple((*shape, form) for shape in _BENCH for form in ("first", "last")),
     small=(3, 8),
@@ -202,13 +201,22 @@ def _fits(x, groups, weight, bias, eps) -> bool:
     return not x.is_cuda or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
 
 
+def _slower(size, kind) -> bool:
+    """Whether torch's own ops are faster on the CPU, for planes of so many elements.
+
+    Measured for planes of 64 and less. The norm alone takes about torch's time, and is worth what its consumers need not
+    keep: nothing without gradients.
+    """
+    return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
+
+
 def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     """The result by a kernel, or None where torch's own ops are to run."""
     kernel = None if op.passes(x, prefer) else op.select(x, weight, bias, prefer=prefer)
     if kernel is None or not _fits(x, groups, weight, bias, eps):
         return None
     size = x.numel() // (x.shape[0] * x.shape[1])
-    if x.is_cpu and prefer != "memory" and forced() is None and size < LEAST_PLANE:
+    if x.is_cpu and prefer != "memory" and forced() is None and _slower(size, kind):
         return None
     # torch's result is contiguous on CUDA, whatever x is.
     layout = torch.contiguous_format if x.is_cuda else suggested(x)
