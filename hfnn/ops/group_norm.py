@@ -204,8 +204,8 @@ def _fits(x, groups, weight, bias, eps) -> bool:
 def _slower(size, kind) -> bool:
     """Whether torch's own ops are faster on the CPU, for planes of so many elements.
 
-    Measured for planes of 64 and less. The norm alone takes about torch's time, and is worth what its consumers need not
-    keep: nothing without gradients.
+    Measured for planes of 64 and less. The norm alone takes about torch's time, and is worth what its consumers need
+    not keep: nothing without gradients.
     """
     return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
 
