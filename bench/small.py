@@ -75,6 +75,8 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
     x = args[0]
     if "running_mean" in given:
         given["num_features"] = x.shape[1]
+    if "num_groups" in given:
+        given["num_channels"] = x.shape[1]
     for original, room in op.modules.items():
         wanted = inspect.signature(original).parameters
         _, _, *names = inspect.signature(original.forward).parameters  # after self and x: the target of a loss

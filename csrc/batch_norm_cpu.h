@@ -1,6 +1,8 @@
 // What batch_norm.cpp does to a run of elements, where numbers by channel are the same all along the run, or change
 // with the element.
 #pragma once
+#include <vector>
+
 #include "batch_norm.h"
 #include "bits_cpu.h"
 #include "exp_cpu.h"
@@ -50,6 +52,39 @@ struct Each {
   HFNN_INLINE W z(W x, int64_t i) const { return fused(x - mean[i], scale[i], bias[i]); }
   HFNN_INLINE W centred(W x, int64_t i) const { return x - mean[i]; }
   HFNN_INLINE W dx(W g, W x, int64_t i) const { return scale[i] * (g - mean_g[i]) - (x - mean[i]) * mean_gx[i]; }
+};
+
+// Numbers by channel, `rows` of them, laid out so that those of the run that begins at element `first` are at
+// `first % C`. longest: elements of a run.
+template <class W>
+class Laid {
+ public:
+  Laid(int64_t channels, int64_t rows, int64_t longest = kRun)
+      : channels_(channels), longest_(longest), data_(size_t(rows * length())) {}
+  template <class F>
+  HFNN_INLINE void fill(int64_t row, F f) {
+    W* out = row_of(row);
+    for (int64_t c = 0; c < channels_; ++c) out[c] = f(c);
+    for (int64_t i = channels_; i < length(); ++i) out[i] = out[i - channels_];
+  }
+  HFNN_INLINE W* at(int64_t row, int64_t first) { return row_of(row) + first % channels_; }
+  // What runs added to the copies of a channel goes to the first of them.
+  HFNN_INLINE const W* folded(int64_t row) {
+    W* out = row_of(row);
+    for (int64_t from = channels_; from < length(); from += channels_) {
+      const int64_t n = std::min(channels_, length() - from);
+#pragma omp simd
+      for (int64_t c = 0; c < n; ++c) out[c] += out[from + c];
+    }
+    return out;
+  }
+  void clear() { std::fill(data_.begin(), data_.end(), W(0)); }
+
+ private:
+  int64_t length() const { return channels_ + longest_; }
+  W* row_of(int64_t row) { return data_.data() + row * length(); }
+  int64_t channels_, longest_;
+  std::vector<W> data_;
 };
 }  // namespace
 
@@ -142,24 +177,30 @@ struct Lanes {
     y.close(first, n);
   }
 
-  // use(g) with the function that has g of element i of a run. Where there are flags, writes dresidual if `pass_on`.
+  // use(g) with the function that has g of element i of a run. Writes dresidual if `pass_on`.
   template <class Numbers, class Use>
   HFNN_INLINE void with_gradient(const BatchNormCall& c, Numbers at, const T* xs, int64_t first, int64_t n, int64_t bit,
                                  bool pass_on, Use use) {
     const W slope = W(c.slope);
     const T* dys = y.read(first, n);
-    if (!c.bits) {
-      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
+    if (c.bits) {
+      unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
+      const W outside = c.kind == kLeakyRelu ? slope : W(0);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        const W scaled = load(dys[i]) * outside;
+        z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
+      }
+    } else if (c.kind <= kPiecewise && !pass_on) {
+      with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
         use([=](int64_t i) HFNN_FLAT { return descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope); });
       });
       return;
-    }
-    unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
-    const W outside = c.kind == kLeakyRelu ? slope : W(0);
+    } else {  // by itself an exponential is vectorised, among sums it is not
+      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      const W scaled = load(dys[i]) * outside;
-      z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
+        for (int64_t i = 0; i < n; ++i) z[i] = descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope);
+      });
     }
     const W* g = z;
     if (pass_on) {

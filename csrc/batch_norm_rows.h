@@ -1,8 +1,6 @@
 // Batch normalisation on the CPU where the channels are last in memory: a run of elements begins anywhere in a row, and
 // numbers by channel are laid out so that those of a run are side by side.
 #pragma once
-#include <vector>
-
 #include "batch_norm_cpu.h"
 
 namespace hfnn {
@@ -10,38 +8,6 @@ namespace hfnn {
 namespace {
 // Elements of a block of rows, which are read for their means and again for their squares.
 constexpr int64_t kBlock = 16384;
-
-// Numbers by channel, `rows` of them, laid out so that those of the run that begins at element `first` are at
-// `first % C`.
-template <class W>
-class Laid {
- public:
-  Laid(int64_t channels, int64_t rows) : channels_(channels), data_(size_t(rows * length())) {}
-  template <class F>
-  HFNN_INLINE void fill(int64_t row, F f) {
-    W* out = row_of(row);
-    for (int64_t c = 0; c < channels_; ++c) out[c] = f(c);
-    for (int64_t i = channels_; i < length(); ++i) out[i] = out[i - channels_];
-  }
-  HFNN_INLINE W* at(int64_t row, int64_t first) { return row_of(row) + first % channels_; }
-  // What runs added to the copies of a channel goes to the first of them.
-  HFNN_INLINE const W* folded(int64_t row) {
-    W* out = row_of(row);
-    for (int64_t from = channels_; from < length(); from += channels_) {
-      const int64_t n = std::min(channels_, length() - from);
-#pragma omp simd
-      for (int64_t c = 0; c < n; ++c) out[c] += out[from + c];
-    }
-    return out;
-  }
-  void clear() { std::fill(data_.begin(), data_.end(), W(0)); }
-
- private:
-  int64_t length() const { return channels_ + kRun; }
-  W* row_of(int64_t row) { return data_.data() + row * length(); }
-  int64_t channels_;
-  std::vector<W> data_;
-};
 }  // namespace
 
 // Bits of rows begin a byte every eight rows, so that is what chunks are made of.

@@ -16,6 +16,7 @@
 #include "dropout.h"
 #include "gated.h"
 #include "gelu.h"
+#include "group_norm.h"
 #include "lamb.h"
 #include "layer_norm.h"
 #include "log_probs.h"
@@ -103,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
   bind(cpu.def_submodule("rms_norm"), rms_norm_cpu);
   bind(cpu.def_submodule("rms_norm"), add_rms_norm_cpu, "add_functions");
   bind(cpu.def_submodule("batch_norm"), batch_norm_cpu);
+  bind(cpu.def_submodule("group_norm"), group_norm_cpu);
   bind(cpu.def_submodule("gelu"), gelu_cpu);
   bind(cpu.def_submodule("silu"), silu_cpu);
   bind(cpu.def_submodule("dropout"), dropout_cpu);

@@ -19,6 +19,7 @@ from hfnn.ops.dropout import dropout
 from hfnn.ops.dropout_add import dropout_add
 from hfnn.ops.embedding import embedding
 from hfnn.ops.gated import geglu, glu, reglu, swiglu
+from hfnn.ops.group_norm import group_norm, group_norm_act
 from hfnn.ops.layer_norm import layer_norm
 from hfnn.ops.linear import linear
 from hfnn.ops.linear_cross_entropy import linear_cross_entropy
@@ -109,6 +110,8 @@ __all__ = [
     "geglu",
     "gelu",
     "glu",
+    "group_norm",
+    "group_norm_act",
     "hardshrink",
     "hardsigmoid",
     "hardswish",

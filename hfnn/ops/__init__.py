@@ -11,6 +11,7 @@ from hfnn.ops import (
     dropout_add,
     embedding,
     gated,
+    group_norm,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -37,7 +38,9 @@ ROOMS = (
     linear, embedding, cross_entropy, nll_loss, linear_cross_entropy, linear_distillation,
 )  # fmt: skip
 # A file of a family, with a row for each op.
-FAMILIES = smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, conv
+FAMILIES = (
+    smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, group_norm, conv,
+)  # fmt: skip
 # What the contract's tests and bench/run.py can call with rows: not linear_log_probs, which has two results.
 CONTRACT = (*(room.OP for room in ROOMS), *(op for family in FAMILIES for op in family.OPS))
 ALL = (*CONTRACT, attention.OP, *rnn.ALL)

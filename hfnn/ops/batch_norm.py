@@ -23,13 +23,13 @@ from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, kernels
 from hfnn.ops import piecewise, smooth
 from hfnn.ops.layer_norm import statistics_dtype
+from hfnn.ops.layout import LAST, suggested
 
 # The activations, by the numbers that kernels know them by; those up to PIECEWISE may follow a sum.
 ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
 PIECEWISE = ACTIVATIONS.index("relu6")
 LEAST_PLANE = 128  # elements
 LEAST_LAST = 1 << 20  # elements, with the channels last
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def reference(
@@ -74,8 +74,8 @@ def sample(case, dtype, device, generator=None):
     shape = (2, *shape[1:]) if math.prod(shape) == shape[1] else shape
     draw = lambda *size: torch.randn(size, generator=generator).to(dtype).to(device)  # noqa: E731
     x, residual = draw(*shape), draw(*shape) if "add" in words else None
-    if "last" in words and len(shape) in _LAST:
-        x, residual = (t if t is None else t.to(memory_format=_LAST[len(shape)]) for t in (x, residual))
+    if "last" in words and len(shape) in LAST:
+        x, residual = (t if t is None else t.to(memory_format=LAST[len(shape)]) for t in (x, residual))
     args = x, None, None, draw(shape[1]), draw(shape[1]), True, 0.1, 1e-5
     act = "_".join(word for word in words if word not in ("add", "first", "last"))
     return (*args, residual, act) if act else args, {}
@@ -118,14 +118,7 @@ OPS = OP, ACT
 
 def _layout(x) -> torch.memory_format:
     """The format that torch's result has for x: channels last where the strides of x are in that order."""
-    if x.is_contiguous() or x.dim() not in _LAST:
-        return torch.contiguous_format
-    least = 0
-    for d in (1, *range(x.dim() - 1, 1, -1), 0):
-        if x.stride(d) < least or x.stride(d) == 0 or (d == 0 and least == x.stride(1)):
-            return torch.contiguous_format
-        least = x.stride(d) * x.shape[d]
-    return _LAST[x.dim()]
+    return torch.contiguous_format if x.is_contiguous() else suggested(x)
 
 
 def _planes_of_one(x, layout) -> bool:
@@ -251,7 +244,7 @@ def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype
     if bias is None and bias_dtype is not None:  # any will do where forward did not keep it
         bias = x.new_zeros(x.shape[1], dtype=bias_dtype)
     if flags is not None:
-        layout = _LAST[x.dim()] if last else torch.contiguous_format
+        layout = LAST[x.dim()] if last else torch.contiguous_format
         outside = slope if ACTIVATIONS[kind] == "leaky_relu" else 0.0
         dy = torch.where(_mask(flags, x.contiguous(memory_format=layout), layout), dy, dy * outside)
     formula = _formula(how, dy.dtype, flags is None)

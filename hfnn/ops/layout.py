@@ -2,6 +2,8 @@
 
 import torch
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def _alike(x, target):
     """Both in the layout of x, so that one index finds an element in either; no copies where they are so already."""
@@ -39,6 +41,18 @@ def result_strides(*tensors) -> tuple[int, ...]:
     """Those of torch's elementwise ops."""
     a, *rest = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors)
     return sum(rest, a).stride()
+
+
+def suggested(x) -> torch.memory_format:
+    """`Tensor::suggest_memory_format`: channels last where the strides of x are in that order."""
+    if x.dim() not in LAST:
+        return torch.contiguous_format
+    least = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(d) < least or x.stride(d) == 0 or (d == 0 and least == x.stride(1)):
+            return torch.contiguous_format
+        least = x.stride(d) * x.shape[d]
+    return LAST[x.dim()]
 
 
 def _dense(x):

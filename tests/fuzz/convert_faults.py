@@ -8,7 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, recipe
-from hfnn.ops import batch_norm, conv, embedding, layer_norm, linear, rnn, smooth
+from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
@@ -211,6 +211,23 @@ _plant("the flags of a sum turned round", batch_norm, "_compute", _other_flags)
 
 
 _plant(
+    "a group norm without the gradient of its bias",
+    group_norm._GroupNorm,
+    "backward",
+    lambda backward: lambda ctx, dy: (*(found := backward(ctx, dy))[:2], None, *found[3:]),
+)
+
+
+def _of_other_samples(compute):
+    def run(*args):
+        y, mean, rstd = compute(*args)
+        return y, mean.roll(1, 0), rstd.roll(1, 0)
+
+    return run
+
+
+_plant("a group norm keeps statistics of other samples", group_norm, "_compute", _of_other_samples)
+_plant(
     "segments of time begin at zero in backward",
     rnn,
     "_by_segments",
@@ -228,6 +245,12 @@ FAULTS |= {
         hfnn.LayerNorm,
         lambda forward, self, x: hfnn.functional.layer_norm(
             x, self.normalized_shape, self.weight, self.bias, 1e-5, prefer=self.prefer
+        ),
+    ),
+    "a group norm's eps forgotten": _forward_as(
+        hfnn.GroupNorm,
+        lambda forward, self, x: hfnn.functional.group_norm(
+            x, self.num_groups, self.weight, self.bias, prefer=self.prefer
         ),
     ),
     "autocast ignored": _forward_as(

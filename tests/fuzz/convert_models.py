@@ -150,7 +150,12 @@ LAYERS = {
     "softmax": Layer(LAST, 0.6, lambda D, name: getattr(nn, name)(-1), _choose(("Softmax", "LogSoftmax"))),
     "glu": Layer(LAST, 1.5, lambda D: nn.Sequential(nn.Linear(D, 2 * D), nn.GLU(-1))),
     "dropout": Layer(ALL, 2, lambda D, *how: nn.Dropout(*how), _choose((0.0, 0.0, 0.5), (False, False, True))),
-    "group_norm": Layer(FIRST, 1, lambda D: own.GroupNorm(2, D)),
+    "group_norm": Layer(
+        FIRST,
+        3,
+        lambda D, groups, *how: own.GroupNorm(groups or D, D, *how),
+        _choose((1, 2, 0), (1e-5, 0.1), (True, True, False)),
+    ),
     "batch_norm": Layer(("rows", *FIRST), 1.5, lambda D, *how: _batch_norm(D, *how), _draw_batch_norm),
     "conv_block": Layer(
         FIRST,
@@ -222,7 +227,7 @@ LAYERS = {
     "cast": Layer(ALL, 0.7, _of(own.Cast), _inner(("float64", "bfloat16", "float32"))),
 }
 GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
-GIVES |= {"batch_norm", "conv_block", "dropout"}
+GIVES |= {"batch_norm", "group_norm", "conv_block", "dropout"}
 # What takes one where features are not in the last dimension; the latter two have trees inside.
 AFTER = ("conv", "conv", "conv", "activation", "moved", "branches")
 # Layers with trees inside.

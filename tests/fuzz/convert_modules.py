@@ -109,11 +109,15 @@ class RMSNormLike(nn.Module):
         return x * self.factor
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(nn.Module):
     """torch's backward crashes on channels-last inputs whose gradient it is not asked for (seen, without hfnn)."""
 
+    def __init__(self, groups, width, eps, affine):
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, width, eps, affine)
+
     def forward(self, x):
-        return super().forward(x.contiguous())
+        return self.norm(x if x.requires_grad else x.contiguous())
 
 
 class ConvBlock(nn.Module):

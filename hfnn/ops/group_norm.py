@@ -1,0 +1,269 @@
+"""Group normalisation, with an activation behind it.
+
+    y = f(z),    z = (x - mean) * rstd * weight + bias,    rstd = 1 / sqrt(var + eps)
+
+Wu and He, "Group Normalization", ECCV 2018. Mean and variance are of a group: some channels side by side of one sample.
+Forward reads x for its statistics and, of the cache where a group fits into it, for y; with f it still writes y alone.
+Backward tells f' from x, so that x and the statistics are all that is kept.
+
+Names end in their shape: G groups; NCS as kernels take x (csrc/group_norm.h): samples, channels, elements of each, or
+samples, elements, channels where the channels are last in memory.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hfnn.core import recipe
+from hfnn.core.context import autocasting, compiling, is_plain
+from hfnn.core.function import Function, double_backward
+from hfnn.core.kernel import Op, forced, kernels
+from hfnn.ops.batch_norm import ACTIVATIONS, _activated
+from hfnn.ops.layer_norm import statistics_dtype
+from hfnn.ops.layout import LAST, suggested
+
+LEAST_PLANE = 256  # elements
+MOST_GROUPS = 65535  # of all samples: the second dimension of a grid
+
+
+def reference(x, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01):
+    """The definition, in the dtype of x."""
+    grouped, shape = x.reshape(x.shape[0], num_groups, -1), (-1, *(1,) * (x.dim() - 2))
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    y = y if weight is None else y * weight.view(shape)
+    return _activated(y if bias is None else y + bias.view(shape), act, negative_slope)
+
+
+def _in_torch(input, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01):
+    """torch's own ops, for arguments of `group_norm_act`."""
+    return _activated(F.group_norm(input, num_groups, weight, bias, eps), act, negative_slope)
+
+
+def sample(case, dtype, device, generator=None):
+    """Arguments of a case: (N, C, ...) and maybe what follows: "silu", "relu_last", ...; four groups, or 3, 2, 1.
+
+    "last", "first": where the channels are in memory. Shapes are extended to two dimensions, and to a batch of two.
+    """
+    form = case[-1] if isinstance(case[-1], str) else ""
+    shape, words = case[: len(case) - bool(form)], form.split("_")
+    shape = shape if len(shape) > 1 else (2, *shape)
+    shape = (2, *shape[1:]) if math.prod(shape) == shape[1] else shape
+    draw = lambda *size: torch.randn(size, generator=generator).to(dtype).to(device)  # noqa: E731
+    x = draw(*shape)
+    if "last" in words and len(shape) in LAST:
+        x = x.to(memory_format=LAST[len(shape)])
+    groups = 32 if shape[1] % 32 == 0 else next(n for n in (4, 3, 2, 1) if shape[1] % n == 0)
+    args = x, groups, draw(shape[1]), draw(shape[1]), 1e-5
+    act = "_".join(word for word in words if word not in ("first", "last"))
+    return (*args, act) if act else args, {}
+
+
+def _op(name, torchs, floor, cases, bench, **more):
+    return Op(
+        name, reference, torchs, kernels=kernels("group_norm", floor, cuda=1 << 62, tried=False), sample=sample,
+        cases=cases, bench=bench, probe=(1,), traffic=(3, 5), sums=True, **more,
+    )  # fmt: skip
+
+
+# The shapes of Stable Diffusion 2.1's UNet, with five images, and one of its VAE.
+_BENCH = (5, 320, 64, 64), (5, 640, 32, 32), (5, 1280, 16, 16), (5, 2560, 16, 16), (1, 128, 512, 512)
+OP = _op(
+    "group_norm",
+    lambda input, num_groups, *args, **how: F.group_norm(input, num_groups, *args, **how),
+    1 << 62,
+    ((4, 6), (2, 3, 769), (3, 6, 6, 7), (3, 64, 4, 4), (2, 12, 20, 21)),
+    tuple((*shape, form) for shape in _BENCH for form in ("first", "last")),
+    small=(3, 8),
+)
+ACT = _op(
+    "group_norm_act",
+    _in_torch,
+    1 << 19,
+    (
+        (4, 6, "silu"), (2, 3, 769, "silu"), (3, 6, 6, 7, "silu"), (4, 6, 5, "relu"), (4, 6, 5, 7, "hardswish"),
+        (4, 6, 5, "leaky_relu"), (4, 6, 5, "relu6"),
+    ),
+    tuple((*shape, form) for shape in _BENCH for form in ("silu", "silu_last")),
+    small=(3, 8, "silu"),
+)  # fmt: skip
+OPS = OP, ACT
+
+
+def _dense(x, layout, last):
+    """x in that format, and its memory as kernels take it: (N, C, S), or (N, S, C) where `last`."""
+    x = x.contiguous(memory_format=layout)
+    return x, _seen(x, last)
+
+
+def _seen(x, last):
+    if x is None:
+        return None
+    channels, size = x.shape[1], x.numel() // (x.shape[0] * x.shape[1])
+    shape = (x.shape[0], size, channels) if last else (x.shape[0], channels, size)
+    return x.as_strided(shape, (channels * size, shape[2], 1))
+
+
+def _partials(kernel, x, groups, last):
+    channels, size = x.shape[1], x.numel() // (x.shape[0] * x.shape[1])
+    count = kernel.partials(x.shape[0], channels, size, groups, last)
+    return torch.empty(count, dtype=statistics_dtype(x), device=x.device)
+
+
+def _compute(x, weight, bias, how, layout, last, out_dtype, kernel):
+    """(y, mean_NG, rstd_NG)"""
+    groups, eps, kind, slope = how
+    x, x_NCS = _dense(x, layout, last)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=layout)
+    mean, rstd = (torch.empty(x.shape[0], groups, dtype=statistics_dtype(x), device=x.device) for _ in range(2))
+    kernel.forward(
+        x_NCS, weight, bias, _seen(y, last), mean, rstd, _partials(kernel, x, groups, last), eps, kind, slope, last,
+        kernel.queue(x),
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+class _GroupNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, how, layout, last, out_dtype, kernel):
+        y, mean, rstd = _compute(x, weight, bias, how, layout, last, out_dtype, kernel)
+        # Without an activation only what builds y again reads the bias: it may be written to before backward.
+        late = None if bias is None or how[2] else recipe.Unread(bias)
+        recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd))
+        ctx.how, ctx.layout, ctx.last, ctx.kernel = how, layout, last, kernel
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return recipe.carry(ctx, y, _rebuild(how, layout, last, out_dtype, kernel, late is not None), token=late)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean, rstd = recipe.saved(ctx)
+        needs, kernel, last = ctx.needs_input_grad[:3], ctx.kernel, ctx.last
+        groups, _, kind, slope = ctx.how
+        if torch.is_grad_enabled():
+            if bias is None and ctx.bias_dtype is not None:  # any will do where forward did not keep it
+                bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype)
+            return *double_backward(_formula(ctx.how, dy.dtype), (x, weight, bias), needs, dy), *(None,) * 5
+        (x, x_NCS), (dy, dy_NCS) = (_dense(t, ctx.layout, last) for t in (x, dy))
+        dx = torch.empty_like(x, memory_format=ctx.layout) if needs[0] else None
+        dweight = torch.empty_like(weight) if needs[1] else None
+        dbias = x.new_empty(x.shape[1], dtype=ctx.bias_dtype) if needs[2] else None
+        kernel.backward(
+            dy_NCS, x_NCS, weight, bias, mean, rstd, _seen(dx, last), dweight, dbias,
+            _partials(kernel, x, groups, last), kind, slope, last, kernel.queue(x),
+        )  # fmt: skip
+        return dx, dweight, dbias, *(None,) * 5
+
+
+def _rebuild(how, layout, last, out_dtype, kernel, late):
+    """What makes y of the saved tensors. late: the bias comes before them, and not with them."""
+
+    def build(*tensors):
+        first, x, weight, bias, mean, rstd = tensors if late else (None, *tensors)
+        bias = first if late else bias
+        if torch.is_grad_enabled():
+            return _formula(how, out_dtype)(x, weight, bias)
+        x, x_NCS = _dense(x, layout, last)
+        y = torch.empty_like(x, dtype=out_dtype, memory_format=layout)
+        kernel.rebuild(x_NCS, weight, bias, _seen(y, last), mean, rstd, *how[2:], last, kernel.queue(x))
+        return y
+
+    return build
+
+
+def _formula(how, out_dtype):
+    """torch's own ops in the widest dtype at hand, returning what the kernel returned."""
+    groups, eps, kind, slope = how
+
+    def formula(x, weight, bias):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # torch's backward crashes on an x with the channels last whose gradient it is not asked for.
+        x = x if x.requires_grad else x.contiguous()
+        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+        return _in_torch(x.to(wide), groups, weight, bias, eps, ACTIVATIONS[kind], slope).to(out_dtype)
+
+    return formula
+
+
+def _fits(x, groups, weight, bias, eps) -> bool:
+    """Whether a kernel takes these; where it does not, torch's own op does, or says why not."""
+    if x.dim() < 2 or x.numel() == 0 or type(groups) is not int or type(eps) not in (int, float):
+        return False
+    if groups <= 0 or x.shape[1] % groups or x.numel() == groups:
+        return False
+    channels = x.shape[1:2]
+    if any(p is not None and (p.shape != channels or not p.is_contiguous()) for p in (weight, bias)):
+        return False
+    if weight is None and bias is not None:  # torch's backward raises
+        return False
+    # On CUDA torch takes parameters of another dtype under autocast alone.
+    return not x.is_cuda or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
+
+
+def _slower(size, kind) -> bool:
+    """Whether torch's own ops are faster on the CPU, for planes of so many elements.
+
+    Measured for planes of 64 and less. The norm alone takes about torch's time, and is worth what its consumers need
+    not keep: nothing without gradients.
+    """
+    return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
+
+
+def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
+    """The result by a kernel, or None where torch's own ops are to run."""
+    kernel = None if op.passes(x, prefer) else op.select(x, weight, bias, prefer=prefer)
+    if kernel is None or not _fits(x, groups, weight, bias, eps):
+        return None
+    size = x.numel() // (x.shape[0] * x.shape[1])
+    if x.is_cpu and prefer != "memory" and forced() is None and _slower(size, kind):
+        return None
+    # torch's result is contiguous on CUDA, whatever x is.
+    layout = torch.contiguous_format if x.is_cuda else suggested(x)
+    last = layout is not torch.contiguous_format
+    if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
+        return None  # the former in the interpreter
+    last = last or (kernel.name == "cpp" and size == 1)
+    args = x, weight, bias, (groups, eps, kind, slope), layout, last, op.out_dtype(x), kernel
+    return _GroupNorm.apply(*args) if torch.is_grad_enabled() else _compute(*args)[0]
+
+
+def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
+    """`torch.nn.functional.group_norm`.
+
+    Shapes: input (N, C, ...), on the CPU also with the channels last in memory, which the result keeps; weight, bias
+    (C,) or None, float32 or of the input's dtype. The result has the dtype that torch returns; its consumers can
+    rebuild it. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    The kernels for GPUs were not run on one yet: they do inside `hfnn.use("triton")` alone.
+    """
+    y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
+    return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y
+
+
+def group_norm_act(
+    input, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01, *, prefer="auto"
+):
+    """`act(group_norm(input, ...))` in one pass behind the statistics.
+
+    Arguments as of `group_norm`, and act: "relu", "leaky_relu" (with `negative_slope`), "relu6", "silu", "hardswish" or
+    None. Kept for backward are input and the statistics. act works on float32, and y is rounded once. Raises ValueError
+    for another `act`, else what torch raises.
+    """
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
+    y = _run(ACT, input, num_groups, weight, bias, eps, ACTIVATIONS.index(act), negative_slope, prefer)
+    return _in_torch(input, num_groups, weight, bias, eps, act, negative_slope) if y is None else y
+
+
+class GroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm`: the same arguments, defaults and state dict. `prefer` is set by `hfnn.convert`."""
+
+    prefer = "auto"
+
+    def forward(self, input):
+        if compiling() or not is_plain(input):
+            return super().forward(input)
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, prefer=self.prefer)
+
+
+OP.modules[nn.GroupNorm] = GroupNorm
