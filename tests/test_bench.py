@@ -315,6 +315,7 @@ def test_pairs(tmp_path):
         assert 0.5 * near < float(ours["ratio"]) < 2 * near and float(ours["host_us"]) > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
     """Each learns what eager learns."""
     options = models.parse(["--models", "gpt2", "--device", "cpu", "--tiny"])
@@ -326,7 +327,7 @@ def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
     for _ in range(2):
         loss = eager.step()
         for training in others:
-            assert training.step() == pytest.approx(loss, rel=0.02)  # as far as dropout's other masks have it
+            assert training.step().item() == pytest.approx(loss.item(), rel=0.02)  # other masks
     assert asked == ["hfnn"]
 
 

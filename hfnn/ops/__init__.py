@@ -39,7 +39,8 @@ ROOMS = (
 )  # fmt: skip
 # A file of a family, with a row for each op.
 FAMILIES = (
-    smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, group_norm, conv,
+    smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, group_norm,
+    conv,
 )  # fmt: skip
 # What the contract's tests and bench/run.py can call with rows: not linear_log_probs, which has two results.
 CONTRACT = (*(room.OP for room in ROOMS), *(op for family in FAMILIES for op in family.OPS))
