@@ -55,7 +55,7 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 
 def _batched(program, difference):
     """Strides of torch's batched gradients depend on each op's batching rule; some ops have none, or draw numbers."""
-    refused = difference.how == "raises not" and _refused(difference, "vmap:", "Batching rule")
+    refused = difference.how == "raises not" and _refused(difference, "vmap:", "Batching rule", "inside of vmap")
     return _step(program, difference) == "batched" and (difference.how == "strides" or refused)
 
 
