@@ -40,8 +40,8 @@ def entry_kernels():
     "arguments",
     [
         ("90", "few"),
-        *(pytest.param(more, marks=pytest.mark.slow) for more in (("80", "few"), ("100", "few"))),
-        pytest.param(("90",), marks=pytest.mark.rest),
+        pytest.param(("100", "few"), marks=pytest.mark.slow),
+        *(pytest.param(more, marks=pytest.mark.rest) for more in (("80", "few"), ("90",))),
     ],
     ids=" ".join,
 )

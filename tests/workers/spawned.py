@@ -99,7 +99,7 @@ def measures(local, case, entries, options, folder):
         if local == 0:
             note(folder, "doing", json.dumps(entry))
         else:
-            while not Path(folder, "doing").exists() or json.loads(Path(folder, "doing").read_text()) != list(entry):
+            while not Path(folder, "doing").exists() or Path(folder, "doing").read_text() != json.dumps(entry):
                 time.sleep(0.01)
             if entry[0] == "torch-ddp":
                 raise NotImplementedError("not on this machine")
