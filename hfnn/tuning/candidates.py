@@ -87,6 +87,7 @@ def _compiled(model: nn.Module, backend: str | Callable) -> Callable:
     def call(*args, **kwargs):
         return model._call_impl(*args, **kwargs)
 
+    call.__code__ = call.__code__.replace()  # a copy: torch counts recompilations by code
     return torch.compile(call, backend=backend)
 
 
