@@ -140,6 +140,8 @@ def _kernel(module, op, weight) -> tuple[str, str]:
     if op is linear.OP or op in conv.OPS:
         if is_fsdp(module):  # fully_shard hands it a view of its input, which has no recipe
             return "torch", "keeps its input: wrap the block around it instead of the module itself"
+        if op in conv.OPS and weight.is_cuda and module.prefer != "memory":
+            return "torch", "not run on a GPU yet: prefer='memory' has it keep a recipe of its input"
         return "torch", "keeps a recipe of its input where there is one"
     if not op.kernels:
         return "torch", "keeps less than torch's module"

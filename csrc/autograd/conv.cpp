@@ -176,8 +176,10 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   const auto device = x->device();
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
   const bool large = x->numel() >= table.floors[prefer], frozen = !given->requires_grad();
+  // Not run on a GPU yet: there only who asks for memory takes it.
+  const bool asked = !x->is_cuda() || prefer == kMemory;
   // All that a call pays where there is nothing to gain.
-  if (!at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
+  if (!asked || !at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
     return THPVariable_Wrap(torchs());
   const ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(device.type()) : x->scalar_type();
   bool casts = false, fits = x->dim() == table.dims + 2 && given->dim() == table.dims + 2 && !sharded_parameters();

@@ -8,7 +8,7 @@ sources are kept instead. Where the weight is frozen, nothing is kept of the inp
 nothing but sizes and strides then. Under autocast, the weight's cast is made again in backward instead of kept.
 
 The node is in C++ alone (csrc/autograd/conv.cpp). Without it, and where parameters may be resharded, the convolution
-is torch's.
+is torch's. On a GPU, where it was not run yet, it is taken for prefer="memory" alone.
 """
 
 import functools

@@ -12,9 +12,8 @@ from hfnn.convert import convert, revert
 from hfnn.core.kernel import log
 
 STOCK = "stock"
-RECOMPILES = (
-    6  # calls that may compile: with gradients and without, in training and not, a second shape; torch ends at 8
-)
+# Of a compiled choice: with gradients and without, in training and not, a second shape. torch gives up after 8.
+RECOMPILED_CALLS = 6
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _compiled(model: nn.Module, backend: str | Callable) -> Callable:
 
 
 def watch(model: nn.Module) -> None:
-    """Have a compiled model run uncompiled once more than `RECOMPILES` calls have compiled anew."""
+    """Have a compiled model run uncompiled once more than `RECOMPILED_CALLS` calls have compiled anew."""
     compiled, count = vars(model)["_compiled_call_impl"], -1  # the first call compiles
 
     def call(*args, **kwargs):
@@ -101,7 +100,7 @@ def watch(model: nn.Module) -> None:
         found = compiled(*args, **kwargs)
         if graphs() != before:
             count += 1
-            if count > RECOMPILES and vars(model).get("_compiled_call_impl") is call:
+            if count > RECOMPILED_CALLS and vars(model).get("_compiled_call_impl") is call:
                 del vars(model)["_compiled_call_impl"]
                 log.warning("%s is no longer compiled: %d calls compiled anew", type(model).__name__, count)
         return found
