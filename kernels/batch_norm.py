@@ -152,6 +152,7 @@ def moments_kernel(
     if LAST:
         n = tl.sum(count, 0)[None, :]
         all = tl.sum(mean * count, 0)[None, :] / tl.maximum(n, 1.0)
+        all += tl.sum((mean - all) * count, 0)[None, :] / tl.maximum(n, 1.0)  # what the sum's rounding left
         squares = tl.sum(squares + count * (mean - all) * (mean - all), 0)[None, :]
         channel, known = _channels(block, C, LAST, BLOCK_N)
         tl.store(partials + q * C + channel, all, mask=known)
@@ -160,6 +161,7 @@ def moments_kernel(
     else:
         n = tl.sum(count)
         all = tl.sum(mean * count) / tl.maximum(n, 1.0)
+        all += tl.sum((mean - all) * count) / tl.maximum(n, 1.0)
         squares = tl.sum(squares + count * (mean - all) * (mean - all))
         tl.store(partials + q * C + block, all)
         tl.store(partials + (Q + q) * C + block, squares)

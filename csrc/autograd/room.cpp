@@ -1,7 +1,7 @@
 #include "room.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -193,19 +193,16 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
 
 void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes, const ag::Edge& made_by,
                       const Mark& mark) {
-  std::string which;
-  if (made_by.is_valid() && !dynamic_cast<ag::AccumulateGrad*>(made_by.function.get())) {
-    const std::string name = made_by.function->name();
-    which = c10::str(", which is output ", made_by.input_nr, " of ", name.substr(0, name.rfind("Backward")), ",");
-  }
-  TORCH_CHECK(false,
-              "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-              at::empty({0}, options).toString(), " ", sizes, "]", which, " is at version ",
-              mark.counter.current_version(), "; expected version ", mark.version, " instead.",
-              ag::AnomalyMode::is_enabled()
-                  ? ""
-                  : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-                    "torch.autograd.set_detect_anomaly(True).");
+  // In torch's words, which differ between its versions: a tensor of one element in memory stands for what was written
+  // to.
+  const Tensor x = at::empty_strided(sizes, std::vector<int64_t>(sizes.size(), 0), options);
+  ag::impl::set_version_counter(x, c10::VariableVersion(mark.version));
+  if (made_by.is_valid() && !dynamic_cast<ag::AccumulateGrad*>(made_by.function.get()))
+    ag::impl::set_gradient_edge(x, made_by);
+  const ag::SavedVariable saved(x, false);
+  while (x._version() != mark.counter.current_version()) ag::impl::bump_version(x);
+  saved.unpack();
+  TORCH_INTERNAL_ASSERT(false, "torch did not object to a write");
 }
 
 bool Kept::checked(ScalarType dtype) const {

@@ -51,6 +51,11 @@ PRODUCERS = {
 silu = PRODUCERS["silu"]
 
 
+def kernels_take(dtype, device):
+    """Whether what makes an input can rebuild it: no kernel for GPUs takes float64."""
+    return dtype is not torch.float64 or device == "cpu"
+
+
 def gradients(conv, leaves, how, producer=silu, cotangent=None):
     """y, and the gradients of what is not frozen."""
     x, *rest = leaves

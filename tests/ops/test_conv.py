@@ -10,7 +10,21 @@ import hfnn
 from hfnn.core import native, recipe
 from hfnn.memory import saved_bytes
 
-from .convolutions import PRODUCERS, C, N, gradients, names, node, norm, ours, same, silu, tensors, theirs
+from .convolutions import (
+    PRODUCERS,
+    C,
+    N,
+    gradients,
+    kernels_take,
+    names,
+    node,
+    norm,
+    ours,
+    same,
+    silu,
+    tensors,
+    theirs,
+)
 
 if native.extension is None:
     pytest.skip(native.why, allow_module_level=True)
@@ -45,7 +59,8 @@ def test_gradients_are_torchs(device, name, how, last, bias, rebuilt):
 def test_what_any_producer_makes_is_rebuilt_in_its_layout(device, producer, dtype, last, rebuilt):
     leaves = tensors("conv2d", device, dtype, last=last)
     found = gradients(ours("conv2d"), leaves, {"padding": 1}, PRODUCERS[producer])
-    assert node(found[0]) == "_ConvolutionBackward" and rebuilt
+    if kernels_take(dtype, device):
+        assert node(found[0]) == "_ConvolutionBackward" and rebuilt
     same(found, gradients(theirs("conv2d"), leaves, {"padding": 1}, PRODUCERS[producer]))
 
 
@@ -204,7 +219,7 @@ def test_gradcheck(device, name):
     leaves[0] = leaves[0][(..., *(slice(4),) * int(name[-2]))].contiguous()
     leaves = [t.requires_grad_() for t in leaves]
     run = lambda x, w, b: ours(name)(silu(x), w[:, :, :2], b, stride=2)  # noqa: E731
-    assert node(run(*leaves)) == "_ConvolutionBackward"
+    assert (node(run(*leaves)) == "_ConvolutionBackward") is kernels_take(torch.float64, device)
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
 
