@@ -140,8 +140,10 @@ def _kernel(module, op, weight) -> tuple[str, str]:
     if op is linear.OP or op in conv.OPS:
         if is_fsdp(module):  # fully_shard hands it a view of its input, which has no recipe
             return "torch", "keeps its input: wrap the block around it instead of the module itself"
-        if op in conv.OPS and weight.is_cuda and module.prefer != "memory":
-            return "torch", "not run on a GPU yet: prefer='memory' has it keep a recipe of its input"
+        if op in conv.OPS and weight.is_cuda and module.prefer == "auto":
+            return "torch", "keeps a recipe of an input from 2^23 elements on, where there is one"
+        if op in conv.OPS and weight.is_cuda and module.prefer == "speed":
+            return "torch", "keeps its input: on a GPU prefer='speed' asks for it"
         return "torch", "keeps a recipe of its input where there is one"
     if not op.kernels:
         return "torch", "keeps less than torch's module"

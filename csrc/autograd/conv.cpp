@@ -17,6 +17,9 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
+// Elements of an input. A step that waits for the host would wait for this node, too, which takes longer than torch's.
+constexpr int64_t kLeastOnCuda = 1 << 23;
+
 struct ConvTable {
   ConvTable(int dims, bool transposed, py::dict floors) : dims(dims), transposed(transposed) {
     const char* names[kPrefers] = {"auto", "memory", "speed"};
@@ -120,6 +123,8 @@ struct ConvRoom : Room {
     auto [dx, dweight, dbias] =
         at::convolution_backward(dy, x_low, weight_low, bias, how.stride, how.padding, how.dilation, how.transposed,
                                  how.output_padding, how.groups, mask);
+    // Where backward runs under autocast, sums on CUDA are float32: torch rounds them to the dtype of its cast bias.
+    if (mask[2]) dbias = as(dbias, dtype());
     // Some of torch's kernels make a gradient that is not asked for.
     return {mask[0] ? dx : Tensor(), mask[1] ? dweight : Tensor(), mask[2] ? dbias : Tensor()};
   }
@@ -176,8 +181,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   const auto device = x->device();
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
   const bool large = x->numel() >= table.floors[prefer], frozen = !given->requires_grad();
-  // Not run on a GPU yet: there only who asks for memory takes it.
-  const bool asked = !x->is_cuda() || prefer == kMemory;
+  const bool asked = !x->is_cuda() || prefer == kMemory || (prefer == kAuto && x->numel() >= kLeastOnCuda);
   // All that a call pays where there is nothing to gain.
   if (!asked || !at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
     return THPVariable_Wrap(torchs());

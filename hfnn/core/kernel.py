@@ -121,8 +121,7 @@ class Kernel:
 
     name: the kind, as in `hfnn.use`; source: where it is, imported at the first use; device: "cpu" or "cuda";
     dtypes: of the input; max_cols: the longest row; out: whether the output may have another dtype than the input;
-    min_elements: the measured size of input under which host time decides and torch's own op is faster; tried: whether
-    its tests have passed on such a device: if not, it runs inside `hfnn.use` alone.
+    min_elements: the measured size of input under which host time decides and torch's own op is faster.
     """
 
     name: str
@@ -132,7 +131,6 @@ class Kernel:
     max_cols: int | None = None
     out: bool = True
     min_elements: int = 0
-    tried: bool = True
 
     @property
     def missing(self) -> str | None:
@@ -154,8 +152,6 @@ class Kernel:
         interpreted = _forced == "triton" == self.name and device == "cpu" and _interpreting()
         if device != self.device and not interpreted:
             reasons.append(f"runs on {self.device}, got {device}")
-        if not self.tried and _forced != self.name:
-            reasons.append(f"has not been tested on {self.device} yet, and runs inside hfnn.use alone")
         if dtype not in self.dtypes:
             reasons.append(f"takes {', '.join(map(str, self.dtypes))}, got {dtype}")
         if self.max_cols is not None and cols > self.max_cols:

@@ -8,7 +8,8 @@ sources are kept instead. Where the weight is frozen, nothing is kept of the inp
 nothing but sizes and strides then. Under autocast, the weight's cast is made again in backward instead of kept.
 
 The node is in C++ alone (csrc/autograd/conv.cpp). Without it, and where parameters may be resharded, the convolution
-is torch's. On a GPU, where it was not run yet, it is taken for prefer="memory" alone.
+is torch's. On a GPU it is so for inputs of less than 2^23 elements, too, but for prefer="memory": rebuilding costs the
+host time that a small step would wait for.
 """
 
 import functools

@@ -63,7 +63,7 @@ def sample(case, dtype, device, generator=None):
 
 def _op(name, torchs, floor, cases, bench, **more):
     return Op(
-        name, reference, torchs, kernels=kernels("group_norm", floor, cuda=1 << 62, tried=False), sample=sample,
+        name, reference, torchs, kernels=kernels("group_norm", floor, cuda=1 << 62), sample=sample,
         cases=cases, bench=bench, probe=(1,), traffic=(3, 5), sums=True, **more,
     )  # fmt: skip
 
@@ -235,7 +235,6 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="a
     Shapes: input (N, C, ...), on the CPU also with the channels last in memory, which the result keeps; weight, bias
     (C,) or None, float32 or of the input's dtype. The result has the dtype that torch returns; its consumers can
     rebuild it. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
-    The kernels for GPUs were not run on one yet: they do inside `hfnn.use("triton")` alone.
     """
     y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
     return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y
