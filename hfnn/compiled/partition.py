@@ -48,13 +48,21 @@ PRODUCTS = frozenset(
     if hasattr(aten, name)
 )
 
+# Of torch's reasons not to compute again only two stay: `ban_recompute_reductions`, and that what is read far from where
+# it is made is kept. A residual stream is: computed again, backward would begin with the sums of all layers at once.
+AGAIN = {
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_not_in_allowlist": False,
+}
+
 
 def partition(joint: torch.fx.GraphModule, inputs, **options) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward and backward of a joint graph, for AOTAutograd's `partition_fn`. What checkpoints ask for is left so."""
     for node in joint.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and _is_kept(node.target):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-    with config.patch(aggressive_recomputation=True):
+    with config.patch(AGAIN):
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
 

@@ -228,6 +228,9 @@ class Op:
     small: tuple = ()  # a case small enough for gradcheck
     pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
     saves: bool = True  # whether a room keeps fewer bytes than torch's op
+    worth: tuple[int, int] = (
+        WORTH_ELEMENTS,
+    ) * 2  # if so, elements from which on that is worth host time, as in `floors`
     recipe: bool = True  # whether the output carries a recipe
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     like_input: bool = True  # whether the output has the input's shape; a loss does not
@@ -291,7 +294,7 @@ class Op:
         speed = tuple(
             min((k.min_elements for k in self.kernels if k.device == device), default=0) for device in ("cpu", "cuda")
         )
-        auto = tuple(min(n, WORTH_ELEMENTS) for n in speed) if self.saves else speed
+        auto = tuple(map(min, speed, self.worth)) if self.saves else speed
         return {"speed": speed, "auto": auto, "memory": (0, 0)}
 
     def _choose(self, x, others, cols, out, prefer, dtype=None):

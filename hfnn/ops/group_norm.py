@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hfnn.core import recipe
 from hfnn.core.context import autocasting
 from hfnn.core.function import Function, double_backward
-from hfnn.core.kernel import Op, forced, kernels
+from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, suggested
@@ -63,8 +63,8 @@ def sample(case, dtype, device, generator=None):
 
 def _op(name, torchs, floor, cases, bench, **more):
     return Op(
-        name, reference, torchs, kernels=kernels("group_norm", floor, cuda=1 << 62), sample=sample,
-        cases=cases, bench=bench, probe=(1,), traffic=(3, 5), sums=True, **more,
+        name, reference, torchs, kernels=kernels("group_norm", floor, cuda=1 << 25), sample=sample,
+        cases=cases, bench=bench, probe=(1,), traffic=(3, 5), sums=True, worth=(WORTH_ELEMENTS, 1 << 23), **more,
     )  # fmt: skip
 
 
