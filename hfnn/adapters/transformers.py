@@ -78,6 +78,9 @@ class LanguageModel:
     def prepare(made: type) -> None:
         # Trainer, PEFT and generate read the signature.
         made.forward = _with_deferred_logits(made._hfnn_original)
+        chosen = getattr(made._hfnn_original, "loss_function", None)
+        if isinstance(chosen, property):
+            made.loss_function = chosen.getter(_in_one_graph(chosen.fget))
 
 
 def _with_deferred_logits(original: type):
@@ -99,6 +102,21 @@ def _with_deferred_logits(original: type):
             _deferring.reset(token)
 
     return forward
+
+
+def _in_one_graph(chosen):
+    """The getter of `loss_function`, without the line of log that would end Dynamo's graph before the loss.
+
+    transformers writes it of a model whose class does not name its loss, as GPT2LMHeadModel.
+    """
+
+    def loss_function(self):
+        losses = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
+        if compiling() and not hasattr(self, "_loss_function") and getattr(self, "loss_type", None) not in losses:
+            return losses["ForCausalLM"]
+        return chosen(self)
+
+    return loss_function
 
 
 def _deferrable(model) -> nn.Module | None:

@@ -48,8 +48,8 @@ PRODUCTS = frozenset(
     if hasattr(aten, name)
 )
 
-# Of torch's reasons not to compute again only two stay: `ban_recompute_reductions`, and that what is read far from where
-# it is made is kept. A residual stream is: computed again, backward would begin with the sums of all layers at once.
+# Of torch's reasons not to compute again two stay: `ban_recompute_reductions`, and `ban_recompute_used_far_apart`. The
+# latter keeps a residual stream: computed again, backward would begin with the sums of all layers at once.
 AGAIN = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
