@@ -277,6 +277,7 @@ def models(bench):
     return importlib.import_module("models")
 
 
+@pytest.mark.slow
 def test_models(tmp_path):
     pytest.importorskip("transformers")
     script = Path(__file__).parents[1] / "bench" / "models.py"
@@ -297,6 +298,7 @@ def test_models(tmp_path):
     assert float(ours["loss"]) == pytest.approx(float(eager["loss"]), rel=0.01)
 
 
+@pytest.mark.rest
 def test_pairs(tmp_path):
     """A row a mode for each batch, which says what share of the first it is."""
     pytest.importorskip("transformers")
@@ -316,6 +318,7 @@ def test_pairs(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.rest
 def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
     """Each learns what eager learns."""
     options = models.parse(["--models", "gpt2", "--device", "cpu", "--tiny"])
@@ -383,6 +386,7 @@ def test_depth(models, tmp_path, monkeypatch, capsys):
 # Losses
 
 
+@pytest.mark.rest
 def test_curve(bench, tmp_path, capsys):
     """Both runs begin with the same weights; the picture has a line for each in either panel."""
     pytest.importorskip("transformers")

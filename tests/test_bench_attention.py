@@ -132,6 +132,7 @@ def whole(problem) -> dict:
     return given | ({"attn_mask": problem.padding} if problem.lengths is not None else {})
 
 
+@pytest.mark.slow
 def test_packing(tmp_path):
     pytest.importorskip("transformers")
     script = Path(__file__).parents[1] / "bench" / "attention.py"

@@ -24,6 +24,7 @@ def read(folder):
     return {row["provider"]: row for row in rows}
 
 
+@pytest.mark.rest
 def test_rows(tmp_path):
     """Torch's schedules run the stages that haiscale cuts, and whoever trains the same has the same loss."""
     arguments = ["--case", "gpt2", "llama-1.1b", "--provider", *DATA, *PIPELINES, "--results", tmp_path]
@@ -61,6 +62,7 @@ def script(monkeypatch):
     return parallel
 
 
+@pytest.mark.rest
 def test_who_fails_is_a_row(script, tmp_path, capsys):
     """Who raises on a rank, who hangs, who is killed: the others are timed all the same."""
     wanted = ["alone", "torch-ddp", "haiscale-ddp", "torch-fsdp2", "haiscale-fsdp"]

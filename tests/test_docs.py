@@ -25,7 +25,10 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != PROFILE], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem == "ranks"), id=p.stem) for p in PAGES if p != PROFILE],
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch, one_thread):
     found, names = blocks(page, "python"), {"__name__": page.stem}
     assert found
@@ -49,6 +52,7 @@ def test_commands_of_pages_parse():
         assert PARSERS[name]().parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_on_profiles(tmp_path):
     """They run, and the verdict is the one that the page shows."""
     (tmp_path / "train.py").write_text("".join(blocks(PROFILE, "python")))

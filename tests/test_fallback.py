@@ -14,6 +14,7 @@ TESTS = pathlib.Path(__file__).parent
 
 @pytest.mark.skipif(native.extension is None, reason="all tests run without the extension")
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_rooms_in_python():
     """Recipes, and the contract of the ops that C++ has, again without the extension."""
     files = ["test_recipe.py", "test_recipe_limits.py", "ops/test_linear.py", "ops/test_contract.py"]

@@ -387,5 +387,6 @@ def test_accelerate():
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_parallelised(way, tmp_path):
     ranks.run(Path(__file__).parent / "workers" / "language_model.py", "main", 2, tmp_path, timeout=120, way=way)

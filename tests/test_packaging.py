@@ -35,7 +35,7 @@ def python(target, *arguments):
 
 
 # One test from the sdist to the end, and not one a claim: the wheel is built once, whatever worker has which test.
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(600)
 def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     run(sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})")
@@ -125,6 +125,7 @@ except ImportError as error:
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not in the path")
+@pytest.mark.slow
 def test_nvcc_runs_for_a_gpu_or_for_architectures_that_are_named(tmp_path):
     """Named once, they stay, for what else is compiled in the same folder."""
     found, here = shutil.which("nvcc") is not None, any(Path("/dev").glob("nvidia[0-9]*"))

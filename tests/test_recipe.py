@@ -261,7 +261,9 @@ def test_frozen_weights_keep_nothing(block, x):
     assert recipe.counter.taken == 0
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "ddp", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "way", ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "tensor_parallel"))]
+)
 def test_parallelised(way, tmp_path):
     """fsdp2: a norm in a group of its own; its weight is gone in the consumer's backward, the recipe holds a copy."""
     ranks.run(Path(__file__).parent / "workers" / "parallel.py", "main", 2, tmp_path, timeout=120, way=way)

@@ -94,6 +94,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.rest
 def test_losses_lie_in_the_band_of_seeds(rows, tmp_path, calls):
     plain = [losses(trainer(build(0.1, converted=False), rows, tmp_path, seed)) for seed in SEEDS]
     masks = losses(trainer(build(0.1, converted=False), rows, tmp_path, seed=3, data_seed=SEEDS[0]))

@@ -35,13 +35,15 @@ def entry_kernels():
             yield f"{path.stem}.{name}"
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(900)  # minutes on a busy machine
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("80", "few"),
         ("90", "few"),
-        pytest.param(("100", "few"), marks=pytest.mark.slow),
-        *(pytest.param(more, marks=pytest.mark.rest) for more in (("80", "few"), ("90",))),
+        ("100", "few"),
+        ("90",),
     ],
     ids=" ".join,
 )

@@ -398,6 +398,7 @@ def test_layouts_wait_for_an_optimizer_without_states():
     assert len(candidates(model, optimizer)) == 4
 
 
+@pytest.mark.slow
 def test_ranks_take_the_same(tmp_path):
     """A candidate that is wrong or hangs on rank 1 alone is taken by none; a stock that fails there ends all."""
     wrong, hangs, fails = zip(*ranks.run(WORKER, "tuned", 2, tmp_path, timeout=120), strict=True)
@@ -408,6 +409,7 @@ def test_ranks_take_the_same(tmp_path):
     assert fails == ("stock fails on another rank: ZeroDivisionError('here') (rank 1)", "here")
 
 
+@pytest.mark.slow
 def test_ranks_keep_what_rank_0_chose(tmp_path):
     """Also where only rank 0 has the file."""
     assert ranks.run(WORKER, "kept", 2, tmp_path, timeout=120) == [["fast", False, "fast", True]] * 2

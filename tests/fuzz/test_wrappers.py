@@ -15,5 +15,6 @@ def test_features_are_not_rare():
 
 
 @pytest.mark.parametrize("fault", ["fsdp: a gradient not reduced", "fsdp: a stale parameter"])
+@pytest.mark.slow
 def test_a_fault_is_found(fault):
     assert engine.first_found(wrappers.FUZZER, fault, range(40)) is not None

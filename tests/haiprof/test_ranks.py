@@ -23,6 +23,7 @@ def profiled(tmp_path, where, slow=None, backend="gloo", size=2, work="trains", 
     return truth, runs
 
 
+@pytest.mark.slow
 def test_what_is_planted_is_in_its_phase(tmp_path):
     truth, runs = profiled(tmp_path, "all")
     n, allowed = planted.STEPS - 1, EXACT * planted.PLANTED
@@ -54,14 +55,19 @@ def since_third_step(runs):
 
 
 CASES = [(where, "gloo") for where in (*PHASES, "all_reduce")] + [("backward", "hfreduce"), ("all_reduce", "hfreduce")]
+SOON = ("backward", "gloo"), ("all_reduce", "hfreduce")  # what `make test` has
 
 
-@pytest.mark.parametrize(("where", "backend"), CASES)
+@pytest.mark.parametrize(
+    ("where", "backend"), [case if case in SOON else pytest.param(*case, marks=pytest.mark.rest) for case in CASES]
+)
 def test_the_rank_that_makes_others_wait_is_named(tmp_path, where, backend):
     named(*profiled(tmp_path, where, 1, backend), where)
 
 
-@pytest.mark.parametrize("ahead", [3.7, -3.7])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(3.7, marks=pytest.mark.slow), pytest.param(-3.7, marks=pytest.mark.rest)]
+)
 def test_also_where_its_host_has_another_clock(tmp_path, ahead):
     """And the traces of both are on the clock of rank 0."""
     truth, runs = profiled(tmp_path, "backward", 1, work="trains_on_two_hosts", ahead=ahead)

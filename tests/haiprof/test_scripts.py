@@ -31,6 +31,7 @@ def profiled(tmp_path, *command, cwd=ROOT):
     return found, done.stdout
 
 
+@pytest.mark.slow
 def test_torchrun_and_ddp(tmp_path):
     found, said = profiled(tmp_path, *TORCHRUN, SCRIPTS / "ddp.py", 20)
     assert "loss " in said and "verdict" in said
@@ -60,6 +61,7 @@ def test_transformers_trainer(tmp_path):
     assert rank.phases["data"] > 0
 
 
+@pytest.mark.slow
 def test_train_gpt(tmp_path):
     small = ["--layers", 2, "--width", 64, "--heads", 2, "--seq", 64, "--batch", 2, "--steps", 5, "--no-band"]
     example = ROOT / "examples" / "train_gpt.py"

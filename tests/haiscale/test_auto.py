@@ -32,7 +32,14 @@ def launched(tmp_path, *command, auto=None, **more):
     return losses, lines, [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("script", ["ddp", "trainer", "accelerated", "fabric", "sharded"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ddp",
+        *(pytest.param(script, marks=pytest.mark.slow) for script in ("trainer", "accelerated", "fabric")),
+        pytest.param("sharded", marks=pytest.mark.rest),
+    ],
+)
 def test_scripts(script, tmp_path):
     needs = {"trainer": "accelerate", "accelerated": "accelerate", "fabric": "lightning_fabric"}
     pytest.importorskip(needs.get(script, "torch"))
@@ -45,6 +52,7 @@ def test_scripts(script, tmp_path):
     assert switched == pytest.approx(stock, rel=1e-5) and len(stock) >= 8
 
 
+@pytest.mark.rest
 def test_off_wins_and_convert_converts(tmp_path):
     """Of a script that imports haiscale.auto itself."""
     script = tmp_path / "own.py"
@@ -68,7 +76,7 @@ def told(results):
     return lines
 
 
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("debug", ["OFF", pytest.param("DETAIL", marks=pytest.mark.slow)])
 def test_what_scripts_ask_torch_for_is_answered_as_ever(debug, tmp_path):
     results = ranks.run(WORKER, "as_ever", 2, tmp_path, env={**AUTO, "TORCH_DISTRIBUTED_DEBUG": debug})
     lines = told(results)
@@ -83,6 +91,7 @@ def test_what_scripts_ask_torch_for_is_answered_as_ever(debug, tmp_path):
     assert lines[0] == LINE + UNCONVERTED
 
 
+@pytest.mark.slow
 def test_a_store_that_outlives_its_groups(tmp_path):
     results = ranks.run(WORKER, "one_store", 2, tmp_path, env=AUTO)
     first, last = told(results)
@@ -92,6 +101,7 @@ def test_a_store_that_outlives_its_groups(tmp_path):
     )
 
 
+@pytest.mark.rest
 def test_what_cannot_be_on_all_ranks_is_on_none(tmp_path):
     lacking = ranks.run(WORKER, "unequal", 2, tmp_path, env=lambda rank: {"HAISCALE_AUTO": str(1 - rank)})
     (line,) = told(lacking)
@@ -104,6 +114,7 @@ def test_what_cannot_be_on_all_ranks_is_on_none(tmp_path):
     assert line.startswith("nothing is switched, 2 ranks stay on gloo: ")
 
 
+@pytest.mark.slow
 def test_torch_names_of_the_wrapper(tmp_path):
     results = ranks.run(WORKER, "wrapped", 2, tmp_path, env=AUTO)
     lines = told(results)

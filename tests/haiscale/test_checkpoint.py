@@ -63,12 +63,14 @@ def right(results, case):
 
 
 @pytest.mark.parametrize("case", [f"{layout} {optimizer}" for layout, optimizer in SAVED_ON_4])
+@pytest.mark.rest
 def test_saving_on_four_ranks_leaves_training_alone(saved, case):
     right(saved, case)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "torch_fsdp2"])
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.slow
 def test_goes_on_on_two_ranks_bit_for_bit(loaded, source, layout):
     right(loaded, f"{source} in {layout}")
 
@@ -85,6 +87,7 @@ def test_on_two_ranks(loaded, case):
     right(loaded, case)
 
 
+@pytest.mark.slow
 def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
     """Wherever it is killed, the newest whole checkpoint is there, of the step before or of this one."""
     target = tmp_path / "killed"
@@ -99,8 +102,15 @@ def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
     assert found[-1]["there"] == [f"step-{found[-1]['step']:08d}"], found[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param("ddp", signal.SIGKILL, id="ddp-killed"),
+        pytest.param("fsdp", signal.SIGSTOP, marks=pytest.mark.slow, id="fsdp-stopped"),
+        pytest.param("ddp", signal.SIGSTOP, marks=pytest.mark.rest, id="ddp-stopped"),
+        pytest.param("fsdp", signal.SIGKILL, marks=pytest.mark.rest, id="fsdp-killed"),
+    ],
+)
 def test_a_rank_that_is_gone_while_saving(worker, tmp_path, number, layout):
     """The other is told which one; a new run goes on from the last checkpoint as if nothing had happened."""
     target, timeout = tmp_path / "saved", ranks.soon(2.0)
@@ -165,6 +175,7 @@ for step in range(first, first + 8):
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_folder(tmp_path):
     """Each saves as if it were alone."""
     command = [sys.executable, "-P", "-c", SAVES, tmp_path]

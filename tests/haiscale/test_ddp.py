@@ -130,6 +130,7 @@ def test_captured_on_two_gpus(backend, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.slow
 def test_training(found, name):
     """Losses, gradients, parameters and buffers are those of torch's wrapper; several buckets."""
     results = of(found, name)
@@ -141,6 +142,7 @@ def test_training(found, name):
 
 
 @pytest.mark.parametrize("name", FOUR)
+@pytest.mark.rest
 def test_training_on_four(four, name):
     check_training(of(four, name))
 
@@ -283,6 +285,7 @@ def test_without_process_group():
 
 
 @pytest.mark.parametrize("name", LOST)
+@pytest.mark.slow
 def test_lost_rank(told, name):
     """The other is told who, in time, and again at the next forward.
 
@@ -299,6 +302,7 @@ def test_lost_rank(told, name):
     assert survivor["again"] and survivor["soon"] < 0.1, survivor
 
 
+@pytest.mark.slow
 def test_on_gloo(tmp_path):
     """A backend without averages; tests/workers/gloo.py says how its ranks end."""
     ranks.run(WORKER.with_name("ddp_gloo.py"), "main", 2, tmp_path)

@@ -72,6 +72,7 @@ def found(script, folder):
 
 @pytest.mark.parametrize("name", [PLAIN, HFNN])
 @pytest.mark.parametrize("layout", CHAIN)
+@pytest.mark.rest
 def test_losses_are_those_of_one_process(found, layout, name):
     """Each goes on from the checkpoint of another layout, so the losses are of all steps."""
     losses = found[layout][name]["losses"]

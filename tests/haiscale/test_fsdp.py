@@ -21,10 +21,12 @@ def check(results, least):
     assert all(len(found) >= least for found in results)
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tmp_path):
     check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=180), 35)
 
 
+@pytest.mark.rest
 def test_on_four_ranks_and_predicted(tmp_path):
     results = ranks.run(WORKERS / "fsdp.py", "cases", 4, tmp_path, timeout=180)
     check(results, 6)
@@ -69,6 +71,7 @@ def check_prediction(measured, **predicted):
     assert replicated["parameters"] == guess["parameters"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_named(tmp_path):
     """In the all-gather that waits for it, or in backward; and the next call says so again, at once."""
     found = ranks.run(WORKERS / "fsdp_faults.py", "scenarios", 2, tmp_path, timeout=90)[0]

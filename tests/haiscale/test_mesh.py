@@ -24,6 +24,7 @@ def four(tmp_path_factory):
     return [ast.literal_eval((folder / f"groups{rank}").read_text()) for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_subgroups(four):
     """Neighbours are shards, then replicas; stages of a pipeline are far apart."""
     assert [found["pair"] for found in four] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]

@@ -17,6 +17,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.slow
 def test_cases(results, size):
     """One line for each rank and case where something is wrong, and none."""
     check(results, size, 35)
@@ -34,6 +35,7 @@ def check(results, size, least):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.rest
 def test_on_gloo(tmp_path):
     check(ranks.run(WORKER, "on_devices", 2, tmp_path, backend="gloo", few=True), 2, 14)
 
@@ -55,7 +57,8 @@ def test_on_gpus(backend, tmp_path):
         check(found, size, 40)
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.rest
+@pytest.mark.parametrize("half", [0, 1])
 def test_a_stage_that_is_gone_is_named_and_training_goes_on_from_what_was_saved(tmp_path, half):
     """In five places, on each of three stages, killed or stopped: all in one launch, and the others in another."""
     faults = ranks.run(FAULTS, "scenarios", 3, tmp_path, timeout=150, half=half)

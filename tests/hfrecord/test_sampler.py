@@ -102,6 +102,7 @@ def test_going_on_with_other_workers(path, steps):
     assert [x for step in found for x in step] == order() and all(len(step) == 5 for step in found[:-1])
 
 
+@pytest.mark.slow
 def test_going_on_after_every_step_with_ranks_and_workers(path):
     for steps in range(0, 13):
         found, _ = epoch_in_parts(path, 3, [(1, steps), (3, 3), (2, None)], [0, 4, 1])

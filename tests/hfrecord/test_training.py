@@ -78,6 +78,7 @@ def test_a_gpt_by_transformers_trainer(tmp_path, one_thread):
     assert len(losses) == 60 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
 
 
+@pytest.mark.rest
 def test_two_ranks_of_haiscale_and_then_one(tmp_path):
     path, n = str(tmp_path / "a.hfr"), 90
     with hfrecord.FileWriter(path, {"x": "float32[12]", "label": "int64"}) as writer:

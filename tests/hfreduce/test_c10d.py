@@ -25,25 +25,27 @@ FAULTS = WORKER.with_name("process_faults.py")
 @pytest.mark.parametrize(
     "function, size",
     [
-        ("operations", 3),
-        ("futures", 2),
-        ("stores", 2),
-        ("splits", 4),
         ("messages", 3),
         ("direct", 3),
-        ("sparse", 3),
+        pytest.param("operations", 3, marks=pytest.mark.slow),
+        pytest.param("futures", 2, marks=pytest.mark.slow),
+        pytest.param("stores", 2, marks=pytest.mark.slow),
+        pytest.param("splits", 4, marks=pytest.mark.slow),
+        pytest.param("sparse", 3, marks=pytest.mark.slow),
     ],
 )
 def test(function, size, tmp_path):
     ranks.run(WORKER, function, size, tmp_path)
 
 
+@pytest.mark.slow
 def test_leaves(tmp_path):
     with ranks.start(FAULTS, "leaves", 4, tmp_path) as group:
         assert group.wait(40) == [0] * 4, group.output()
         assert "terminate" not in group.output() and "left" not in group.output(), group.output()
 
 
+@pytest.mark.slow
 def test_faults(tmp_path):
     for rank, found in enumerate(ranks.run(FAULTS, "faults", 3, tmp_path)):
         message, _ = found["mismatch"]
@@ -94,6 +96,7 @@ def test_names(tmp_path):
         assert all("give them different names" in text for text in told), told
 
 
+@pytest.mark.slow
 def test_death(tmp_path):
     before = set(os.listdir("/dev/shm"))
     with ranks.start(FAULTS, "death", 3, tmp_path) as group:

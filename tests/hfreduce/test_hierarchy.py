@@ -170,6 +170,7 @@ def test_an_abort_ends_a_message_of_many_chunks(layout):
 
 
 @pytest.mark.parametrize("mib", [1 / 16, 16])
+@pytest.mark.rest
 def test_faster_than_gloo_between_hosts(mib, tmp_path):
     """Two hosts of two ranks, on links of 1 Gbit/s: the host's link carries N bytes for N, and 3/2 N in gloo's ring.
 

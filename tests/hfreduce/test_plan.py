@@ -342,6 +342,7 @@ def command(*arguments, **environment):
     return found.stdout
 
 
+@pytest.mark.slow
 def test_tuning_writes_rows_that_groups_take(file):
     tuned = ["-P", "-m", "hfreduce.tune", "--ranks", 2, "--seconds", 0.01, "--rounds", 3, "--sizes", 1024, 1 << 20]
     assert "all_reduce, 2 ranks on 1 host" in command(*tuned, "--dry") and not file.exists()
@@ -360,6 +361,7 @@ def test_a_rank_that_fails_ends_the_others():
 # The benchmark
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_measures_and_keeps_rows(tmp_path):
     bench, where = ROOT / "bench" / "hfreduce.py", ["--results", tmp_path]
     ops = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all"]

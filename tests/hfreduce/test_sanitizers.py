@@ -45,7 +45,7 @@ def build(folder, programs, *flags):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizer", [pytest.param("thread", marks=pytest.mark.rest), "address,undefined"])
 def test_clean(sanitizer, tmp_path):
     programs = ["driver", "gpus_of_hosts", "device_messages"] + ["accelerator"] * (sanitizer == "thread")
     for program in build(tmp_path, programs, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"):

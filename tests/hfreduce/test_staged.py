@@ -34,6 +34,7 @@ def run(program, what, rounds, seed=1):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_bits_orders_and_leavers(tmp_path):
     """All dtypes and operations, sequences of any of them in threads and in processes, on one host and on several,
     ranks that stop and die."""

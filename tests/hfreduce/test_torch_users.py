@@ -9,6 +9,7 @@ name for NCCL alone (ddp_bf16_hook).
 
 from pathlib import Path
 
+import pytest
 import ranks
 import torch
 
@@ -35,6 +36,7 @@ def check(results):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_users(tmp_path):
     results = ranks.run(WORKER, "compare", 4, tmp_path, timeout=200)
     check(results)
@@ -42,6 +44,7 @@ def test_users(tmp_path):
     assert schedules == SCHEDULES and len(results[0]) > len(SCHEDULES)
 
 
+@pytest.mark.rest
 def test_users_in_detailed_debug_mode(tmp_path):
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch wraps the backend, and compares what ranks call by a gloo group beside it.
 

@@ -17,7 +17,7 @@ from hfreduce import wire
 WORKER = Path(__file__).parents[1] / "workers" / "wires.py"
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["hfreduce", "gloo", *["hfreduce on GPUs"] * torch.cuda.is_available()]
+BACKENDS = ["hfreduce", pytest.param("gloo", marks=pytest.mark.rest), *["hfreduce on GPUs"] * torch.cuda.is_available()]
 BACKENDS += ["nccl on GPUs"] * (torch.cuda.device_count() > 1)
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -207,6 +207,7 @@ def trained(request, tmp_path_factory):
     return ran("training", 2, request.param, tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_training(trained):
     """A small GPT-2 learns as in float32; ranks have the same parameters to the bit."""
     ours, others = trained
@@ -240,6 +241,7 @@ def test_ddp_join_and_unused_parameters(trained):
     assert trained[0]["uneven"] == trained[1]["uneven"] and trained[0]["unused"] == trained[1]["unused"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("backend", ["hfreduce", "gloo"])
 def test_hosts_of_two_ranks(backend, tmp_path):
     """Inside a host nothing is rounded, and a host sends as little as one rank; kept is what lacks, under DDP too."""

@@ -13,17 +13,26 @@ def run(way, world_size, folder):
     ranks.run(SCRIPT, "main", world_size, folder / "ranks", timeout=240, way=way, into=str(folder))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("way", ["fsdp2", "norm", "lamb"])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("way", ["fsdp2", pytest.param("norm", marks=pytest.mark.slow), "lamb"])
 def test_sharded(way, world_size, tmp_path):
     run(way, world_size, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["gradients", "in_backward", "ddp", "adafactor"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("gradients", marks=pytest.mark.slow),
+        pytest.param("in_backward", marks=pytest.mark.slow),
+        "ddp",
+        "adafactor",
+    ],
+)
 def test_two_ranks(way, tmp_path):
     run(way, 2, tmp_path)
 
 
+@pytest.mark.rest
 def test_checkpoint_of_four_ranks_on_two_and_on_one(tmp_path):
     run("save", 4, tmp_path)
     run("load", 2, tmp_path)

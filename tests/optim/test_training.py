@@ -2,6 +2,7 @@
 
 import pydoc_data.topics
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,7 @@ def learnt(seed, **options) -> float:
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.rest
 def test_within_the_band_of_seeds():
     found = {form: [learnt(seed, state_dtype=form) for seed in range(SEEDS)] for form in (None, "8bit", "4bit")}
     low, high = min(found[None]), max(found[None])
