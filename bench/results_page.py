@@ -378,8 +378,7 @@ trainer = Trainer(..., callbacks=[TuneCallback()])
 
 Call it before a model is wrapped (DDP, FSDP), on all ranks: they choose alike. A compiled model whose shapes change so
 often that more than six calls compile anew runs uncompiled from then on, with a line in the log; a run that becomes
-slower for another reason keeps its mode. Compiled converted models, layouts and `hfnn.tune` itself have no rows on a
-GPU yet.
+slower for another reason keeps its mode. Layouts have no rows on a GPU yet.
 
 The tables are written by `python bench/results_page.py` from the newest rows of [bench/results](../bench/results).
 """
