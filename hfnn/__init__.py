@@ -21,7 +21,7 @@ from hfnn.report import report
 from hfnn.tune import tune
 from hfnn.verify import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # hfnn.LayerNorm, hfnn.RMSNorm, hfnn.GELU, ...: read from the index, so that an op is listed once.
 MODULES = {cls.__name__: cls for op in ops.ALL for cls in op.modules.values()}
