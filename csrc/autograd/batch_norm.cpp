@@ -7,6 +7,7 @@
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/relu6.h>
 #include <ATen/ops/silu.h>
 #include <torch/csrc/Exceptions.h>
@@ -140,7 +141,7 @@ struct BatchNormRoom : Room {
     const Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
     const auto& [planes, channels, size] = layout->shape;
     Tensor dx, dweight, dbias, dresidual, partials;
-    if (wanted(0)) dx = at::empty_like(x);  // whose strides are those of x, also of a dimension of one
+    if (wanted(0)) dx = at::empty_like(x);
     if (wanted(1)) dweight = at::empty_like(weight);
     if (wanted(2)) dbias = at::empty({channels}, x.options().dtype(*bias_dtype));
     if (wanted(3)) dresidual = flags.defined() ? at::empty_like(x) : dy;
@@ -148,6 +149,8 @@ struct BatchNormRoom : Room {
       partials = at::empty({2, kernel->partials(planes, channels, size), channels}, mean.options());
     kernel->backward(x, layout->of(dy), layout->of(x), weight, bias, flags, mean, rstd, layout->of(dx),
                      layout->of(flags.defined() ? dresidual : flags), dweight, dbias, partials, training, kind, slope);
+    if (wanted(3) && flags.defined() && !dy.is_same(given))
+      dresidual = laid(dresidual, result_strides(dresidual, given));
     return {dx, dweight, dbias, dresidual};
   }
 
@@ -224,10 +227,10 @@ static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* c
   Tensor y = at::batch_norm(x, maybe(*weight), maybe(*bias), maybe(*mean), maybe(*var), training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
   // Nobody else has y, nor does its node keep it: it may be written over where the layout stays the same.
-  if (sum) y = y.strides() == residual->strides() ? y.add_(*residual) : at::add(y, *residual);
+  if (sum) y = y.strides() == residual->strides() && !ambiguous(y) ? y.add_(*residual) : at::add(y, *residual);
   switch (kind) {
     case kRelu:
-      return y.relu_();
+      return ambiguous(y) ? at::relu(y) : y.relu_();
     case kLeakyRelu:
       return at::leaky_relu(y, slope);
     case kRelu6:
@@ -245,6 +248,7 @@ static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* c
 static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel, const BatchNormCall& call,
                       const Layout& layout, Prefer prefer) {
   const Tensor& x = *call.x;
+  if (ambiguous(x)) return true;  // the layouts of torch's result and gradient depend on more
   if (!x.is_cpu() && !call.training && layout.last() && x.requires_grad()) return true;
   if (!call.residual->defined()) return false;
   if (call.kind && x.size(1) % 8 && kernel.whole_bytes && layout.rows()) return true;

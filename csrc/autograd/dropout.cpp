@@ -28,15 +28,16 @@ Mask::Mask(const Tensor& x, double p) : threshold(int64_t(std::nearbyint(p * 429
 }
 
 static Tensor dropped(const DropoutKernel& kernel, const Mask& mask, const Tensor& x, ScalarType out) {
-  Tensor y = at::empty_like(x, x.options().dtype(out));
+  Tensor y = like(x, out);
   kernel.forward(x, Flat{x}, Flat{y}, mask.threshold, mask.scale, mask.seed, mask.offset, Tensor());
   return y;
 }
 
 // The layout of torch's gradient: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's.
 static Tensor as_torchs(const Tensor& dx, const Tensor& dy) {
-  if (dx.is_contiguous() && dy.is_contiguous()) return dx;
-  if (dy.is_cuda()) return dx.contiguous(dy.suggest_memory_format());
+  if (dx.is_contiguous() && dy.is_contiguous() && !(dy.is_cuda() && ambiguous(dy))) return dx;
+  if (dy.is_cuda())
+    return laid(dx, at::empty_like(dy, dy.options().device(at::kMeta), dy.suggest_memory_format()).strides());
   return dx.strides() == dy.strides() ? dx : laid(dx, result_strides(dy, dx));
 }
 
@@ -82,7 +83,7 @@ static Tensor apply_mask(const Tensor& x, const DropoutKernel* kernel, const Mas
 
 variable_list DropoutRoom::differentiable(const Tensor& dy) {
   const Tensor dx = apply_mask(dy, kernel, mask, strides, false, module);
-  return {dx.is_contiguous() && dy.is_contiguous() ? dx : as_torchs(dx, dy)};
+  return {as_torchs(dx, dy)};
 }
 
 // (input, p, prefer)
@@ -94,6 +95,7 @@ static PyObject* dropout(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (!x || !PyFloat_Check(args[1]) || !plain_context() || !dense(*x) || capturing(*x)) Py_RETURN_NOTIMPLEMENTED;
   DropoutKernel* kernel = table.choose(*x, x->scalar_type(), 1, table.out_dtype(*x, args[0]));
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
+  if (x->is_cuda() && ambiguous(*x)) Py_RETURN_NONE;  // torch's result has the channels last, or not
   return THPVariable_Wrap(
       apply_mask(*x, kernel, Mask(*x, PyFloat_AS_DOUBLE(args[1])), x->strides(), true, table.chosen));
   END_HANDLE_TH_ERRORS
@@ -110,7 +112,7 @@ struct DropoutAddRoom : Room {
 
   variable_list gradients(const Tensor& dy) override {
     Tensor dx;  // the engine casts dy
-    if (wanted(0)) dx = kernel ? like_dy(dropped(*kernel, mask, dy.contiguous(), dtype), dy) : dy;
+    if (wanted(0)) dx = kernel ? as_torchs(dropped(*kernel, mask, dy.contiguous(), dtype), dy) : dy;
     return {dx, wanted(1) ? dy : Tensor()};
   }
   variable_list differentiable(const Tensor& dy) override {
@@ -157,7 +159,7 @@ static PyObject* dropout_add(PyObject* self, PyObject* const* args, Py_ssize_t c
     pybind11::gil_scoped_release no_gil;
     at::AutoDispatchBelowADInplaceOrView below;
     const Tensor a = x->contiguous(), b = residual->contiguous();
-    y = at::empty_like(b);
+    y = like(b, b.scalar_type());
     kernel->add(a, a, b, y, mask.threshold, mask.scale, mask.seed, mask.offset, Tensor());
   }
   finish_sum(y, *x, *residual, kernel, mask, table.chosen);

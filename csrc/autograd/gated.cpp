@@ -10,6 +10,8 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
+constexpr int64_t kReluGate = 3;  // of the kinds in csrc/gated.h
+
 struct GatedKernel {
   explicit GatedKernel(py::handle module) {
     load(module, "hfnn::Gated", forward, &Gated::forward, "forward");
@@ -77,8 +79,12 @@ struct GatedRoom : Room {
     if (wanted(1)) dup = fresh(up);
     kernel->backward(gate, by_rows(dy), gate_RC, up_RC, dgate.defined() ? by_rows(dgate) : dgate,
                      dup.defined() ? by_rows(dup) : dup, kind);
-    for (Tensor* d : {&dgate, &dup})
-      if (d->defined()) *d = like_dy(*d, dy);
+    if (dgate.defined() && kind == kReluGate && !dy.is_contiguous()) {
+      dgate = laid(dgate, result_strides(dgate, dy));  // torch's is first of the result
+    } else if (dgate.defined()) {
+      dgate = like_dy(dgate, dy);
+    }
+    if (dup.defined()) dup = like_dy(dup, dy);
     return {dgate, dup};
   }
 
@@ -103,6 +109,7 @@ static PyObject* gated(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   if (!gate || !up || !plain_context()) Py_RETURN_NOTIMPLEMENTED;
   const bool packed = !up->defined();
   if (packed && (gate->dim() == 0 || gate->size(-1) % 2)) Py_RETURN_NOTIMPLEMENTED;
+  if (packed && ambiguous(*gate)) Py_RETURN_NONE;  // the halves are not contiguous: torch's result has other strides
   if (!packed && (up->sizes() != gate->sizes() || up->scalar_type() != gate->scalar_type() ||
                   up->device() != gate->device() || !in_rows(*up)))
     Py_RETURN_NOTIMPLEMENTED;

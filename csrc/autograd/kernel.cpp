@@ -2,6 +2,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -120,20 +121,45 @@ bool in_rows(const Tensor& x) {
   return true;
 }
 
+bool ambiguous(const Tensor& x) {
+  const bool last = !x.is_contiguous();
+  if (last && !x.is_contiguous(at::MemoryFormat::ChannelsLast)) return false;
+  constexpr int64_t order[] = {1, 3, 2, 0};
+  int64_t step = 1;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    const int64_t d = last ? order[i] : x.dim() - 1 - i;
+    if (x.stride(d) != step) return true;
+    step *= std::max<int64_t>(x.size(d), 1);
+  }
+  return false;
+}
+
+static Tensor on_meta(const Tensor& x) {
+  return at::empty_strided(x.sizes(), x.strides(), x.options().device(at::kMeta));
+}
+
+std::vector<int64_t> broadcast_strides(const Tensor& x) {
+  // An op of three tensors, for which the meta device has no way of its own.
+  const Tensor one = at::empty({1}, x.options().device(at::kMeta));
+  return at::addcmul(on_meta(x), one, one).strides().vec();
+}
+
 std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b) {
-  auto like = [](const Tensor& x) { return at::empty_strided(x.sizes(), x.strides(), x.options().device(at::kMeta)); };
-  return at::add(like(a), like(b)).strides().vec();
+  if (a.is_contiguous() && b.is_contiguous())  // where the meta device has others
+    return at::empty(a.sizes(), a.options().device(at::kMeta)).strides().vec();
+  return at::add(on_meta(a), on_meta(b)).strides().vec();
 }
 
 Tensor laid(const Tensor& x, at::IntArrayRef strides) {
   return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
 }
 
-void order(Tensor& a, Tensor& b) {
-  if ((a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && dense(a))) return;
+Tensor order(Tensor& a, Tensor& b, ScalarType dtype) {
+  if ((a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && dense(a))) return like(b, dtype);
   const auto strides = result_strides(a, b);
   a = laid(a, strides);
   b = laid(b, strides);
+  return at::empty_strided(b.sizes(), strides, b.options().dtype(dtype));
 }
 
 py::object bound(PyMethodDef* method, void* table) {

@@ -295,9 +295,21 @@ inline py::object maybe(const Tensor& x) { return x.defined() ? py::cast(x) : py
 inline bool dense(const Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
 hfnn::Tensor in_order(const Tensor& x);  // a dense tensor, by its memory
 bool in_rows(const Tensor& x);
+// A new tensor with the strides of torch's elementwise results for x, which is dense: the usual ones in dimensions of
+// size 1, whatever those of x are.
+inline Tensor like(const Tensor& x, ScalarType dtype) {
+  using at::MemoryFormat;
+  const bool last = !x.is_contiguous() && x.is_contiguous(MemoryFormat::ChannelsLast);
+  const auto format = last ? MemoryFormat::ChannelsLast : MemoryFormat::Preserve;
+  return at::empty_like(x, x.options().dtype(dtype), x.is_contiguous() ? MemoryFormat::Contiguous : format);
+}
+// Whether dimensions of size 1 of a dense x have other strides than that.
+bool ambiguous(const Tensor& x);
 std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b);
+std::vector<int64_t> broadcast_strides(const Tensor& x);  // of torch's result for x and another that is broadcast
 Tensor laid(const Tensor& x, at::IntArrayRef strides);
-void order(Tensor& a, Tensor& b);  // both dense, in the layout of torch's result for (a, b)
+// Both dense, in the layout of torch's result for (a, b), which is returned, empty.
+Tensor order(Tensor& a, Tensor& b, ScalarType dtype);
 inline Tensor like_dy(const Tensor& dx, const Tensor& dy) {
   return dy.is_contiguous() ? dx : laid(dx, result_strides(dy, dx));
 }

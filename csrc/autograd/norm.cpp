@@ -94,7 +94,7 @@ struct NormRoom : Room {
 
   Tensor build(ScalarType dtype) override {
     const Tensor x = inputs[0].part(), x_RC = rows(x, cols);
-    Tensor y = at::empty_like(x_RC, x_RC.options().dtype(into(x, dtype)));
+    Tensor y = like(x_RC, into(x, dtype));
     kernel->rebuild(x_RC, flat(inputs[1].get()), flat(inputs[2].get()), inputs[3].get(), inputs[4].get(), y, offset);
     return y.view(x.sizes());
   }
@@ -104,7 +104,7 @@ struct NormRoom : Room {
     const Tensor x_RC = rows(x, cols), dy_RC = rows(dy, cols);
     const bool to_x = wanted(0), to_weight = wanted(1), to_bias = wanted(2);
     Tensor dx, dweight, dbias, partials;
-    if (to_x) dx = at::empty_like(x_RC);
+    if (to_x) dx = like(x_RC, x_RC.scalar_type());
     if (to_weight) dweight = at::empty_like(weight);
     if (to_bias) dbias = at::empty_like(inputs[2].get());
     if (to_weight || to_bias)
@@ -112,6 +112,7 @@ struct NormRoom : Room {
     kernel->backward(dy_RC, x_RC, flat(weight), inputs[3].get(), rstd, dx, flat(dweight), flat(dbias), partials,
                      offset);
     if (to_x) dx = table->centre ? dx.view(x.sizes()) : like_dy(dx.view(x.sizes()), dy);
+    if (to_x && !table->centre && cols > 1 && dy.is_cpu() && ambiguous(dy)) dx = laid(dx, broadcast_strides(dy));
     return {dx, dweight, dbias};
   }
 
@@ -211,6 +212,8 @@ static PyObject* norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   call.out = args[6] == Py_None ? table.out_dtype(*x, args[0]) : scalar_type(args[6]);
   const NormKernel* kernel = table.choose(*x, x->scalar_type(), call.cols, call.out);
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
+  // What is computed by elementwise ops, torch's RMS norm too, then has other strides.
+  if ((!table.centre || args[1] == Py_None) && ambiguous(*x)) Py_RETURN_NONE;
   return THPVariable_Wrap(normed(table, kernel, *x, call,
                                  [&](const auto&... tensors) { kernel->forward(tensors..., call.eps, call.offset); }));
   END_HANDLE_TH_ERRORS

@@ -84,6 +84,7 @@ struct SmoothTable : Table<SmoothKernel> {
   SmoothTable(py::object op, py::object second) : Table(op), second(std::move(second)) {
     label = "_" + py::cast<std::string>(op.attr("label")) + "Backward";
     casts = py::cast<bool>(op.attr("casts"));
+    like_x = py::cast<bool>(op.attr("like_x"));
   }
 
   SmoothKernel* make(py::handle module) override {
@@ -114,7 +115,7 @@ struct SmoothTable : Table<SmoothKernel> {
 
   py::object second;  // the gradient of (dy, x, out, numbers) by differentiable ops
   std::string label;
-  bool casts;
+  bool casts, like_x;
   std::unordered_map<PyObject*, std::unique_ptr<Numbers>> numbers;
 
  private:
@@ -133,15 +134,15 @@ struct SmoothRoom : Room {
 
   Tensor build(ScalarType dtype) override {
     Tensor x = input[0].part();
-    Tensor y = at::empty_like(x, x.options().dtype(table->casts ? into(x, dtype) : out));
+    Tensor y = like(x, table->casts ? into(x, dtype) : out);
     kernel->forward({x}, {y}, *numbers, y.scalar_type() != out);
     return y;
   }
 
   variable_list gradients(const Tensor& dy) override {
     Tensor a = dy, x = input[0].get();
-    order(a, x);
-    Tensor dx = at::empty_like(x);
+    if (table->like_x && ambiguous(x)) x = like(x, x.scalar_type()).copy_(x);  // as the result, of which torch makes dx
+    const Tensor dx = table->like_x ? order(x, a, x.scalar_type()) : order(a, x, x.scalar_type());
     kernel->backward({a}, {x}, {dx}, *numbers);
     return {dx};
   }
@@ -174,7 +175,7 @@ static PyObject* smooth(PyObject* self, PyObject* const* args, Py_ssize_t count)
   {
     pybind11::gil_scoped_release no_gil;
     at::AutoDispatchBelowADInplaceOrView below;
-    y = at::empty_like(*x, x->options().dtype(out));
+    y = like(*x, out);
     kernel->forward({*x}, {y}, *numbers, false);
   }
   if (grad) {

@@ -23,7 +23,7 @@ from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, kernels
 from hfnn.ops import piecewise, smooth
 from hfnn.ops.layer_norm import statistics_dtype
-from hfnn.ops.layout import LAST, suggested
+from hfnn.ops.layout import LAST, ambiguous, laid, result_strides, suggested
 
 # The activations, by the numbers that kernels know them by; those up to PIECEWISE may follow a sum.
 ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
@@ -201,8 +201,9 @@ class _BatchNorm(Function):
             last = ctx.layout is not torch.contiguous_format
             found = _second(dy, needs, x, weight, bias, mean, rstd, flags, ctx.how, last, ctx.bias_dtype)
             return (*found, *(None,) * 4)
+        given = dy
         x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
-        dx = torch.empty_like(x) if needs[0] else None  # whose strides are those of x, also of a dimension of one
+        dx = torch.empty_like(x) if needs[0] else None
         dresidual = None
         if needs[3]:
             dresidual = dy if flags is None else torch.empty_like(x)
@@ -217,6 +218,8 @@ class _BatchNorm(Function):
             None if flags is None else _planes(dresidual, ctx.layout), dweight, dbias, partials, training, kind, slope,
             kernel.queue(x),
         )  # fmt: skip
+        if needs[3] and flags is not None and dy is not given:
+            dresidual = laid(dresidual, result_strides(dresidual, given))
         return dx, dweight, dbias, dresidual, *(None,) * 4
 
 
@@ -317,6 +320,8 @@ def _in_python(op, x, running_mean, running_var, weight, bias, training, momentu
     if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
         return None
     if residual is not None and kind > PIECEWISE:
+        return None
+    if ambiguous(x):  # the layouts of torch's result and gradient depend on more
         return None
     layout = _layout(x)
     if residual is not None and kind and x.shape[1] % 8 and kernel.name == "triton" and _planes_of_one(x, layout):

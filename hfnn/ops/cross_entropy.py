@@ -21,6 +21,7 @@ from hfnn.core.context import is_plain
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layer_norm import statistics_dtype
+from hfnn.ops.layout import like
 
 
 def reference(
@@ -147,7 +148,7 @@ class _CrossEntropy(Function):
         else:
             factor = dy.reshape(-1).to(statistics_dtype(x)).contiguous()
             factor = factor / max(x_RC.shape[0], 1) if ctx.reduction == "mean" else factor
-        dx_RC = torch.empty_like(x_RC)
+        dx_RC = like(x_RC)
         kernel, target_R = ctx.kernel, _target(target, x)
         kernel.backward(x_RC, target_R, weight, lse_R, slope_R, factor, dx_RC, *ctx.options, kernel.queue(x))
         return unrows(dx_RC, x), *nothing

@@ -17,7 +17,7 @@ from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
-from hfnn.ops.layout import _dense, in_order, laid, result_strides
+from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, result_strides
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -74,10 +74,10 @@ class _Dropout(Function):
 
 def _as_torchs(dx, dy):
     """dx in the layout of torch's: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's."""
-    if dx.is_contiguous() and dy.is_contiguous():
+    if dx.is_contiguous() and dy.is_contiguous() and not (dy.is_cuda and ambiguous(dy)):
         return dx
     if dy.is_cuda:
-        return dx.contiguous(memory_format=suggest_memory_format(dy))
+        return laid(dx, torch.empty_like(dy, device="meta", memory_format=suggest_memory_format(dy)).stride())
     return dx if dx.stride() == dy.stride() else laid(dx, result_strides(dy, dx))
 
 
@@ -89,7 +89,7 @@ def _build(p, seed, offset, kernel, strides=None):
         if torch.is_grad_enabled():
             return _Dropout.apply(x, p, seed, offset, pair, kernel, strides)
         x = _dense(x) if strides is None else laid(x, strides)
-        y = torch.empty_like(x)
+        y = like(x)
         kernel.forward(in_order(x), in_order(y), threshold, scale, seed, offset, pair, kernel.queue(x))
         return y
 
@@ -136,7 +136,7 @@ _native = native.call("dropout", OP)
 
 def _in_python(input, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
-    if kernel is None:
+    if kernel is None or (input.is_cuda and ambiguous(input)):  # torch's result has the channels last, or not
         return None
     seed, offset, pair = philox_seed(input)
     if torch.is_grad_enabled():

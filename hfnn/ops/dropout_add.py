@@ -15,7 +15,7 @@ from hfnn.core.context import compiling
 from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops import dropout
-from hfnn.ops.layout import in_rows, like_dy
+from hfnn.ops.layout import in_rows, like
 
 
 def reference(x, residual, p=0.5, training=True, *, mask=None):
@@ -73,7 +73,7 @@ class _DropoutAdd(Function):
 
 def _compute(x, residual, p, drawn, kernel, fill):
     x, residual = x.contiguous(), residual.contiguous()
-    y = torch.empty_like(residual)
+    y = like(residual)
     if fill is None:
         kernel.add(x, residual, y, *numbers(p), *drawn, kernel.queue(x))
     else:
@@ -88,9 +88,9 @@ def _dropped(dy, pair, dtype, p, seed, offset, kernel):
     if torch.is_grad_enabled():
         return dropout._build(p, seed, offset, kernel)(dy.to(dtype).contiguous(), pair)
     in_step = dy.contiguous()
-    dx = torch.empty_like(in_step, dtype=dtype)
+    dx = like(in_step, dtype)
     kernel.forward(in_step, dx, *numbers(p), seed, offset, pair, kernel.queue(dy))
-    return like_dy(dx, dy)
+    return dropout._as_torchs(dx, dy)
 
 
 def numbers(p):

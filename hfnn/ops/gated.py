@@ -23,7 +23,7 @@ from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import smooth, table
-from hfnn.ops.layout import in_rows, like_dy
+from hfnn.ops.layout import ambiguous, in_rows, laid, like_dy, result_strides
 from hfnn.ops.table import BENCH
 
 
@@ -105,7 +105,11 @@ class _Gated(Function):
             wanted = (None if t is None else _rows(t) for t in (dgate, dup))
         kernel.backward(_rows(dy), *_operands(gate, up, gate_first), *wanted, GATES[activation].kind, kernel.queue(dy))
         if up is not None:  # that of a packed tensor is put together of both, which has the usual strides
-            dgate, dup = (None if t is None else like_dy(t, dy) for t in (dgate, dup))
+            if dgate is not None and activation == "relu" and not dy.is_contiguous():
+                dgate = laid(dgate, result_strides(dgate, dy))  # torch's is first of the result
+            elif dgate is not None:
+                dgate = like_dy(dgate, dy)
+            dup = dup if dup is None else like_dy(dup, dy)
         return dgate, dup, None, None, None
 
 
@@ -164,6 +168,8 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
     if kernel is None or (up is not None and (up.shape != gate.shape or up.dtype is not gate.dtype)):
         return None
     if not (in_rows(gate) and (up is None or in_rows(up))):  # torch's results then have other strides
+        return None
+    if up is None and ambiguous(gate):
         return None
     if torch.is_grad_enabled():
         return _Gated.apply(gate, up, activation, gate_first, kernel)

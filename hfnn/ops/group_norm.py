@@ -22,7 +22,7 @@ from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.batch_norm import ACTIVATIONS, _activated
 from hfnn.ops.layer_norm import statistics_dtype
-from hfnn.ops.layout import LAST, suggested
+from hfnn.ops.layout import LAST, ambiguous, suggested
 
 LEAST_PLANE = 256  # elements
 MOST_GROUPS = 65535  # of all samples: the second dimension of a grid
@@ -219,6 +219,8 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     size = x.numel() // (x.shape[0] * x.shape[1])
     if x.is_cpu and prefer != "memory" and forced() is None and _slower(size, kind):
         return None
+    if kind and ambiguous(x):
+        return None  # the activation's result has not the layout of the norm's
     # torch's result is contiguous on CUDA, whatever x is.
     layout = torch.contiguous_format if x.is_cuda else suggested(x)
     last = layout is not torch.contiguous_format

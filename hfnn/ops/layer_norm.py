@@ -16,7 +16,7 @@ from hfnn.core import native, recipe
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
-from hfnn.ops.layout import in_rows
+from hfnn.ops.layout import ambiguous, in_rows, like
 
 
 def reference(x, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -82,7 +82,7 @@ class _LayerNorm(Function):
             formula = _formula(ctx.shape, ctx.eps, dy.dtype)
             return (*double_backward(formula, (x, weight, bias), needs, dy), None, None, None, None)
         x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
-        dx_RC = torch.empty_like(x_RC) if needs[0] else None
+        dx_RC = like(x_RC) if needs[0] else None
         dweight = torch.empty_like(weight) if needs[1] else None
         dbias = torch.empty_like(bias) if needs[2] else None
         partials = None
@@ -100,7 +100,7 @@ def _rebuild(normalized_shape, eps, out_dtype, kernel):
         if torch.is_grad_enabled():
             return _formula(normalized_shape, eps, out_dtype)(x, weight, bias)
         x_RC = rows(x, normalized_shape)
-        y_RC = torch.empty_like(x_RC, dtype=out_dtype)
+        y_RC = like(x_RC, out_dtype)
         kernel.rebuild(x_RC, flat(weight), flat(bias), mean_R, rstd_R, y_RC, kernel.queue(x))
         return y_RC.view(x.shape)
 
@@ -183,7 +183,7 @@ def fused(x, weight, bias, eps, out, prefer):
     if y is not NotImplemented:
         return y
     shape = x.shape[-1:]
-    if not in_rows(x):  # the strides of the module's own result are others
+    if not in_rows(x) or ambiguous(x):  # the strides of the module's own result are others
         return None
     kernel = OP.select(x, weight, bias, row=shape, out=out, prefer=prefer)
     if kernel is None or not fits(x, shape, weight, bias):

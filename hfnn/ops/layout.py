@@ -14,14 +14,31 @@ def _alike(x, target):
 
 
 def ordered(a, b):
-    """Both dense, in the layout of torch's result for (a, b), of which a decides; no copies where they are so already.
+    """Both dense, in the layout of torch's result for (a, b), of which a decides, and an empty tensor in that layout.
 
-    torch's backward is mostly of (dy, x), and its gradient has the layout that comes of it.
+    No copies where they are so already. torch's backward is mostly of (dy, x), and its gradient has the layout that
+    comes of it.
     """
     if (a.is_contiguous() and b.is_contiguous()) or (a.stride() == b.stride() and _dense(a) is a):
-        return a, b
+        return a, b, like(b)
     strides = result_strides(a, b)
-    return laid(a, strides), laid(b, strides)
+    return laid(a, strides), laid(b, strides), b.new_empty_strided(b.shape, strides)
+
+
+def like(x, dtype=None):
+    """A new tensor with the strides of torch's elementwise results for x, which is dense.
+
+    They are the usual ones in dimensions of size 1, whatever those of x are.
+    """
+    if x.is_contiguous():
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last if last else torch.preserve_format)
+
+
+def ambiguous(x) -> bool:
+    """Whether dimensions of size 1 of a dense x have other strides than `like` gives."""
+    return 1 in x.shape and x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
 
 
 def in_rows(x) -> bool:
@@ -39,8 +56,17 @@ def like_dy(dx, dy):
 
 def result_strides(*tensors) -> tuple[int, ...]:
     """Those of torch's elementwise ops."""
+    if all(t.is_contiguous() for t in tensors):  # where the meta device has others
+        return like(tensors[0].new_empty(tensors[0].shape, device="meta")).stride()
     a, *rest = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors)
     return sum(rest, a).stride()
+
+
+def broadcast_strides(x) -> tuple[int, ...]:
+    """Those of torch's result for x and another tensor that is broadcast."""
+    one = x.new_empty(1, device="meta")
+    x = torch.empty_strided(x.shape, x.stride(), device="meta", dtype=x.dtype)
+    return torch.addcmul(x, one, one).stride()  # of three, for which the meta device has no way of its own
 
 
 def suggested(x) -> torch.memory_format:

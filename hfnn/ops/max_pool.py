@@ -18,6 +18,7 @@ from hfnn.core import bits
 from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
+from hfnn.ops.layout import ambiguous
 
 LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
 PLANE = (1 << 31) - (1 << 16)  # elements of a plane, at most: offsets inside one have 32 bits on the GPU
@@ -189,6 +190,8 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     """The result by a kernel, or None where torch's own op is to run, or to raise."""
     kernel = op.select(input, out=input.dtype, prefer=prefer)
     if kernel is None or input.dim() not in (dims + 1, dims + 2) or 0 in input.shape[-dims - 1 :]:
+        return None
+    if ambiguous(input):  # torch's result may have the channels last
         return None
     if prefer != "memory" and _slower(input, dims, prefer):
         return None

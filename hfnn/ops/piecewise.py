@@ -24,12 +24,12 @@ from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
-from hfnn.ops.layout import _dense, in_order, laid, result_strides
+from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, result_strides
 from hfnn.ops.table import BENCH, real
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
 
-# Of these, whose gradient has the layout of x whatever that of dy is; of the others torch asks dy first.
+# Of these, whose gradient has the layout of x (relu's: of y) whatever that of dy is; of the others torch asks dy first.
 _LIKE_X = (RELU, LEAKY_RELU, CLAMP, THRESHOLD)
 
 _OPS: list[Op] = []
@@ -52,6 +52,8 @@ class Piecewise(Op):
         numbers = None if kernel is None or keep == "output" else table.numbers(self, input, *arguments)
         if numbers is None:
             return None
+        if numbers[0] == CLAMP and ambiguous(input):  # torch's gradient asks the strides of a comparison of it
+            return None
         kind, a, b, inside, outside = (*numbers, *_NUMBERS[len(numbers) :])
         if torch.is_grad_enabled() and input.requires_grad:
             before = None if kind == CLAMP else link_before(input)
@@ -70,7 +72,8 @@ class _Piecewise(Function):
         own, link = (None, None) if kind == CLAMP else links(x, before)
         ctx.save_for_backward(flags, link)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.shape = (strides, kind in _LIKE_X, inside, outside, kernel), x.shape
+        given = y.stride() if kind == RELU else x.stride()
+        ctx.how, ctx.shape = (kind, strides, given, inside, outside, kernel), x.shape
         return y, own
 
     @staticmethod
@@ -93,25 +96,38 @@ class _Gradient(Function):
     @staticmethod
     def backward(ctx, ddx):
         (flags,) = ctx.saved_tensors
-        return _gradient(ddx, flags, *ctx.how), *(None,) * 6
+        return _gradient(ddx, flags, *ctx.how), *(None,) * 7
 
 
 def _compute(x, kind, a, b, kernel, keep):
     """(y, the bits or None, the strides whose memory the bits go along)"""
     x = _dense(x)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if kind == HARDTANH else like(x)  # as torch's own
     flags = x.new_empty(bits.size(x.numel()), dtype=torch.uint8) if keep else None
     kernel.forward(in_order(x), in_order(y), flags, kind, a, b, kernel.queue(x))
-    return y, flags, x.stride()
+    return y, flags, y.stride()
 
 
-def _gradient(dy, flags, strides, like_x, inside, outside, kernel):
+def _gradient(dy, flags, kind, strides, given, inside, outside, kernel):
+    """dx. strides: whose memory the flags go along; given: those of x, or of what else torch has kept."""
     if torch.is_grad_enabled():
-        return _Gradient.apply(dy, flags, strides, like_x, inside, outside, kernel)
+        return _Gradient.apply(dy, flags, kind, strides, given, inside, outside, kernel)
+    if kind == CLAMP and 1 in dy.shape and not given == dy.stride() == strides:
+        # By torch's own op: strides of dimensions of size 1 go their own way there.
+        return torch.where(bits.unpack(flags, (dy.numel(),)).as_strided(dy.shape, strides), dy, 0)
     in_step = laid(dy, strides)
-    dx = torch.empty_like(in_step)
+    dx = like(in_step)
     kernel.backward(in_order(in_step), flags, in_order(dx), inside, outside, kernel.queue(dy))
-    return dx if in_step is dy or like_x else laid(dx, result_strides(dy, dx))
+    if 1 in dy.shape and not given == dy.stride() == dx.stride():
+        return laid(dx, _strides(kind, dy.shape, dy.stride(), given))
+    return dx if in_step is dy or kind in _LIKE_X else laid(dx, result_strides(dy, dx))
+
+
+@functools.lru_cache(1024)
+def _strides(kind, shape, *strides):
+    """Those of torch's gradient, for those of dy and of what torch has kept, where dimensions of size 1 matter."""
+    dy, x = (torch.empty_strided(shape, each, device="meta") for each in strides)
+    return result_strides(x, dy) if kind in _LIKE_X else result_strides(dy, x)
 
 
 @functools.lru_cache(1024)

@@ -26,7 +26,7 @@ from hfnn.core.kernel import Op, kernels
 from hfnn.ops import head, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layer_norm import statistics_dtype
-from hfnn.ops.layout import _alike, _dense, _flat
+from hfnn.ops.layout import _alike, _dense, _flat, like, result_strides
 from hfnn.ops.select import CODES, ORDER, empty_codes, slope
 from hfnn.ops.table import BENCH
 
@@ -73,7 +73,7 @@ def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):
     """(loss, g or None)"""
     count = x.numel()
     x, target = _alike(x, target)
-    g = torch.empty_like(x) if with_g else None
+    g = like(x) if with_g else None
     # Without elements nothing is launched that would write.
     sums = (torch.empty if count else torch.zeros)(kernel.partials(count), dtype=statistics_dtype(x), device=x.device)
     kernel.forward(_flat(x), _flat(target), sums, _flat(g), loss.kind, parameter, kernel.queue(x))
@@ -84,6 +84,8 @@ def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):
 class _PointwiseLoss(Function):
     @staticmethod
     def forward(ctx, x, target, loss, parameter, mean, out_dtype, kernel):
+        if not loss.keeps_target:
+            x, target = x.contiguous(), target.contiguous()  # as torch's gradient then is
         y, g = _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=True)
         ctx.save_for_backward(g, target if loss.keeps_target else None)
         ctx.kernel = kernel
@@ -121,7 +123,7 @@ def _differentiable(ctx, g, target, dy, dg):
 def _scaled(g, factor, kernel):
     """factor * g in new memory, laid out as g."""
     g = _dense(g)
-    y = torch.empty_like(g)
+    y = like(g)
     kernel.forward(_flat(g), factor, _flat(y), kernel.queue(g))
     return y
 
@@ -132,7 +134,9 @@ _SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # by which x and the 
 class _L1Loss(Function):
     @staticmethod
     def forward(ctx, x, target, before, loss, parameter, mean, out_dtype, kernel):
-        x, target = _alike(x, target)
+        # torch's gradient is a product of one of the mean, which is contiguous, and of signs.
+        signs = _alike(x, target)
+        x, target = (x.contiguous(), target.contiguous()) if mean else signs
         order, codes = ORDER.find(x), empty_codes(x)
         order.forward(_flat(x), _flat(target), None, codes, CODES, order.queue(x))
         own, link = links(x, before)
@@ -140,6 +144,8 @@ class _L1Loss(Function):
         ctx.set_materialize_grads(False)
         ctx.order, ctx.count = order, x.numel() if mean else 1
         ctx.shape, ctx.strides, ctx.dtype = x.shape, x.stride(), x.dtype
+        if 1 in x.shape:
+            ctx.strides = result_strides(like(x), signs[0]) if mean else result_strides(*signs)
         return _compute(x, target, loss, parameter, mean, out_dtype, kernel)[0], own
 
     @staticmethod

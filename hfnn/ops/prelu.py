@@ -14,7 +14,7 @@ from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import piecewise, table
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
-from hfnn.ops.layout import laid
+from hfnn.ops.layout import ambiguous, laid
 
 _prelu = torch.prelu
 
@@ -66,8 +66,14 @@ class _PReLU(Function):
         packed, weight, link = ctx.saved_tensors
         if dy is None:
             return zeros_or_none(dlink, ctx.shape), None, None
+        above = bits.unpack(packed, ctx.shape)
+        if 1 in dy.shape and dy.stride() != ctx.strides and not torch.is_grad_enabled():
+            # By torch's own op, of numbers with the signs of x: strides of dimensions of size 1 go their own way there.
+            x = laid(torch.where(above, 1, -1).to(dy.dtype), ctx.strides)
+            weight = weight.to(dy.dtype).view([-1 if d == min(1, dy.dim() - 1) else 1 for d in range(dy.dim())])
+            return torch.ops.aten._prelu_kernel_backward(dy, x, weight)[0], None, None
         # In torch's ops, and so linear in dy for a second backward too.
-        dx = torch.where(bits.unpack(packed, ctx.shape), dy, dy * _along(weight, dy).to(dy.dtype))
+        dx = torch.where(above, dy, dy * _along(weight, dy).to(dy.dtype))
         return flat(laid(dx.to(ctx.dtype), ctx.strides), link), None, None
 
 
@@ -85,7 +91,7 @@ def prelu(input, weight, *, prefer="auto"):
     if _passes(input, prefer):
         return _prelu(input, weight)
     wanted = torch.is_grad_enabled() and input.requires_grad and not weight.requires_grad
-    if OP.select(input, weight, prefer=prefer) is None or not wanted:
+    if OP.select(input, weight, prefer=prefer) is None or not wanted or ambiguous(input):
         return _prelu(input, weight)
     return _PReLU.apply(input, link_before(input), weight)[0]
 

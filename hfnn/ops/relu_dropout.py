@@ -13,7 +13,7 @@ from hfnn.core.function import Function
 from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops import piecewise, table
 from hfnn.ops.dropout import philox_seed
-from hfnn.ops.layout import _dense, in_order
+from hfnn.ops.layout import _dense, in_order, like
 
 
 def reference(x, p=0.5, training=True, *, mask=None):
@@ -68,7 +68,7 @@ class _ReluDropout(Function):
 def _compute(x, p, drawn, kernel):
     """Relu comes after the dropout: in place, and the same, for the factor between them is positive."""
     x = _dense(x)
-    y = torch.empty_like(x)
+    y = like(x)
     kernel.forward(in_order(x), in_order(y), round(p * 2**32), 1 / (1 - p), *drawn, kernel.queue(x))
     return y.relu_()
 

@@ -16,7 +16,7 @@ from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Kernel, Op, kernels
 from hfnn.ops.layer_norm import fits, flat, rows, statistics_dtype
-from hfnn.ops.layout import in_rows, like_dy
+from hfnn.ops.layout import ambiguous, broadcast_strides, in_rows, laid, like, like_dy
 
 
 def reference(x, normalized_shape, weight=None, eps=None, offset=0.0):
@@ -80,7 +80,7 @@ class _RMSNorm(Function):
             formula = _formula(ctx.shape, ctx.eps, ctx.offset, dy.dtype)
             return (*double_backward(formula, (x, weight), needs, dy), *nothing)
         x_RC, dy_RC = rows(x, ctx.shape), rows(dy, ctx.shape)
-        dx_RC = torch.empty_like(x_RC) if needs[0] else None
+        dx_RC = like(x_RC) if needs[0] else None
         dweight = partials = None
         if needs[1]:
             dweight = torch.empty_like(weight)
@@ -89,7 +89,10 @@ class _RMSNorm(Function):
         ctx.kernel.backward(
             dy_RC, x_RC, flat(weight), rstd_R, dx_RC, flat(dweight), partials, ctx.offset, ctx.kernel.queue(x)
         )
-        return None if dx_RC is None else like_dy(dx_RC.view(x.shape), dy), dweight, *nothing
+        dx = None if dx_RC is None else like_dy(dx_RC.view(x.shape), dy)
+        if needs[0] and x_RC.shape[1] > 1 and dy.is_cpu and ambiguous(dy):
+            dx = laid(dx, broadcast_strides(dy))
+        return dx, dweight, *nothing
 
 
 def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
@@ -97,7 +100,7 @@ def _rebuild(normalized_shape, eps, offset, out_dtype, kernel):
         if torch.is_grad_enabled():
             return _formula(normalized_shape, eps, offset, out_dtype)(x, weight)
         x_RC = rows(x, normalized_shape)
-        y_RC = torch.empty_like(x_RC, dtype=out_dtype)
+        y_RC = like(x_RC, out_dtype)
         kernel.rebuild(x_RC, flat(weight), rstd_R, y_RC, offset, kernel.queue(x))
         return y_RC.view(x.shape)
 
@@ -151,7 +154,12 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
 def _in_python(input, normalized_shape, weight, eps, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
     # Of images torch's result may have the channels last.
-    if kernel is None or not fits(input, normalized_shape, weight) or (input.dim() > 3 and not in_rows(input)):
+    if (
+        kernel is None
+        or not fits(input, normalized_shape, weight)
+        or (input.dim() > 3 and not in_rows(input))
+        or ambiguous(input)
+    ):
         return None
     eps = _eps(eps, input.dtype)
     return _run(input, weight, eps, 0.0, normalized_shape, OP.out_dtype(input), kernel)
@@ -166,7 +174,7 @@ def fused(x, weight, eps, offset, out, prefer):
     if y is not NotImplemented:
         return y
     shape = x.shape[-1:]
-    if not in_rows(x):  # the strides of the module's own result are others
+    if not in_rows(x) or ambiguous(x):  # the strides of the module's own result are others
         return None
     kernel = OP.select(x, weight, row=shape, out=out, prefer=prefer)
     if kernel is None or not fits(x, shape, weight):

@@ -26,7 +26,7 @@ from hfnn.core.kernel import Op, kernels
 from hfnn.ops import table
 from hfnn.ops.avg_pool import takes
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
-from hfnn.ops.layout import in_rows, like_dy
+from hfnn.ops.layout import ambiguous, in_rows, laid, like, like_dy, result_strides
 from hfnn.ops.table import BENCH, SHAPES
 
 ABS, MAXIMUM, MINIMUM, CODES = range(4)  # as in csrc/compare.h
@@ -62,6 +62,8 @@ class _Compare(Function):
         )
         if not db:  # of two inputs torch's gradients have their layout, and not that of dy
             da = like_dy(da, dy)
+        elif 1 in dy.shape and not dy.is_contiguous():
+            da, *db = (d if d is None else laid(d, result_strides(d, dy)) for d in (da, *db))
         return da, *(db or (None,)), None, None, None
 
 
@@ -89,7 +91,7 @@ def slope(dy, codes, factors, kernel):
 
 def _product(dy, codes, factors, kernel):
     dy = dy.contiguous()
-    dx = torch.empty_like(dy)
+    dx = like(dy)
     kernel.backward(dy, codes, dx, *factors, kernel.queue(dx))
     return dx
 
@@ -97,7 +99,7 @@ def _product(dy, codes, factors, kernel):
 def _values(a, b, kind, kernel, with_codes):
     """(y, codes or None)"""
     a, b = a.contiguous(), None if b is None else b.contiguous()
-    y = torch.empty_like(a)
+    y = like(a)
     codes = empty_codes(a) if with_codes else None
     kernel.forward(a, b, y, codes, kind, kernel.queue(a))
     return y, codes
@@ -267,7 +269,11 @@ def where(condition, input=None, other=None, *, prefer="auto"):
         return _where(condition, input, other)
     if WHERE.select(x, prefer=prefer) is None or not all(_like(value, x) for value in (input, other)):
         return _where(condition, input, other)
-    if not _broadcasts(condition, x) or not (condition.is_contiguous() or in_rows(_small(condition))):
+    if (
+        not _broadcasts(condition, x)
+        or ambiguous(condition)
+        or not (condition.is_contiguous() or in_rows(_small(condition)))
+    ):
         return _where(condition, input, other)
     return _Where.apply(condition, _pack(condition), input, other)
 

@@ -27,7 +27,7 @@ from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, Kernel, Op, forced, kernels
 from hfnn.ops import recode, table
-from hfnn.ops.layout import _dense, in_order, ordered
+from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, ordered
 from hfnn.ops.table import BENCH, real
 
 _nn = torch._C._nn  # no patch reaches it
@@ -45,7 +45,8 @@ class Smooth(Op):
     keeps_output: y is kept, not x; gradient is then differentiable, in float32 or wider, and for that alone.
     fast: the dtypes in which an op of which torch keeps no more than hfnn is not slower on the CPU than torch's.
     label: the name by which autograd and `hfnn.memory` show it. through_y: the kernel's backward is of y, which is
-    computed again for it. contiguous: torch's result on the CPU is, whatever the input.
+    computed again for it. contiguous: torch's result on the CPU is, whatever the input; else it has the strides of x,
+    and the gradient those of dy, also in dimensions of size 1. like_x: the gradient has x's layout, whatever dy's.
     """
 
     numbers: Callable = lambda: ()
@@ -57,6 +58,7 @@ class Smooth(Op):
     label: str = ""
     through_y: bool = False
     contiguous: bool = False
+    like_x: bool = False
 
     def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
         """The result by a kernel, or None where torch's own op is to run, or to raise."""
@@ -73,8 +75,10 @@ class Smooth(Op):
                 return None
             input = input.to(self.out_dtype(input))  # under autocast, CUDA's exp is float32
             return self._function.apply(input, self, kernel) if torch.is_grad_enabled() else self.forward(input, kernel)
-        if self.contiguous and input.is_cpu:
-            input = input.contiguous()
+        if self.contiguous:
+            if not input.is_cpu and ambiguous(input):
+                return None
+            input = input.contiguous() if input.is_cpu else input
         if keep == "output":
             y = self._coded(input, numbers, kernel)
             if y is not None:
@@ -110,7 +114,7 @@ class Smooth(Op):
     def forward(self, x, kernel, numbers=(), out=None, again=False):
         """y of x by a kernel; again: in backward, to be rounded as forward's y and its cast to `out` are."""
         x = _dense(x)
-        y = torch.empty_like(x, dtype=out)
+        y = like(x, out)
         (kernel.rebuild if again else kernel.forward)(
             in_order(x), in_order(y), *(numbers or self.numbers()), kernel.queue(x)
         )
@@ -119,13 +123,15 @@ class Smooth(Op):
     def backward(self, dy, x, numbers, kernel):
         """dx of dy and of what is kept."""
         if self.gradient is not None and not self.keeps_output:
-            dy, x = ordered(dy, x)  # torch's bits depend on the layout
             return self.gradient(dy, x, *numbers)
         kept = self.forward(x, kernel, numbers) if self.through_y else x
-        dy, kept = ordered(dy, kept)
-        dx = torch.empty_like(kept)
-        kernel.backward(in_order(dy), in_order(kept), in_order(dx), *numbers, kernel.queue(kept))
-        return dx
+        if self.like_x:
+            kept = _dense(kept)  # as the result, of which torch makes dx
+            kept, in_step, dx = ordered(like(kept).copy_(kept) if ambiguous(kept) else kept, dy)
+        else:
+            in_step, kept, dx = ordered(dy, kept)
+        kernel.backward(in_order(in_step), in_order(kept), in_order(dx), *numbers, kernel.queue(kept))
+        return laid(dx, dy.stride()) if self.contiguous and ambiguous(dy) else dx
 
     def build(self, numbers, out, kernel, into=None):
         """y of x: in forward, and again in backward, there as a cast to the dtype `into` leaves it."""
@@ -428,7 +434,7 @@ relu_squared, ReLUSquared = _row(
     So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
     https://arxiv.org/abs/2109.08668""",
     _relu_squared, "ReLUSquared", _relu_squared, 1 << 15, _kind(11), likes={"": {}},
-    formula=_without_numbers(_relu_squared),
+    formula=_without_numbers(_relu_squared), like_x=True,
 )  # fmt: skip
 
 # Kernels of their own.

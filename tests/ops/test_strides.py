@@ -1,5 +1,7 @@
 """Element-wise functions return what torch's own have: strides, and for any layout the values and gradients."""
 
+import functools
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ LAYOUTS = {
 }
 NAMES = (
     "gelu", "silu", "dropout", "relu_dropout", "relu", "leaky_relu", "hardtanh", "hardsigmoid", "softshrink", "elu",
-    "softplus", "logsigmoid", "softsign", "mish", "sigmoid", "tanh",
+    "softplus", "logsigmoid", "softsign", "mish", "sigmoid", "tanh", "relu_squared",
 )  # fmt: skip
 
 
@@ -79,6 +81,15 @@ OTHERS = {
     "layer_norm": (lambda x: F.layer_norm(x, WIDTH), lambda x: O.layer_norm(x, WIDTH, prefer="memory")),
     "glu": (F.glu, lambda x: O.glu(x, prefer="memory")),
     "swiglu": (_silu_times, lambda a, b: O.swiglu(a, b, prefer="memory")),
+    "reglu": (lambda a, b: F.relu(a) * b, lambda a, b: O.reglu(a, b, prefer="memory")),
+    **{
+        f"{loss}, {how}": tuple(
+            functools.partial(getattr(of, loss), reduction=how, **more)
+            for of, more in ((F, {}), (O, {"prefer": "memory"}))
+        )
+        for loss in ("l1_loss", "mse_loss", "huber_loss", "smooth_l1_loss")
+        for how in ("mean", "sum")
+    },
     "abs": (torch.abs, lambda x: O.abs(x, prefer="memory")),
     "maximum": (torch.maximum, lambda a, b: O.maximum(a, b, prefer="memory")),
     "where": (lambda x: torch.where(x > 0, x, 2 * x), lambda x: O.where(x > 0, x, 2 * x, prefer="memory")),
@@ -93,7 +104,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_strides_of_more_are_torchs(name, first, second):
     arguments = [LAYOUTS[first](torch.randn(SIZES))]
-    if name in ("swiglu", "maximum"):
+    if name in ("swiglu", "reglu", "maximum") or "loss" in name:
         arguments.append(LAYOUTS[second](torch.randn(SIZES)))
     results = []
     for fn in OTHERS[name]:
