@@ -1,5 +1,7 @@
 """Layouts: dense tensors as kernels take them, and the strides that torch gives its results."""
 
+import functools
+
 import torch
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -64,8 +66,12 @@ def result_strides(*tensors) -> tuple[int, ...]:
 
 def broadcast_strides(x) -> tuple[int, ...]:
     """Those of torch's result for x and another tensor that is broadcast."""
-    one = x.new_empty(1, device="meta")
-    x = torch.empty_strided(x.shape, x.stride(), device="meta", dtype=x.dtype)
+    return _broadcast(x.shape, x.stride())
+
+
+@functools.lru_cache(1024)
+def _broadcast(shape, strides):
+    x, one = torch.empty_strided(shape, strides, device="meta"), torch.empty(1, device="meta")
     return torch.addcmul(x, one, one).stride()  # of three, for which the meta device has no way of its own
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hfnn
 from hfnn.core import native, recipe
+from hfnn.ops import qk_norm_rope, rope
 
 O = hfnn.functional
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,3 +254,23 @@ def test_strides_of_more_are_torchs(name):
 
 def fn_names(fn):
     return getattr(fn, "func", fn).__code__.co_varnames[: getattr(fn, "func", fn).__code__.co_argcount]
+
+
+@pytest.mark.parametrize("op", [rope.OP, qk_norm_rope.OP], ids=lambda op: op.name)
+@pytest.mark.parametrize("layout", [cut, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), last])
+def test_rotated_heads(op, layout):
+    """A head for all queries, as views of (B, S, 1, D) are, and single tokens."""
+    ours = functools.partial(getattr(O, op.name), prefer="memory")
+    for case in ((2, 1, 1, 5, 8, 8, False), (2, 4, 1, 1, 8, 8, False), (1, 1, 1, 5, 8, 8, True)):
+        args, kwargs = op.sample(case, torch.float32, DEVICE)
+        for dy_layout in (None, layout):
+            results = []
+            for fn in (ours, op.torch):
+                both = [layout(x.detach()).requires_grad_() for x in args[:2]]
+                ys = fn(*both, *args[2:], **kwargs)
+                dys = [x.detach() if dy_layout is None else dy_layout(x.detach()) for x in args[:2]]
+                results.append([*ys, *torch.autograd.grad(ys, both, dys)])
+            for got, want, x in zip(*results, 2 * both, strict=True):
+                torch.testing.assert_close(got, want)
+                if x.is_contiguous():
+                    assert got.stride() == want.stride()
