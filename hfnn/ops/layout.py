@@ -39,8 +39,10 @@ def like(x, dtype=None):
 
 
 def ambiguous(x) -> bool:
-    """Whether dimensions of size 1 of a dense x have other strides than `like` gives."""
-    return 1 in x.shape and x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
+    """Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1."""
+    if 1 not in x.shape or not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+        return False
+    return x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
 
 
 def in_rows(x) -> bool:

@@ -37,8 +37,16 @@ def cut_last(x):
     return cut(last(x))
 
 
+def spread(x):
+    """As the gradient of a sum."""
+    return x.new_ones(()).expand(x.shape)
+
+
 # Of the tensors of the input's shape, and of the gradient; None: the usual strides.
 GIVEN = [(x, dy) for layout in (last, cut, cut_last) for x, dy in ((layout, layout), (layout, None), (None, layout))]
+GIVEN.append((None, spread))
+# Not held by these: torch's gradient of what is expanded has the strides of a mask, or of a product, of x.
+EXPANDED = "dropout", "dropout_add", "quick_gelu"
 
 
 def is_float(x):
@@ -60,10 +68,10 @@ def run(fn, args, kwargs, layout, dy_layout):
     return [*ys, *torch.autograd.grad(ys, leaves, dys)]
 
 
-def differences(ours, torchs, args, kwargs):
+def differences(ours, torchs, args, kwargs, given=GIVEN):
     """A line for each layout in which strides are not torch's."""
     wrong = []
-    for layout, dy_layout in GIVEN:
+    for layout, dy_layout in given:
         got, want = (run(fn, args, kwargs, layout, dy_layout) for fn in (ours, torchs))
         strides = [[t.stride() for t in tensors] for tensors in (got, want)]
         if strides[0] != strides[1]:
@@ -76,16 +84,17 @@ def differences(ours, torchs, args, kwargs):
 def test_strides_are_torchs(op):
     options = [option for option in op.small if not isinstance(option, int)]
     kernels = [k.name for k in op.kernels if k.device == DEVICE and k.missing is None]
+    given = GIVEN if op.name in EXPANDED else [*GIVEN, (cut, spread)]
     wrong, pool = [], op.name[-2] if op.name.startswith("max_pool") else ""
     for shape in SHAPES:
         if pool and len(shape) != int(pool) + 2:
             continue
         args, kwargs = op.sample((*shape, *options), torch.float32, DEVICE)
         ours = getattr(O, op.name)
-        wrong += differences(functools.partial(ours, prefer="memory"), op.torch, args, kwargs)
+        wrong += differences(functools.partial(ours, prefer="memory"), op.torch, args, kwargs, given)
         for kernel in kernels:
             with hfnn.use(kernel):
-                wrong += [f"{kernel} {each}" for each in differences(ours, op.torch, args, kwargs)]
+                wrong += [f"{kernel} {each}" for each in differences(ours, op.torch, args, kwargs, given)]
     assert not wrong, "\n".join(wrong)
 
 
