@@ -303,7 +303,7 @@ inline Tensor like(const Tensor& x, ScalarType dtype) {
   const auto format = last ? MemoryFormat::ChannelsLast : MemoryFormat::Preserve;
   return at::empty_like(x, x.options().dtype(dtype), x.is_contiguous() ? MemoryFormat::Contiguous : format);
 }
-// Whether dimensions of size 1 of a dense x have other strides than that.
+// Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1.
 bool ambiguous(const Tensor& x);
 std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b);
 std::vector<int64_t> broadcast_strides(const Tensor& x);  // of torch's result for x and another that is broadcast

@@ -1,5 +1,7 @@
 """Layouts: dense tensors as kernels take them, and the strides that torch gives its results."""
 
+import functools
+
 import torch
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -37,8 +39,10 @@ def like(x, dtype=None):
 
 
 def ambiguous(x) -> bool:
-    """Whether dimensions of size 1 of a dense x have other strides than `like` gives."""
-    return 1 in x.shape and x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
+    """Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1."""
+    if 1 not in x.shape or not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+        return False
+    return x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
 
 
 def in_rows(x) -> bool:
@@ -64,8 +68,12 @@ def result_strides(*tensors) -> tuple[int, ...]:
 
 def broadcast_strides(x) -> tuple[int, ...]:
     """Those of torch's result for x and another tensor that is broadcast."""
-    one = x.new_empty(1, device="meta")
-    x = torch.empty_strided(x.shape, x.stride(), device="meta", dtype=x.dtype)
+    return _broadcast(x.shape, x.stride())
+
+
+@functools.lru_cache(1024)
+def _broadcast(shape, strides):
+    x, one = torch.empty_strided(shape, strides, device="meta"), torch.empty(1, device="meta")
     return torch.addcmul(x, one, one).stride()  # of three, for which the meta device has no way of its own
 
 

@@ -128,7 +128,7 @@ class _QkNormRope(Function):
 def _gradients(dquery, dkey, inputs, tables, rstd, needs, eps, offset, how, kernel):
     query, key, *weights = inputs
     given = tuple(columns_dense(x) for x in (dquery, dkey, query, key))
-    dx = [result(x, query.dtype) for x in (query, key)]
+    dx = [result(x, query.dtype) for x in given[2:]]
     dweights, partials = [None, None], None
     if needs[2] or needs[3]:
         dweights = [None if x is None else torch.empty_like(x) for x in weights]

@@ -18,6 +18,7 @@ from hfnn.core import recipe
 from hfnn.core.context import is_plain
 from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
+from hfnn.ops.layout import broadcast_strides, like
 
 _HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
 
@@ -133,8 +134,9 @@ def result(x, dtype, strides=None):
     """Memory for a tensor like x, dense, in the order of its strides, as torch's results are."""
     if x is None:
         return None
-    if strides is None:
-        return torch.empty_like(x, dtype=dtype)
+    if strides is None and (x.is_contiguous() or 1 not in x.shape):
+        return like(x, dtype)
+    strides = broadcast_strides(x) if strides is None else strides
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
 
 

@@ -255,6 +255,21 @@ def _strides_by_definition(program, difference):
     return drawn and difference.how == "strides" and difference.label.startswith(("grad", "hook"))
 
 
+def _depthwise_weights(program, difference):
+    """Under autocast and differentiated twice, torch adds gradients of a depthwise weight before the cast, and hfnn's
+    are added after it: the strides of its dimensions of size 1 are the usual ones, or a convolution's."""
+    if (
+        difference.how != "strides"
+        or not difference.label.startswith("grad")
+        or not difference.label.endswith("weight")
+    ):
+        return False
+    ours, stock = difference.ours, difference.stock
+    same = all(n == 1 or a == b for n, a, b in zip(ours.values.shape, ours.stride, stock.stride, strict=True))
+    autocast = any(call["autocast"] for call in _calls(program)) or bool(_layers(program, "autocast"))
+    return same and autocast and any(step[0] == "penalty" for step in program["steps"])
+
+
 def _written_source(program, difference):
     """A write to a source of what is rebuilt, whose own gradient a partial backward does not ask for."""
     steps = program["steps"][: _at(difference) + 1]
@@ -319,6 +334,7 @@ LIMITS = (
     Known("zeros for None, of no rows", "nothing", _none_of_nothing),
     Known("rounding where torch has 0", "nothing", _rounding_of_zero),
     Known("strides of RReLU's gradient, which stock here has by its definition", "nothing", _strides_by_definition),
+    Known("strides of a depthwise weight's second gradient under autocast", "nothing", _depthwise_weights),
     Known("torch's sixth in float64", "nothing", _torchs_sixth),
     Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
     Known("unseen writes to sources of recipes", "nothing: a documented limit", _recipe_suffers),

@@ -84,6 +84,7 @@ class Log:
         self.seen: dict[str, Any] = {}
         self.features: set[str] = set()
         self.coarse: torch.dtype | None = None
+        self.all_strides = False  # whether those of dimensions of one element are compared
         self.block: str | None = None  # the label of the innermost `attempt`
         self.blocks: dict[str, str | None] = {}  # of each label
 
@@ -95,8 +96,9 @@ class Log:
     def tensor(self, label: str, x: torch.Tensor | None) -> None:
         if x is None:
             return self.note(label, None)
-        # Strides of dimensions of one element, and of empty tensors, mean nothing.
-        stride = tuple(s if n != 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else ()
+        # Strides of empty tensors mean nothing, and mostly those of dimensions of one element.
+        strides = zip(x.shape, x.stride(), strict=True) if x.numel() else ()
+        stride = tuple(s if n != 1 or self.all_strides else 0 for n, s in strides)
         self.note(label, Tensor(x.detach().cpu().clone(), self.coarse, stride, x.requires_grad))
 
     @contextlib.contextmanager

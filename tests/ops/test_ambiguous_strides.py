@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hfnn
 from hfnn.core import native, recipe
+from hfnn.ops import qk_norm_rope, rope
 
 O = hfnn.functional
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,8 +37,16 @@ def cut_last(x):
     return cut(last(x))
 
 
+def spread(x):
+    """As the gradient of a sum."""
+    return x.new_ones(()).expand(x.shape)
+
+
 # Of the tensors of the input's shape, and of the gradient; None: the usual strides.
 GIVEN = [(x, dy) for layout in (last, cut, cut_last) for x, dy in ((layout, layout), (layout, None), (None, layout))]
+GIVEN.append((None, spread))
+# Not held by these: torch's gradient of what is expanded has the strides of a mask, or of a product, of x.
+EXPANDED = "dropout", "dropout_add", "quick_gelu"
 
 
 def is_float(x):
@@ -59,10 +68,10 @@ def run(fn, args, kwargs, layout, dy_layout):
     return [*ys, *torch.autograd.grad(ys, leaves, dys)]
 
 
-def differences(ours, torchs, args, kwargs):
+def differences(ours, torchs, args, kwargs, given=GIVEN):
     """A line for each layout in which strides are not torch's."""
     wrong = []
-    for layout, dy_layout in GIVEN:
+    for layout, dy_layout in given:
         got, want = (run(fn, args, kwargs, layout, dy_layout) for fn in (ours, torchs))
         strides = [[t.stride() for t in tensors] for tensors in (got, want)]
         if strides[0] != strides[1]:
@@ -75,16 +84,17 @@ def differences(ours, torchs, args, kwargs):
 def test_strides_are_torchs(op):
     options = [option for option in op.small if not isinstance(option, int)]
     kernels = [k.name for k in op.kernels if k.device == DEVICE and k.missing is None]
+    given = GIVEN if op.name in EXPANDED else [*GIVEN, (cut, spread)]
     wrong, pool = [], op.name[-2] if op.name.startswith("max_pool") else ""
     for shape in SHAPES:
         if pool and len(shape) != int(pool) + 2:
             continue
         args, kwargs = op.sample((*shape, *options), torch.float32, DEVICE)
         ours = getattr(O, op.name)
-        wrong += differences(functools.partial(ours, prefer="memory"), op.torch, args, kwargs)
+        wrong += differences(functools.partial(ours, prefer="memory"), op.torch, args, kwargs, given)
         for kernel in kernels:
             with hfnn.use(kernel):
-                wrong += [f"{kernel} {each}" for each in differences(ours, op.torch, args, kwargs)]
+                wrong += [f"{kernel} {each}" for each in differences(ours, op.torch, args, kwargs, given)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -253,3 +263,23 @@ def test_strides_of_more_are_torchs(name):
 
 def fn_names(fn):
     return getattr(fn, "func", fn).__code__.co_varnames[: getattr(fn, "func", fn).__code__.co_argcount]
+
+
+@pytest.mark.parametrize("op", [rope.OP, qk_norm_rope.OP], ids=lambda op: op.name)
+@pytest.mark.parametrize("layout", [cut, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), last])
+def test_rotated_heads(op, layout):
+    """A head for all queries, as views of (B, S, 1, D) are, and single tokens."""
+    ours = functools.partial(getattr(O, op.name), prefer="memory")
+    for case in ((2, 1, 1, 5, 8, 8, False), (2, 4, 1, 1, 8, 8, False), (1, 1, 1, 5, 8, 8, True)):
+        args, kwargs = op.sample(case, torch.float32, DEVICE)
+        for dy_layout in (None, layout):
+            results = []
+            for fn in (ours, op.torch):
+                both = [layout(x.detach()).requires_grad_() for x in args[:2]]
+                ys = fn(*both, *args[2:], **kwargs)
+                dys = [x.detach() if dy_layout is None else dy_layout(x.detach()) for x in args[:2]]
+                results.append([*ys, *torch.autograd.grad(ys, both, dys)])
+            for got, want, x in zip(*results, 2 * both, strict=True):
+                torch.testing.assert_close(got, want)
+                if x.is_contiguous():
+                    assert got.stride() == want.stride()
