@@ -123,7 +123,8 @@ class Smooth(Op):
     def backward(self, dy, x, numbers, kernel):
         """dx of dy and of what is kept."""
         if self.gradient is not None and not self.keeps_output:
-            dy, x, _ = ordered(dy, x)  # torch's bits depend on the layout
+            if 1 not in dy.shape:  # where torch's strides depend on those given
+                dy, x, _ = ordered(dy, x)  # torch's bits depend on the layout
             return self.gradient(dy, x, *numbers)
         kept = self.forward(x, kernel, numbers) if self.through_y else x
         if self.like_x:
