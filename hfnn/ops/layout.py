@@ -40,9 +40,17 @@ def like(x, dtype=None):
 
 def ambiguous(x) -> bool:
     """Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1."""
-    if 1 not in x.shape or not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+    shape, strides, step = x.shape, x.stride(), 1
+    if 1 not in shape:
         return False
-    return x.stride() != like(torch.empty_strided(x.shape, x.stride(), device="meta")).stride()
+    last = not x.is_contiguous()
+    if last and not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    for d in (1, 3, 2, 0) if last else range(len(shape) - 1, -1, -1):
+        if strides[d] != step:
+            return True
+        step *= max(shape[d], 1)
+    return False
 
 
 def in_rows(x) -> bool:
