@@ -201,3 +201,20 @@ def test_logits_go_into_another_graph():
     stock, given = Model(), batch()
     compiled, other = (torch.compile(f, backend="hfnn_eager") for f in (copy.deepcopy(stock), lambda y: 2 * y))
     torch.testing.assert_close(other(compiled(*given)[1]), 2 * stock(*given)[1])
+
+
+def test_a_model_s_own_choice_of_loss_is_traced(monkeypatch):
+    """transformers' own is traced without its line of log."""
+    transformers = pytest.importorskip("transformers")
+
+    class Own(transformers.GPT2LMHeadModel):
+        loss_function = property(lambda self: sum)
+
+    monkeypatch.setattr("hfnn.adapters.transformers.compiling", lambda: True)
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=16, bos_token_id=1, eos_token_id=2)
+    stock = transformers.GPT2LMHeadModel(config)
+    default = stock.loss_function
+    assert hfnn.convert(stock).loss_function is default
+    stock.loss_function = max
+    assert stock.loss_function is max
+    assert hfnn.convert(Own(config)).loss_function is sum

@@ -79,7 +79,8 @@ class LanguageModel:
         # Trainer, PEFT and generate read the signature.
         made.forward = _with_deferred_logits(made._hfnn_original)
         chosen = getattr(made._hfnn_original, "loss_function", None)
-        if isinstance(chosen, property):
+        base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+        if isinstance(chosen, property) and chosen is getattr(base, "loss_function", None):  # and not a class's own
             made.loss_function = chosen.getter(_in_one_graph(chosen.fget))
 
 

@@ -228,9 +228,7 @@ class Op:
     small: tuple = ()  # a case small enough for gradcheck
     pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
     saves: bool = True  # whether a room keeps fewer bytes than torch's op
-    worth: tuple[int, int] = (
-        WORTH_ELEMENTS,
-    ) * 2  # if so, elements from which on that is worth host time, as in `floors`
+    worth: tuple[int, int] = (WORTH_ELEMENTS, WORTH_ELEMENTS)  # if so, from which size on; on the CPU and on CUDA
     recipe: bool = True  # whether the output carries a recipe
     recipe_needs_recipe: bool = False  # whether the output has a recipe only where the input has one
     like_input: bool = True  # whether the output has the input's shape; a loss does not

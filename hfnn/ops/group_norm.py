@@ -224,6 +224,8 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     if kind and ambiguous(x):
         return None  # the activation's result has not the layout of the norm's
     # torch's result is contiguous on CUDA, whatever x is.
+    if x.is_cuda and prefer != "memory" and forced() is None and suggested(x) is not torch.contiguous_format:
+        return None  # of a copy, and backward is not faster
     layout = torch.contiguous_format if x.is_cuda else suggested(x)
     last = layout is not torch.contiguous_format
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):

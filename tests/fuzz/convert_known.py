@@ -265,6 +265,8 @@ def _depthwise_weights(program, difference):
     ):
         return False
     ours, stock = difference.ours, difference.stock
+    if ours.values.dim() < 3 or ours.values.shape[1] != 1:
+        return False
     same = all(n == 1 or a == b for n, a, b in zip(ours.values.shape, ours.stride, stock.stride, strict=True))
     autocast = any(call["autocast"] for call in _calls(program)) or bool(_layers(program, "autocast"))
     return same and autocast and any(step[0] == "penalty" for step in program["steps"])
