@@ -149,6 +149,14 @@ def _changed_in_checkpoint(program, difference):
     return noticed and _between(program, changes, _at(difference))
 
 
+def _not_the_same_again(program, difference):
+    """A forward that adds the number of its calls, under a checkpoint, which torch asks to compute the same again. Its
+    second gradients are made of tensors of either call, and sides keep different ones of them."""
+    penalty = any(step[0] == "penalty" for step in program["steps"])
+    counts = bool(_layers(program, "changing")) and _in_checkpoint(program)
+    return counts and penalty and difference.label.startswith("grad") and _values(difference)
+
+
 def _not_computed_again(program, difference):
     """Stock reads all that a linear map saved, also for the gradient of a bias alone, which needs none of it. So a
     checkpoint computes it again, and calls the hooks inside, for stock only."""
@@ -328,6 +336,7 @@ LIMITS = (
     Known("writes to what ours does not keep", "nothing", _writes_refused),
     Known("what torch has no kernel for", "nothing", _more_than_torch),
     Known("changed between a checkpoint and its backward", "nothing", _changed_in_checkpoint),
+    Known("another result of a checkpoint's second forward", "nothing", _not_the_same_again),
     Known("computed again by stock alone", "nothing", _not_computed_again),
     Known("done again by stock alone", "nothing", _acts_twice),
     Known("torch's autocast cache serves two dtypes", "nothing", _cached_cast),
