@@ -270,7 +270,7 @@ def parse(argv=None) -> argparse.Namespace:
     options.provider = options.provider or known
     if unknown := [name for name in options.provider if name not in known]:
         parser.error(f"--provider: no {unknown[0]!r} on {options.device}; there are {', '.join(known)}")
-    if on_gpus and (unknown := [op for op in options.ops if op not in ("all_reduce", "reduce_scatter", "all_gather")]):
+    if on_gpus and (unknown := [op for op in options.ops if op not in gpu.OPS]):
         parser.error(f"{unknown[0]!r} is not measured on GPUs")
     if unknown := [op for op in options.ops if op not in BUS]:
         parser.error(f"no op {unknown[0]!r}; there are {', '.join(BUS)}")

@@ -20,8 +20,10 @@ from rich import box
 from rich.table import Table
 
 SIZES = "4K 16K 64K 256K 1M 8M 32M 128M 256M 1G"
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float32)
-PROVIDERS = ("nccl", "hfreduce")
+SYMMETRIC = ("one_shot", "two_shot")  # all_reduce of torch's symmetric memory
+PROVIDERS = ("nccl", "hfreduce", *SYMMETRIC)
 PATIENCE = timedelta(seconds=60)
 BUCKET = 25 << 20  # bytes
 
@@ -39,6 +41,9 @@ def begin(options):
         os.environ.update(NCCL_HOSTID=given.host_id, NCCL_NET="Socket", NCCL_SOCKET_IFNAME=given.interface)
     groups = {}
     for name in options.provider:
+        if name in SYMMETRIC:
+            groups[name] = None
+            continue
         own = given if name == "hfreduce" else None
         groups[name] = dist.new_group(backend=name, timeout=PATIENCE, pg_options=own)
     return rank, n, groups
@@ -63,6 +68,15 @@ class Case:
         self.y = whole[rank].clone() if op == "reduce_scatter" else whole
         self.x = whole if op == "all_reduce" else whole[rank].clone() if op == "all_gather" else whole.clone()
 
+    def in_symmetric_memory(self) -> None:
+        """Moves the tensor of an all_reduce there."""
+        from torch.distributed import _symmetric_memory
+
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        self.x = self.y = _symmetric_memory.empty(self.pattern.shape, dtype=self.pattern.dtype, device="cuda")
+        _symmetric_memory.rendezvous(self.x, dist.group.WORLD.group_name)
+        self.out = torch.empty_like(self.pattern)
+
     def fill(self) -> None:
         """Small whole numbers, whose sums are exact."""
         mine = self.pattern + self.rank
@@ -76,15 +90,23 @@ class Case:
             "all_reduce": lambda: total,
             "reduce_scatter": lambda: total[self.rank],
             "all_gather": lambda: self.pattern + others,
+            "all_to_all": lambda: self.pattern[self.rank] + others,
         }
         return int((self.y != want[self.op]()).sum())
 
-    def call(self, group):
+    def call(self, name, group):
         x, y = self.x.view(-1), self.y.view(-1)
+        if name in SYMMETRIC:
+            world, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
+            if name == "two_shot":
+                return lambda: ops.two_shot_all_reduce_(y, "sum", world)
+            self.y = self.out
+            return lambda: ops.one_shot_all_reduce_out(x, "sum", world, self.out.view(-1))
         return {
             "all_reduce": lambda: dist.all_reduce(y, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(y, x, group=group),
             "all_gather": lambda: dist.all_gather_into_tensor(y, x, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(y, x, group=group),
         }[self.op]
 
 
@@ -153,14 +175,18 @@ def collectives(options, bus: dict) -> int:
     for op in options.ops:
         for dtype in DTYPES:
             for nbytes in options.sizes:
-                case = Case(op, nbytes, dtype, rank, n)
                 calls, wrong = {}, {}
                 for name, group in groups.items():
+                    case = Case(op, nbytes, dtype, rank, n)
+                    if name in SYMMETRIC:
+                        if op != "all_reduce" or options.p2p == "off" or options.hosts > 1 or nbytes > 32 << 20:
+                            continue
+                        case.in_symmetric_memory()
                     case.fill()
-                    case.call(group)()
+                    calls[name] = case.call(name, group)
+                    calls[name]()
                     wrong[name] = int(greatest(case.wrong())[0])
-                    calls[name] = case.call(group)
-                case.x.zero_(), case.y.zero_()
+                    case.x.zero_(), case.y.zero_()
                 for name, timing in measure(calls, clock, options).items():
                     rate = case.bytes / timing[0] / 1e6
                     more = {"bytes": case.bytes, "algbw_gbps": rate, "busbw_gbps": rate * bus[op](n)}
@@ -305,23 +331,24 @@ def show(rows: list[dict]) -> None:
         table = Table(
             title=f"{op}, {dtype}, {n} GPUs, {kind}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
         )
+        providers = [p for p in PROVIDERS if any(r["provider"] == p for r in mine)]
         for column in (
             "bytes",
-            *(f"{p} {what}" for p in PROVIDERS for what in ("us", "host us", "busbw", "wrong")),
+            *(f"{p} {what}" for p in providers for what in ("us", "host us", "busbw", "wrong")),
             "x",
         ):
             table.add_column(column, justify="right")
         for nbytes in dict.fromkeys(str(r["bytes"]) for r in mine):
             line = {r["provider"]: r for r in mine if str(r["bytes"]) == nbytes}
             cells = [nbytes]
-            for name in PROVIDERS:
+            for name in providers:
                 r = line.get(name)
                 cells += (
                     [f"{float(r[c]):.1f}" for c in ("device_us", "host_us", "busbw_gbps")] + [str(r["wrong"])]
                     if r
                     else [""] * 4
                 )
-            both = len(line) == len(PROVIDERS)
+            both = {"hfreduce", "nccl"} <= line.keys()
             factor = float(line["hfreduce"]["device_us"]) / float(line["nccl"]["device_us"]) if both else None
             table.add_row(*cells, f"{factor:.2f}" if both else "")
         report.put(table)

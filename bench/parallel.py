@@ -90,7 +90,7 @@ def exposed(entry: tuple[str, str], found: dict, found_all: dict) -> float | Non
     if found.get("alone_us") is not None:
         return found["us"] - found["alone_us"]
     provider = PROVIDERS[entry[0]]
-    base = "alone+hfnn" if provider.hfnn else "alone"
+    base = "alone" + ("+captured" if provider.capture else "+hfnn" if provider.hfnn else "")
     alone = next((of["us"] for (name, _), of in found_all.items() if name == base), None)
     return found["us"] - alone if found and alone is not None and provider.kind == "fsdp" else None
 

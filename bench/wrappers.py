@@ -70,6 +70,7 @@ def _vgg16(tiny):
 _BOTH = ("alone", "ddp", "fsdp")
 CASES = {
     "gpt2": Case(zoo.Model(_gpt2(12, {}), (4, 1024)), _BOTH),
+    "gpt2-16": Case(zoo.Model(_gpt2(12, {}), (16, 1024)), _BOTH),
     "gpt2-medium": Case(zoo.Model(_gpt2(24, {"n_embd": 1024, "n_head": 16}), (4, 1024)), _BOTH),
     "vgg16": Case(zoo.Model(_vgg16, (32, 224), (2, 32), zoo._images, zoo._classes_loss), ("alone", "ddp")),
     "llama-1.1b": Case(zoo.Model(_llama, (16, 2048), (16, 32)), ("pipeline",), 16),
@@ -133,11 +134,13 @@ def _fsdp(model, on):
 
 @dataclass(frozen=True)
 class Provider:
-    """kind: one of a case's. wrap: of data parallelism, (model, On) -> module; of a pipeline, a name of PIPELINES."""
+    """kind: one of a case's. wrap: of data parallelism, (model, On) -> module; of a pipeline, a name of PIPELINES.
+    hfnn, capture: whether the model is converted, and replayed from CUDA graphs."""
 
     kind: str
     wrap: Callable | str
     hfnn: bool = False
+    capture: bool = False
 
     @property
     def ours(self) -> bool:
@@ -147,9 +150,11 @@ class Provider:
 PROVIDERS = {
     "alone": Provider("alone", _alone),
     "alone+hfnn": Provider("alone", _alone, hfnn=True),
+    "alone+captured": Provider("alone", _alone, hfnn=True, capture=True),
     "torch-ddp": Provider("ddp", _torch_ddp),
     "haiscale-ddp": Provider("ddp", _ddp),
     "haiscale-ddp+hfnn": Provider("ddp", _ddp, hfnn=True),
+    "haiscale-ddp+captured": Provider("ddp", _ddp, hfnn=True, capture=True),
     "torch-fsdp2": Provider("fsdp", _fsdp2),
     "haiscale-fsdp": Provider("fsdp", _fsdp),
     "haiscale-fsdp+hfnn": Provider("fsdp", _fsdp, hfnn=True),
@@ -169,7 +174,7 @@ class Training:
         with on.device:
             model = case.model.build(on.tiny).train()
         if provider.hfnn:
-            hfnn.convert(model)
+            hfnn.convert(model, capture=provider.capture)
         torch.manual_seed(dist.get_rank() if provider.kind != "pipeline" else 0)
         with on.device:
             self.batch = case.model.batch(model, *(case.model.tiny if on.tiny else case.model.shape))

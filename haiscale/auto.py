@@ -172,7 +172,8 @@ def _devices(asked: str) -> dict[str, str]:
 
 
 def _possible() -> dict:
-    """What this rank could do: why not, if it has no hfreduce; whether that takes all its CUDA tensors; its host."""
+    """What this rank could do: why not, if it has no hfreduce; whether that takes all its CUDA tensors; its host; and
+    which backend its plan says is the faster one between hosts."""
     from haiscale import mesh
 
     why = _state.gave_up
@@ -183,7 +184,7 @@ def _possible() -> dict:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     takes = mesh.hfreduce_takes_cuda() or torch.cuda.device_count() == 0
-    return {"why": why, "cuda": takes, "host": mesh._host()}
+    return {"why": why, "cuda": takes, "host": mesh._host(), "measured": mesh.measured()}
 
 
 def _decide(asked: str, votes: list[dict]) -> dict:
@@ -194,7 +195,7 @@ def _decide(asked: str, votes: list[dict]) -> dict:
     why = _first([vote["why"] for vote in votes])
     if why:
         return {"backend": None, "why": why, "impossible": True, "hosts": hosts}
-    why = why_nccl(hosts == 1, all(vote["cuda"] for vote in votes))
+    why = why_nccl(hosts == 1, all(vote["cuda"] for vote in votes), votes[0]["measured"])
     to = {"gloo": "hfreduce", "nccl": "nccl" if why else "hfreduce"}
     before = _devices(asked).items()
     after = {device: to.get(name, name) if device in ("cpu", "cuda") else name for device, name in before}

@@ -39,8 +39,8 @@ def init(
 ) -> torch.device:
     """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
 
-    backend: by default "hfreduce"; "nccl" for GPUs of several hosts, between which hfreduce has TCP alone, and where
-    hfreduce was built without CUDA. timeout: seconds that an operation waits for other ranks; torch's own default if
+    backend: by default "hfreduce"; "nccl" for GPUs of several hosts, unless `hfreduce tune` found hfreduce faster between
+    them, and where hfreduce was built without CUDA. timeout: seconds that an operation waits for other ranks; torch's own default if
     None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made the current
     one. Raises ValueError where the environment is missing.
     """
@@ -60,7 +60,14 @@ def init(
         import hfreduce  # noqa: F401  # registers itself
 
         one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        why_not = why_nccl(one_host, hfreduce_takes_cuda()) if mine.type == "cuda" else None
+        why_not = why_nccl(one_host, hfreduce_takes_cuda(), measured()) if mine.type == "cuda" else None
+        if mine.type == "cuda" and not one_host:  # the plan is a file of each host's: rank 0 decides
+            wait = options.get("timeout", dist.distributed_c10d.default_pg_timeout)
+            store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+            if rank == 0:
+                store.set("haiscale.init", why_not or "")
+            why_not = store.get("haiscale.init").decode() or None
+            options |= {"store": store, "rank": rank, "world_size": size}
         backend = "nccl" if why_not else "hfreduce"
     dist.init_process_group(backend, **options)
     if dist.get_rank() == 0:
@@ -72,16 +79,33 @@ def init(
     return mine
 
 
-def why_nccl(one_host: bool, takes_cuda: bool) -> str | None:
+def measured(size: int | None = None) -> tuple[str, str] | None:
+    """hfreduce.plan.backend, if hfreduce can be imported."""
+    try:
+        from hfreduce import plan
+    except ImportError:
+        return None
+    return plan.backend(size)
+
+
+def why_nccl(one_host: bool, takes_cuda: bool, measured: tuple[str, str] | None) -> str | None:
     """Why CUDA tensors go by NCCL unless a backend is named; None where they go by hfreduce.
 
-    one_host: whether all ranks are known to be on one. takes_cuda: `hfreduce_takes_cuda` of all ranks.
+    one_host: whether all ranks are known to be on one. takes_cuda: `hfreduce_takes_cuda` of all ranks. measured: the
+    faster backend between such hosts, and when it was measured.
     """
     if not dist.is_nccl_available():
         return None
-    if not one_host:
-        return "GPUs of several hosts, between which hfreduce has TCP alone"
-    return None if takes_cuda else "this hfreduce was built without CUDA"
+    if not takes_cuda:
+        return "this hfreduce was built without CUDA"
+    if one_host:
+        return None
+    if measured is None:
+        return (
+            "GPUs of several hosts, between which nothing is measured; "
+            "`torchrun ... -m hfreduce.tune --device cuda` on these hosts finds the faster one"
+        )
+    return f"NCCL was the faster one between such hosts on {measured[1]}" if measured[0] == "nccl" else None
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -27,6 +27,8 @@ PATHS = (
     "packets", "packets_two_shot", "one_shot", "two_shot", "mapped", "mapped_two_shot", "assisted", "copies", "host",
     "automatic",
 )  # fmt: skip
+BACKENDS = ("hfreduce", "nccl")
+BUCKET = 25 << 20  # bytes that DDP averages at a time
 VERSION = 1
 SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
 ANY = 2**63 - 1
@@ -81,6 +83,15 @@ class DeviceRow:
 
 
 @dataclass(frozen=True)
+class BackendRow:
+    """Which backend is faster for messages of `kind` up to `max_bytes` between GPUs of several hosts."""
+
+    kind: str
+    max_bytes: int
+    backend: str
+
+
+@dataclass(frozen=True)
 class Shape:
     """Of a group: what rows are kept by."""
 
@@ -122,7 +133,7 @@ def path() -> Path | None:
 def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
     """{shape: {"measured": date, "rows": [Row]}} of a file; empty where there is none. Raises PlanError.
 
-    part: "shapes", or "devices", whose rows are DeviceRows.
+    part: "shapes"; "devices", whose rows are DeviceRows; or "backends", whose rows are BackendRows.
     """
     file = file or path()
     if file is None:
@@ -150,34 +161,32 @@ def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
 
 
 def _row(fields: dict) -> Row:
-    row = Row(**fields)
-    limits = (("max_bytes", row.max_bytes, ANY), ("chunk", row.chunk, SLOT), ("streams", row.streams, MAX_STREAMS))
-    for name, value, most in limits:
-        if type(value) is not int or not 0 < value <= most:
-            raise PlanError(f"{name} must be a whole number from 1 to {most}, got {value!r} in {fields}")
-    for name, value, known in (
-        ("kind", row.kind, KINDS),
-        ("inside", row.inside, INSIDE),
-        ("between", row.between, BETWEEN),
-    ):
-        if value not in known:
-            raise PlanError(f"{name} must be one of {', '.join(known)}, got {value!r} in {fields}")
-    return row
+    numbers = {"max_bytes": (1, ANY), "chunk": (1, SLOT), "streams": (1, MAX_STREAMS)}
+    return _checked(Row(**fields), numbers, {"kind": KINDS, "inside": INSIDE, "between": BETWEEN})
 
 
 def _device_row(fields: dict) -> DeviceRow:
-    row = DeviceRow(**fields)
-    numbers = ("max_bytes", row.max_bytes), ("blocks", row.blocks), ("threads", row.threads), ("slot", row.slot)
-    for name, value in numbers:
-        if type(value) is not int or not 0 <= value <= (ANY if name == "max_bytes" else 1 << 20):
-            raise PlanError(f"{name} must be a whole number, got {value!r} in {fields}")
-    for name, value, known in (("kind", row.kind, KINDS), ("path", row.path, PATHS)):
-        if value not in known:
-            raise PlanError(f"{name} must be one of {', '.join(known)}, got {value!r} in {fields}")
+    numbers = {"max_bytes": (0, ANY)} | dict.fromkeys(("blocks", "threads", "slot"), (0, 1 << 20))
+    return _checked(DeviceRow(**fields), numbers, {"kind": KINDS, "path": PATHS})
+
+
+def _backend_row(fields: dict) -> BackendRow:
+    return _checked(BackendRow(**fields), {"max_bytes": (0, ANY)}, {"kind": KINDS, "backend": BACKENDS})
+
+
+def _checked(row, numbers: dict, names: dict):
+    """The row, if its numbers are within their limits, and its names are among those known. Raises PlanError."""
+    for name, (least, most) in numbers.items():
+        value = getattr(row, name)
+        if type(value) is not int or not least <= value <= most:
+            raise PlanError(f"{name} must be a whole number from {least} to {most}, got {value!r} in {asdict(row)}")
+    for name, known in names.items():
+        if (value := getattr(row, name)) not in known:
+            raise PlanError(f"{name} must be one of {', '.join(known)}, got {value!r} in {asdict(row)}")
     return row
 
 
-_PARTS = {"shapes": _row, "devices": _device_row}
+_PARTS = {"shapes": _row, "devices": _device_row, "backends": _backend_row}
 
 
 def usable(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
@@ -192,7 +201,7 @@ def usable(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
 _tell = functools.cache(_log.warning)  # once for each text
 
 
-def save(of: Shape, rows: list[Row] | list[DeviceRow], file: Path | None = None, part: str = "shapes") -> Path:
+def save(of: Shape, rows: list[Row | DeviceRow | BackendRow], file: Path | None = None, part: str = "shapes") -> Path:
     """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one.
 
     Of a file that cannot be used nothing is kept. Raises PlanError where there is to be none, OSError where it cannot
@@ -230,6 +239,17 @@ def device_rows(size: int | None = None) -> list[tuple]:
     """The same of CUDA tensors, for hfreduce.Options().device_plan."""
     entry = usable(part="devices").get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
+
+
+def backend(size: int | None = None) -> tuple[str, str] | None:
+    """Which backend was faster for the buckets of DDP between GPUs of hosts like these, and when that was measured.
+
+    None where nothing was measured for this number of ranks and hosts.
+    """
+    entry = usable(part="backends").get(str(shape(size or job_size())))
+    rows = entry["rows"] if entry else ()
+    fits = (row.backend for row in rows if row.kind == "all_reduce" and row.max_bytes >= BUCKET)
+    return next(((name, entry["measured"]) for name in fits), None)
 
 
 # What runs, and why

@@ -4,6 +4,7 @@
     hfreduce tune --ranks 4 --seconds 0.1
     torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
     hfreduce tune --device cuda              # paths and launches on CUDA tensors, a rank for each GPU
+    torchrun --nnodes 2 ... -m hfreduce.tune --device cuda         # over hosts: whether haiscale.init takes hfreduce or NCCL
 
 All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
 is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.
@@ -137,12 +138,15 @@ def tune(store, rank: int, size: int, options) -> list[plan.Row]:
     return found
 
 
-def start(ranks: int, program: list[str]) -> int:
-    """Runs a command as so many ranks of this machine, as torchrun does, until one fails; exit status."""
+def start(ranks: int, program: list[str], hosts: int = 1) -> int:
+    """Runs a command as so many ranks of this machine, as torchrun does, until one fails; exit status.
+
+    hosts: how many the ranks are told to be on.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The store is there already: rank 0 need not make it.
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // hosts), "OMP_NUM_THREADS": "1"}
     children = []
     try:
         for rank in range(ranks):
@@ -161,6 +165,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--ranks", type=int, help="started on this machine, by default one for each core or GPU; not under torchrun")
+    add("--hosts", type=int, default=1, help="of --device cuda: the ranks started are those of so many hosts")
     add("--sizes", type=int, nargs="+", metavar="BYTES")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.2, help="spent on each candidate and size")
@@ -174,6 +179,8 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> arg
     options.sizes = sorted(options.sizes or (tune_device.SIZES if options.device == "cuda" else SIZES))
     if options.ranks < 2:
         parser.error("--ranks: at least 2, for one alone has nothing to choose")
+    if options.hosts < 1 or options.ranks % options.hosts or (options.hosts > 1 and options.device == "cpu"):
+        parser.error("--hosts: of --device cuda, and each host with equally many ranks")
     return options
 
 
@@ -190,13 +197,16 @@ def write(of: plan.Shape, rows: list, part: str) -> int:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Measures as one rank, or starts the ranks, each with these arguments; exit status."""
     if "RANK" not in os.environ:
-        return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments])
+        return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments], options.hosts)
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     torch.set_num_threads(1)
-    on_gpus = options.device == "cuda"
-    rows = (tune_device.tune if on_gpus else tune)(store, rank, size, options)
+    measure, part = tune, "shapes"
+    if options.device == "cuda":
+        several = plan.shape(size).hosts > 1
+        measure, part = (tune_device.compare, "backends") if several else (tune_device.tune, "devices")
+    rows = measure(store, rank, size, options)
     if not options.dry and int(os.environ.get("LOCAL_RANK", rank)) == 0:
-        return write(plan.shape(size), rows, "devices" if on_gpus else "shapes")
+        return write(plan.shape(size), rows, part)
     return 0
 
 

@@ -3,8 +3,12 @@
 A time is the device's, of calls that were enqueued behind a kernel which sleeps meanwhile; the slowest rank's median.
 Beyond what a path takes, its row falls back to the default, which is then measured twice: the first of candidates that
 are about as fast is taken.
+
+Between hosts it is backends that are compared, hfreduce and NCCL, by the clock of the host. haiscale.init takes the
+faster one from then on.
 """
 
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -39,12 +43,12 @@ def candidates(ranks: int, peers: bool) -> dict[str, list[plan.DeviceRow]]:
     }
 
 
-def call(group, kind: str, nbytes: int, n: int):
-    x = torch.zeros(n, max(1, nbytes // 2 // n), dtype=torch.bfloat16, device="cuda")
+def call(group, kind: str, nbytes: int, n: int, device: str = "cuda"):
+    x = torch.zeros(n, max(1, nbytes // 2 // n), dtype=torch.bfloat16, device=device)
     block = torch.zeros_like(x[0])
     return {
         "all_reduce": lambda: dist.all_reduce(x, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, x.view(-1), group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(x.view(-1), block, group=group),
         "broadcast": lambda: dist.broadcast(x, 0, group=group),
     }[kind]
@@ -101,7 +105,7 @@ def pick(times: list[float]) -> int:
     return best if times[best] < WORTH * times[0] else 0
 
 
-def merged(chosen: list[tuple[int, plan.DeviceRow]]) -> list[plan.DeviceRow]:
+def merged(chosen: list[tuple[int, plan.DeviceRow | plan.BackendRow]]) -> list:
     """Rows for all sizes from those for some: a row ends halfway, by ratio, to the next size, the last one nowhere."""
     rows = []
     for i, (nbytes, row) in enumerate(chosen):
@@ -112,11 +116,71 @@ def merged(chosen: list[tuple[int, plan.DeviceRow]]) -> list[plan.DeviceRow]:
     return rows
 
 
+def waited_for(call, count: int, device: str) -> float:
+    """Milliseconds of one of `count` calls, until the device has done the last one."""
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begun) / count
+
+
+def compare(store, rank: int, size: int, options, other: str = "nccl", device: str = "cuda") -> list[plan.BackendRow]:
+    """The faster backend of hfreduce and another, by kind and size, the same on every rank; prints on rank 0.
+
+    options.hosts > 1: the ranks of one machine are those of so many hosts, which talk over its loopback interface.
+    """
+    given = backend.Options()
+    if options.hosts > 1:
+        given.host_id, given.interface = f"host{rank * options.hosts // size}", "lo"
+        os.environ.update(NCCL_HOSTID=given.host_id, NCCL_NET="Socket", NCCL_SOCKET_IFNAME=given.interface)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    names = ("hfreduce", other)
+    groups = [
+        dist.new_group(backend=name, timeout=PATIENCE, pg_options=given if name == "hfreduce" else None)
+        for name in names
+    ]
+    found = []
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+        table, chosen = _table(kind, f"{plan.shape(size)}", names), []
+        for nbytes in options.sizes:
+            calls = [call(group, kind, nbytes, size, device) for group in groups]
+            once = [greatest(min(waited_for(each, 1, device) for _ in range(2)))[0] for each in calls]
+            counts = [max(1, int(1e3 * options.seconds / options.rounds / ms)) for ms in once]
+            times = [
+                [greatest(waited_for(each, count, device))[0] for each, count in zip(calls, counts, strict=True)]
+                for _ in range(options.rounds)
+            ]
+            medians = [statistics.median(each) for each in zip(*times, strict=True)]
+            best = names[medians.index(min(medians))]
+            chosen.append((nbytes, plan.BackendRow(kind, plan.ANY, best)))
+            table.add_row(str(nbytes), *(f"{1e3 * t:.1f}" for t in medians), best)
+        _print(table, rank)
+        found += merged(chosen)
+    dist.destroy_process_group()
+    return found
+
+
+def _table(kind: str, of: str, names) -> Table:
+    return Table("bytes", *names, "chosen", title=f"{kind}, {of}: microseconds", title_justify="left")
+
+
+def _print(table: Table, rank: int) -> None:
+    if rank == 0:
+        console = Console()
+        console.width = console.width if console.is_terminal else 160
+        console.print(table)
+
+
 def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
     """Measures all kinds on all ranks; prints on rank 0. Returns the rows, the same on every rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    found, console = [], Console()
+    found = []
     for kind, rows in candidates(size, have_peers()).items():
         groups, rows = [], [plan.DeviceRow(kind, plan.ANY, "automatic"), *rows]
         for row in rows:
@@ -124,8 +188,7 @@ def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
             given.device_plan = [row.tuple()]
             groups.append(dist.new_group(backend="hfreduce", pg_options=given, timeout=PATIENCE))
         names = [f"{row.path} {row.blocks}" for row in rows]
-        table = Table("bytes", *names, "chosen", title=f"{kind}, {size} GPUs: microseconds", title_justify="left")
-        chosen = []
+        table, chosen = _table(kind, f"{size} GPUs", names), []
         for nbytes in options.sizes:
             times = measure([call(group, kind, nbytes, size) for group in groups], options)
             best = pick(times)
@@ -133,8 +196,7 @@ def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
             table.add_row(str(nbytes), *(f"{1e3 * t:.1f}" for t in times), names[best])
         for group in groups:
             dist.destroy_process_group(group)
-        if rank == 0:
-            console.print(table)
+        _print(table, rank)
         found += merged(chosen)
     dist.destroy_process_group()
     return found

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-CANDIDATES = tuple(mib << 20 for mib in (1, 4, 16, 64, 256))  # bytes
-DEFAULT = 16 << 20  # where nothing may be tried
+CANDIDATES = tuple(mib << 20 for mib in (1, 5, 25, 125))  # bytes
+DEFAULT = 25 << 20  # where nothing may be tried: torch's
 WARM_UP, ROUNDS = 3, 4  # steps
 VERSION = 1
 

@@ -3,6 +3,7 @@
 import ast
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,16 +46,25 @@ def test_siblings_of_ranks_with_unequally_many_groups(four):
     assert [found["sums"] for found in four] == [[6, 6, 1, 2], [6, 6, 1, 4], [6, 6, 5, 2], [6, 6, 5, 4]]
 
 
-@pytest.mark.parametrize("device, hosts, kernels, backend", [
-    ("cpu", 2, True, "hfreduce"), ("cuda", 1, True, "hfreduce"), ("cuda", 2, True, "nccl"), ("cuda", 1, False, "nccl"),
+@pytest.mark.parametrize("device, hosts, kernels, measured, backend", [
+    ("cpu", 2, True, None, "hfreduce"), ("cuda", 1, True, None, "hfreduce"), ("cuda", 1, False, None, "nccl"),
+    ("cuda", 2, True, None, "nccl"), ("cuda", 2, True, "nccl", "nccl"), ("cuda", 2, True, "hfreduce", "hfreduce"),
+    ("cuda", 2, False, "hfreduce", "nccl"),
 ])  # fmt: skip
-def test_default_backend(device, hosts, kernels, backend, monkeypatch, caplog):
+def test_default_backend(device, hosts, kernels, measured, backend, monkeypatch, caplog, tmp_path):
     """And NCCL is not taken without a word."""
     import torch
 
-    asked = []
+    from hfreduce import plan
+
+    asked, said = [], {}
+    monkeypatch.setenv("HFREDUCE_PLAN", str(tmp_path / "plan.json"))
+    if measured:
+        plan.save(plan.Shape(4 * hosts, hosts), [plan.BackendRow("all_reduce", plan.ANY, measured)], part="backends")
+    store = SimpleNamespace(set=said.__setitem__, get=lambda key: said[key].encode())
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *given, **more: iter([(store, 0, 4 * hosts)]))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.append(name))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4 * hosts)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -65,11 +75,9 @@ def test_default_backend(device, hosts, kernels, backend, monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", str(4 * hosts))
     haiscale.init()
     assert asked == [backend]
-    why = (
-        "GPUs of several hosts, between which hfreduce has TCP alone"
-        if hosts > 1
-        else "this hfreduce was built without"
-    )
+    why = "this hfreduce was built without"
+    if kernels:
+        why = "NCCL was the faster one between such hosts on 20" if measured else "GPUs of several hosts, between which nothing"
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert (backend == "nccl") == bool(lines)
     assert all(f"haiscale.init: {4 * hosts} ranks on NCCL, not on hfreduce: {why}" in line for line in lines)

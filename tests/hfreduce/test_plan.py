@@ -125,6 +125,30 @@ def test_what_is_measured_on_gpus_can_be_kept(file, ranks, peers):
         assert {row.kind for row in rows} == {kind} and ("mapped" in {row.path for row in rows}) != peers
 
 
+def test_the_faster_backend_between_hosts_is_kept(file, monkeypatch, capfd):
+    """As measured by two ranks, which are two hosts, with gloo in NCCL's place."""
+    program = (
+        "import os; from types import SimpleNamespace; import torch.distributed as dist; from hfreduce import tune_device\n"
+        "rank, options = int(os.environ['RANK']), SimpleNamespace(hosts=2, sizes=[4096, 1 << 20], rounds=3, seconds=0.01)\n"
+        "store, rank, size = next(dist.rendezvous('env://'))\n"
+        "rows = tune_device.compare(store, rank, size, options, 'gloo', 'cpu')\n"
+        "kinds = {row.kind for row in rows if row.backend in ('hfreduce', 'gloo') and row.max_bytes > 1 << 30}\n"
+        "assert kinds == {'all_reduce', 'reduce_scatter', 'all_gather'}, rows"
+    )
+    assert tune.start(2, [sys.executable, "-c", program], hosts=2) == 0
+    assert "all_reduce, 2 ranks on 2 hosts" in capfd.readouterr().out
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert plan.backend(2) is None
+    small, large = (plan.BackendRow("all_reduce", most, name) for most, name in ((1 << 20, "nccl"), (plan.ANY, "hfreduce")))
+    plan.save(plan.Shape(2, 2), [small, large], part="backends")
+    plan.save(plan.Shape(2), [row()])
+    assert plan.backend(2) == ("hfreduce", plan.load(part="backends")["2 ranks on 2 hosts"]["measured"])
+    assert plan.backend(4) is None
+    with pytest.raises(plan.PlanError, match="backend must be one of hfreduce, nccl, got 'gloo'"):
+        plan.save(plan.Shape(2, 2), [plan.BackendRow("all_reduce", plan.ANY, "gloo")], part="backends")
+        plan.load(part="backends")
+
+
 def test_rows_are_those_of_the_shape_that_the_launcher_tells(monkeypatch):
     plan.save(plan.Shape(8, 2), [row()])
     assert plan.rows(8) == []
@@ -236,6 +260,8 @@ def test_explain_on_gpus():
     text = told("all_reduce", 16 << 20, peers=False)
     assert "without peer access\n  mapped_two_shot: " in text and "32 blocks" in text and "sends 24 MiB" in text
     assert "assisted: " in told("all_reduce", (16 << 20) + 4, peers=False)
+    assert "mapped_two_shot: " in told("reduce_scatter", 1 << 30, peers=False)
+    assert "assisted: " in told("all_gather", (32 << 20) + 16, peers=False)
     assert "assisted: " in told("broadcast", 8, hosts=2)
     assert "host: by way of the host" in told("reduce", 8) and "is alone" in told("all_reduce", 8, ranks=1)
     plan.save(plan.Shape(4), [plan.DeviceRow("all_gather", 1 << 20, "copies")], part="devices")

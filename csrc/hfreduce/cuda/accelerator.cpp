@@ -52,6 +52,7 @@ struct Accelerator::State {
   std::string why_no_peers, why_no_mapped, why_no_staged, why_no_copies, why_no_messages;
   std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<HostStaged> staged;
+  double core_rate = kCoreRate;  // HostStaged::rate, the least of all ranks, where it decides anything
   std::unique_ptr<Copies> copies;
   std::unique_ptr<DeviceMessages> messages;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
@@ -76,8 +77,9 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (wants(Path::staged)) make_staged(timeout);
   if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
   if (peers) why_no_messages = connect(communicator, *driver, timeout, messages);
-  means = {communicator.size(), peers != nullptr,  mapped != nullptr,
-           staged != nullptr,   copies != nullptr, communicator.layout().regular};
+  means = {communicator.size(),   peers != nullptr,  mapped != nullptr,
+           staged != nullptr,     copies != nullptr, communicator.layout().regular,
+           core_rate >= kCoreRate};
   in_flight = std::make_unique<InFlight>(communicator, *driver, [this](const Enqueued& oldest) { look(oldest); });
   communicator.on_failure([this] { stop(); });
 }
@@ -103,7 +105,10 @@ void Accelerator::State::make_staged(milliseconds timeout) {
     staged = std::make_unique<HostStaged>(*driver, std::move(segments), options,
                                           [stopped = stopped] { return stopped->load(std::memory_order_relaxed); });
   });
-  if (!why_no_staged.empty()) staged.reset();
+  if (!why_no_staged.empty()) return staged.reset();
+  if (!mapped) return;
+  core_rate = staged->rate();
+  communicator.all_reduce(&core_rate, &core_rate, 1, DType::f64, {Op::min}, timeout);
 }
 
 template <class Work>
@@ -241,7 +246,7 @@ DeviceMessages* Accelerator::messages() const { return state_->messages.get(); }
 
 std::string Accelerator::describe() const {
   const State& s = *state_;
-  const std::string mapped = s.mapped ? "small messages by mapped memory of the host, " : "";
+  const std::string mapped = s.mapped ? "kernels over mapped memory of the host, " : "";
   if (s.peers) {
     const std::string copies = s.copies                  ? "all_gather by copy engines, "
                                : s.why_no_copies.empty() ? ""
@@ -254,8 +259,9 @@ std::string Accelerator::describe() const {
   const std::string why = "GPUs do not use each other's memory (" + s.why_no_peers + ")";
   const std::string small = s.mapped || s.why_no_mapped == s.why_no_peers
                                 ? mapped
-                                : "no mapped memory for small messages (" + s.why_no_mapped + "), ";
-  if (s.staged) return why + ": " + small + "CPU-assisted reduce";
+                                : "no kernels over mapped memory (" + s.why_no_mapped + "), ";
+  const std::string rate = ", at " + std::to_string(static_cast<int>(s.core_rate / 1e9)) + " GB/s";
+  if (s.staged) return why + ": " + small + "CPU-assisted reduce" + (s.mapped ? rate : "");
   return why + ", and the CPU-assisted reduce does not work (" + s.why_no_staged + "): " + small + "copies to the host";
 }
 

@@ -36,7 +36,7 @@ std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_pt
 std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Copies>& copies);
 std::string connect(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<DeviceMessages>& messages);
 
-// Memory of the host, for small messages, proven by a kernel.
+// Memory of the host that is mapped into the GPUs, proven by a kernel.
 std::string map(Communicator&, Driver&, milliseconds timeout, std::unique_ptr<Peers>& mapped);
 
 }  // namespace hfreduce::gpu

@@ -15,8 +15,9 @@ namespace {
 constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
 // The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
 // over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
-// so many bytes each way over a GPU's link. Beyond, the host's cores are about as fast, and take no multiprocessor:
-// DDP's buckets of 25 MiB are to leave the backward alone.
+// so many bytes each way over a GPU's link. Beyond, copy engines take no multiprocessor: DDP's buckets of 25 MiB are to
+// leave the backward alone. But cores of some hosts add three times as slowly as those of others, and a reduce_scatter
+// by copy engines brings down n / (n - 1) times the bytes.
 constexpr int64_t kMappedBytes = 32 << 10, kMappedLinkBytes = 24 << 20;
 // A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
 // do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
@@ -88,13 +89,15 @@ Path path_of(const std::vector<DeviceRow>& rows, const Means& means, const Messa
   const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
                        : kind == Kind::all_reduce ? 2 * sent / n
                                                   : bytes / n * (n - 1);
-  const std::pair<Path, bool> ways[] = {{Path::packets, sent <= kPacketBytes},
-                                        {Path::packets_two_shot, n > 2 && sent <= kTwoTripBytes * (n - 1)},
-                                        {Path::two_shot, true},
-                                        {Path::mapped, sent <= kMappedBytes},
-                                        {Path::mapped_two_shot, link <= kMappedLinkBytes},
-                                        {Path::staged, true},
-                                        {Path::mapped_two_shot, true}};
+  const std::pair<Path, bool> ways[] = {
+      {Path::packets, sent <= kPacketBytes},
+      {Path::packets_two_shot, n > 2 && sent <= kTwoTripBytes * (n - 1)},
+      {Path::two_shot, true},
+      {Path::mapped, sent <= kMappedBytes},
+      {Path::mapped_two_shot, link <= kMappedLinkBytes || kind == Kind::reduce_scatter},
+      {Path::mapped_two_shot, kind == Kind::all_reduce && !means.cores},
+      {Path::staged, true},
+      {Path::mapped_two_shot, true}};
   for (const auto& [path, worth] : ways)
     if (worth && takes(path, means, message)) return path;
   return Path::host;

@@ -50,11 +50,15 @@ struct Message {
   Op op = Op::sum;
 };
 
+// Bytes a second of HostStaged::rate from which the cores do not hold up the copies.
+constexpr double kCoreRate = 20e9;
+
 // What the ranks have.
 struct Means {
   int size = 1;  // ranks
   bool peers = false, mapped = false, staged = false, copies = false;
   bool regular = true;  // whether hosts have equally many ranks, one after another
+  bool cores = true;    // whether the host's cores add as fast as copies bring (kCoreRate)
 };
 
 // The first row that says something of the message, if its path takes it; nullptr: the default.

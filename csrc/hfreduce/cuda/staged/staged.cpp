@@ -35,6 +35,7 @@ namespace {
 constexpr milliseconds kPause{2}, kGrace{200};  // of let_go
 constexpr milliseconds kLeave{5000};            // for what runs to end in the destructor
 constexpr uint32_t kForGood = 1u << 30;
+constexpr int kTries = 5;  // of rate; the first ones find the threads asleep
 
 // Options as they are used: lines and pages divide a chunk, a power of two divides 2^32.
 HostStaged::Options settled(HostStaged::Options options) {
@@ -291,6 +292,26 @@ HostStaged::HostStaged(Driver& driver, std::vector<Segment> segments, const Opti
 
 HostStaged::~HostStaged() {
   if (getpid() != state_->owner) static_cast<void>(state_.release());  // a child of a fork has no threads
+}
+
+// Chunks of which each input has arrived, and the result is taken, without a stream.
+double HostStaged::rate() {
+  State& s = *state_;
+  StagingRing::Head& head = s.ring.mine();
+  const int64_t bytes = std::min(s.options.least, s.options.chunk);
+  double best = 0;
+  for (int i = 0; i < kTries; ++i) {
+    Work work{Kind::all_reduce, DType::f32, {}, bytes / size_of(DType::f32), size_of(DType::f32), 1, {}};
+    work.first = s.next, work.chunks = s.chunks(work);
+    const uint32_t end = s.next += work.chunks;
+    const auto begun = Clock::now();
+    s.workers->push(work);
+    raise(head.arrived, end);
+    while (!passed(head.ready.load(std::memory_order_acquire), end)) std::this_thread::yield();
+    raise(head.taken, end);
+    best = std::max(best, bytes / std::chrono::duration<double>(Clock::now() - begun).count());
+  }
+  return best;
 }
 
 void HostStaged::let_go() { state_->let_go(); }

@@ -62,6 +62,10 @@ class HostStaged {
   // As quit. What still runs is let go of; what does not end even so keeps its memory.
   ~HostStaged();
 
+  // Bytes a second of each rank's float32 that the cores of all ranks add up while no stream copies: the best of some
+  // tries. All ranks of the host call this together, before anything is enqueued; not of several hosts.
+  double rate();
+
   // Enqueued behind `stream`, and done before what `stream` does next. in and out: device memory; they may be the same
   // (all_reduce), or `in` the right part of `out` (all_gather). Ranks call the same, in the same order. Operations of
   // several streams need no events between them for this object's sake, and overlap: one comes down while the last one
