@@ -2,7 +2,7 @@
 
     model = hfnn.convert(model)         # in place: same parameters, same state dict, fewer bytes, less time
     print(hfnn.report(model))           # what was swapped, what was left alone, and why
-    hfnn.revert(model) # restores the original classes
+    hfnn.revert(model)                  # restores the original classes
 
 `hfnn.LayerNorm` and similar classes replace those of torch.nn. `hfnn.functional` has the functions.
 """

@@ -3,7 +3,7 @@
 hfnn info                   # each kernel with the reason why it cannot run here
 hfnn report gpt2            # what hfnn.convert would swap in a model; nothing is downloaded for a model type
 hfnn warmup                 # compile the GPU kernels before training does
-hfnn bench gelu # compare the time of an operator with torch's; in a clone of the repository
+hfnn bench gelu             # time an operator against torch's; in a clone of the repository
 """
 
 import logging

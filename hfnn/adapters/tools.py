@@ -1,8 +1,8 @@
 """torch's tools that identify modules by their exact class or its file, and how they treat hfnn's modules.
 
-    torch.fx does not trace into torch.nn's modules, nor into hfnn's torch.jit.script compiles a module's source: hfnn's
-    modules become torch's again, in the model that it gets quantisation swaps modules by their class: hfnn's modules
-    become torch's again, in the quantised model
+    torch.fx            does not trace into torch.nn's modules, nor into hfnn's
+    torch.jit.script    compiles a module's source: hfnn's modules become torch's again, in the model that it gets
+    quantisation        swaps modules by their class: hfnn's modules become torch's again, in the quantised model
 
 Scripted and quantised models are for inference, where hfnn's modules run torch's ops.
 """

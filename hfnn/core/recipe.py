@@ -6,7 +6,7 @@ consumer keeps that node instead of y. In backward the node builds y again:
 
     producer    save(ctx, x, weight, made=(rstd,))     # as ctx.save_for_backward
                 return carry(ctx, y, build)            # y == build(x, weight, rstd), bit for bit
-    consumer token = take(x) # None: save x, as torch does
+    consumer    token = take(x)                        # None: save x, as torch does
     backward    x = token.tensor()                     # shared by siblings, freed by the last one
 
 A room that keeps its input is a consumer, too: `save` keeps a token instead of a tensor if it can, and `saved` returns
