@@ -181,11 +181,9 @@ def _collectives(file, title, text, providers, sizes, **every) -> Table:
 TABLES = (
     Table(
         "Whole models",
-        "Milliseconds a training step, and GiB at most above weights and optimizer states. One H200, bf16 "
-        "autocast, fused "
-        "AdamW, unmodified models of transformers and timm (`bench/models.py`). Each row of a model is a "
-        "process of its own, "
-        "and not all ran on one machine: hosts differ. The next table compares within a process.",
+        "Milliseconds per training step, and peak GiB above weights and optimizer states. One H200, bf16 autocast, "
+        "fused AdamW, unmodified models of transformers and timm (`bench/models.py`). Each cell was measured in its "
+        "own process, and not all on the same machine; hosts differ. The next table compares within one process.",
         "NVIDIA_H200-models",
         MODELS,
         {
@@ -201,7 +199,8 @@ TABLES = (
     ),
     Table(
         "Whole models, step by step beside stock",
-        "Milliseconds a step, and the share of stock's, in turns in one process (`bench/models.py --pairs`).",
+        "Milliseconds per step, and in brackets the ratio to stock torch. The variants take turns in one process "
+        "(`bench/models.py --pairs`).",
         "NVIDIA_H200-pairs",
         {name: {"op": op, "case": case} for name, (op, case) in PAIRS.items()},
         {
@@ -215,7 +214,7 @@ TABLES = (
     ),
     Table(
         "Norms, activations, dropout, softmax",
-        "Per cent of the bandwidth of a copy in the same process, forward, then backward. One H200, bf16 "
+        "Per cent of the bandwidth of a copy in the same process: forward, then backward. One H200, bf16 "
         "(`bench/run.py`).",
         "NVIDIA_H200",
         _ops(),
@@ -225,9 +224,8 @@ TABLES = (
     ),
     Table(
         "Cross-entropy",
-        "The logits are read and never written over. Forward and backward together, per cent of the bandwidth "
-        "of a copy of "
-        "three times the logits' bytes: two reads and a write.",
+        "The logits are read and never overwritten. Per cent of the bandwidth of a copy, forward and backward "
+        "together. The bytes counted are three times those of the logits: two reads and a write.",
         "NVIDIA_H200",
         {f"{c.replace('x', ' x ')}": {"op": "cross_entropy", "case": c} for c in ("8192x32000", "8192x128256")},
         KERNELS,
@@ -237,12 +235,10 @@ TABLES = (
     ),
     Table(
         "A linear map and its cross-entropy",
-        "`hfnn.functional.linear_cross_entropy`, which keeps no logits; hidden 4096, vocabulary 128256, forward "
-        "and backward: "
-        "milliseconds, and MiB at most above the inputs, gradients included, which are 1002 MiB and more "
-        "(`bench/run.py --head`; [notes](notes/linear_cross_entropy.md)). The gradient of the weight errs at "
-        "most twice as "
-        "much as torch's single product; Liger's up to four times.",
+        "`hfnn.functional.linear_cross_entropy` keeps no logits. Hidden size 4096, vocabulary 128256, forward and "
+        "backward: milliseconds, and peak MiB above the inputs. The peak includes the gradients, which take 1002 MiB "
+        "and more (`bench/run.py --head`; [notes](notes/linear_cross_entropy.md)). The error of the weight's gradient "
+        "is at most twice that of torch's single product; Liger's is up to four times.",
         "NVIDIA_H200-heads",
         {
             f"{tokens} tokens, {dtype}": {"case": f"{tokens}x4096x128256", "dtype": dtype}
@@ -255,9 +251,8 @@ TABLES = (
     ),
     Table(
         "Attention",
-        "TFLOP/s of the pairs that attend, forward, then backward (`bench/attention.py`). In brackets: torch's "
-        "kernel that "
-        "hfnn leaves the call to.",
+        "TFLOP/s, counting only the pairs that attend: forward, then backward (`bench/attention.py`). In brackets: "
+        "the torch kernel that runs where hfnn leaves the call to torch.",
         "NVIDIA_H200-attention",
         {heading: {"case": case} for heading, case in ATTENTION.items()},
         {
@@ -273,9 +268,8 @@ TABLES = (
     ),
     Table(
         "Ragged sequences",
-        "A training step of a Llama of 8 layers on 16384 tokens of sequences of different lengths: thousand "
-        "tokens a second, and "
-        "GiB at the peak. Packed by `hfnn.data.PackedCollator` (`bench/attention.py --packing`).",
+        "A training step of a Llama of 8 layers on 16384 tokens in sequences of different lengths: thousand tokens "
+        "per second, and peak GiB. Packed by `hfnn.data.PackedCollator` (`bench/attention.py --packing`).",
         "NVIDIA_H200-packing",
         {name: {"provider": name} for name in ("padded torch", "padded hfnn", "packed torch", "packed hfnn")},
         {"thousand tokens a second; GiB": {}},
@@ -284,9 +278,9 @@ TABLES = (
     ),
     Table(
         "AdamW",
-        "A step: microseconds; per cent of the bandwidth of a copy; the host's microseconds (`bench/optim.py`). "
-        'States of 8 and 4 bits: `hfnn.convert(optimizer, state_dtype="8bit")`. Remainder: 16-bit parameters with 16 '
-        "further bits.",
+        "One step: microseconds; per cent of the bandwidth of a copy; microseconds on the host (`bench/optim.py`). "
+        '8-bit and 4-bit states: `hfnn.convert(optimizer, state_dtype="8bit")`. Remainder: 16-bit parameters with '
+        "16 further bits kept by the optimizer.",
         "NVIDIA_H200-optim",
         OPTIMIZERS,
         {
@@ -302,7 +296,7 @@ TABLES = (
     ),
     Table(
         "Wrappers on two GPUs",
-        "Milliseconds a step, unconverted models (`bench/parallel.py`; [notes](notes/parallel.md)).",
+        "Milliseconds per step, unconverted models (`bench/parallel.py`; [notes](notes/parallel.md)).",
         "NVIDIA_H200-parallel",
         {
             "GPT-2 124M, 4 x 1024 tokens a rank": {"op": "gpt2"},
@@ -322,8 +316,7 @@ TABLES = (
     _collectives(
         "NVIDIA_H200-hfreduce",
         "Collectives on GPUs",
-        "Microseconds a call, bfloat16, with peer access, beside NCCL in the same run (`bench/hfreduce.py "
-        "--device cuda`).",
+        "Microseconds per call, bfloat16, with peer access; NCCL in the same run (`bench/hfreduce.py --device cuda`).",
         ("nccl", "hfreduce"),
         ("4 KiB", "256 KiB", "8 MiB", "128 MiB", "1 GiB"),
         dtype="bfloat16",
@@ -332,9 +325,8 @@ TABLES = (
     _collectives(
         "Intel_R_Xeon_R_Processor-hfreduce",
         "Collectives on a CPU",
-        "Microseconds a call, float32, in place, on two cores, beside gloo in the same run "
-        "(`bench/hfreduce.py`). `direct` is "
-        "`hfreduce.all_reduce_`, without torch.distributed.",
+        "Microseconds per call, float32, in place, on two cores; gloo in the same run (`bench/hfreduce.py`). "
+        "`direct` is `hfreduce.all_reduce_`, without torch.distributed.",
         ("gloo", "hfreduce", "direct"),
         ("4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"),
         dtype="float32",
@@ -343,32 +335,34 @@ TABLES = (
 )
 HEAD = """# Benchmarks
 
-The newest row of each case in [bench/results](../bench/results), as `python bench/results_page.py` writes it: change
-rows, not this page. How a number comes about is in [bench/README.md](../bench/README.md); what was tried, and what
-stands between a number and its roof, in [notes](notes/activation_memory.md). "-": not measured.
+`python bench/results_page.py` writes this page from the newest row of each case in [bench/results](../bench/results).
+Change the rows, not this page. [bench/README.md](../bench/README.md) explains how the numbers are measured. The
+[notes](notes/activation_memory.md) describe what was tried, and what keeps a number below its limit. "-": not measured.
 """
-MODES = """# Which mode do I take
+MODES = """# Which mode to use
 
-A model can run as it is, converted (`hfnn.convert(model)`), captured (`hfnn.convert(model, capture=True)`, on a GPU),
-or compiled (`torch.compile`), converted or not. Which is the fastest depends on the model, the batch and the machine:
+A model can run in one of these modes: as it is; converted (`hfnn.convert(model)`); captured
+(`hfnn.convert(model, capture=True)`, on a GPU); or compiled (`torch.compile`), converted or not. Which mode is the
+fastest depends on the model, the batch and the machine:
 
-* **Converted** is the one to begin with. It keeps the least for backward, takes any model, and needs no time to set up.
-* **Captured** helps where the GPU waits for Python: small batches, many small operators. Shapes must repeat. Its memory
-  is that of converted.
-* **Compiled**, not converted, suits a model that torch.compile takes whole, with memory to spare. Converted modules
-  step aside under torch.compile; `backend="hfnn"` ([torch.compile](compile.md)) keeps less for backward.
-* **As it is**, where nothing of the above is measurably faster.
+* **Converted**: begin with this mode. It keeps the least for backward, works with any model, and needs no set-up time.
+* **Captured** helps where the GPU waits for Python: small batches, many small operators. Shapes must repeat. It needs
+  as much memory as the converted model.
+* **Compiled**, not converted, suits a model that torch.compile compiles as one graph, with memory to spare. Under
+  torch.compile, converted modules run torch's own operators; `backend="hfnn"` ([torch.compile](compile.md)) keeps less
+  for backward.
+* **As it is**: where none of the above is measurably faster.
 
-`hfnn.tune` measures them on your batches, and leaves the model in the fastest one that gives stock's results:
+`hfnn.tune` measures the modes on your batches. It leaves the model in the fastest mode whose results match stock torch:
 
 ```python
 hfnn.tune(model, batches, optimizer=optimizer, steps=steps_to_come)  # prints a table
-print(hfnn.report(model))  # says what was chosen, and why others were not
+print(hfnn.report(model))  # which mode was chosen, and why the others were not
 ```
 
-It compares the loss, all gradients, buffers, and gradients of two batches that add up, and tries nothing that does not
-fit its budget (300 seconds, or 2 % of the steps to come if that is less). What it has chosen is kept for the next run,
-in `~/.cache/hfnn/tune.json`, and compared with stock there again. For transformers' Trainer:
+It compares the loss, all gradients, the buffers, and gradients accumulated over two batches. It skips modes that do not
+fit its budget: 300 seconds, or 2 % of the remaining training steps if that is less. The choice is stored in
+`~/.cache/hfnn/tune.json` for the next run, which compares it with stock again. For transformers' Trainer:
 
 ```python
 from hfnn.adapters.trainer import TuneCallback
@@ -376,9 +370,9 @@ from hfnn.adapters.trainer import TuneCallback
 trainer = Trainer(..., callbacks=[TuneCallback()])
 ```
 
-Call it before a model is wrapped (DDP, FSDP), on all ranks: they choose alike. A compiled model whose shapes change so
-often that more than six calls compile anew runs uncompiled from then on, with a line in the log; a run that becomes
-slower for another reason keeps its mode. Layouts have no rows on a GPU yet.
+Call `hfnn.tune` before the model is wrapped (DDP, FSDP), on all ranks; all ranks make the same choice. If the shapes of
+a compiled model change so often that more than six calls recompile, it runs uncompiled from then on, and a line is
+logged. A run that becomes slower for another reason keeps its mode. Layouts have not been measured on a GPU yet.
 
 The tables are written by `python bench/results_page.py` from the newest rows of [bench/results](../bench/results).
 """

@@ -2,9 +2,9 @@
 
     model = hfnn.convert(model)         # in place: same parameters, same state dict, fewer bytes, less time
     print(hfnn.report(model))           # what was swapped, what was left alone, and why
-    hfnn.revert(model)                  # the original classes again
+    hfnn.revert(model)                  # restores the original classes
 
-`hfnn.LayerNorm` and its siblings replace torch.nn's; `hfnn.functional` has the functions.
+`hfnn.LayerNorm` and similar classes replace those of torch.nn. `hfnn.functional` has the functions.
 """
 
 import torch  # noqa: F401  first: hfnn._C must find torch's OpenMP already loaded, or two of them fight over the cores

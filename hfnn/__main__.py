@@ -1,9 +1,9 @@
-"""Fused operators for PyTorch training: what runs on this machine, and what hfnn makes of a model.
+"""Fused operators for PyTorch training: what runs on this machine, and what hfnn does with a model.
 
 hfnn info                   # each kernel with the reason why it cannot run here
 hfnn report gpt2            # what hfnn.convert would swap in a model; nothing is downloaded for a model type
 hfnn warmup                 # compile the GPU kernels before training does
-hfnn bench gelu             # time an operator beside torch's; in a clone of the repository
+hfnn bench gelu             # time an operator against torch's; in a clone of the repository
 """
 
 import logging
@@ -28,7 +28,7 @@ def report(args) -> int:
     parameters = sum(p.numel() for p in model.parameters())
     hfnn.convert(model, prefer=args.prefer)
     found = hfnn.report(model)
-    # No kernel takes tensors of "meta": which of them runs is to be seen on the device that the model will be on.
+    # No kernel accepts tensors on "meta". Which kernel runs depends on the device that the model will be on.
     bare = [replace(row, kernel=None, why=re.sub("^no kernel here for .* on meta$", "", row.why)) for row in found.rows]
     print(f"{args.model}: {type(model).__name__}, {parameters:,} parameters, on no device")
     print(replace(found, rows=bare), end="")
@@ -41,7 +41,7 @@ def bench(args) -> int:
     process = subprocess.Popen([sys.executable, BENCH, *args.arguments])
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the terminal has told the benchmark as well
+    except KeyboardInterrupt:  # the terminal has interrupted the benchmark, too
         process.wait()
         raise
 
@@ -50,10 +50,10 @@ def parser() -> Parser:
     found = Parser(prog="hfnn", description=__doc__)
     found.add_argument("--version", action="version", version=f"hfnn {hfnn.__version__}")
     commands = found.add_subparsers(metavar="COMMAND", required=True)
-    sub = commands.add_parser("info", help="what hfnn can do on this machine, and why not more")
+    sub = commands.add_parser("info", help="what hfnn can do on this machine, and what is missing")
     sub.set_defaults(call=lambda args: info.main())
     sub = commands.add_parser(
-        "report", help="what hfnn.convert would swap in a model, and what it would leave, and why"
+        "report", help="what hfnn.convert would swap in a model, what it would leave alone, and why"
     )
     sub.add_argument(
         "model",
@@ -63,7 +63,7 @@ def parser() -> Parser:
     )
     sub.add_argument("--prefer", choices=("auto", "speed", "memory"), default="auto", help="as in hfnn.convert")
     sub.set_defaults(call=report)
-    sub = commands.add_parser("bench", help="time operators beside torch's", add_help=False)
+    sub = commands.add_parser("bench", help="compare the time of operators with torch's", add_help=False)
     sub.set_defaults(call=bench)
     sub = commands.add_parser("warmup", help="compile the GPU kernels before training does")
     warmup.options(sub)

@@ -1,8 +1,8 @@
-"""`convert` and `revert`: hfnn in a model that is already built, by changing the classes of its modules.
+"""`convert` and `revert`: use hfnn in a model that is already built, by changing the classes of its modules.
 
-Parameters, buffers, hooks and names stay as they are, for nothing but `module.__class__` changes (and `prefer`, where
-it is not "auto"). Nothing outside the model is touched. `examine` gives the verdict on one module and is all that
-decides; `hfnn.report` prints it. Optimizers go to `hfnn/optim/swap.py`.
+Parameters, buffers, hooks and names do not change: only `module.__class__` does (and `prefer`, if it is not "auto").
+Nothing outside the model changes. `examine` decides about one module, and `hfnn.report` prints its verdict.
+`hfnn/optim/swap.py` converts optimizers.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,7 +49,7 @@ Filter = str | type | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A module of a model: every name it goes by, and every module around it under any of them."""
+    """A module of a model: all of its names, and every module around it under any of them."""
 
     module: nn.Module
     names: list[str]
@@ -66,8 +66,8 @@ class Verdict:
 
 NO_OP = "no op of hfnn computes this"
 
-# Each takes a module whose class is not known and returns a `Match`, a `Refusal` where something hints at its pattern,
-# or None (hfnn/patterns/proof.py).
+# Each takes a module whose class is not known. It returns a `Match`, a `Refusal` if something hints at its pattern, or
+# None (hfnn/patterns/proof.py).
 RECOGNISERS = (
     gated_norm.recognise,
     lookalike.recognise,
@@ -94,31 +94,32 @@ def convert(
     capture: bool = False,
     **options,
 ) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
-    """Swap every module that hfnn has an op for, in place; returns the model.
+    """Swap every module for which hfnn has an op, in place; returns the model.
 
-    Swapped are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were proved to
-    compute the same (hfnn/patterns). `hfnn.report(model)` lists each module with the reason if it was left alone.
-    only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; what is inside a module is
-    selected with it), a class, a function of (name, module). prefer: "memory" takes hfnn's kernels at any size, "speed"
-    only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm": feed-forward networks
-    do not keep the first products, the widest tensors of a transformer, but compute them again in backward. Converting
-    again changes nothing but `prefer`, `recompute` and `exact`, and looks anew at modules that went back to their own
-    forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
+    The swapped modules are torch's own classes, classes that inherit their forward unchanged, and look-alikes that were
+    proved to compute the same (hfnn/patterns). `hfnn.report(model)` lists each module, with the reason if it was left
+    alone. only, skip: one or several of: a name or fnmatch pattern ("model.layers.0", "*.mlp.*"; it also selects
+    everything inside a module), a class, a function of (name, module). prefer: "memory" uses hfnn's kernels at any
+    size, "speed" only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm":
+    feed-forward networks do not keep the first products, the widest tensors of a transformer, but recompute them in
+    backward. Converting again only changes `prefer`, `recompute` and `exact`, and examines again modules that returned
+    to their own forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no
+    module.
 
-    exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it
-    those of float32 tensors, of large inputs, are not rounded to 16 bits, which takes less time (hfnn/ops/linear.py).
+    exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it,
+    gradients of float32 tensors are not rounded to 16 bits for large inputs, which is faster (hfnn/ops/linear.py).
 
-    capture=True: on a GPU the model's forward and backward are replayed as CUDA graphs, once three calls of the same
-    shapes have run as they are (hfnn/capture). The loop around it stays as it is. What cannot be replayed runs as it
-    is, and `hfnn.report` counts it with its reason. On the CPU it does nothing, and says so. Converting again
-    without it ends it. hfnn's dropout draws other masks than without capture.
+    capture=True: on a GPU, the model's forward and backward are replayed as CUDA graphs, after three uncaptured calls
+    with the same shapes (hfnn/capture). The training loop stays as it is. Calls that cannot be replayed run uncaptured,
+    and `hfnn.report` counts them with their reasons. On the CPU it has no effect, and a message says so. Converting
+    again without it ends it. hfnn's dropout draws other masks than without capture.
 
-    optimizer: of torch.optim, of which hfnn.optim has the class, or a subclass that inherits its step; it becomes
-    hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was made for
-    it. `convert(optimizer)` converts it alone and returns it; `convert(model, optimizer)` returns both. options: those
-    of `hfnn.optim` (`state_dtype="8bit"`, ...), which may also be set on a converted one. An optimizer that cannot be
-    converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; ValueError if it was given
-    options. Where accelerate prepared it with a GradScaler, give what accelerate returned.
+    optimizer: an optimizer of torch.optim whose class is in hfnn.optim, or a subclass that inherits its step. It
+    becomes hfnn's, in place, with its states, step counts and hooks, before or after a scheduler or a GradScaler was
+    made for it. `convert(optimizer)` converts it alone and returns it; `convert(model, optimizer)` returns both.
+    options: those of `hfnn.optim` (`state_dtype="8bit"`, ...), which may also be set on a converted optimizer. An
+    optimizer that cannot be converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; with
+    options it raises ValueError. If accelerate prepared it with a GradScaler, pass the object that accelerate returned.
     """
     if isinstance(model, Optimizer) and optimizer is None:
         return swap.convert(model, **options)
@@ -142,10 +143,10 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
         captured.release(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, Converted) and module._hfnn_lapsed and _why_not_restored(module) is None:
-            restore(module)  # what it is now is looked at anew
+            restore(module)  # it is examined again
     found = sites(model)
     chosen, skipped = _select(found, only, "only", default=found), _select(found, skip, "skip", default=[])
-    # All verdicts come first: should a proof fail in an unforeseen way, the model is still as it was.
+    # All verdicts come first: if a proof fails in an unexpected way, the model is unchanged.
     verdicts = [(site.module, examine(site).room) for site in found if site in chosen and site not in skipped]
     of_parts = [feed_forward.settings(module, recompute) for module, _ in verdicts]
     for module, room in verdicts:
@@ -161,13 +162,13 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
 
 
 def revert(model: nn.Module | Optimizer, optimizer: Optimizer | None = None):
-    """Give every converted module its original class again, in place; returns what it was given.
+    """Give every converted module its original class again, in place; returns its argument.
 
-    hfnn's own classes become torch's, also where the model was built with them; `hfnn.MLP` and `hfnn.GatedMLP`, which
-    torch has no class for, stay, and only their parts change. Raises ValueError, and changes
-    nothing, where a converted module has since been wrapped by something that changes classes too (`fully_shard`), or a
-    look-alike's forward by something that put another on the instance.
-    An optimizer becomes torch's, with its states as torch keeps them; those in 8 or 4 bits are decoded.
+    hfnn's own classes become torch's, even if the model was built with them. `hfnn.MLP` and `hfnn.GatedMLP` stay,
+    because torch has no class for them; only their parts change. Raises ValueError and changes nothing if something
+    that also changes classes (`fully_shard`) has wrapped a converted module since, or if something has replaced a
+    look-alike's forward on the instance.
+    An optimizer becomes torch's, with states as torch keeps them; 8-bit and 4-bit states are decoded.
     """
     if isinstance(model, Optimizer) and optimizer is None:
         return swap.revert(model)
@@ -214,7 +215,7 @@ def sites(model: nn.Module) -> list[Site]:
 
 
 def examine(site: Site) -> Verdict:
-    """Whether, how, or why not, to swap a module that is not converted yet."""
+    """Whether and how to swap a module that is not converted yet, or why not."""
     module, cls = site.module, type(site.module)
     placed = adapters.room_of(module, site.around)
     if placed is not None:
@@ -255,7 +256,7 @@ def _recognise(module) -> Match | Refusal | None:
 
 
 def _room(cls: type) -> tuple[type | None, type | None]:
-    """(the class that hfnn knows, the room): the room is None for a subclass with a forward of its own."""
+    """(the class that hfnn knows, the room). The room is None for a subclass with its own forward."""
     for base, room in {**ROOMS, **adapters.rooms()}.items():
         if issubclass(cls, base):
             return base, room if forward_of(cls) == FORWARDS.get(base, forward_of(base)) else None
@@ -263,7 +264,7 @@ def _room(cls: type) -> tuple[type | None, type | None]:
 
 
 def _obstacle(site: Site, room: type) -> str | None:
-    """Why this very module must be left alone although its class is known and has a room, or None."""
+    """Why this module must be left alone although its class is known and has a room, or None."""
     module = site.module
     own = next((name for name in COMPUTE if name in vars(module)), None)
     if own is not None:
@@ -295,12 +296,12 @@ _ADVICE = {
 
 
 def is_fsdp(module) -> bool:
-    """Whether `fully_shard` was called on this very module: it changes the class too."""
+    """Whether `fully_shard` was called on this module: it changes the class too."""
     return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.") for c in type(module).__mro__)
 
 
 def _set(module, name: str, value) -> None:
-    """On the instance, and only where it is not the class's own: a module carries no state it does not need."""
+    """Set on the instance only if it differs from the class's value, so modules carry no unneeded state."""
     if name in settings(type(module)):
         vars(module).pop(name, None)
         if getattr(type(module), name) != value:
@@ -314,7 +315,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _select(found: list[Site], filters, argument: str, default: list[Site]) -> set[Site]:
-    """The sites that any of the filters takes."""
+    """The sites that any of the filters selects."""
     if filters is None:
         return set(default)
     filters = [filters] if isinstance(filters, (str, type)) or callable(filters) else list(filters)

@@ -1,10 +1,10 @@
-"""Sequences behind one another instead of padded: batches without a token that is computed for nothing.
+"""Packed sequences instead of padded ones: batches without wasted tokens.
 
     sampler = hfnn.data.PackedBatchSampler(lengths, max_tokens=8192, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=hfnn.data.PackedCollator())
 
-A batch is one row of tokens. That sequences do not see each other is told to the model by `position_ids`, which begin
-at 0 with each sequence (transformers makes a mask of them), and by where the sequences begin, `cu_seqlens`.
+A batch is one row of tokens. Two values keep sequences from attending to each other: `position_ids`, which begin at 0
+in each sequence (transformers makes a mask from them), and `cu_seqlens`, the starts of the sequences.
 """
 
 from bisect import bisect_left
@@ -17,12 +17,12 @@ from torch.utils.data import Sampler
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices of `lengths`, each of a total of at most `capacity`: best fit, the longest first.
+    """Bins of indices into `lengths`, each with a total of at most `capacity`: best fit, the longest first.
 
-    A sequence goes where it leaves the least room, and opens a bin where it fits into none. At most 11/9 of the bins
-    that are needed, and 6/9 of one, in O(n log n) steps; the same bins every time, of which number and sizes do not
-    depend on the order of lengths. Raises ValueError for a length that is negative or longer than capacity.
-    Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974.
+    A sequence goes into the bin where it leaves the least room; if it fits into none, it opens a new bin. At most 11/9
+    of the minimum number of bins, plus 6/9, in O(n log n) steps. The bins are the same every time; their number and
+    sizes do not depend on the order of lengths. Raises ValueError for a length that is negative or longer than
+    capacity. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", 1974.
     """
     if capacity < 1:
         raise ValueError(f"capacity={capacity}: give the number of tokens of a batch, 1 or more")
@@ -34,7 +34,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 "longer, or give a larger capacity"
             )
     bins: list[list[int]] = []
-    rooms: list[int] = []  # how much room there is in some bin, ascending, each once
+    rooms: list[int] = []  # the distinct free sizes of bins, ascending
     having: dict[int, list[int]] = {}  # room -> the bins that have it
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(rooms, lengths[index])
@@ -56,23 +56,23 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedCollator:
-    """A `collate_fn` for DataLoader and transformers' Trainer: the sequences of a batch, behind one another.
+    """A `collate_fn` for DataLoader and transformers' Trainer: concatenates the sequences of a batch.
 
-    A feature is a dict of lists or 1-D tensors of one length: input_ids, maybe labels (input_ids otherwise), and any
-    others. The batch has, each of shape (1, tokens): what the features have; labels, with `label_ignore` in place of
-    the first of each sequence, which is what the last token of the one before would be asked to predict; position_ids,
-    from 0 in each sequence. And cu_seqlens (sequences + 1,) int32, where the sequences begin and the last one ends,
-    which is also cu_seq_lens_q and cu_seq_lens_k, with the longest in max_length_q and max_length_k, as transformers'
-    DataCollatorWithFlattening names them. It has no attention_mask: nothing is padded. A sequence without tokens is
-    left out.
+    A feature is a dict of lists or 1-D tensors of one length: input_ids, optionally labels (input_ids otherwise), and
+    any others. The batch has these entries of shape (1, tokens): those of the features; labels, with `label_ignore` for
+    the first token of each sequence, because the last token of the previous sequence would have to predict it;
+    position_ids, from 0 in each sequence. It also has cu_seqlens (sequences + 1,) int32: the starts of the sequences
+    and the end of the last one. cu_seq_lens_q and cu_seq_lens_k are the same; max_length_q and max_length_k are the
+    longest length, with the names of transformers' DataCollatorWithFlattening. There is no attention_mask, because
+    nothing is padded. Sequences without tokens are left out.
 
-    transformers' own sdpa and eager attention look at position_ids only where no cache is made: with `use_cache=False`,
-    as its Trainer sets it, or else sequences see each other.
+    transformers' own sdpa and eager attention read position_ids only if no cache is made. So use `use_cache=False`, as
+    the Trainer does; otherwise sequences attend to each other.
 
-    max_tokens: ValueError for a batch of more. pad_to_multiple_of: tokens `pad_token` behind the last sequence, up to
-    such a length, are a sequence of their own that no label asks about; other values are padded with 0.
+    max_tokens: raises ValueError for a larger batch. pad_to_multiple_of: tokens `pad_token` after the last sequence, up
+    to such a length, form a sequence of their own without labels; other values are padded with 0.
 
-    Raises ValueError for features without input_ids, of different keys or lengths, with padding, and for a batch
+    Raises ValueError for features without input_ids, with different keys or lengths, or with padding, and for a batch
     without tokens.
     """
 
@@ -126,7 +126,7 @@ class PackedCollator:
 
 
 def _sequence(feature) -> dict[str, torch.Tensor]:
-    """A feature's tensors of one value a token, without its attention_mask, which must be all ones."""
+    """A feature's tensors with one value per token, without its attention_mask, which must be all ones."""
     if "input_ids" not in feature:
         raise ValueError(f"a feature with {', '.join(map(repr, feature)) or 'nothing'}: give input_ids")
     found = {key: torch.as_tensor(value) for key, value in feature.items() if value is not None}
@@ -152,11 +152,11 @@ def _check_keys(sequences):
 class PackedBatchSampler(Sampler):
     """A `batch_sampler` for DataLoader: each batch is a bin of `pack(lengths, max_tokens)`.
 
-    lengths: the number of tokens of each element of the dataset. shuffle: in each epoch (`set_epoch`) sequences of one
-    length change places, and the batches come in another order, by `seed`. rank, world_size: this process's share, by
-    default that of torch.distributed where it is initialised; give 0 and 1 where something else deals out batches, as
-    accelerate does. All ranks have the same number of batches, len(sampler), in all epochs: batches that do not go
-    round are left out with drop_last, and otherwise others are taken a second time.
+    lengths: the number of tokens of each element of the dataset. shuffle: in each epoch (`set_epoch`), sequences of
+    equal length change places and the batches get another order, by `seed`. rank, world_size: this process's share, by
+    default from torch.distributed if it is initialised. Pass 0 and 1 if something else distributes batches, as
+    accelerate does. All ranks have the same number of batches, len(sampler), in all epochs. Batches that do not divide
+    evenly are left out with drop_last; otherwise some batches are used twice.
     Raises ValueError for a sequence of more than max_tokens, and for a rank outside the world.
     """
 
@@ -173,7 +173,7 @@ class PackedBatchSampler(Sampler):
         self._batches = whole + (rest > 0 and not drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order the next iteration has."""
+        """Set the epoch whose order the next iteration uses."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-"""What hfnn can do on this machine, and why not more: `python -m hfnn.info`, made to be pasted into a bug report.
+"""What hfnn can do on this machine, and what is missing: `python -m hfnn.info`, for bug reports.
 
-Every item is looked up on its own: one that cannot be had says "not found" and why, and the others still print.
+Every item is looked up separately. A missing item prints "not found" and the reason; the others still print.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from hfnn import ops, optim
 from hfnn.core import native
 from hfnn.ops.attention import backends
 
-# What the kernels are compiled for, and what decides how fast a machine is. The kernel's own names, x86 then Arm.
+# The features that the kernels are compiled for and that decide the speed. Names as in the Linux kernel, x86 then Arm.
 CPU_FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
     *("asimd", "fphp", "sve", "bf16"),
@@ -38,7 +38,7 @@ class Section:
 
 
 def found(look: Callable[[], object]) -> str:
-    """What `look` finds, as text, or the reason why it finds nothing."""
+    """The result of `look` as text, or the reason why it fails."""
     try:
         return str(look())
     except Exception as error:
@@ -111,7 +111,7 @@ def _hardware() -> Iterator[tuple[str, Callable]]:
 
 
 def _cpuinfo(*keys: str) -> str:
-    """The first CPU's value of one of the keys, where the system has /proc; a general name elsewhere."""
+    """The first CPU's value for one of the keys, if the system has /proc; otherwise a general name."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text().splitlines():

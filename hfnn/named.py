@@ -1,4 +1,4 @@
-"""A model by its name, without weights: what `hfnn report MODEL` looks at."""
+"""Builds a model by its name, without weights, for `hfnn report MODEL`."""
 
 import importlib.util
 from pathlib import Path
@@ -10,10 +10,10 @@ HEADS = ("CausalLM", "MaskedLM", "Seq2SeqLM", "ImageClassification", "SpeechSeq2
 
 
 def named(name: str) -> nn.Module:
-    """The model in training, on the device "meta", where it takes no memory.
+    """The model in training mode, on the device "meta", where it takes no memory.
 
     name: a folder with a config.json of transformers, or that file; a model type of transformers ("gpt2"), with the
-    default sizes of its config; a model of timm ("resnet50", or "timm:..."); else a name on the Hugging Face hub, of
+    default sizes of its config; a model of timm ("resnet50", or "timm:..."); else a name on the Hugging Face hub, from
     which only the config is downloaded. Raises ValueError if it is none of these.
     """
     of_timm = importlib.util.find_spec("timm") is not None and _of_timm(name.removeprefix("timm:"))

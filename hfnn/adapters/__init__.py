@@ -1,6 +1,6 @@
-"""What structure alone cannot tell: classes of other libraries that are an op of ours by name, one file per library.
+"""Facts that structure alone cannot show: classes of other libraries that are one of our ops by name, one file each.
 
-No library is imported here: where the user has not imported it, a model cannot hold its classes.
+No library is imported here: if the user has not imported it, a model cannot contain its classes.
 """
 
 from torch import nn
@@ -11,32 +11,32 @@ from hfnn.patterns.proof import Match
 
 
 def rooms() -> dict[type, type]:
-    """The library's class -> what its forward becomes, for the libraries imported in this process."""
+    """A library's class -> the replacement of its forward, for the libraries imported in this process."""
     return {**transformers.rooms()}
 
 
 def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
-    """(the class it has without hfnn, what its forward becomes) for a module told by what is in it or around it."""
+    """(class without hfnn, replacement of its forward) for a module recognised by its content or its surroundings."""
     return transformers.room_of(module, around)
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How a class that uses a library's own interface is to be read, or why it is left alone."""
+    """How to treat a class that uses a library's own interface, or why it is left alone."""
     return attention.recognise(module) or diffusers.recognise(module)
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:
-    """Tells the modules of a copy that lost its hooks that it has none; returns the copy."""
+    """Makes the modules of a copy without hooks know that there are none; returns the copy."""
     return transformers.without_hooks(copy)
 
 
 def double(copy: nn.Module) -> nn.Module:
-    """`copy.double()`, and no implementation that has no float64."""
+    """`copy.double()`, without implementations that do not support float64."""
     return transformers.double(copy)
 
 
 def settle(model: nn.Module) -> None:
-    """What a model needs besides the classes of its modules, once these are as they are to be."""
+    """What a model needs in addition, once the classes of its modules are final."""
     attention.settle(model)
 
 

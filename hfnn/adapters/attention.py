@@ -1,14 +1,14 @@
 """Attention of Hugging Face transformers, through its own interface.
 
-transformers looks attention up by a name, `config._attn_implementation`, and so it does the function that makes masks.
-`register` gives both the name "hfnn", which changes no model. `recognise` finds the modules that look attention up;
-converted, they and the models around them see their config through `hfnn.adapters.views`, which says "hfnn". The config
-itself stays as it is, for other models may share it, and `hfnn.revert` takes the views away.
+transformers looks up attention by a name, `config._attn_implementation`, and also the function that makes masks.
+`register` registers both under the name "hfnn", which changes no model. `recognise` finds the modules that look up
+attention. Once converted, they and the models around them see their config through `hfnn.adapters.views`, which says
+"hfnn". The config itself does not change, because other models may share it. `hfnn.revert` removes the views.
 
-What transformers' sdpa leaves to a dense mask goes to `hfnn.functional.scaled_dot_product_attention` as what it is: a
-window, the first and the last key of each sequence, the starts of packed sequences, a soft cap, sinks, a bias that
-wants a gradient (hfnn/adapters/masks.py). In compiled code, for a single query, and where weights are asked for, the
-implementation runs that the model had, on the mask that it would have had.
+transformers' sdpa expresses many cases by a dense mask. `hfnn.functional.scaled_dot_product_attention` gets them
+directly: a window, the first and the last key of each sequence, the starts of packed sequences, a soft cap, sinks, a
+bias that requires a gradient (hfnn/adapters/masks.py). In compiled code, for a single query, and if attention weights
+are requested, the model's previous implementation runs with its usual mask.
 """
 
 import inspect
@@ -29,26 +29,26 @@ from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
 
 NAME = views.NAME
-BASES = ("sdpa", "eager")  # those that a model is moved from; any other was chosen for a reason
+BASES = ("sdpa", "eager")  # the implementations that are replaced; the user chose any other on purpose
 
 
 def register() -> None:
-    """Make the name "hfnn" known to transformers. No model uses it for that alone."""
+    """Register the name "hfnn" with transformers. This alone makes no model use it."""
     modeling, masking = views.modeling(), masks.masking()
     if modeling is not None:
         modeling.AttentionInterface.register(NAME, attention)
-    if masking is not None:  # files of models that make masks of their own do not import it
+    if masking is not None:  # files of models that make their own masks do not import it
         masking.AttentionMaskInterface.register(NAME, masks.mask)
 
 
 class Attention:
-    """Goes before the class of such a module: its own forward, which finds `attention`."""
+    """Base before the class of such a module: its own forward, which finds `attention`."""
 
     prefer = "auto"
 
     @staticmethod
     def prepare(made: type) -> None:
-        register()  # where such a module is unpickled, nobody has converted one yet
+        register()  # when such a module is unpickled, `convert` may not have run in this process
         made._hfnn_eager = staticmethod(eager_of(made._hfnn_original))
         found = rotary.calls(made._hfnn_original)
         if found is not None:
@@ -58,7 +58,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionLike(Match):
-    """Looks attention up by its config's name for it."""
+    """A module that looks up attention by the name in its config."""
 
     mixin, op = Attention, room.OP
 
@@ -67,7 +67,7 @@ class AttentionLike(Match):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why it is left alone; None where it looks no attention up."""
+    """How to treat the module, or why it is left alone; None if it looks up no attention."""
     config = vars(module).get("config")
     forward = routed._unwrapped(type(module).forward)
     if config is None or forward is None or not _looks_up(forward) or not views.is_config(config):
@@ -80,7 +80,7 @@ def recognise(module: nn.Module) -> Match | Refusal | None:
 
 
 def _looks_up(forward) -> bool:
-    """Whether a function finds attention by name."""
+    """Whether a function looks up attention by name."""
     interface = getattr(views.modeling(), "AttentionInterface", None)
     names = forward.__code__.co_names
     return (
@@ -91,7 +91,7 @@ def _looks_up(forward) -> bool:
 
 
 def _unfit(cls: type, forward, base: str | None) -> str | None:
-    """What about a class, or the implementation asked for, keeps its attention from being hfnn's, or None."""
+    """Why the attention of a class, or of the requested implementation, cannot be hfnn's, or None."""
     if base not in BASES:
         return (
             f"its attention implementation is {base!r}, which its owner has chosen: {' and '.join(BASES)} are changed"
@@ -110,7 +110,7 @@ def _unfit(cls: type, forward, base: str | None) -> str | None:
 
 
 def _models(cls: type) -> list[type]:
-    """The models of the file that a class, or one it inherits from, stands in."""
+    """The models in the file that defines a class, or one that it inherits from."""
     base = views.modeling().PreTrainedModel
     found = []
     for origin in cls.__mro__:
@@ -131,11 +131,11 @@ def eager_of(cls: type):
     return found[0] if len(found) == 1 and callable(found[0]) else None
 
 
-_proofs = ByClass()  # (class, numbers and shapes): what is different
+_proofs = ByClass()  # (class, numbers and shapes): the difference
 
 
 def _differs(module) -> str | None:
-    """What is different between eager attention, as the module's file has it, and the definition of ours, or None."""
+    """The difference between eager attention, as the module's file defines it, and our definition, or None."""
     cls, config = type(module), vars(module)["config"]
     eager, heads = eager_of(cls), getattr(config, "num_attention_heads", 4)
     groups = getattr(module, "num_key_value_groups", 1)
@@ -149,7 +149,7 @@ def _differs(module) -> str | None:
             with seclusion(), torch.no_grad():
                 same = _same(module, eager, heads, groups)
             _proofs[key] = None if same else "its eager attention computes something else"
-        except Exception as error:  # the author's code, run by us: whatever it raises is a reason
+        except Exception as error:  # this runs the author's code: whatever it raises is a reason
             _proofs[key] = f"its eager attention raises on the probe: {error}"
     return _proofs[key]
 
@@ -191,11 +191,12 @@ def _same(module, eager, heads: int, groups: int) -> bool:
 
 
 def attention(module, query, key, value, attention_mask=None, **options):
-    """Attention for transformers: (result (B, T, H, E), weights or None).
+    """Attention for transformers; returns (result (B, T, H, E), weights or None).
 
-    query (B, H, T, D), key (B, G, S, D), value (B, G, S, E); attention_mask: None, what `masks.mask` made, or a mask of
-    four dimensions, boolean or added. Options are those that transformers' modules give: scaling, dropout, is_causal,
-    softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k, and any more, which are ignored as sdpa does.
+    query (B, H, T, D), key (B, G, S, D), value (B, G, S, E); attention_mask: None, the result of `masks.mask`, or a
+    four-dimensional mask, boolean or additive. Options are those that transformers' modules pass: scaling, dropout,
+    is_causal, softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k. Other options are ignored, as in
+    sdpa.
     """
     out = _plain(module, query, key, value, attention_mask, options)
     if out is not None:
@@ -228,7 +229,7 @@ _PLAIN_OPTIONS = frozenset(("dropout", "scaling", "is_causal", "sliding_window")
 
 
 def _plain(module, query, key, value, attention_mask, options):
-    """What torch's own op computes, with the fewest questions: most calls are such, and many small. None otherwise."""
+    """The result of torch's own op, with the fewest checks: most calls are of this kind, many are small. Else None."""
     if attention_mask is not None or compiling() or type(query) is not torch.Tensor or forced() is not None:
         return None
     config = module.__dict__.get("config")
@@ -247,8 +248,8 @@ def _plain(module, query, key, value, attention_mask, options):
 
 
 def _as_sdpa(options: dict) -> dict:
-    """The options that count where a model was on transformers' sdpa: that has no sinks, and in old versions passes
-    over a soft cap; newer ones refuse it, and are asked to.
+    """The options that count if a model used transformers' sdpa. It has no sinks. Old versions ignore a soft cap; newer
+    versions refuse it, so they get it and refuse.
     """
     if options.get("softcap") is None and options.get("s_aux") is None:
         return options
@@ -261,13 +262,13 @@ def _sdpa():
 
 
 def _is_usual(module, base, query, attention_mask, options) -> bool:
-    """Whether the implementation that the model had is to run without further questions."""
+    """Whether the model's previous implementation runs without further checks."""
     if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
         return True
     special = options.get("softcap") is not None or options.get("s_aux") is not None
-    if base == "sdpa" and special:  # asked for by name, else sdpa has a word to say
+    if base == "sdpa" and special:  # requested by name; otherwise sdpa raises or warns
         return not views.by_name(getattr(module, "config", None))
     if query.shape[2] == 1:  # a step of generation
         return True
@@ -275,14 +276,14 @@ def _is_usual(module, base, query, attention_mask, options) -> bool:
 
 
 def _weights_wanted() -> bool:
-    """Whether somebody collects the attention weights of this forward."""
+    """Whether the attention weights of this forward are collected."""
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     wanted = None if collector is None else collector.get()
     return bool(wanted) and any("attentions" in name for name in wanted)
 
 
 def _arguments(module, base, query, key, attention_mask, options) -> tuple[int, dict] | None:
-    """(how many keys count, keyword arguments for the mask), or None for the usual implementation."""
+    """(number of keys that count, keyword arguments for the mask), or None for the usual implementation."""
     queries, keys, bias = query.shape[2], key.shape[2], options.get("position_bias")
     if attention_mask is None:
         rows, given = _without_mask(module, base, queries, keys, options)
@@ -293,7 +294,7 @@ def _arguments(module, base, query, key, attention_mask, options) -> tuple[int, 
             return None
         rows, given = keys, attention_mask.arguments()
         if given == {"window": (None, 0)} and queries == keys and base != "eager":
-            given = {"is_causal": True}  # what no mask says, of which a recorded forward makes one
+            given = {"is_causal": True}  # what no mask means; a recorded forward makes a mask of it
     else:
         if attention_mask.dim() != 4 or attention_mask.shape[-1] != keys:
             return None
@@ -312,7 +313,7 @@ def _arguments(module, base, query, key, attention_mask, options) -> tuple[int, 
 
 
 def _without_mask(module, base, queries: int, keys: int, options) -> tuple[int, dict]:
-    """What no mask says: to sdpa whether the module is causal, to eager attention that all is seen."""
+    """What no mask means: for sdpa, whether the module is causal; for eager attention, that all keys are visible."""
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     causal = bool(causal) and queries > 1 and base != "eager"
@@ -321,12 +322,12 @@ def _without_mask(module, base, queries: int, keys: int, options) -> tuple[int, 
         window = options.get("sliding_window")
         limits = {} if window is None or not causal else {"window": (window - 1, 0)}
         return keys, {"cu_seqlens": starts, "is_causal": causal and not limits, **limits}
-    # The cache behind the last key is empty yet.
+    # The cache after the last key is still empty.
     return (queries if causal and keys > queries else keys), {"is_causal": causal}
 
 
 def _usual(module, base, query, key, value, attention_mask, options):
-    """The implementation that the model had."""
+    """The model's previous implementation."""
     if isinstance(attention_mask, masks.Mask):
         attention_mask = attention_mask.dense()
     if base == "eager":
@@ -336,7 +337,7 @@ def _usual(module, base, query, key, value, attention_mask, options):
 
 
 def settle(model: nn.Module) -> None:
-    """Give every converted attention module, and what else in the model shares its config, that config's view."""
+    """Give the view of its config to every converted attention module, and to everything that shares this config."""
     configs = {id(views.plain(m.config)) for m in model.modules() if isinstance(m, Attention)}
     for module in model.modules() if configs else ():
         config = vars(module).get("config")
@@ -349,7 +350,7 @@ def settle(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Give every module its config again."""
+    """Give every module its original config."""
     for module in model.modules():
         config = vars(module).get("config")
         if config is not None and views.is_view(config):
@@ -358,7 +359,7 @@ def release(model: nn.Module) -> None:
 
 @cache_by_class
 def _asks(cls: type) -> bool:
-    """Whether a class's own code looks attention up itself, or tells its implementations apart by name."""
+    """Whether a class's own code looks up attention, or distinguishes implementations by name."""
     forward = routed._unwrapped(cls.forward)
     if forward is not None and _looks_up(forward):
         return True

@@ -1,7 +1,7 @@
-"""diffusers. Its attention modules leave the computation to a processor, an object that is no module.
+"""diffusers. A processor, which is an object but not a module, does the computation of its attention modules.
 
-What the processor's own code calls is routed as what a module's is (hfnn/patterns/routed.py), and so is the function of
-torch's backend that newer processors go through. A processor that is set later is read when it is first used.
+Calls in the processor's own code are routed like those in a module's code (hfnn/patterns/routed.py). So is the function
+of torch's backend that newer processors call. A processor that is set later is read at its first use.
 """
 
 import functools
@@ -19,7 +19,7 @@ from hfnn.patterns.proof import Match
 
 
 class Processed:
-    """Goes before the class of such a module: its own forward, with the calls in its processor's code routed."""
+    """Base before the class of such a module: its own forward, with the calls in its processor's code routed."""
 
     prefer = "auto"
 
@@ -42,7 +42,7 @@ class Processing(Match):
 
 
 def _with_processor(original: type) -> Callable:
-    """The forward of such a class, of the same signature."""
+    """The forward of such a class, with the same signature."""
 
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
@@ -61,7 +61,7 @@ def _routed(original: type, processor: type) -> Callable:
 
 @functools.cache
 def _calls(original: type, processor: type) -> routed.Calls | None:
-    """What the processor's code calls of what hfnn has, with what the module's own code does; None where nothing."""
+    """The calls of functions that hfnn has, in the processor's code and in the module's own; None if there are none."""
     own, found = routed.calls(original), {}
     for function, depth in _functions(processor):
         routed._collect(function, processor, depth, found)
@@ -75,7 +75,7 @@ def _calls(original: type, processor: type) -> routed.Calls | None:
 
 
 def _functions(processor: type) -> Iterator[tuple]:
-    """The processor's own code and the backend of torch that newer ones call, each with how far to follow helpers."""
+    """The processor's own code and the torch backend that newer ones call, each with the depth of helpers to follow."""
     call = routed._unwrapped(processor.__call__)
     if call is None or routed._checkpoints(call):
         return
@@ -84,11 +84,11 @@ def _functions(processor: type) -> Iterator[tuple]:
     if any("dispatch_attention_fn" in code.co_names for code in routed._nested(call.__code__)):
         native = routed._unwrapped(getattr(dispatch, "_native_attention", None))
         if native is not None:
-            yield native, 0  # its helpers are for tensors spread over devices
+            yield native, 0  # its helpers are for tensors on several devices
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why its calls cannot be routed; None where it is no such."""
+    """How to treat the module, or why its calls cannot be routed; None for other modules."""
     if not isinstance(module, _classes()) or not hasattr(module, "processor"):
         return None
     own = routed.calls(type(module))

@@ -1,9 +1,9 @@
-"""Masks of Hugging Face transformers without their matrix.
+"""Masks of Hugging Face transformers without a mask tensor.
 
-transformers describes a mask by a function of indices, and makes a (B, 1, T, S) tensor of it. `mask` reads the
+transformers describes a mask by a function of indices, and makes a (B, 1, T, S) tensor from it. `mask` reads the
 description: causal or not, a window, packed sequences, and which keys are padding. A `Mask` stands for the tensor.
-Attention takes the description from it (hfnn/adapters/attention.py); anything else that is done with it, an index, a
-sum, another attention, makes the tensor that transformers would have made, once, and goes on with that.
+Attention uses its description (hfnn/adapters/attention.py). Any other use (an index, a sum, another attention) makes
+the tensor that transformers would have made, once, and continues with it.
 """
 
 import functools
@@ -22,15 +22,16 @@ from hfnn.ops.attention.mask import own
 
 
 def masking():
-    """transformers.masking_utils where it was imported, else None."""
+    """transformers.masking_utils if it was imported, else None."""
     return sys.modules.get("transformers.masking_utils")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Query i sees the keys from i - left to i + right, None: without limit, of its own sequence alone.
+    """Query i sees the keys from i - left to i + right (None: no limit) of its own sequence only.
 
-    sequences (B, T): the number of the sequence that each token belongs to; positions: each token's place in it.
+    sequences (B, T): the number of the sequence that each token belongs to; positions: the position of each token in
+    it.
     """
 
     left: int | None = None
@@ -39,7 +40,7 @@ class Rule:
     positions: torch.Tensor | None = None
 
     def also(self, other: "Rule") -> "Rule | None":
-        """Both of two rules."""
+        """The conjunction of two rules."""
         if self.sequences is not None and other.sequences is not None:
             return None
         return Rule(
@@ -55,7 +56,7 @@ def _lower(a, b):
 
 
 def read(function) -> Rule | None:
-    """The rule that a mask function of transformers follows, or None. Told by its code, not by its name."""
+    """The rule of a transformers mask function, or None. Identified by its code, not by its name."""
     m = masking()
     if function is m.causal_mask_function:
         return Rule(right=0)
@@ -70,7 +71,7 @@ def read(function) -> Rule | None:
 
 @functools.cache
 def _kinds() -> dict:
-    """The code of a function that transformers makes -> how what it holds is to be read."""
+    """The code of a function that transformers makes -> how to read the values that it holds."""
     m, some = masking(), torch.zeros(1, 1, dtype=torch.int64)
     made = {
         "and_masks": ((m.causal_mask_function,), _all_of),
@@ -93,13 +94,13 @@ def _window(held, rule: Callable) -> Rule | None:
 
 
 def _remapped(held) -> Rule | None:
-    """A rule on positions: the same on indices, where the positions of a sequence follow one another."""
+    """A rule on positions; the same on indices if the positions of a sequence are consecutive."""
     rule = read(held["mask_function"])
     return None if rule is None or rule.sequences is not None else rule.also(Rule(positions=held["position_ids"]))
 
 
 class Mask(torch.Tensor):
-    """A (B, 1, T, S) mask that is made when it is looked at. Boolean, or of numbers to add where `make` makes those."""
+    """A (B, 1, T, S) mask that is made when it is read. Boolean, or additive if `make` makes such a mask."""
 
     @staticmethod
     def of(shape, dtype, device, given: dict, make: Callable) -> "Mask":
@@ -127,7 +128,7 @@ class Mask(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if len(args) == 1 and type(args[0]) is Mask and not kwargs:
             name = name_of(func)
-            if name == "detach":  # by a checkpoint, which calls again with what it gets
+            if name == "detach":  # called by a checkpoint, which calls again with the result
                 return args[0]
             if name in METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -145,10 +146,10 @@ class Mask(torch.Tensor):
 
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **others):
-    """What transformers calls for a mask; the arguments are those of its `sdpa_mask` and `eager_mask`.
+    """The function that transformers calls for a mask, with the arguments of its `sdpa_mask` and `eager_mask`.
 
-    None where nothing is to be said besides whether the module is causal, a `Mask` where the rule can be read, else the
-    dense mask that goes with the model's own implementation.
+    Returns None if only the causality of the module matters, a `Mask` if the rule can be read, and otherwise the dense
+    mask for the model's own implementation.
     """
     m, eager = masking(), views.base(others.get("config")) == "eager"
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
@@ -178,7 +179,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
 
 
 def _added(*sizes, dtype=torch.float32, allow_is_causal_skip=False, **others):
-    """transformers' `eager_mask`, of which some versions copy a 0 from the host, which no recording allows."""
+    """transformers' `eager_mask`. Some versions of it copy a 0 from the host, which recording does not allow."""
     visible = masking().sdpa_mask(*sizes, allow_is_causal_skip=False, **others)
     if visible is None:
         return None
@@ -186,14 +187,14 @@ def _added(*sizes, dtype=torch.float32, allow_is_causal_skip=False, **others):
 
 
 def _dense(made, given):
-    """A mask that transformers made for the layers of this forward, unless it is a view of what a user gave."""
+    """A mask that transformers made for the layers of this forward, unless it is a view of a user's tensor."""
     if made is not None and (given is None or made.untyped_storage()._cdata != given.untyped_storage()._cdata):
         own(made if made._base is None else made._base)
     return made
 
 
 def _readable(attention_mask, batch: int) -> bool:
-    """Whether a mask of padding is one that can be looked into here."""
+    """Whether the values of a padding mask can be read here."""
     if attention_mask is None:
         return True
     return (
@@ -205,15 +206,15 @@ def _readable(attention_mask, batch: int) -> bool:
 
 
 def _has_numbers(x) -> bool:
-    """Whether x is absent, or a tensor that says more than its shape: neither on "meta" nor a tracer's."""
+    """Whether x is absent, or a tensor with values: neither on "meta" nor a tracer's."""
     return x is None or (type(x) is torch.Tensor and not x.is_meta)
 
 
 def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> dict | None:
-    """Arguments of `hfnn.functional.scaled_dot_product_attention` that say what the rule and the padding say."""
+    """Arguments of `hfnn.functional.scaled_dot_product_attention` that express the rule and the padding."""
     shift = q_offset - kv_offset
     if rule.sequences is not None and capturing():
-        # Otherwise it is transformers that looks whether there are several.
+        # Otherwise transformers checks whether there are several.
         if not may_ask(rule.sequences):
             return None
         (single,) = ask((rule.sequences[:, -1] == 0).all(), (1,))
@@ -221,14 +222,14 @@ def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) ->
             raise RuntimeError("its batches are packed: each is of other sequences")
         rule = replace(rule, sequences=None)
     if rule.sequences is not None:
-        # A padded batch is not packed, and what is packed has no cache.
+        # A padded batch is not packed, and a packed batch has no cache.
         if padding is not None or shift or queries != keys or tuple(rule.sequences.shape) != (batch, keys):
             return None
         starts = _starts(rule)
         return None if starts is None else {"cu_seqlens": starts, "window": (rule.left, rule.right)}
     if rule.positions is not None:
         return None
-    # A limit that no pair is beyond is none: the farthest key behind a query, and ahead of one.
+    # A limit that no pair exceeds is no limit: the farthest key before a query, and after one.
     left = None if rule.left is None or rule.left >= queries - 1 + shift else rule.left
     right = None if rule.right is None or rule.right >= keys - 1 - shift else rule.right
     given = {} if left is None and right is None else {"window": (left, right)}
@@ -240,7 +241,7 @@ def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) ->
 
 
 def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
-    """{} where no key is padding; its bounds where the other keys of each sequence follow one another; else a mask."""
+    """{} if no key is padding; bounds if the other keys of each sequence are consecutive; else a mask."""
     padding = padding[:, offset : offset + keys]
     if padding.shape[1] < keys:
         padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
@@ -249,7 +250,7 @@ def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
     numbers = padding.int()
     count, first = numbers.sum(1), numbers.argmax(1)
     last = torch.where(count > 0, keys - numbers.flip(1).argmax(1), first)
-    # transformers asks the GPU whether there is padding at all, and waits: the other answer comes along.
+    # transformers also waits for the GPU to know whether there is padding at all. This gets both answers at once.
     full, dense = ask(torch.stack(((count == keys).all(), (last - first == count).all())), (1, 1))
     if full:
         return {}
@@ -259,7 +260,7 @@ def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
 
 
 def _starts(rule: Rule) -> torch.Tensor | None:
-    """Where each sequence begins, (n + 1,) int32, a batch's rows one behind the other; None for other positions."""
+    """Where each sequence begins, (n + 1,) int32, with the rows of a batch concatenated; None for other positions."""
     sequences = rule.sequences
     begins = torch.ones_like(sequences, dtype=torch.bool)
     begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
@@ -273,5 +274,5 @@ def _starts(rule: Rule) -> torch.Tensor | None:
 
 
 def flattened(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, D) as (1, H, B T, D), the rows of a batch one behind the other."""
+    """(B, H, T, D) as (1, H, B T, D), with the rows of a batch concatenated."""
     return x.transpose(1, 2).reshape(1, -1, x.shape[1], x.shape[3]).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""What attention modules of transformers call in their own code besides attention: rotary embeddings, above all.
+"""Other functions that attention modules of transformers call in their own code, mainly rotary embeddings.
 
-Each of transformers' files has a function of its own that turns queries and keys, and modules call it by its global
-name. Where it computes what `hfnn.functional.apply_rotary_pos_emb` does, calls made by a converted module's own code go
-there, while its forward runs (hfnn/patterns/routed.py); every other caller meets transformers' function.
+Each file of transformers has its own function that rotates queries and keys. Modules call it by its global name. If it
+computes the same as `hfnn.functional.apply_rotary_pos_emb`, calls in a converted module's own code are routed there
+while its forward runs (hfnn/patterns/routed.py). Every other caller gets transformers' function.
 """
 
 import functools
@@ -24,9 +24,9 @@ _ARGUMENTS = ["q", "k", "cos", "sin"]
 
 @cache_by_class
 def calls(cls: type) -> routed.Calls | None:
-    """The calls to be routed in an attention class's own code, or None.
+    """The calls to route in an attention class's own code, or None.
 
-    What stands in its eager attention alone is left: that runs only where hfnn's does not.
+    Calls that are only in its eager attention are not routed: eager attention runs only where hfnn's does not.
     """
     found = routed.calls(cls)
     if not isinstance(found, routed.Calls) or all(
@@ -46,7 +46,7 @@ def calls(cls: type) -> routed.Calls | None:
 
 @functools.cache
 def _place(owner: types.ModuleType, name: str) -> Place | None:
-    """The attribute of a file that holds a function with the arguments and the results of ours."""
+    """The attribute of a file that holds a function with the same arguments and results as ours."""
     function = vars(owner).get(name)
     if type(function) is not types.FunctionType:
         return None
@@ -60,7 +60,7 @@ def _place(owner: types.ModuleType, name: str) -> Place | None:
 
 
 def _cast_back(q, k, *args, **kwargs):
-    """As OLMo has it: cos and sin are float32, and the results have the dtypes of q and k all the same."""
+    """As in OLMo: cos and sin are float32, and the results still have the dtypes of q and k."""
     turned = functional.apply_rotary_pos_emb(q, k, *args, **kwargs)
     return tuple(y.to(x.dtype) for x, y in zip((q, k), turned, strict=True))
 
@@ -80,7 +80,7 @@ def _same(theirs, ours) -> bool:
                     ((torch.float32, torch.bfloat16), (2, 3, 5, 16), 2),
                 )
             )
-    except Exception:  # the author's code, run by us: it is not the function that ours is
+    except Exception:  # this runs the author's code: it is not the same function as ours
         return False
 
 
@@ -88,7 +88,7 @@ def _agree(theirs, ours, shape, batch, dtype, of_angles, generator) -> bool:
     def draw(*sizes, dtype=dtype):
         return torch.randn(sizes, generator=generator).to(dtype)
 
-    # As a model makes them; a function that turns half of a head, or pairs of neighbours, gives something else.
+    # As a model makes them. A function that rotates half of a head, or pairs of neighbours, gives other results.
     cos, sin = (draw(batch, shape[2], shape[3], dtype=of_angles) for _ in "cs")
     q, k = draw(*shape).requires_grad_(), draw(shape[0], 1, *shape[2:]).requires_grad_()
     given = [draw(*shape), draw(shape[0], 1, *shape[2:])]

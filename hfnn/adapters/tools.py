@@ -1,10 +1,10 @@
-"""torch's tools that tell modules by their exact class, or by the file that it is in: what they do with hfnn's.
+"""torch's tools that identify modules by their exact class or its file, and how they treat hfnn's modules.
 
-    torch.fx            does not trace into torch.nn's modules, and as little into hfnn's
-    torch.jit.script    compiles a module's source: hfnn's become torch's again, in the model that it is given
-    quantisation        swaps modules by their class: hfnn's become torch's again, in the model that is quantised
+    torch.fx            does not trace into torch.nn's modules, nor into hfnn's
+    torch.jit.script    compiles a module's source: hfnn's modules become torch's again, in the model that it gets
+    quantisation        swaps modules by their class: hfnn's modules become torch's again, in the quantised model
 
-What is scripted or quantised is run for inference, where hfnn's modules are torch's ops.
+Scripted and quantised models are for inference, where hfnn's modules run torch's ops.
 """
 
 import functools
@@ -28,7 +28,7 @@ def _say(tool: str) -> None:
 
 
 def _is_leaf(of_torch):
-    """For fx: hfnn's module is one where torch's, which it was made of, is."""
+    """For fx: hfnn's module is a leaf if torch's module, which it was made from, is one."""
 
     @functools.wraps(of_torch)
     def is_leaf_module(self, m, module_qualified_name):
@@ -41,7 +41,7 @@ def _is_leaf(of_torch):
 
 
 def _quantisable(of_torch):
-    """For quantisation: what it does first with a model, then on torch's classes."""
+    """For quantisation: its first step on a model, then run on torch's classes."""
 
     @functools.wraps(of_torch)
     def propagate_qconfig_(module, *args, **kwargs):
@@ -54,14 +54,14 @@ def _quantisable(of_torch):
 
 
 def _prepare_scriptable(self):
-    """For torch.jit.script, which asks every module."""
+    """For torch.jit.script, which calls this on every module."""
     _say("torch.jit.script")
     restore(self)
     return self
 
 
 def install() -> None:
-    """Once, when hfnn is imported."""
+    """Runs once, when hfnn is imported."""
     torch.fx.Tracer.is_leaf_module = _is_leaf(torch.fx.Tracer.is_leaf_module)
     quantize = sys.modules.get(_QUANTIZE)
     if quantize is not None:

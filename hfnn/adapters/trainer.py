@@ -1,4 +1,4 @@
-"""`TuneCallback`, for transformers' Trainer: `hfnn.tune` before its first step."""
+"""`TuneCallback` for transformers' Trainer: runs `hfnn.tune` before the first step."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,12 +13,12 @@ from hfnn.tuning.run import WARM
 
 
 class TuneCallback(transformers.TrainerCallback):
-    """`Trainer(..., callbacks=[TuneCallback()])` tunes the model when training begins; how: arguments of `hfnn.tune`.
+    """`Trainer(..., callbacks=[TuneCallback()])` tunes the model when training begins. how: arguments of `hfnn.tune`.
 
-    Batches are made of the first rows of the training data, by the loader's own collate function, so that no sampler
-    moves on. The loss is the model's own: where Trainer has a compute_loss of yours, give `loss`. With several ranks
-    the optimizer is left alone, and so are layouts, for a wrapper knows its parameters already. A model that
-    `hfnn.tune` does not take, and data without rows, are left as they are, with a line in the log.
+    Batches are made from the first rows of the training data with the loader's own collate function, so no sampler
+    advances. The loss is the model's own; if your Trainer overrides compute_loss, pass `loss`. With several ranks the
+    optimizer and layouts are left alone, because a wrapper already holds the parameters. If `hfnn.tune` does not accept
+    the model, or the data has no rows, nothing is changed and a line is logged.
     """
 
     def __init__(self, **how):
@@ -39,7 +39,7 @@ class TuneCallback(transformers.TrainerCallback):
 
 
 def _batches(loader, size: int, device: torch.device) -> Iterator[Mapping]:
-    """The first rows; none of fewer than two batches. Raises ValueError for data without rows."""
+    """The first rows; no rows if there are fewer than two batches. Raises ValueError for data without rows."""
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError("its training data has no rows, but comes as a stream")
     for begin in range(0, min(WARM * size, len(loader.dataset) // size * size), size):

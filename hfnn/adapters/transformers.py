@@ -1,8 +1,8 @@
 """Hugging Face transformers. Its norms and activations are recognised by structure (hfnn/patterns/lookalike.py).
 
-A language model that is given labels returns a loss and logits. Its forward and its loss function run as they are; only
-the logits are `hfnn.deferred.Deferred`, so that the loss is `linear_cross_entropy` and the logits are computed if
-somebody looks at them.
+A language model that gets labels returns a loss and logits. Its forward and its loss function do not change. Only the
+logits are `hfnn.deferred.Deferred`: the loss is `linear_cross_entropy`, and the logits are computed only if they are
+read.
 """
 
 import contextvars
@@ -19,7 +19,7 @@ from hfnn.core.context import compiling
 from hfnn.deferred.logits import defer
 from hfnn.ops import linear
 
-# What their classes are called; MarianMTModel is BART by another name.
+# The names of their classes; MarianMTModel is BART under another name.
 NAMES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MarianMTModel")
 
 
@@ -38,7 +38,7 @@ class Conv1D:
 
 @dataclass(frozen=True)
 class _Deferring:
-    """A language model in forward, with labels. compact: whether most labels are ignored."""
+    """A language model during a forward with labels. compact: whether most labels are ignored."""
 
     head: nn.Module
     compact: bool
@@ -49,7 +49,7 @@ _deferring: contextvars.ContextVar[_Deferring | None] = contextvars.ContextVar("
 
 
 class Head(linear.Linear):
-    """The product into the vocabulary of a language model: deferred while that has labels, else `hfnn.Linear`."""
+    """The output layer of a language model: deferred while the model has labels, else `hfnn.Linear`."""
 
     def forward(self, input):
         if not compiling():
@@ -62,14 +62,14 @@ class Head(linear.Linear):
 
 
 class LanguageModel:
-    """A model whose loss is `linear_cross_entropy`, where it is given labels."""
+    """A model whose loss is `linear_cross_entropy` if it gets labels."""
 
     op = ops.linear_cross_entropy.OP
     prefer = "auto"
 
     @property
     def _hfnn_when(self) -> str:
-        """For `hfnn.report`: when the op is used."""
+        """When the op is used, for `hfnn.report`."""
         if isinstance(self.get_output_embeddings(), Head):
             return "when labels are given; the logits are computed if they are read"
         return "never: its output embedding is not converted"
@@ -80,7 +80,7 @@ class LanguageModel:
         made.forward = _with_deferred_logits(made._hfnn_original)
         chosen = getattr(made._hfnn_original, "loss_function", None)
         base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-        if isinstance(chosen, property) and chosen is getattr(base, "loss_function", None):  # and not a class's own
+        if isinstance(chosen, property) and chosen is getattr(base, "loss_function", None):  # not overridden by a class
             made.loss_function = chosen.getter(_in_one_graph(chosen.fget))
 
 
@@ -106,9 +106,9 @@ def _with_deferred_logits(original: type):
 
 
 def _in_one_graph(chosen):
-    """The getter of `loss_function`, without the line of log that would end Dynamo's graph before the loss.
+    """The getter of `loss_function` without its log message, which would end Dynamo's graph before the loss.
 
-    transformers writes it of a model whose class does not name its loss, as GPT2LMHeadModel.
+    transformers logs it if the model's class does not name its loss, as GPT2LMHeadModel.
     """
 
     def loss_function(self):
@@ -123,8 +123,8 @@ def _in_one_graph(chosen):
 def _deferrable(model) -> nn.Module | None:
     """The head of the model if its logits may be deferred in this call."""
     head = model.get_output_embeddings()
-    # A hook, that of fully_shard or accelerate's as well, is there to see the logits or to take the weight away; and
-    # DataParallel gathers outputs in C++.
+    # A hook, also one of fully_shard or accelerate, may read the logits or free the weight. DataParallel gathers
+    # outputs in C++.
     hooks = (
         torch_module._global_forward_hooks,
         torch_module._global_backward_hooks,
@@ -149,7 +149,7 @@ def rooms() -> dict[type, type]:
 
 
 def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | None:
-    """(its original class, the room) for a module that is told by its place and not by its class, or None."""
+    """(its original class, the room) for a module identified by its place, not by its class, or None."""
     if _is_language_model(module) and not isinstance(module, LanguageModel):
         return type(module), LanguageModel
     if type(module) in (nn.Linear, linear.Linear):
@@ -160,14 +160,14 @@ def room_of(module: nn.Module, around: list[nn.Module]) -> tuple[type, type] | N
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:
-    """transformers notes on a model that it has put hooks on it, in its first forward, for the outputs asked for."""
+    """transformers marks a model on which it has put hooks, in its first forward, for the requested outputs."""
     for module in copy.modules():
         vars(module).pop("_output_capturing_hooks_installed", None)
     return copy
 
 
 def double(copy: nn.Module) -> nn.Module:
-    """In float64, where torch has no grouped products."""
+    """In float64, for which torch has no grouped products."""
     for module in copy.modules():
         config = vars(module).get("config")
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
@@ -193,5 +193,5 @@ def _is_plain(head) -> bool:
 def _head(module):
     try:
         return module.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # a model that has none says so in either way
+    except (AttributeError, NotImplementedError):  # models without one raise either of these
         return None

@@ -1,8 +1,8 @@
-"""A config of transformers that names another attention: the same attributes, one answer that differs.
+"""A transformers config that names another attention: the same attributes except one.
 
-Models and their modules hold one config, models may share it, and in it is the name by which attention is looked up. A
-view is an object of a class derived from the config's, with the very same `__dict__`: what is written to one is read
-from the other. Only `_attn_implementation` is "hfnn" where the config says "sdpa" or "eager".
+Models and their modules hold one config, and several models may share it. It contains the name by which attention is
+looked up. A view is an object of a class derived from the config's class, with the same `__dict__` object: a write to
+one is visible in the other. Only `_attn_implementation` differs: it is "hfnn" if the config says "sdpa" or "eager".
 """
 
 import functools
@@ -18,7 +18,7 @@ INTERNAL = "_attn_implementation_internal"  # where a config keeps the name
 
 
 def modeling():
-    """transformers.modeling_utils where it was imported, else None."""
+    """transformers.modeling_utils if it was imported, else None."""
     return sys.modules.get("transformers.modeling_utils")
 
 
@@ -37,25 +37,25 @@ def plain(config):
 
 
 def implementation(config) -> str | None:
-    """What a config says itself."""
+    """The implementation that the config itself names."""
     return plain(config)._attn_implementation
 
 
 def base(config) -> str:
-    """What stands behind "hfnn": "eager", or else "sdpa", also where "hfnn" was asked for by name.
+    """The implementation that "hfnn" replaces: "eager", or else "sdpa", also if "hfnn" was requested by name.
 
-    Read from where a view and its config keep it, which Dynamo can follow.
+    Read from the attribute in which a view and its config keep it, which Dynamo can trace.
     """
     return "eager" if getattr(config, INTERNAL, None) == "eager" else "sdpa"
 
 
 def by_name(config) -> bool:
-    """Whether "hfnn" is what the config itself says."""
+    """Whether the config itself names "hfnn"."""
     return getattr(config, INTERNAL, None) == NAME
 
 
 def attributes(config) -> dict:
-    """Of a config, without its own look-up of names, which takes longer than a small op."""
+    """Of a config, without its own attribute look-up, which takes longer than a small op."""
     return object.__getattribute__(config, "__dict__")
 
 
@@ -63,12 +63,12 @@ _views: dict[int, weakref.ref] = {}
 
 
 def view(config):
-    """The view of a config: one for all who share it."""
+    """The view of a config: one view for everything that shares the config."""
     if is_view(config):
         return config
     key = id(config)
     found = _views.get(key, lambda: None)()
-    # A view keeps its config alive, so as long as there is one the number is that config's.
+    # A view keeps its config alive, so while a view exists the id belongs to that config.
     if found is None:
         cls = _derived(type(config))
         found = object.__new__(cls)
@@ -80,14 +80,14 @@ def view(config):
 
 @functools.cache
 def _derived(cls: type) -> type:
-    """The class of views; it keeps the name, by which transformers' tables go."""
+    """The class of views. It keeps the name of the config's class, which is the key of transformers' tables."""
 
     own = cls._attn_implementation
 
     def _attn_implementation(self, own=own.fget):
         state = self.__dict__ if compiling() else attributes(self)
         name = own(self) if compiling() or INTERNAL not in state else state[INTERNAL]
-        # Whoever has the config return attention weights wants his own implementation.
+        # If the config returns attention weights, the user wants the chosen implementation.
         return NAME if name in _REPLACED and not state.get("_output_attentions") else name
 
     names = {
@@ -110,7 +110,7 @@ def original(cls: type) -> type:
 
 
 def constants(code: types.CodeType) -> frozenset:
-    """The strings in a code object, those in tuples and in nested code included."""
+    """The strings in a code object, including those in tuples and in nested code."""
     found = set()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

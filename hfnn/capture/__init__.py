@@ -1,7 +1,7 @@
-"""Captured models: where the GPU waits for the host, a model's forward and backward are replayed as CUDA graphs.
+"""Captured models: a model's forward and backward are replayed as CUDA graphs, for models whose GPU waits for the host.
 
     hfnn.convert(model, capture=True)
 
-captured.py puts `Capture` in front of a model's forward and decides, call by call, whether a graph is replayed;
-pair.py has the graphs of one kind of call, forward and backward; watch.py knows what they depend on; graph.py records.
+captured.py puts `Capture` in front of a model's forward and decides for each call whether a graph is replayed. pair.py
+has the graphs of one kind of call, forward and backward. watch.py tracks their dependencies. graph.py records.
 """

@@ -1,16 +1,16 @@
-"""What a forward asks of its tensors (hfnn/core/ask.py), in a graph: the answers that were recorded with.
+"""Values that a forward queries from its tensors (hfnn/core/ask.py), in a graph: the answers used during recording.
 
-The graph copies what was asked for to the host while it runs, and the host compares. It waits for that copy, not for
-the forward, behind which the GPU has the rest of the forward to do.
+While the graph runs, it copies the queried values to the host, and the host compares them. The host waits only for that
+copy, not for the whole forward; meanwhile the GPU computes the rest of the forward.
 """
 
 import torch
 
-ROOM = 63  # numbers that a forward may ask for
+ROOM = 63  # numbers that a forward may query
 
 
 class Other(Exception):
-    """A call whose answers are others. answers: up to the first that differs."""
+    """A call with other answers. answers: up to the first that differs."""
 
     def __init__(self, answers: tuple):
         super().__init__(answers)
@@ -18,16 +18,16 @@ class Other(Exception):
 
 
 class Answers:
-    """expected: the answers that are known, a tuple of numbers each; more are guessed."""
+    """expected: the known answers, a tuple of numbers each; further answers are guessed."""
 
     def __init__(self, backend, expected: tuple):
         self._backend, self.expected, self._asked = backend, [*expected], 0
         self._host = backend.pinned(ROOM + 1)
-        self._seen = self._host.numpy()  # [how many were asked, the numbers]
+        self._seen = self._host.numpy()  # [how many were queried, the numbers]
         self._marks = torch.arange(ROOM + 1, device=backend.device)
 
     def begin(self) -> None:
-        """A forward begins that asks from the start."""
+        """A forward begins; its queries are counted from the first."""
         self._asked = self._end = 0
 
     def answer(self, x: torch.Tensor, guess: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Answers:
         return given
 
     def __bool__(self) -> bool:
-        """Whether anything is asked."""
+        """Whether anything is queried."""
         return self._asked > 0
 
     def expect(self) -> None:
@@ -50,7 +50,7 @@ class Answers:
         self._seen[0] = 0
 
     def check(self) -> None:
-        """After a replay was launched. Raises Other."""
+        """After the launch of a replay. Raises Other."""
         self._backend.wait(lambda: self._seen[0] == self._asked)
         found, at = [], 1
         for given in self.expected:

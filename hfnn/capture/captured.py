@@ -1,8 +1,8 @@
-"""`Capture`: in front of a model's forward, it replays a graph where there is one for the call, and else calls forward.
+"""`Capture`, in front of a model's forward: replays a graph if there is one for the call, else calls forward.
 
-A kind of call is told by its key: shapes, strides and dtypes of tensors, the other arguments, grad mode, autocast, what
-torch's switches say, and which modules are in training. After `WARM` calls of one key that ran as they are, forward and
-backward are recorded (pair.py). Whatever is not understood runs as it is, and is counted with its reason for
+The key of a call identifies its kind: shapes, strides and dtypes of tensors, the other arguments, grad mode, autocast,
+torch's switches, and which modules are in training mode. After `WARM` uncaptured calls with one key, forward and
+backward are recorded (pair.py). Calls that cannot be handled run uncaptured, and are counted with their reason for
 `hfnn.report`.
 """
 
@@ -35,16 +35,16 @@ from hfnn.memory.peak import tensors as tensors_of
 from hfnn.patterns.probe import _NoHook
 
 WARM, SHAPES = 3, 8  # calls before a key is recorded; keys with graphs at once
-IDLE = 16  # a graph makes room for another after that many calls of others for each of SHAPES
-AGAIN, VARIANTS = 2, 4  # calls with other answers before they are recorded; sets of answers with graphs at once
-STALE = 3  # how often a key is recorded anew before it runs as it is
+IDLE = 16  # a graph may be replaced after this many calls of other keys for each of SHAPES
+AGAIN, VARIANTS = 2, 4  # calls with other answers before these are recorded; sets of answers that have graphs at once
+STALE = 3  # how often a key is recorded anew before it runs uncaptured
 _CONSTANTS = (int, float, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _TENSOR = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """The arguments of a call but for its tensors."""
+    """The arguments of a call, except its tensors."""
 
     spec: object
     leaves: tuple
@@ -56,7 +56,7 @@ class Template:
 
 
 class Call:
-    """The arguments of a call. tensors: those in it; key: all that tells its kind. Raises Unfit."""
+    """The arguments of a call. tensors: the tensors in it; key: what identifies its kind. Raises Unfit."""
 
     def __init__(self, args, kwargs):
         leaves, spec = tree_flatten((args, kwargs))
@@ -71,13 +71,13 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class Kind:
-    """What is known of calls of one key.
+    """What is known about calls with one key.
 
-    template, forward, ambient: how they are made; behind: the autocast state of their backward; draws: whether from the
-    device's generator; writes, moved: buffers that are written to, and those of them whose version tells; used: the
-    outputs that losses depended on; pairs: the graphs, for one set of answers each, those of the last call first;
-    missed: calls that none was for, by answers; warm: calls before recording; stale: how often what was recorded was no
-    more what would run; last: the number of the last call.
+    template, forward, ambient: how they are made; behind: the autocast state of their backward; draws: whether they
+    draw from the device's generator; writes, moved: buffers that are written to, and those of them whose version
+    changes; used: the outputs that losses depended on; pairs: the graphs, one pair per set of answers, that of the last
+    call first; missed: calls without a matching pair, by answers; warm: calls before recording; stale: how often the
+    recording became outdated; last: the number of the last call.
     """
 
     template: Template
@@ -99,7 +99,7 @@ class Kind:
 
 
 class Capture:
-    """What a captured model knows of its calls. counts: replays, and calls that ran as they are, by reason."""
+    """What a captured model knows about its calls. counts: replays, and uncaptured calls by reason."""
 
     def __init__(self, shapes: int = SHAPES):
         self.shapes, self.counts = shapes, collections.Counter()
@@ -112,13 +112,13 @@ class Capture:
         self._pool, self._backend, self._stream, self._calls = Pool(), None, None, 0
         self._modules: list[nn.Module] | None = None
 
-    def __reduce__(self):  # a copy, or what is unpickled, begins anew
+    def __reduce__(self):  # a copy, or an unpickled object, starts empty
         return Capture, (self.shapes,)
 
     def __call__(self, model: nn.Module, forward, args, kwargs):
-        """`forward(model, *args, **kwargs)`, replayed where it can be."""
+        """`forward(model, *args, **kwargs)`, replayed if possible."""
         if not self._lock.acquire(blocking=False):
-            if self._recorder not in (None, threading.get_ident()):  # whose parameters are not those of the model
+            if self._recorder not in (None, threading.get_ident()):  # during recording the model holds other parameters
                 with self._lock:
                     pass
             return self._beside(model, forward, args, kwargs)
@@ -136,7 +136,7 @@ class Capture:
             self._lock.release()
 
     def _beside(self, model, forward, args, kwargs):
-        """A call inside another one, or in another thread beside it: as it is."""
+        """A call inside another one, or at the same time in another thread: runs uncaptured."""
         self._others.append(None)
         try:
             return forward(model, *args, **kwargs)
@@ -144,7 +144,7 @@ class Capture:
             self._others.pop()
 
     def _call(self, model, args, kwargs) -> Call:
-        """The call with its whole key. Raises Unfit where no graph is asked for."""
+        """The call with its whole key. Raises Unfit if no graph can be used."""
         if self._model() is not model:
             raise Unfit("this is a copy of the model that was captured")
         if self._backend is None and (first := next(model.parameters(), None)) is not None:
@@ -166,7 +166,7 @@ class Capture:
         return call
 
     def _kind(self, model, forward, call) -> Kind:
-        """That of a call, with graphs of the model as it is, or without."""
+        """The kind of a call, with graphs that match the present model, or without graphs."""
         for _ in range(2):
             if self._modules is None:
                 self._modules = [*model.modules()]
@@ -176,7 +176,7 @@ class Capture:
                 kind = self._new(key, call, forward)
             if not kind.pairs or not self._stale(kind):
                 break
-            self._modules = None  # those inside may be others
+            self._modules = None  # its modules may have changed
         return kind
 
     def _one(self, model, forward, call, args, kwargs):
@@ -184,7 +184,7 @@ class Capture:
         kind = self._kind(model, forward, call)
         kind.last = self._calls
         if not kind.pairs:
-            self._modules = None  # nothing has looked whether they are the model's
+            self._modules = None  # not checked whether they are the model's
         if kind.refused is not None:
             raise Unfit(kind.refused)
         if not kind.pairs and (why := foreign_hooks(model)):
@@ -198,7 +198,7 @@ class Capture:
         return found
 
     def _replayed(self, model, call, kind: Kind):
-        """The outputs of the graphs for this call, which are recorded where there are none."""
+        """The outputs of the graphs for this call, which are recorded if there are none."""
         answers, tried = (), set()
         while pair := next((p for p in kind.pairs if id(p) not in tried and p.agrees(answers)), None):
             tried.add(id(pair))
@@ -221,7 +221,7 @@ class Capture:
         return kind.pairs[0].replay(call)
 
     def _stale(self, kind: Kind) -> bool:
-        """Whether a kind's graphs are not what would run now. They are dropped then."""
+        """Whether the graphs of a kind are outdated. They are dropped then."""
         why = kind.pairs[0].snapshot.changed()
         if why is not None:
             kind.pairs.clear()
@@ -231,7 +231,7 @@ class Capture:
         return why is not None
 
     def _warm(self, model, forward, call, kind: Kind, args, kwargs):
-        """A call as it is, of which is noted what a graph could not repeat."""
+        """An uncaptured call. Notes everything that a graph could not repeat."""
         kind.warm += 1
         self.counts["before recording"] += 1
         buffers = [(t, t._version, t.clone()) for t in model.buffers()]
@@ -249,7 +249,7 @@ class Capture:
             kind.refused = "its forward writes to its inputs"
         elif drawn is not None:
             kind.refused = f"its forward draws from {drawn}"
-        elif changed is not None and kind.warm > 1:  # what is set up by a first call is none of its state
+        elif changed is not None and kind.warm > 1:  # a first call may set up state
             kind.refused = f"by its own forward {changed}"
         _note_use(nest, kind)
         return nest
@@ -261,7 +261,7 @@ class Capture:
         try:
             _of_one_device(model, self._backend.device)
             kind.pairs.insert(0, Pair(model, kind, call.tensors, kind.used, answers))
-        except Exception as error:  # what recording does not allow: a wait for the GPU, above all
+        except Exception as error:  # something that recording does not allow, mostly a wait for the GPU
             why = str(error).partition("\n")[0] or type(error).__name__
             if not isinstance(error, Unfit):
                 why = f"it could not be recorded: {why}"
@@ -274,18 +274,18 @@ class Capture:
             self._recorder = None
 
     def _new(self, key: tuple, call: Call, forward) -> Kind:
-        """A new kind of call, where there is room for another one."""
+        """A new kind of call, if there is room for one."""
         if len(self._kinds) >= self.shapes:
             oldest = min(self._kinds, key=lambda key: self._kinds[key].last)
             if self._calls - self._kinds[oldest].last < IDLE * self.shapes:
                 raise Unfit(f"there are {self.shapes} kinds of calls already")
-            self._kinds.pop(oldest).pairs.clear()  # each holds the other
+            self._kinds.pop(oldest).pairs.clear()  # they hold each other
         kind = Kind(call.template, forward, autocast_state(), self._backend, self._pool)
         self._kinds[key] = kind
         return kind
 
     def report(self) -> str:
-        """In a line: kinds of calls, replays, bytes of the pool, and what ran as it is."""
+        """One line: kinds of calls, replays, bytes of the pool, and uncaptured calls."""
         graphs = sum(bool(kind.pairs) for kind in self._kinds.values())
         size = self._backend.pool_bytes() if self._backend is not None and graphs else 0
         parts = [f"captured: {graphs} kinds of calls, {self.counts['replayed']} replays, {size:,} bytes of graphs"]
@@ -294,10 +294,10 @@ class Capture:
 
 
 def _note_use(nest, kind: Kind) -> None:
-    """Whichever differentiable outputs get a gradient, by their number among the tensors of the nest.
+    """The differentiable outputs that get a gradient, by their index among the tensors of the nest.
 
-    A loss that the forward itself computes from another output gives that one a gradient, too: where numbers alone get
-    one, it is theirs.
+    If the forward itself computes a loss from another output, that output gets a gradient, too. So if scalars are the
+    only outputs with a gradient of their own, only they count.
     """
     kind.used = set()
     outputs = [(i, t) for i, t in enumerate(tensors_of(nest)) if t.requires_grad and type(t) is torch.Tensor]
@@ -311,7 +311,7 @@ def _used(kind: Kind, number: int, dy) -> None:
 
 
 def _of_one_device(model, device: torch.device) -> None:
-    """Raises Unfit for a model whose tensors are elsewhere, or sharded."""
+    """Raises Unfit for a model whose tensors are on another device, or sharded."""
     if any(t.device != device for t in (*model.parameters(), *model.buffers())):
         raise Unfit("its parameters are on several devices")
     if any(type(p) is not nn.Parameter for p in model.parameters()):
@@ -319,7 +319,7 @@ def _of_one_device(model, device: torch.device) -> None:
 
 
 def _why_not(args, kwargs) -> str | None:
-    """Why the state that a call is made in leaves it as it is, or None."""
+    """Why the state in which a call is made prevents capture, or None."""
     why = context(*(t for t in tensors_of((args, list(kwargs.values()))) if type(t) is not Deferred))
     if why is not None:
         return why
@@ -341,7 +341,7 @@ def _why_not(args, kwargs) -> str | None:
 
 
 def _switches() -> tuple:
-    """What of torch's state a graph is made in."""
+    """The part of torch's state that a graph depends on."""
     backends = torch.backends
     return (
         torch.is_grad_enabled(),
@@ -363,7 +363,7 @@ def _switches() -> tuple:
 
 
 class Captured(_NoHook):
-    """Goes before the class of a captured model, whose `_hfnn_capture` is a Capture."""
+    """Base before the class of a captured model, whose `_hfnn_capture` is a Capture."""
 
     def __reduce_ex__(self, protocol):
         plain, cls = type(self)._hfnn_plain, type(self)
@@ -385,7 +385,7 @@ _classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
 
 def _class(plain: type) -> type:
-    """The subclass of a model's class whose forward goes by way of its Capture."""
+    """The subclass of a model's class whose forward calls its Capture."""
     made = _classes.get(id(plain))
     if made is None:
 
@@ -400,7 +400,7 @@ def _class(plain: type) -> type:
 
 
 def capture(model: nn.Module, shapes: int = SHAPES) -> None:
-    """Have the model's forward replayed, where its device has graphs."""
+    """Make the model's forward replayed, if its device has graphs."""
     if all(not t.is_cuda for t in (*model.parameters(), *model.buffers())) and graph.backend is graph.of_device:
         log.warning("capture=True has no effect until %s is on a GPU: the CPU has no graphs", type(model).__name__)
     if not isinstance(model, Captured):
@@ -409,7 +409,7 @@ def capture(model: nn.Module, shapes: int = SHAPES) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Undo `capture`, wherever it was done in a model."""
+    """Undo `capture` everywhere in a model."""
     for module in model.modules():
         if isinstance(module, Captured):
             object.__setattr__(module, "__class__", type(module)._hfnn_plain)
@@ -418,7 +418,7 @@ def release(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def set_aside(model: nn.Module):
-    """Calls inside the `with` block run as they are, and are not counted."""
+    """Calls inside the `with` block run uncaptured, and are not counted."""
     found = [(m, type(m)) for m in model.modules() if isinstance(m, Captured)]
     for module, cls in found:
         object.__setattr__(module, "__class__", cls._hfnn_plain)
@@ -430,11 +430,11 @@ def set_aside(model: nn.Module):
 
 
 def explain(model: nn.Module) -> str | None:
-    """What a captured model's calls came to, for `hfnn.report`, or None."""
+    """A summary of a captured model's calls for `hfnn.report`, or None."""
     return vars(model)["_hfnn_capture"].report() if isinstance(model, Captured) else None
 
 
 def pool_bytes(model: nn.Module, *, unseen: bool = False) -> int:
-    """Bytes of memory that the graphs of a captured model have. unseen: less those that torch counts as allocated."""
+    """Bytes of memory that the graphs of a captured model use. unseen: minus those that torch counts as allocated."""
     backend = vars(model)["_hfnn_capture"]._backend if isinstance(model, Captured) else None
     return 0 if backend is None else backend.pool_bytes() - (backend.used_bytes() if unseen else 0)

@@ -1,4 +1,4 @@
-"""CUDA graphs as far as capture needs them. Tests replace `backend` by one that records and replays on the CPU."""
+"""The CUDA graph functions that capture needs. Tests replace `backend` by one that records and replays on the CPU."""
 
 import contextlib
 import gc
@@ -11,7 +11,8 @@ import torch
 
 
 class Graph:
-    """What `function` launches, recorded and not run. `results` is what it returned: each replay fills its tensors."""
+    """The launches of `function`, recorded but not run. `results` is what it returned: each replay fills its
+    tensors."""
 
     def __init__(self, function: Callable, pool, stream):
         self._graph = torch.cuda.CUDAGraph()
@@ -40,7 +41,7 @@ class Graph:
 
 @contextlib.contextmanager
 def _no_collection():
-    """A graph that is destroyed while another one is recorded spoils it."""
+    """Destroying a graph while another one is recorded would break the recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -54,10 +55,10 @@ _broken = []
 
 
 def _repair(graph: torch.cuda.CUDAGraph, pool) -> None:
-    """After a capture that CUDA gave up, torch's allocator still serves it, and the generator still draws for it."""
+    """After a capture that CUDA aborted, torch's allocator and generator still act as if it went on."""
     _broken.append(graph)  # the allocator for pinned memory holds its address
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # where torch has come so far by itself
+    with contextlib.suppress(RuntimeError):  # if torch has already done this itself
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     again = torch.cuda.CUDAGraph()
@@ -67,7 +68,7 @@ def _repair(graph: torch.cuda.CUDAGraph, pool) -> None:
 
 
 class Cuda:
-    """What recording needs to know of a GPU."""
+    """What recording needs from a GPU."""
 
     def __init__(self, device: torch.device):
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
@@ -76,42 +77,42 @@ class Cuda:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def record(self, function: Callable) -> Graph:
-        """All graphs share one pool of memory, so no two of them may be in use at once."""
-        if not self._graphs:  # torch ends a pool with its last graph
+        """All graphs share one memory pool, so no two of them may be in use at once."""
+        if not self._graphs:  # torch frees a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # what eager calls needed, and the last pool
+        torch.cuda.empty_cache()  # memory of eager calls, and of the last pool
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             graph = Graph(function, self._pool, self._stream)
-            current.wait_stream(self._stream)  # to which torch gave a generator's first state, which a replay replaces
+            current.wait_stream(self._stream)  # torch put a generator's first state there, which a replay replaces
         self._graphs.add(graph)
         return graph
 
     def recording(self) -> bool:
-        """Whether somebody else records this very stream."""
+        """Whether other code records this stream."""
         return torch.cuda.is_current_stream_capturing()
 
     def stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def pinned(self, numbers: int) -> torch.Tensor:
-        """Memory of the host that a graph may copy integers to."""
+        """Host memory that a graph may copy integers to."""
         return torch.zeros(numbers, dtype=torch.int64, pin_memory=True)
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Until what this stream was given makes done() true."""
+        """Wait until the work of this stream makes done() true."""
         while not done():
             if torch.cuda.current_stream(self.device).query() and not done():
                 raise RuntimeError("hfnn: a graph has run and left no answers")
             time.sleep(0)
 
     def pool_bytes(self) -> int:
-        """Bytes that the pool holds of the GPU's memory."""
+        """Bytes of GPU memory that the pool holds."""
         return self._sum("total_size")
 
     def used_bytes(self) -> int:
-        """Bytes of the pool that torch's allocator counts as in use: those of tensors that are alive."""
+        """Bytes of the pool that torch's allocator counts as in use: those of living tensors."""
         return self._sum("allocated_size")
 
     def _sum(self, what: str) -> int:
@@ -119,7 +120,7 @@ class Cuda:
 
 
 def of_device(device: torch.device, model) -> Cuda | None:
-    """What records a model on a device, or None where nothing does."""
+    """The backend that records a model on a device, or None."""
     return Cuda(device) if device.type == "cuda" else None
 
 

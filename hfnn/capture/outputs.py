@@ -1,4 +1,4 @@
-"""What a captured forward returns: the nest that its author built, with other tensors in it at each call."""
+"""The result of a captured forward: the nest that its author built, with new tensors in it at each call."""
 
 import copy
 import enum
@@ -29,12 +29,12 @@ class Unfit(Exception):
 
 
 class _Place:
-    """Stands in the nest for a tensor."""
+    """Placeholder of a tensor in the nest."""
 
 
 class Outputs:
-    """A nest of tensors. tensors: those of the nest, but for views of others of them, then the hidden states that
-    deferred logits are made of; shown: how many are of the nest.
+    """A nest of tensors. tensors: those of the nest, except views of others of them, then the hidden states that
+    deferred logits are computed from; shown: how many belong to the nest.
 
     Raises Unfit for what may not be copied, and for tensors that share memory with `others`.
     """
@@ -53,7 +53,7 @@ class Outputs:
         if {*bases} & {storage(t) for t in others}:
             raise Unfit("it returns tensors that share memory with its inputs or its parameters")
         where = {storage(t): at for at, t in enumerate(self.tensors)}
-        # Nothing of the graph, nor deferred logits, which would be looked after at each step, stay behind.
+        # Nothing of the graph stays behind, nor deferred logits, which would cost time at each step.
         stand_ins = {key: _Place() for key in (*found, *later)}
         self._nest = copy.deepcopy(nest, dict(stand_ins))
         self._made = [(stand_ins[key], where[storage(t)], _view(t, bases[storage(t)])) for key, t in found.items()]
@@ -71,7 +71,7 @@ class Outputs:
 
 
 def _bases(tensors) -> dict[int, torch.Tensor]:
-    """Of each memory the tensor that is made anew; others of that memory are views of it."""
+    """For each memory, the tensor that is made anew; other tensors of that memory are views of it."""
     bases: dict[int, torch.Tensor] = {}
     for t in tensors:
         known = bases.get(storage(t))
@@ -81,7 +81,7 @@ def _bases(tensors) -> dict[int, torch.Tensor]:
 
 
 def _view(t: torch.Tensor, base: torch.Tensor):
-    """A function that makes of a copy of `base` what t is of base."""
+    """A function that makes from a copy of `base` what t is of `base`."""
     if t is base:
         return lambda y: y
     size, stride, offset = t.shape, t.stride(), t.storage_offset() - base.storage_offset()

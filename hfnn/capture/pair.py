@@ -1,4 +1,4 @@
-"""The two graphs of one kind of call: forward, and backward where gradients are wanted.
+"""The two graphs of one kind of call: forward, and backward if gradients are wanted.
 
     call       inputs are copied into buffers of the graph's -> forward is replayed -> outputs are copied out of it
     backward   gradients of outputs are copied in -> backward is replayed -> gradients of inputs and parameters
@@ -6,13 +6,13 @@
 Between a forward and its backward the pool belongs to the pair: `Pool.busy`. A `Ticket` is held by the autograd node of
 the call, so the pool is free once backward has run or the graph is dropped.
 
-Gradients of parameters are handed out as they lie in the graphs' memory, which autograd then makes the .grad: nothing
-is copied while nobody holds the last ones. Where somebody does when the pool is used again (accumulation, a .grad that
-was kept), they are moved out of it first. See pytorch#181723 for what comes of it otherwise.
+Gradients of parameters are returned in the graphs' own memory, and autograd makes them the .grad. Nothing is copied
+while nothing holds the previous ones. If something still holds them when the pool is used again (accumulation, a .grad
+that was kept), they are moved out of the pool first. pytorch#181723 shows what happens otherwise.
 
-Recorded is not with the model's parameters but with others of the same memory: torch's nodes that accumulate gradients
-belong to the stream on which they were made, and one that is alive, as an earlier loss and DDP keep them, would draw
-that stream into the graph.
+Recording does not use the model's parameters but others with the same memory. torch's nodes that accumulate gradients
+belong to the stream on which they were made. If one of them is still alive, because an earlier loss or DDP keeps it, it
+would draw that stream into the graph.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from hfnn.core.ask import answered
 from hfnn.core.function import Function
 
 HELD = "gradients of an earlier call are held by something else than .grad"
-TRIES = 9  # recordings until answers are those of the call: each trial tells one more
+TRIES = 9  # recordings until the answers match the call: each trial finds one more
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _uses = torch._C._storage_Use_Count
@@ -44,19 +44,19 @@ _REFUSED = (
 
 
 class Pool:
-    """The memory that all graphs of a model share. handed: the gradients in it that were handed out last, or None."""
+    """The memory that all graphs of a model share. handed: the gradients in it that were returned last, or None."""
 
     def __init__(self):
         self._ticket = lambda: None
         self.handed: Gradients | None = None
 
     def busy(self) -> bool:
-        """Whether a forward that was replayed still waits for its backward."""
+        """Whether a replayed forward still waits for its backward."""
         ticket = self._ticket()
         return ticket is not None and ticket.waits
 
     def free(self) -> bool:
-        """Move handed out gradients elsewhere; whether nothing of the pool is held by anybody any more."""
+        """Move returned gradients out of the pool; returns whether nothing holds memory of the pool any more."""
         if self.handed is not None and self.handed.moved():
             self.handed = None
         return self.handed is None
@@ -69,7 +69,7 @@ class Pool:
 
 class Ticket:
     """One forward's claim on the pool. state: of the device's generator before it; read: what it read besides its
-    inputs and what is trained, of which torch takes care."""
+    inputs and trained parameters, which torch checks itself."""
 
     __slots__ = ("__weakref__", "_read", "fresh", "state", "waits")
 
@@ -86,18 +86,18 @@ class Ticket:
 
 
 class Gradients:
-    """Those of parameters, in the memory of graphs."""
+    """The gradients of parameters, in the memory of graphs."""
 
     def __init__(self, parameters, tensors):
         self._of = [(p, g, storage(g)) for p, g in zip(parameters, tensors, strict=True) if g is not None]
         self._unheld = [_uses(key) for _, _, key in self._of]
 
     def held(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """(parameter, gradient) of those that somebody holds."""
+        """(parameter, gradient) for gradients that are still held."""
         return [(p, g) for (p, g, key), n in zip(self._of, self._unheld, strict=True) if _uses(key) > n]
 
     def moved(self) -> bool:
-        """Give each .grad a memory of its own; False, and nothing is done, where anything else holds a gradient."""
+        """Give each .grad its own memory. If anything else holds a gradient, do nothing and return False."""
         held = [(p, key, _uses(key) - n) for (p, _, key), n in zip(self._of, self._unheld, strict=True)]
         held = [(p, key, more) for p, key, more in held if more > 0]
         if any(more > 1 or type(p.grad) is not torch.Tensor or storage(p.grad) != key for p, key, more in held):
@@ -108,10 +108,10 @@ class Gradients:
 
 
 class Pair:
-    """Graphs for calls of one key.
+    """Graphs for calls with one key.
 
-    tensors: those of one such call; used: which differentiable outputs a loss depends on, by their number; answers:
-    those that are known of the calls that it is for. Raises Unfit, or what recording raises.
+    tensors: the tensors of one such call; used: the indices of the differentiable outputs that a loss depends on;
+    answers: the known answers of the calls that it is for. Raises Unfit, or what recording raises.
     """
 
     def __init__(self, model: nn.Module, kind, tensors, used: set[int], answers: tuple = (), trial: bool = True):
@@ -129,7 +129,7 @@ class Pair:
         written = {id(t) for t in self._kind.writes}
         self._others = [p for p in model.parameters() if id(p) not in self._aliases]
         self._others += [t for t in model.buffers() if id(t) not in written]
-        self._before = [t.detach().clone() for t in self._kind.writes]  # each forward's, should it run again
+        self._before = [t.detach().clone() for t in self._kind.writes]  # for each forward, in case it runs again
         others = (*self._inputs, *model.parameters(), *model.buffers())
         for _ in range(TRIES):
             self._answers, self._graph, self._outputs = Answers(self._backend, answers), None, None
@@ -150,7 +150,7 @@ class Pair:
         if differentiable and wanted:
             self.used = {i for i in differentiable if i in self.used} or {differentiable[0]}
             self._record_backward(wanted)
-        # From here on nothing holds the graph of autograd that was recorded.
+        # From here on nothing holds the recorded autograd graph.
         self._graph.results = None
         self._static = outputs.tensors = [t.detach() for t in outputs.tensors]
 
@@ -173,7 +173,7 @@ class Pair:
 
     @contextlib.contextmanager
     def _instead(self):
-        """Wherever the model holds its trained parameters, others of their memory are in their place."""
+        """Replace the model's trained parameters everywhere by others with the same memory."""
         places = [*self.snapshot.places(self._aliases)]
         before = [part[at] for part, at in places]
         for part, at in places:
@@ -191,11 +191,11 @@ class Pair:
             return self._kind.forward(self._model(), *args, **kwargs)
 
     def agrees(self, answers: tuple) -> bool:
-        """Whether it is for calls with these first answers."""
+        """Whether it fits calls with these first answers."""
         return tuple(self._answers.expected[: len(answers)]) == answers
 
     def replay(self, call):
-        """The outputs of a call. Raises Unfit while memory of the pool is held, and Other."""
+        """The outputs of a call. Raises Other, and Unfit while memory of the pool is held."""
         if not self._pool.free():
             raise Unfit(HELD)
         with torch.no_grad():
@@ -234,7 +234,7 @@ class Pair:
         self._graph.replay()
 
     def _state(self) -> tuple:
-        """What a forward changes: the generator's state, if it draws, and buffers."""
+        """The state that a forward changes: the generator's state, if it draws, and buffers."""
         state = self._backend.generator.get_state() if self._kind.draws else None
         return state, [t.clone() for t in self._kind.writes]
 
@@ -274,7 +274,7 @@ class Pair:
         return found
 
     def _run_again(self, ticket: Ticket) -> None:
-        """Forward once more, with the numbers that it drew, for the backward of a graph that was kept."""
+        """Forward once more, with the same random numbers, for the backward of a retained graph."""
         ticket.look()
         now = self._backend.generator.get_state()
         buffers = [t.clone() for t in self._kind.writes]
@@ -283,11 +283,11 @@ class Pair:
         self._restore((None if ticket.state is None else now, buffers))
 
     def is_for(self, used: set[int]) -> bool:
-        """Whether its backward is one of these outputs, and in the autocast state of now."""
+        """Whether its backward is for these outputs and for the present autocast state."""
         return used == self.used and tuple(self._behind) == autocast_state()
 
     def of_outputs(self, used: set[int], ticket: Ticket) -> "Pair":
-        """The pair for losses of other outputs, on the inputs that are here; from now on it comes first."""
+        """The pair for losses of other outputs, on the present inputs; from now on it comes first."""
         ticket.look()
         self._kind.behind = autocast_state()
         with torch.enable_grad():
@@ -297,7 +297,7 @@ class Pair:
         return pair
 
     def by_autograd(self, dys, inputs) -> list:
-        """The gradients with a graph, by a forward outside of this one, on the inputs that the call had."""
+        """The gradients with a graph, by a forward outside of the recording, on the inputs of the call."""
         if self._kind.draws or self._kind.writes:
             raise RuntimeError(_REFUSED.format("draws random numbers" if self._kind.draws else "writes to buffers"))
         given = iter(inputs)
@@ -310,7 +310,7 @@ class Pair:
 
 
 class _Replay(Function):
-    """The node of a captured call. Its saved tensors are there for torch to see whether they were written to."""
+    """The node of a captured call. It saves tensors so that torch detects writes to them."""
 
     @staticmethod
     def forward(ctx, pair, ticket, *inputs):
@@ -343,7 +343,7 @@ def _buffer(t: torch.Tensor) -> torch.Tensor:
 
 
 def _alias(p: nn.Parameter) -> nn.Parameter:
-    """Another parameter of the same memory."""
+    """Another parameter with the same memory."""
     made = nn.Parameter(p.detach())
     vars(made).update(vars(p))
     return made

@@ -1,8 +1,8 @@
-"""What a recorded graph depends on besides its inputs: whatever a forward may read of its modules on the host.
+"""The dependencies of a recorded graph besides its inputs: everything that a forward may read from modules on the host.
 
-A graph repeats what was launched once. Host code does not run again, so a replay is right only while everything that
-this code read is as it was: attributes of modules and of the objects that they hold, parameters and their memory,
-hooks, forwards of classes. Not seen: changes below the second level of objects, and globals of the author's files.
+A graph repeats recorded launches. Host code does not run again. So a replay is correct only while everything that this
+code read is unchanged: attributes of modules and of the objects that they hold, parameters and their memory, hooks,
+forwards of classes. Not seen: changes below the second level of objects, and globals of the author's files.
 """
 
 import contextlib
@@ -16,26 +16,26 @@ from torch import nn
 
 from hfnn.patterns.probe import CONTAINERS
 
-LEVELS = 2  # of objects that a module holds, such as its config and a config in that
+LEVELS = 2  # levels of objects that a module holds, such as its config and a config inside that
 _HELD = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _Contents:
-    """`hfnn._C.Contents` (csrc/contents.h) in Python, for where that is not built."""
+    """`hfnn._C.Contents` (csrc/contents.h) in Python, used if that is not built."""
 
     def __init__(self, parts: list):
         self._parts = [(part, [*map(id, _values(part))]) for part in parts]
 
     def changed(self, begin: int) -> int:
-        """The number of the first part from `begin` on that holds other objects than it did, or -1."""
+        """The index of the first part from `begin` on that holds other objects than before, or -1."""
         for number, (part, known) in enumerate(self._parts[begin:], begin):
             if [*map(id, _values(part))] != known:
                 return number
         return -1
 
     def look(self, number: int) -> None:
-        """From now on, what this part holds now is what it held."""
+        """Take the present objects of this part as the reference from now on."""
         part = self._parts[number][0]
         self._parts[number] = part, [*map(id, _values(part))]
 
@@ -47,12 +47,12 @@ except ImportError:
 
 
 class Snapshot:
-    """What a model was at one moment."""
+    """The state of a model at one moment."""
 
     def __init__(self, model: nn.Module):
         self._parts: list[dict | list] = []
-        self._places: list[str] = []  # where each is
-        self._values: list[list] = []  # in each, and so alive
+        self._places: list[str] = []  # the place of each
+        self._values: list[list] = []  # the values in each, which keeps them alive
         self._sets: list[tuple[str, set, set]] = []
         self._tensors: list[tuple[torch.Tensor, int, bool]] = []
         self._forwards = {}
@@ -73,7 +73,7 @@ class Snapshot:
         self._contents = Contents(self._parts)
 
     def changed(self) -> str | None:
-        """What is another now, in words, or None."""
+        """What has changed, in words, or None."""
         number = self._contents.changed(0)
         while number >= 0:
             values = _values(self._parts[number])
@@ -94,14 +94,14 @@ class Snapshot:
         return None
 
     def places(self, values: dict[int, object]) -> Iterator[tuple[dict | list, object]]:
-        """(dict or list, key or index) wherever the model holds one of `values`, which are given by id."""
+        """(dict or list, key or index) for each place where the model holds one of `values`, given by id."""
         for part in self._parts:
             items = part.items() if isinstance(part, dict) else enumerate(part)
             yield from ((part, at) for at, value in items if id(value) in values)
 
 
 def _contents(state: dict, where: str, level: int, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """A dict of attributes, the containers in it, and those of the objects in it."""
+    """A dict of attributes, the containers in it, and the containers of the objects in it."""
     if id(state) in seen:
         return
     seen.add(id(state))
@@ -124,7 +124,7 @@ def _values(part) -> list:
 
 
 def _same(now: list, before: list) -> bool:
-    """Whether values are the same objects, or numbers and texts that are equal."""
+    """Whether values are the same objects, or equal numbers and strings."""
     return len(now) == len(before) and all(
         a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in zip(now, before, strict=True)
     )
@@ -136,7 +136,7 @@ def foreign_hooks(model: nn.Module) -> str | None:
         if module is not model:
             kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
             for hook in (hook for kind in kinds for hook in kind.values()):
-                # transformers leaves hooks that do nothing but where outputs are asked for.
+                # transformers leaves hooks that only act if outputs are requested.
                 if not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing"):
                     return f"{name} has a hook, which a replay would not call"
     return None
@@ -149,7 +149,7 @@ def autocast_state() -> tuple:
 
 @contextlib.contextmanager
 def autocast_as(states: tuple) -> Iterator[None]:
-    """The autocast state that was, without its cache: a cast of a recording is none of later calls'."""
+    """Restores an autocast state, without its cache: a cast made while recording must not be used by later calls."""
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in states:
             if enabled or torch.is_autocast_enabled(device):
@@ -158,14 +158,14 @@ def autocast_as(states: tuple) -> Iterator[None]:
 
 
 class HostDraws:
-    """The generators of the host: what is drawn from them would be the same in each replay."""
+    """The host's generators: numbers drawn from them would be the same in each replay."""
 
     def __init__(self, device_generator):
         self._ours = device_generator is torch.default_generator
         self._before = self._states()
 
     def moved(self) -> str | None:
-        """The name of a generator that has been drawn from."""
+        """The name of a generator whose state has changed."""
         before, now = self._before, self._states()
         return next((name for name in now if name in before and not _equal(before[name], now[name])), None)
 

@@ -1,1 +1,2 @@
-"""`torch.compile(model, backend="hfnn")`: Inductor, which keeps what recipes keep, and makes no logits for a loss."""
+"""`torch.compile(model, backend="hfnn")`: Inductor that keeps only what recipes keep, and makes no logits for a
+loss."""

@@ -18,7 +18,7 @@ def hfnn(graph: torch.fx.GraphModule, inputs, mode: str | None = None, options: 
 
 
 def hfnn_eager(graph: torch.fx.GraphModule, inputs, **_):
-    """As "hfnn", with each operator of torch's run by itself: to find faults with."""
+    """As "hfnn", but runs torch's operators one by one: for debugging."""
     compiler = boxed_nop_preserve_node_meta
     return _around(graph, inputs, aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition))
 

@@ -1,8 +1,8 @@
-"""Losses of linear maps in a graph of Dynamo's: `linear_cross_entropy` in place of logits and their cross-entropy.
+"""Losses of linear maps in a Dynamo graph: `linear_cross_entropy` instead of logits and their cross-entropy.
 
-A linear map whose result goes by casts and flat views to one cross-entropy, and to nothing else but the graph's
-outputs, is left out. Where the logits are an output, the graph returns the hidden states, of which
-`hfnn.deferred.defer` makes the logits outside of the graph: they are computed if somebody reads them.
+A linear map is left out if its result reaches one cross-entropy only through casts and flattening views, and nothing
+else but the graph's outputs. If the logits are an output, the graph returns the hidden states, and
+`hfnn.deferred.defer` makes the logits outside of the graph: they are computed only if they are read.
 """
 
 import operator as python
@@ -24,7 +24,7 @@ DEFAULTS |= {"label_smoothing": 0.0}
 
 
 def without_logits(graph: fx.GraphModule) -> tuple[fx.GraphModule, Callable]:
-    """The graph with no logits that only a loss reads, and what is to be done with (inputs, outputs) of each call."""
+    """The graph without logits that only a loss reads, and a function of (inputs, outputs) to run after each call."""
     places = {}
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is nn.functional.cross_entropy:
@@ -51,12 +51,13 @@ def _logits(hidden, weight, bias, dtype, grad):
 
 
 def computed(inputs) -> list:
-    """Inputs of a graph, with the numbers of logits that nobody has read before."""
+    """Inputs of a graph, with unread logits computed."""
     return [x.computed() if type(x) is Deferred else x for x in inputs]
 
 
 def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
-    """Gives a loss its operator: {output: (weight, bias, dtype, grad)} of logits to defer, or None where it stays."""
+    """Replaces a loss by the operator: {output: (weight, bias, dtype, grad)} of logits to defer, or None if it
+    stays."""
     options = {**DEFAULTS, **dict(zip(DEFAULTS, loss.args[2:], strict=False))}
     options |= {k: v for k, v in loss.kwargs.items() if k in DEFAULTS}
     logits, target = (loss.args[i] if i < len(loss.args) else loss.kwargs[n] for i, n in enumerate(("input", "target")))
@@ -88,13 +89,13 @@ def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
     loss.replace_all_uses_with(first)
     graph.erase_node(loss)
     output.args = (tuple(hidden if i in places else n for i, n in enumerate(output.args[0])),)
-    for node in chain:  # the last first; nobody is left to read them
+    for node in chain:  # the last first; nothing reads them any more
         graph.erase_node(node)
     return dict.fromkeys(places, (weight, bias, dtypes[0], product_grad))
 
 
 def _chain(node) -> list[fx.Node] | None:
-    """The nodes from a linear map to what a loss is given, the last first; None for anything else in between."""
+    """The nodes from a linear map to the input of a loss, the last first; None if there is anything else in between."""
     found = []
     while isinstance(node, fx.Node):
         found.append(node)
@@ -123,7 +124,7 @@ def _fits(product, logits, values) -> bool:
         return False
     if class_weight is not None and class_weight.dtype is not logits.dtype:  # torch's op raises, or autocast casts both
         return False
-    if any(v is not None and v._version for v in values[:3]):  # written to: the operator stands further on
+    if any(v is not None and v._version for v in values[:3]):  # written to: the operator runs later in the graph
         return False
     if not all(v is None or is_plain(v) for v in values) or target.dtype is not torch.int64:
         return False
@@ -134,4 +135,4 @@ def _fits(product, logits, values) -> bool:
     if not (rows and sound and wide) or hidden.dim() < 2:
         return False
     logits = target.numel() * weight.shape[0]
-    return not isinstance(logits, int) or logits >= WORTH_LOGITS  # a size that may change is not guarded for this
+    return not isinstance(logits, int) or logits >= WORTH_LOGITS  # no guard is added for a dynamic size

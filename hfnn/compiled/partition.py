@@ -1,8 +1,8 @@
-"""What a compiled forward keeps for backward: what hfnn's recipes keep, the results of products and attention.
+"""What a compiled forward keeps for backward: the same as hfnn's recipes, the results of products and attention.
 
-torch's partitioner takes the least bytes that cut forward from backward, among the tensors that it may compute again.
-Here it may compute again all but products, attention, random numbers, reductions to much less, and operators that are
-not torch's own; by default it keeps much of that, to save time.
+torch's partitioner finds the cut between forward and backward with the fewest bytes, where some operators may be
+recomputed. Here it may recompute everything except products, attention, random numbers, reductions to much smaller
+tensors, and operators that are not torch's own. By default it keeps much more, to save time.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
-# Beside those that torch's partitioner knows to be costly.
+# In addition to those that torch's partitioner treats as expensive.
 PRODUCTS = frozenset(
     getattr(aten, name)
     for name in (
@@ -48,8 +48,8 @@ PRODUCTS = frozenset(
     if hasattr(aten, name)
 )
 
-# Of torch's reasons not to compute again two stay: `ban_recompute_reductions`, and `ban_recompute_used_far_apart`. The
-# latter keeps a residual stream: computed again, backward would begin with the sums of all layers at once.
+# Two of torch's reasons against recomputation stay: `ban_recompute_reductions` and `ban_recompute_used_far_apart`. The
+# latter keeps the residual stream. If it were recomputed, backward would begin with the sums of all layers at once.
 AGAIN = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
@@ -58,7 +58,7 @@ AGAIN = {
 
 
 def partition(joint: torch.fx.GraphModule, inputs, **options) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Forward and backward of a joint graph, for AOTAutograd's `partition_fn`. What checkpoints ask for is left so."""
+    """Forward and backward of a joint graph, for AOTAutograd's `partition_fn`. Requests of checkpoints are kept."""
     for node in joint.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and _is_kept(node.target):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
@@ -67,7 +67,7 @@ def partition(joint: torch.fx.GraphModule, inputs, **options) -> tuple[torch.fx.
 
 
 def _is_kept(op: torch._ops.OpOverload) -> bool:
-    draws = torch.Tag.nondeterministic_seeded in op.tags  # other numbers, the second time
+    draws = torch.Tag.nondeterministic_seeded in op.tags  # a second run would give other numbers
     return op.overloadpacket in PRODUCTS or draws or op.namespace not in ("aten", "prims")
 
 

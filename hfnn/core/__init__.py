@@ -1,1 +1,1 @@
-"""What all of hfnn stands on: the choice of a kernel, autograd functions and nodes, recipes, packed bits."""
+"""The base of all of hfnn: the choice of a kernel, autograd functions and nodes, recipes, packed bits."""

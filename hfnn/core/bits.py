@@ -1,4 +1,4 @@
-"""Small codes in packed bits: masks in an eighth of the memory of a bool, choices among four in a quarter of a byte.
+"""Small codes in packed bits: a boolean in one bit, a choice among four in two bits.
 
 Code i of the flattened tensor is in the bits [width i, width (i + 1)) of the bytes, the lowest bit of a byte first: one
 format for the CPU, Triton and CUDA (csrc/bits.h). 1024 booleans are 128 bytes.
@@ -11,7 +11,7 @@ import torch
 from hfnn.core.context import context
 from hfnn.core.kernel import Kernel, Op
 
-WIDTHS = (1, 2, 4, 5, 8)  # bits of a code
+WIDTHS = (1, 2, 4, 5, 8)  # bits per code
 
 
 def _reference(codes, width=1):
@@ -31,15 +31,15 @@ OP = Op(
 
 
 def size(codes: int, width: int = 1) -> int:
-    """The bytes that so many codes take."""
+    """The number of bytes for this many codes."""
     return -(-codes * width // 8)
 
 
 def pack(codes: torch.Tensor, width: int = 1) -> torch.Tensor:
-    """`codes` side by side: ceil(n width / 8) bytes, the bits after the last code 0.
+    """Packs `codes` into ceil(n width / 8) bytes; the bits after the last code are 0.
 
-    codes: any shape and layout, on any device; uint8, of which the lowest `width` bits count, or torch.bool where width
-    is 1. width: 1, 2, 4, 5 or 8. Result: uint8, one dimension. Raises ValueError for another width or dtype.
+    codes: any shape and layout, on any device; uint8, of which the lowest `width` bits count, or torch.bool if width is
+    1. width: 1, 2, 4, 5 or 8. Result: uint8, one dimension. Raises ValueError for another width or dtype.
     """
     _check_width(width)
     if codes.dtype is not torch.uint8 and (codes.dtype is not torch.bool or width != 1):
@@ -88,7 +88,7 @@ def _check_width(width):
 
 
 def _kernel(x):
-    """The kernel for codes or bytes, or None for torch's ops: another device, a tracer, a subclass."""
+    """The kernel for codes or bytes; None for torch's ops, for other devices, tracers and subclasses."""
     return OP.find(x, torch.uint8) if context(x) is None else None
 
 
@@ -97,8 +97,8 @@ def _shifts(bits, like):
 
 
 def _pack_by_torch(codes, width):
-    """Eight codes are a number of 8 width bits, and `width` bytes."""
-    # No view in another dtype: torch 2.11 has none under vmap.
+    """Eight codes form a number of 8 * width bits, which is `width` bytes."""
+    # No view in another dtype: torch 2.11 does not support it under vmap.
     rows = torch.nn.functional.pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long() & (1 << width) - 1
     words = (rows << _shifts(width, codes)).sum(1, keepdim=True)
     packed = (words >> _shifts(8, codes)[:width]) & 255

@@ -1,6 +1,6 @@
-"""What is known of classes, for as long as they are there.
+"""Facts about classes, kept while the classes exist.
 
-Many are made at run time: a parametrised module has one of its own, which holds what it was made of.
+Many classes are made at run time: a parametrised module has its own class, which holds its parts.
 """
 
 import functools
@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 
 class ByClass:
-    """A dict whose keys are tuples that begin with a class, and go with it. Its values must not hold that class."""
+    """A dict whose keys are tuples that begin with a class; an entry goes with its class. Values must not hold the
+    class."""
 
     def __init__(self):
         self._known: weakref.WeakKeyDictionary[type, dict] = weakref.WeakKeyDictionary()
@@ -25,7 +26,7 @@ class ByClass:
 
 
 def cache_by_class(function: Callable) -> Callable:
-    """`functools.cache` for a function whose first argument is a class, which it does not keep alive."""
+    """`functools.cache` for a function whose first argument is a class. It does not keep the class alive."""
     known = ByClass()
 
     @functools.wraps(function)

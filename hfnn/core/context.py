@@ -1,4 +1,4 @@
-"""What a call is made in: whether rooms take its tensors, who traces or compiles it, and who looks on."""
+"""The context of a call: whether rooms accept its tensors, and whether it is traced, compiled or observed."""
 
 import sys
 
@@ -7,19 +7,19 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-# By their own names, for each look-up counts in a small call. Dynamo knows the function by its identity.
+# Imported as names, because each look-up counts in a small call. Dynamo identifies the function by its identity.
 Tensor, compiling = torch.Tensor, torch.compiler.is_dynamo_compiling
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 
 def is_plain(x) -> bool:
-    """Whether x is a tensor that rooms work on: no subclass, but for FakeTensor."""
+    """Whether x is a tensor that rooms accept: no subclass except FakeTensor."""
     return type(x) in PLAIN
 
 
 def context(*tensors: torch.Tensor | None) -> str | None:
-    """Why a call goes to torch's own op whatever the kernel, or None."""
+    """Why a call goes to torch's own op, regardless of the kernel, or None."""
     if torch._C._are_functorch_transforms_active():
         return "inside a functorch transform (vmap, grad, jvp)"
     if forward_ad._current_level >= 0:
@@ -37,7 +37,7 @@ def context(*tensors: torch.Tensor | None) -> str | None:
 
 
 def is_bare(module) -> bool:
-    """Whether nobody sees that a module is not called, nor has given it another forward: what it computes may run."""
+    """Whether a module's computation may run without calling the module: no hooks, and no replaced forward."""
     return not (
         module._forward_pre_hooks
         or module._forward_hooks
@@ -52,12 +52,12 @@ def is_bare(module) -> bool:
 
 
 def autocasting(x: torch.Tensor) -> bool:
-    """Whether autocast is on for x's device. It knows nothing of "meta", and raises."""
+    """Whether autocast is on for x's device. torch raises for "meta"."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def capturing() -> bool:
-    """Whether the current stream is recorded as a CUDA graph: nothing may wait for it, nor be another at a replay."""
+    """Whether the current stream is recorded as a CUDA graph: nothing may wait for it or differ at a replay."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -67,7 +67,7 @@ def _proxies() -> bool:
 
 
 def mixture(x: torch.Tensor, others) -> str | None:
-    """What about the further tensors does not go with x, or None."""
+    """Why the further tensors do not fit x, or None."""
     place, dtype = x.get_device(), None
     for other in others:
         if other is None:

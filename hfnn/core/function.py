@@ -1,4 +1,4 @@
-"""Autograd functions of rooms, and what their backward has in common."""
+"""Autograd functions of rooms, and the common parts of their backward."""
 
 import functools
 from collections.abc import Callable
@@ -13,16 +13,16 @@ _REFUSES_TO_DRAW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMod
 
 
 def drawing():
-    """Random numbers may be drawn in the `with` block, also while gradients are computed for many dy at once."""
+    """Allows random draws in the `with` block, also while gradients are computed for many dy at once."""
     return torch._C._ExcludeDispatchKeyGuard(_REFUSES_TO_DRAW)
 
 
 class Function(torch.autograd.Function):
-    """`apply` is C++'s, without torch's Python for functorch, which `context` has excluded: half the price.
+    """`apply` is in C++ and omits torch's Python code for functorch, which `context` has excluded: half the cost.
 
-    Backward may leave gradients in another dtype than the inputs': the engine casts them. It is called for each of the
-    gradients that a batched one stands for (`is_grads_batched=True`, or a backward inside `torch.func.vmap`), for
-    kernels take memory. After the last of them ends what the node keeps for recipes (hfnn/core/recipe.py).
+    Backward may return gradients in another dtype than the inputs'; the engine casts them. For a batched gradient
+    (`is_grads_batched=True`, or a backward inside `torch.func.vmap`) it is called once per element, because kernels
+    need real memory. After the last one, the node frees what it keeps for recipes (hfnn/core/recipe.py).
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
@@ -58,12 +58,12 @@ def _one_by_one(backward, ctx, grads):
 
 
 def _in_memory(dy):
-    """Zeros without memory, and what is negated when it is read: as kernels take them."""
+    """Materialises zeros without memory and lazily negated tensors, for kernels."""
     return dy.clone() if _is_zeros(dy) else dy.resolve_neg()
 
 
 class _Context:
-    """A ctx whose saved tensors are unpacked once: a checkpoint hands them out no second time."""
+    """A ctx whose saved tensors are unpacked once: a checkpoint does not return them a second time."""
 
     def __init__(self, ctx):
         vars(self)["_ctx"] = ctx
@@ -80,7 +80,7 @@ class _Context:
 
 
 def _of_many(backward, ctx, grads):
-    """The gradients of each, batched as those given."""
+    """The gradients of each, batched like the given ones."""
     if any(dy is not None and _functorch.is_legacy_batchedtensor(dy) for dy in grads):
         level, batched = _LEVEL, torch._add_batch_dim
         plain = drawing
@@ -104,7 +104,7 @@ def _of_many(backward, ctx, grads):
 
 
 def of_many(backward: Callable, dy: torch.Tensor) -> tuple:
-    """The gradients of a node in C++, whose `backward` is of one dy, for a dy that stands for many."""
+    """The gradients of a C++ node, whose `backward` takes one dy, for a batched dy."""
     return _of_many(lambda _, one: backward(one), None, (dy,))
 
 
@@ -120,8 +120,8 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
     Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
     """
     with torch.enable_grad():
-        # Aliases, for one tensor may stand in several places, each with a gradient of its own; of their own, too, where
-        # a weight was frozen after forward.
+        # Aliases, because one tensor may be used in several places with a separate gradient each, also if a weight was
+        # frozen after forward.
         alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
         inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]

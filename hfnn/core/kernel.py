@@ -1,7 +1,7 @@
 """Choosing a kernel, and explaining the choice.
 
-An `Op` lists its kernels in order of preference. A `Kernel` states its limits as data; the choice and the sentences
-that explain a refusal are both read from that data. Where no kernel takes a call, torch's own op runs.
+An `Op` lists its kernels in order of preference. A `Kernel` states its limits as data. The choice and the refusal
+messages are both derived from that data. If no kernel accepts a call, torch's own op runs.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PREFERENCES = ("auto", "memory", "speed")
 NAMES = ("torch", "cpp", "triton", "cuda")
 
-# A room keeps fewer bytes than torch: worth its host time from this size of input on, even where it is not faster.
+# A room keeps fewer bytes than torch. From this input size on this is worth its host time, even if it is not faster.
 WORTH_ELEMENTS = 1 << 21
 
 
 class NoKernel(RuntimeError):
-    """The kernel asked for with `hfnn.use` cannot run this call; the message has every reason."""
+    """The kernel requested with `hfnn.use` cannot run this call; the message has every reason."""
 
 
 _forced: str | None = None
@@ -50,10 +50,10 @@ _force("torch" if os.environ.get("HFNN_DISABLE", "0") not in ("", "0") else None
 
 @contextlib.contextmanager
 def use(name: str) -> Iterator[None]:
-    """Run every hfnn op inside the `with` block by one kind of kernel: "cpp", "cuda", "triton" or "torch".
+    """Run every hfnn op inside the `with` block with one kind of kernel: "cpp", "cuda", "triton" or "torch".
 
     A call that this kind cannot run raises `NoKernel` instead of falling back; "torch" turns hfnn's kernels off.
-    Raises ValueError for an unknown name. The choice is process-wide, and a backward runs what its forward chose.
+    Raises ValueError for an unknown name. The choice is process-wide. A backward uses the choice of its forward.
     """
     if name not in NAMES:
         raise ValueError(f"hfnn.use({name!r}): choose one of {', '.join(NAMES)}")
@@ -63,7 +63,7 @@ def use(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forcing(name: str | None) -> Iterator[None]:
-    """What `use` does; with None, the kernels inside the block are hfnn's choice, whatever is asked for around it."""
+    """Implements `use`. With None, hfnn chooses the kernels inside the block, regardless of an outer `use`."""
     before = _forced
     _force(name)
     try:
@@ -73,13 +73,13 @@ def forcing(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """The kind of kernel that `use` asks for, or None."""
+    """The kind of kernel requested by `use`, or None."""
     return _forced
 
 
 @functools.cache
 def _load(source: str) -> tuple[object, str | None]:
-    """(module, None), or (None, why it is not to be had). `source` is "module" or "module:attribute.attribute"."""
+    """(module, None), or (None, why it is not available). `source` is "module" or "module:attribute.attribute"."""
     name, _, path = source.partition(":")
     try:
         found = importlib.import_module(name)
@@ -105,7 +105,7 @@ def _interpreting() -> bool:
 
 
 def _with_device(function: Callable) -> Callable:
-    """Triton launches on torch's current device; make that the tensors'."""
+    """Triton launches on torch's current device; make this the tensors' device."""
 
     @functools.wraps(function)
     def run(first, *rest, **options):
@@ -119,9 +119,9 @@ def _with_device(function: Callable) -> Callable:
 class Kernel:
     """One implementation of an op, and its limits.
 
-    name: the kind, as in `hfnn.use`; source: where it is, imported at the first use; device: "cpu" or "cuda";
-    dtypes: of the input; max_cols: the longest row; out: whether the output may have another dtype than the input;
-    min_elements: the measured size of input under which host time decides and torch's own op is faster.
+    name: the kind, as in `hfnn.use`; source: its module, imported at the first use; device: "cpu" or "cuda"; dtypes: of
+    the input; max_cols: the longest row; out: whether the output may have another dtype than the input; min_elements:
+    the measured input size below which host time decides and torch's own op is faster.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Kernel:
         return _load(self.source)[1]
 
     def refusals(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype) -> list[str]:
-        """Why this kernel does not take such a call; empty when it does."""
+        """Why this kernel does not accept such a call; empty if it does."""
         reasons = self.limits(device, dtype, cols, out)
         if not reasons and self.missing:
             reasons.append(self.missing)
@@ -161,7 +161,8 @@ class Kernel:
         return reasons
 
     def __getattr__(self, function: str):
-        """`kernel.forward`, `kernel.backward`, ... are the module's; kept on the instance after the first use."""
+        """`kernel.forward`, `kernel.backward`, ... come from the module and are kept on the instance after the first
+        use."""
         if function.startswith("_"):
             raise AttributeError(function)
         found = getattr(_load(self.source)[0], function)
@@ -171,15 +172,15 @@ class Kernel:
         return found
 
     def queue(self, x: torch.Tensor) -> int:
-        """What the kernel runs on: the number of threads on the CPU, the current raw stream on CUDA."""
+        """The queue of the kernel: the number of threads on the CPU, the current raw stream on CUDA."""
         return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else torch.get_num_threads()
 
 
 def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_cols: int | None = None, **triton):
     """The kernels of an op that has one in Triton and one in C++, `first` before them.
 
-    source: their file; floor, cuda: from how many elements on they are faster than torch, in C++ and in Triton;
-    max_cols: the longest row in Triton; triton: other fields of that kernel.
+    source: their file; floor, cuda: the number of elements from which they are faster than torch, in C++ and in Triton;
+    max_cols: the longest row in Triton; triton: other fields of the Triton kernel.
     """
     return (
         *first,
@@ -188,12 +189,12 @@ def kernels(source: str, floor: int, *first: Kernel, cuda: int = 1 << 24, max_co
     )
 
 
-# Functions of numbers, which tell a room the size of what a kernel needs; all others are launches.
+# Functions of numbers, which return sizes that a kernel needs; all other functions are launches.
 _SIZES = ("partials", "column_splits")
 
 
 class _FakeKernel:
-    """Stands in for `kernel` on FakeTensors: shapes and saved tensors are the room's, nothing is launched."""
+    """Replaces `kernel` for FakeTensors: the room makes shapes and saved tensors, and nothing is launched."""
 
     def __init__(self, kernel: Kernel):
         self.name = kernel.name
@@ -209,7 +210,7 @@ class _FakeKernel:
 
 @dataclass(frozen=True)
 class Op:
-    """An operator: its definition, its kernels in order of preference, and what tests and benchmarks need to know.
+    """An operator: its definition, its kernels in order of preference, and information for tests and benchmarks.
 
     reference: the definition in plain torch, differentiable, in any dtype; `torch`: torch's own op, same arguments;
     `function`: hfnn's; `sample(case, dtype, device)`: arguments of a case, differentiable ones first; `cases`: for the
@@ -224,9 +225,9 @@ class Op:
     cases: tuple = ()
     bench: tuple = ()
     traffic: tuple[float, float] = (2, 3)
-    probe: tuple | Callable = ()  # what torch's op needs besides an input of shape (0, 1), or a function of that input
+    probe: tuple | Callable = ()  # torch's further arguments for an input of shape (0, 1), or a function of that input
     small: tuple = ()  # a case small enough for gradcheck
-    pin: Callable | None = None  # for random ops: (args, result) -> what makes the reference repeat the draw
+    pin: Callable | None = None  # for random ops: (args, result) -> arguments that make the reference repeat the draw
     saves: bool = True  # whether a room keeps fewer bytes than torch's op
     worth: tuple[int, int] = (WORTH_ELEMENTS, WORTH_ELEMENTS)  # if so, from which size on; on the CPU and on CUDA
     recipe: bool = True  # whether the output carries a recipe
@@ -234,15 +235,16 @@ class Op:
     like_input: bool = True  # whether the output has the input's shape; a loss does not
     constants: int = 0  # how many of the last arguments get no gradient
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
-    sums: bool = False  # whether its results are made of sums over rows or columns, as the accuracy rule asks
+    sums: bool = False  # whether its results are sums over rows or columns, for the accuracy rule
     likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
 
     @functools.cached_property
     def passes(self) -> Callable[[torch.Tensor, str], bool]:
-        """`passes(x, prefer)`: whether torch's own op runs without further questions.
+        """`passes(x, prefer)`: whether torch's own op runs without further checks.
 
-        It does while Dynamo compiles, for Inductor fuses these ops better, and for small inputs, where host time wins.
-        This is all that a small call pays for hfnn, so it is a closure: a look-up of an attribute counts here.
+        It runs while Dynamo compiles, because Inductor fuses these ops better, and for small inputs, where host time
+        decides. This is the whole cost of hfnn in a small call. So it is a closure, because an attribute look-up counts
+        here.
         """
         floors = self.floors
         lowest = {prefer: min(both) for prefer, both in floors.items()}
@@ -260,19 +262,19 @@ class Op:
         return passes
 
     def select(self, x: torch.Tensor, *others: torch.Tensor | None, row=(), out=None, prefer: str = "auto", dtype=None):
-        """The first kernel that takes the call, or None for torch's own op.
+        """The first kernel that accepts the call, or None for torch's own op.
 
-        `others` are the further tensors (None where absent); `row` the dimensions an op works along; `out` the output's
-        dtype where it is not torch's choice; `dtype` what the kernel is to work on where that is not x's.
+        `others` are the further tensors (None if absent); `row` the dimensions along which an op works; `out` the
+        output's dtype if it is not torch's choice; `dtype` the dtype that the kernel works on if it is not x's.
         """
         if self.passes(x, prefer):
             return None
         return self._choose(x, others, math.prod(row), out, prefer, dtype)
 
     def find(self, x: torch.Tensor, dtype: torch.dtype | None = None, cols: int = 0) -> Kernel | None:
-        """The first kernel for tensors on x's device, of `dtype` where it is not x's, whatever was asked for.
+        """The first kernel for tensors on x's device, of `dtype` if it is not x's, regardless of `use`.
 
-        For rooms that make such tensors themselves, after `select` has said that a kernel is to run.
+        For rooms that make such tensors themselves, after `select` has chosen a kernel.
         """
         dtype = x.dtype if dtype is None else dtype
         key = (x.is_cuda, x.is_cpu, dtype, cols, dtype, type(x) is FakeTensor, _forced)
@@ -282,13 +284,14 @@ class Op:
         return self._choices[key]
 
     def module_for(self, device: str, dtype: torch.dtype, cols: int, out: torch.dtype):
-        """The module of the first kernel for such a call, or None; for rooms in C++, which do not interpret Triton."""
+        """The module of the first kernel for such a call, or None. For rooms in C++, which cannot run interpreted
+        Triton."""
         kernel = self._first(device, dtype, cols, out, False, _forced)
         return None if kernel is None or (device == "cpu" and kernel.name == "triton") else _load(kernel.source)[0]
 
     @functools.cached_property
     def floors(self) -> dict[str, tuple[int, int]]:
-        """By preference: the smallest input, in elements, worth a kernel on the CPU and on CUDA."""
+        """By preference: the smallest input, in elements, for which a kernel is worthwhile, on the CPU and on CUDA."""
         speed = tuple(
             min((k.min_elements for k in self.kernels if k.device == device), default=0) for device in ("cpu", "cuda")
         )
@@ -320,14 +323,14 @@ class Op:
         return None
 
     def _refuse(self, x, cols, out, why: str | None) -> None:
-        """torch's own op will run: an error where a kernel was asked for, a word in the log otherwise."""
+        """torch's own op will run: an error if a kernel was requested, a log message otherwise."""
         if _forced is not None:
             raise NoKernel(self.explain(x, cols, out, why))
         if is_plain(x):
             log_once(self, why or self.explain(x, cols, out), x.dtype)
 
     def explain(self, x, cols: int = 0, out=None, why: str | None = None) -> str:
-        """Each kernel with its reasons against a call on x, as a table in text."""
+        """Each kernel with its reasons against a call on x, as a text table."""
         asked = f"`{_forced}` was asked for; " if _forced else ""
         lines = [f"{self.name}: {asked}input {tuple(x.shape)} {x.dtype} on {x.device.type}"]
         if why is not None:
@@ -340,7 +343,7 @@ class Op:
     def out_dtype(self, x: torch.Tensor) -> torch.dtype:
         """The dtype that torch's op returns for x under the present autocast state.
 
-        Asked of torch on an empty tensor, for it differs between devices and versions.
+        Found by running torch's op on an empty tensor, because it differs between devices and versions.
         """
         device = "cuda" if x.is_cuda else "cpu"
         if not torch.is_autocast_enabled(device):

@@ -1,8 +1,9 @@
 """Rooms in C++: hfnn._autograd, an extension for one version of torch.
 
-`extension` is the module, or None where it is missing; `why` then says so. A room asks its call there first. It returns
-the result; None, where torch's own op is to run (the input is under the floor); or NotImplemented, where the room in
-Python is to be asked: a tracer, a transform, a subclass of Tensor, parameters that may be resharded, no extension.
+`extension` is the module, or None if it is missing; `why` then has the reason. A room first makes its call there. The
+call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if the
+room in Python must run: for a tracer, a transform, a subclass of Tensor, parameters that may be resharded, or without
+the extension.
 """
 
 import importlib
@@ -18,7 +19,7 @@ def _load():
         build = importlib.import_module("hfnn._build")
     except ImportError:
         return None, "not built"
-    built = getattr(build, "autograd", "not built")  # the file may be of an earlier build
+    built = getattr(build, "autograd", "not built")  # the file may be from an earlier build
     if not built.startswith("for torch"):
         return None, built
     if build.torch_version != torch.__version__:

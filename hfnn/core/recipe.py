@@ -1,21 +1,21 @@
 """Recipes: tensors that backward can rebuild instead of keeping.
 
-In eager mode a producer keeps its input and its consumer keeps its output, so a cheap op between two matrix products
-costs a full tensor. But the node that made y, `y.grad_fn`, keeps what y is made of for its own backward. So a consumer
-keeps that node instead of y, and in backward has it build y again:
+In eager mode a producer keeps its input and its consumer keeps the producer's output. So a cheap op between two matrix
+products costs a full tensor. But the node that made y, `y.grad_fn`, keeps the sources of y for its own backward. So a
+consumer keeps that node instead of y. In backward the node builds y again:
 
     producer    save(ctx, x, weight, made=(rstd,))     # as ctx.save_for_backward
                 return carry(ctx, y, build)            # y == build(x, weight, rstd), bit for bit
-    consumer    token = take(x)                        # None: save x as torch does
+    consumer    token = take(x)                        # None: save x, as torch does
     backward    x = token.tensor()                     # shared by siblings, freed by the last one
 
-A room that keeps its input is a consumer, too: `save` keeps a token in place of a tensor that has one, and `saved`
-gives all tensors. `Function` (function.py) calls `finish` at the end of each backward: unless the graph is kept, tokens
-end there, and a producer builds once more what somebody still has a token for.
+A room that keeps its input is a consumer, too: `save` keeps a token instead of a tensor if it can, and `saved` returns
+all tensors. `Function` (function.py) calls `finish` at the end of each backward. Unless the graph is retained, tokens
+end there, and a producer builds once more the outputs for which tokens still exist.
 
-`take` gives a token only while the output and all that its node saved are what they were, and only where saved tensors
-have the same hooks as at the producer: a checkpoint repeats both then, and the repeated forward saves what the first
-one did. A limit of this fallback: it sees no write by a view of a tensor that is gone itself.
+`take` returns a token only while the output and everything that its node saved are unchanged, and only if the hooks of
+saved tensors are the same as at the producer. A checkpoint then repeats both, and the repeated forward saves the same
+as the first one. A limit of this fallback: it does not see a write through a view of a tensor that is gone itself.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _enabled = True
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """No recipes inside the `with` block: every consumer saves its input, as torch does."""
+    """No recipes inside the `with` block: every consumer saves its input, as in torch."""
     before = _enabled
     _enable(False)
     try:
@@ -57,23 +57,23 @@ def _enable(on: bool) -> None:
 
 
 class Kept:
-    """What a node keeps beside its saved tensors: tokens by their place among these, recipes by number of output."""
+    """What a node keeps besides its saved tensors: tokens by their position among these, recipes by output index."""
 
     __slots__ = ("__weakref__", "hooks", "marks", "outputs", "tokens", "unpacked")
 
     def __init__(self, tokens: dict):
         self.tokens, self.outputs, self.hooks = tokens, {}, _hooks_now()
         self.marks = None  # of the saved tensors, if they make a recipe
-        self.unpacked = None  # (a backward, what the hooks of saved tensors gave in it)
+        self.unpacked = None  # (a backward, the results of the hooks of saved tensors in it)
 
     def holds(self, node) -> bool:
-        """Whether all that the node saved is as it was."""
+        """Whether everything that the node saved is unchanged."""
         if self.hooks is None:
             try:
                 same = self.marks == _places(node.saved_tensors)
             except RuntimeError:  # written to
                 return False
-        else:  # which are not to be called; of what is gone nobody can tell
+        else:  # hooks must not be called here; nothing is known about freed tensors
             seen = ((ref(), mark) for ref, *mark in self.marks)
             same = all(t is None or [t._version, *_places((t,))] == mark for t, mark in seen)
         return same and (not self.tokens or all(token.holds() for token in self.tokens.values()))
@@ -96,7 +96,7 @@ class Kept:
 
 
 class _Output:
-    """How to build one output of a node again, and what its consumers share in one backward: of one task."""
+    """How to build one output of a node again, and the result that its consumers share in one backward (one task)."""
 
     __slots__ = ("alive", "build", "dtype", "left", "look", "served", "shared", "task", "token")
 
@@ -104,7 +104,7 @@ class _Output:
         self.build, self.token, self.dtype, self.look = build, token, y.dtype, _look(y)
         self.alive = self.served = 0  # tokens, and those of them that `task` has served
         self.task = self.shared = None
-        self.left = None  # what the producer built at its end, or why it could not
+        self.left = None  # the tensor that the producer built at its end, or why it could not
 
     def make(self, node, dtype=None) -> torch.Tensor:
         tensors, build = list(raw(node)), self.build
@@ -112,7 +112,7 @@ class _Output:
             tensors[at] = token.get(None, False)
         if self.token is not None:
             tensors.insert(0, self.token.get(None, True))
-        # Kernels take a result that is as wide as their input, or wider: not one half for another.
+        # Kernels support a result dtype as wide as their input's, or wider: not bfloat16 for float16 or vice versa.
         if dtype not in (None, self.dtype) and hasattr(build, "into") and tensors[0].dtype in (dtype, torch.float32):
             build = build.into(dtype)
         with torch._C._DisableAutocast():
@@ -125,16 +125,16 @@ class _Output:
         self.task, self.served, self.shared = None, 0, None
 
     def leave(self, node) -> None:
-        """Builds the tensor for tokens that outlive what the node saved."""
+        """Builds the tensor for tokens that outlive the node's saved tensors."""
         try:
             with torch.no_grad():
                 self.left = self.make(node)
-        except RuntimeError as error:  # of no concern to this backward
+        except RuntimeError as error:  # does not concern this backward
             self.left = error
 
 
 class Unread:
-    """A parameter that `build` takes first, and the room's own backward does not read: for `carry`."""
+    """A parameter that is the first argument of `build` and that the room's own backward does not read: for `carry`."""
 
     __slots__ = ("_mark", "_p")
 
@@ -159,7 +159,7 @@ class Unread:
 
 
 class Token:
-    """A consumer's hold on the node that made its input, in place of that input."""
+    """A consumer's reference to the node that made its input, kept instead of that input."""
 
     __slots__ = ("_node", "_output", "_task", "_x")
 
@@ -168,7 +168,7 @@ class Token:
         output.alive += 1
 
     def tensor(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor again, in `dtype` where the consumer worked on a cast of it; else raises if it was written to."""
+        """The tensor, in `dtype` if the consumer worked on a cast of it; otherwise raises if it was written to."""
         output, x = self._output, self._x()
         if x is not None and dtype in (None, output.dtype):
             x._fix_weakref()
@@ -181,7 +181,8 @@ class Token:
         return self.get(dtype, True)
 
     def get(self, dtype: torch.dtype | None, last: bool) -> torch.Tensor:
-        """The tensor, shared with other tokens in this backward. last: this one will not ask again in it."""
+        """The tensor, shared with other tokens in this backward. last: this token will not need it again in this
+        backward."""
         output, dtype = self._output, dtype or self._output.dtype
         if output.left is not None:
             return _left(output.left, dtype)
@@ -201,7 +202,7 @@ class Token:
             output.shared = None
         elif output.shared is not y:
             output.shared = y
-            # A partial backward may never reach the last consumer; the end of this one comes for certain.
+            # A partial backward may never reach the last consumer, but this backward always ends.
             _at_the_end.queue_callback(output.forget)
         return y
 
@@ -211,7 +212,7 @@ class Token:
         return output.left is not None or (output.holds() and node.recipe.holds(node))
 
     def release(self) -> None:
-        """The consumer needs it no more."""
+        """The consumer no longer needs it."""
         output, self._output = self._output, None
         if output is not None:
             self._node = None
@@ -226,7 +227,8 @@ class Token:
 
 
 def _left(y, dtype) -> torch.Tensor:
-    """What a producer left. To differentiate through it is an error, as in torch: the producer's graph is gone."""
+    """A tensor that a producer left. Differentiating through it is an error, as in torch: the producer's graph is
+    gone."""
     if isinstance(y, RuntimeError):
         raise y
     if torch.is_grad_enabled():
@@ -240,7 +242,7 @@ def _second_time(dy):
 
 
 def _hooks_now():
-    """What is called for each saved tensor, or None: another object in each region that a checkpoint repeats."""
+    """The hooks of saved tensors, or None: a different object in each region that a checkpoint repeats."""
     top = _hooks(True)
     return None if top is None else top[0]
 
@@ -250,7 +252,7 @@ def _places(tensors) -> list:
 
 
 def _look(y) -> tuple:
-    """What tells a tensor from one that was written to, was given other memory, or is used on another stream."""
+    """A value that changes if the tensor is written to, gets other memory, or is used on another stream."""
     if type(y) is FakeTensor:
         return y._version, y.shape, y.stride()
     stream = torch._C._cuda_getCurrentRawStream(y.get_device()) if y.is_cuda else None
@@ -258,13 +260,13 @@ def _look(y) -> tuple:
 
 
 def as_dtype(y: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """y in `dtype` (None: as it is), without a call where there is nothing to do."""
-    # By its keyword: by place, torch tries another signature first, for a third of the price.
+    """y in `dtype` (None: unchanged), without a call if there is nothing to do."""
+    # With a keyword: for a positional argument torch tries another signature first, which is a third of the cost.
     return y if dtype is None or y.dtype is dtype else y.to(dtype=dtype)
 
 
 def _output_of(x) -> _Output | None:
-    """The recipe that the node of x has for it, at a glance. A view has a node of its own."""
+    """The recipe that the node of x has for it, by a fast check. A view has its own node."""
     if type(x) is torch.Tensor or type(x) is FakeTensor:
         node = x.grad_fn
         if isinstance(node, BackwardCFunction):
@@ -274,18 +276,18 @@ def _output_of(x) -> _Output | None:
 
 
 def carries(x: torch.Tensor) -> bool:
-    """Whether to ask `take`, in a fraction of its time."""
+    """Whether calling `take` is worthwhile, in a fraction of its time."""
     return _output_of(x) is not None or (native is not None and native.carries(x))
 
 
 def take(x: torch.Tensor) -> Token | None:
-    """A token for a consumer to keep in place of x, or None to save x."""
+    """A token for a consumer to keep instead of x, or None to save x."""
     token = None if native is None else native.take(x)
     return _take(x) if token is None else token
 
 
 def _take(x: torch.Tensor) -> Token | None:
-    """A token of a node in Python."""
+    """A token of a Python node."""
     output = _output_of(x)
     if output is None or not _enabled or output.look != _look(x):
         return None
@@ -297,10 +299,10 @@ def _take(x: torch.Tensor) -> Token | None:
 
 
 def save(ctx, *sources: "torch.Tensor | Token | None", made: tuple = ()) -> None:
-    """`ctx.save_for_backward(*sources, *made)`, with a token in place of each source that has one, or is one.
+    """`ctx.save_for_backward(*sources, *made)`, with a token instead of each source that has one, or is one.
 
-    made: what the room makes itself, or keeps as torch does. Outputs carry no recipe where a source is neither of the
-    graph nor a parameter: of an input or a buffer nobody can tell when it is filled anew.
+    made: tensors that the room makes itself, or keeps as torch does. Outputs carry no recipe if a source is neither in
+    the graph nor a parameter: an input or a buffer may be refilled without a trace.
     """
     tensors, tokens, sound = [*sources, *made], {}, _enabled
     for at, x in enumerate(sources):
@@ -322,11 +324,11 @@ def save(ctx, *sources: "torch.Tensor | Token | None", made: tuple = ()) -> None
 
 
 def carry(ctx, y: torch.Tensor, build: Callable, number: int = 0, token: Token | None = None) -> torch.Tensor:
-    """Records for y, output `number` of ctx, that `build` makes it of what `save` was given, bit for bit; returns y.
+    """Records that `build` makes y, output `number` of ctx, bit for bit from the arguments of `save`; returns y.
 
-    Where grad mode is on in backward (create_graph=True), `build` must be differentiable. `build.into(dtype)`, if there
-    is one, builds y as a cast to that dtype leaves it. token: of what `build` takes first, where the room's own
-    backward does not need it.
+    If grad mode is on in backward (create_graph=True), `build` must be differentiable. `build.into(dtype)`, if it
+    exists, builds y cast to that dtype. token: of the first argument of `build`, if the room's own backward does not
+    need it.
     """
     kept = ctx.recipe
     if kept.marks is not None:
@@ -337,8 +339,8 @@ def carry(ctx, y: torch.Tensor, build: Callable, number: int = 0, token: Token |
 def raw(ctx) -> tuple:
     """`ctx.saved_tensors`, with None for tokens.
 
-    Of a node that others build with, hooks are called once in a backward: those of a checkpoint raise after that.
-    `ctx.recipe` is None where `save` was not called.
+    If others build with the node, hooks are called once per backward, because those of a checkpoint raise after that.
+    `ctx.recipe` is None if `save` was not called.
     """
     kept = ctx.recipe
     if kept is None or kept.hooks is None or not kept.outputs:
@@ -351,7 +353,7 @@ def raw(ctx) -> tuple:
 
 
 def saved(ctx) -> list | tuple:
-    """What was given to `save`, in the backward of ctx."""
+    """The arguments of `save`, in the backward of ctx."""
     tensors, tokens = raw(ctx), ctx.recipe.tokens
     if tokens:
         tensors = list(tensors)
@@ -361,10 +363,10 @@ def saved(ctx) -> list | tuple:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`, differentiable. Of a tensor of the graph one cast serves all consumers while any of them keeps it.
+    """x in `dtype`, differentiable. For a tensor of the graph, all consumers share one cast while any of them keeps it.
 
-    It hangs on the node that made x, weakly. Any other tensor may be filled anew from one call to the next by what
-    moves no version: numpy, a receive, `.data`.
+    The node that made x holds it weakly. Any other tensor may be refilled between calls without a new version: by
+    numpy, a receive, or `.data`.
     """
     if x.dtype is dtype or x.grad_fn is None or type(x) is FakeTensor:
         return as_dtype(x, dtype)
@@ -378,13 +380,15 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def parameters_may_be_resharded() -> bool:
-    """Whether parameters are sharded in this process: one's memory may then be gone, or another's, before backward."""
+    """Whether parameters are sharded in this process: a parameter's memory may then be freed or reused before
+    backward."""
     states = sys.modules.get("torch.distributed._composable_state")  # of fully_shard
     return _resharded or bool(states is not None and states._module_state_mapping)
 
 
 def parameters_are_resharded() -> None:
-    """Parameters of this process share memory in turns: no recipe may refer to one. haiscale.fsdp says so."""
+    """Parameters of this process take turns in shared memory, so no recipe may refer to one. Called by
+    haiscale.fsdp."""
     global _resharded
     _resharded = True
     if native is not None:

@@ -1,4 +1,4 @@
-"""Logits that are computed only if somebody reads them: the tensor, its product, its graph, and what it records."""
+"""Logits that are computed only if they are read: the tensor, its product, its graph, and its recorded operations."""
 
 from hfnn.deferred.logits import Deferred, defer
 

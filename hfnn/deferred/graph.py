@@ -1,11 +1,12 @@
-"""The graph of a `hfnn.deferred.Deferred`, and a gradient of logits that nobody looks at either.
+"""The graph of a `hfnn.deferred.Deferred`, and a gradient of logits that is not computed either.
 
-    loss -> logits, as many as were made of one another -> hidden, weight, bias
+    loss -> logits, and logits derived from them -> hidden, weight, bias
 
-A loss of logits that nobody has read goes back to them as torch's would, so hooks on them run, `retain_grad` and
-`torch.autograd.grad(loss, logits)` work. What goes back is a `Gradient`: the shape of the logits' gradient, without its
-memory. The product at the end of the way takes the gradients of hidden, weight and bias from `linear_cross_entropy`,
-whose they are. Whoever looks at a Gradient on its way has it computed, and what comes of that goes back from there.
+Backward of a loss of unread logits reaches the logits as in torch. So hooks on them run, and `retain_grad` and
+`torch.autograd.grad(loss, logits)` work. The gradient is a `Gradient`: it has the shape of the logits' gradient,
+without its memory. The product at the end takes the gradients of hidden, weight and bias from `linear_cross_entropy`,
+which has computed them. If a Gradient is read on the way, it is computed, and the computed gradient continues from
+there.
 """
 
 import functools
@@ -18,7 +19,7 @@ from hfnn.core.context import context
 from hfnn.core.function import Function
 from hfnn.deferred.recorded import METADATA, name_of
 
-# Whether the graph is there for another backward after the one that runs.
+# Whether the graph is retained for another backward after the running one.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _AGAIN = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -29,7 +30,7 @@ _AGAIN = (
 
 
 def _held(ctx):
-    """What a node of this graph holds, which it gives away where the graph is not kept."""
+    """The values that a node of this graph holds; it releases them if the graph is not retained."""
     held = ctx.held
     if held is None:
         raise again()
@@ -39,7 +40,7 @@ def _held(ctx):
 
 
 def again() -> RuntimeError:
-    """torch's error for a graph that is not there any more."""
+    """torch's error for a graph that has been freed."""
     return RuntimeError(_AGAIN)
 
 
@@ -63,7 +64,7 @@ class Logits(Function):
 
 
 class Step(Function):
-    """What the last step of a plan makes of the logits that it was taken of."""
+    """The result of the last step of a plan, applied to the logits before it."""
 
     @staticmethod
     def forward(ctx, make, plan, before, logits):
@@ -79,7 +80,7 @@ class Step(Function):
         elif dy is not None:
             dy, create_graph = computed(dy), torch.is_grad_enabled()
             with torch.enable_grad():
-                # Of all steps, only tanh asks for the numbers.
+                # Of all steps, only tanh needs the numbers.
                 y = before.logits() if plan.capped and not before.capped else before.like().requires_grad_()
                 y = y if create_graph else y.detach().requires_grad_()
                 (dy,) = torch.autograd.grad(plan.steps[-1](y), y, dy, create_graph=create_graph)
@@ -110,13 +111,13 @@ class DeferredLoss(Function):
 
 
 class _Part:
-    """A loss and what its gradient is made of: given and loss, a graph of its own, until they are used."""
+    """A loss and the sources of its gradient: given and loss, a separate graph, until they are used."""
 
     def __init__(self, plan, composed, given, loss):
         self.plan, self.composed, self.given, self.loss = plan, composed, given, loss
 
     def of_product(self, dy) -> list:
-        """The gradients of hidden, weight and bias, from the loss that never had the logits."""
+        """The gradients of hidden, weight and bias, from the loss that was computed without logits."""
         if self.loss is None:
             raise again()
         keep, loss, given = keeps_graph(), self.loss, self.given
@@ -127,7 +128,7 @@ class _Part:
         return [next(grads) if t is not None and t.requires_grad else None for t in given]
 
     def gradient(self, plan, dy, create_graph: bool = False):
-        """That of the logits of `plan`, from which this loss's own were made."""
+        """The gradient of the logits of `plan`, from which this loss's logits were derived."""
         with torch.enable_grad():
             y = plan.logits()
             y = y if create_graph else y.detach().requires_grad_()
@@ -136,7 +137,7 @@ class _Part:
 
 
 class Gradient(torch.Tensor):
-    """The gradient of logits, computed when it is looked at.
+    """The gradient of logits, computed when it is read.
 
     parts: losses with their own gradients, of which this is the sum; None once it is computed.
     """
@@ -150,7 +151,7 @@ class Gradient(torch.Tensor):
         return x
 
     def of_product(self, needs) -> list:
-        """The gradients of hidden, weight and bias, None where not needed."""
+        """The gradients of hidden, weight and bias, None if not needed."""
         found = [part.of_product(dy) for part, dy in self.parts]
         sums = [sum(same[1:], same[0]) if same[0] is not None else None for same in zip(*found, strict=True)]
         return [g if need else None for g, need in zip(sums, needs, strict=True)]
@@ -194,7 +195,7 @@ def computed(x):
 
 
 def _on_values(func, args, kwargs):
-    """func of the computed gradients; where it wrote to one and returns it, the Gradient that stands for it."""
+    """func of the computed gradients; if it writes to one and returns it, the Gradient that stands for it."""
     seen = {}
 
     def value(x):

@@ -1,14 +1,14 @@
-"""Logits that nobody has looked at yet.
+"""Logits that have not been read yet.
 
     logits = hidden weight^T + bias
 
-A language model returns its logits beside its loss, and in training only the loss is used. A `Deferred` stands for the
-logits: it has their shape, dtype and device, but no memory. What models do between the product and the loss (casts,
-reshapes, indices of the leading dimensions, factors, a soft cap, a constant row) is recorded, and
+A language model returns its logits together with its loss, and training uses only the loss. A `Deferred` stands for the
+logits: it has their shape, dtype and device, but no memory. Operations that models apply between the product and the
+loss (casts, reshapes, indices of the leading dimensions, factors, a soft cap, a constant row) are recorded.
 `torch.nn.functional.cross_entropy` of a Deferred becomes `hfnn.functional.linear_cross_entropy`, which never holds the
-logits. Anything else computes them, once, as forward would have done, and goes on with those. They have their graph
-from the beginning (hfnn/deferred/graph.py), and are those of their forward when they are read after an optimizer's step
-(hfnn/deferred/product.py).
+logits. Any other operation computes them once, as forward would have done, and continues with the result. Logits have
+their graph from the beginning (hfnn/deferred/graph.py). If they are read after an optimizer step, they are still those
+of their forward (hfnn/deferred/product.py).
 """
 
 import functools
@@ -35,10 +35,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") -> "Deferred | None":
-    """`torch.nn.functional.linear(hidden, weight, bias)` as a Deferred, or None where it is to be computed at once.
+    """`torch.nn.functional.linear(hidden, weight, bias)` as a Deferred, or None if it must be computed at once.
 
     compact, prefer: as in `hfnn.functional.linear_cross_entropy`. None for tensors that are not plain, inside tracers
-    and transforms, where `_version` cannot be read (inference tensors), and for what torch would refuse.
+    and transforms, if `_version` cannot be read (inference tensors), and for arguments that torch would refuse.
     """
     given = [t for t in (hidden, weight, bias) if t is not None]
     if hidden.is_meta or kernel.forced() == "torch" or context(*given) is not None:
@@ -55,7 +55,7 @@ def defer(hidden, weight, bias, *, compact: bool = False, prefer: str = "auto") 
     product = Product(hidden, weight, bias, dtype, torch.is_grad_enabled(), compact, prefer)
     if hidden.is_contiguous():
         meta = torch.empty(*hidden.shape[:-1], weight.shape[0], dtype=dtype, device="meta")
-    else:  # torch knows the strides of its result, and takes its time
+    else:  # torch knows the strides of its result, but is slow
         with no_autocast(hidden):
             meta = nn.functional.linear(*(_meta(t, dtype) for t in (hidden, weight)))
     return Deferred.of(Epilogue(product, meta, product.grad and any(t.requires_grad for t in given)))
@@ -70,8 +70,8 @@ def _meta(x, dtype=None):
 class Epilogue:
     """How a Deferred follows from its product: z = after tanh(before (hidden weight^T + bias + row)), or without tanh.
 
-    meta: shape and strides, on the device "meta"; grad: whether the logits require grad; rows: what makes the rows of
-    hidden that these logits have, in their order; steps: what makes the logits from those of the product.
+    meta: shape and strides, on the device "meta"; grad: whether the logits require grad; rows: selects the rows of
+    hidden for these logits, in their order; steps: make these logits from those of the product.
     """
 
     product: Product
@@ -86,7 +86,7 @@ class Epilogue:
 
     def then(self, step, meta=None, **changes) -> "Epilogue":
         meta = step(self.meta) if meta is None else meta
-        # What is made outside grad mode has no graph.
+        # Tensors made outside grad mode have no graph.
         grad = self.grad and torch.is_grad_enabled()
         return replace(self, **{"meta": meta, "grad": grad, "steps": (*self.steps, step), **changes})
 
@@ -96,13 +96,13 @@ class Epilogue:
         return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*product.given()))
 
     def like(self) -> torch.Tensor:
-        """A tensor of the same layout, of any numbers."""
+        """A tensor of the same layout with arbitrary values."""
         return torch.empty_strided(
             self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device=self.product.device
         )
 
     def loss(self, logits: "Deferred", target, weight, options) -> torch.Tensor | None:
-        """`cross_entropy` of `logits`, whose plan this is, without them; or None."""
+        """`cross_entropy` of `logits`, whose plan this is, without computing them; or None."""
         product = self.product
         if any(type(t) not in PLAIN or t.device != product.device for t in (target, weight) if t is not None):
             return None
@@ -174,7 +174,7 @@ def _empty(plan):
 
 
 class Deferred(torch.Tensor):
-    """A tensor that is computed when it is looked at."""
+    """A tensor that is computed when it is read."""
 
     @staticmethod
     def of(plan: Epilogue, parent: "Deferred | None" = None) -> "Deferred":
@@ -200,7 +200,7 @@ class Deferred(torch.Tensor):
         if name in GRAPH and type(args[0]) is Deferred:
             return GRAPH[name](*args, **kwargs)
         if args and type(args[0]) is Deferred and args[0]._value is None:
-            if name == "grad_fn":  # DDP puts its sink behind outputs that have one
+            if name == "grad_fn":  # DDP adds its sink to outputs that have one
                 return None
             if name in METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -213,7 +213,7 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        # Code in C++ comes here, below autograd, where no graph can be made: that of `_Logits` is in use already.
+        # C++ code arrives here, below autograd, where no graph can be made: the graph of `_Logits` is already in use.
         bare = functools.partial(Deferred._bare, mutable=func._schema.is_mutable)
         args, kwargs = tree_map_only(Deferred, bare, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -224,7 +224,7 @@ class Deferred(torch.Tensor):
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
 
     def then(self, step: Callable, **changes) -> "Deferred":
-        """What `step` makes of these logits, without computing them; `changes` are those of the plan."""
+        """The result of `step` on these logits, without computing them; `changes` are changes of the plan."""
         return Deferred.of(self._plan.then(step, **changes), parent=self)
 
     def steps(self) -> "list[Epilogue]":
@@ -234,7 +234,7 @@ class Deferred(torch.Tensor):
 
     @staticmethod
     def again(steps: "list[Epilogue]", hidden) -> "Deferred":
-        """What the steps make of the same product with other hidden states."""
+        """The result of the steps on the same product with other hidden states."""
         first = steps[0].product
         product = Product(hidden, first.weight, first.bias, first.dtype, first.grad, first.compact, first.prefer)
         found = None
@@ -243,7 +243,7 @@ class Deferred(torch.Tensor):
         return found
 
     def computed(self) -> torch.Tensor:
-        """The logits. RuntimeError where they can no longer be computed."""
+        """The logits. Raises RuntimeError if they can no longer be computed."""
         if self._value is None:
             self._plan.product.compute()
         return self._value
@@ -289,7 +289,7 @@ class Deferred(torch.Tensor):
 
 
 def _on_values(func, args, kwargs):
-    """func of the computed logits; where it wrote to them and returns them, the Deferred that stands for them."""
+    """func of the computed logits; if it writes to them and returns them, the Deferred that stands for them."""
     seen = {}
 
     def value(deferred):
@@ -302,7 +302,7 @@ def _on_values(func, args, kwargs):
 
 
 def _ways(inputs) -> list[list[torch.Tensor]]:
-    """The tensors by which the gradient of each input comes: see `recorded.ways`."""
+    """The tensors through which the gradient of each input comes: see `recorded.ways`."""
     found = [ways(x) if type(x) is Deferred else (True, None) for x in inputs]
     return [
         [t for t in (x if node else None, value) if t is not None]
@@ -311,7 +311,7 @@ def _ways(inputs) -> list[list[torch.Tensor]]:
 
 
 def _gradients(outputs, inputs, grad_outputs=None, allow_unused=False, materialize_grads=False, **options) -> tuple:
-    """`torch.autograd.grad` where logits are among the tensors."""
+    """`torch.autograd.grad` with logits among the tensors."""
     outputs, grad_outputs = tree_map_only(Deferred, Deferred.computed, (outputs, grad_outputs))
     asked, allow_unused = _ways(inputs), allow_unused or materialize_grads
     flat = list(itertools.chain.from_iterable(asked))
@@ -332,7 +332,7 @@ def _gradients(outputs, inputs, grad_outputs=None, allow_unused=False, materiali
 
 
 def _backward(tensors, grad_tensors=None, inputs=None, **options) -> None:
-    """`torch.autograd.backward` where logits are among the tensors."""
+    """`torch.autograd.backward` with logits among the tensors."""
     tensors, grad_tensors = tree_map_only(Deferred, Deferred.computed, (tensors, grad_tensors))
     inputs = None if inputs is None else list(itertools.chain.from_iterable(_ways(inputs)))
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,7 +1,8 @@
-"""The product behind logits that nobody has looked at yet: what they are computed from, also when it has changed.
+"""The product behind unread logits: their sources, also after these have changed.
 
-Logits may be read after the optimizer has stepped, and are those of their forward: before a step, `keep` copies the
-weight that it will write to, while somebody holds logits of it; or computes the logits, where they are smaller.
+Logits may be read after an optimizer step, and must still be those of their forward. So before a step, `keep` copies
+the weight that the step will write to, if unread logits of it are still held. If the logits are smaller, it computes
+them instead.
 """
 
 import weakref
@@ -25,9 +26,9 @@ _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id an
 
 
 class Product:
-    """The linear map behind a Deferred and all that was derived from it, which are its `members`.
+    """The linear map behind a Deferred and everything that was derived from it, its `members`.
 
-    dtype: what torch multiplies in; grad: whether grad mode was on; readers: the gradients that nobody has looked at.
+    dtype: the dtype in which torch multiplies; grad: whether grad mode was on; readers: the unread gradients.
     """
 
     def __init__(self, hidden, weight, bias, dtype, grad, compact, prefer):
@@ -42,7 +43,7 @@ class Product:
         _unread[id(self)] = self
 
     def watch(self, *tensors) -> None:
-        """Remember what these are now: `check` raises once they are something else."""
+        """Remember the present state of these tensors: `check` raises once they have changed."""
         self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
 
     def check(self) -> None:
@@ -58,9 +59,9 @@ class Product:
                 )
 
     def keep(self, written: set[int]) -> None:
-        """Before the tensors of these ids are written to: what is still to be read stays what it is.
+        """Call before the tensors with these ids are written to: logits that may still be read keep their values.
 
-        The weight is copied, where the logits would not be smaller; once for all products of the same weight.
+        The weight is copied, unless the logits are smaller; once for all products of the same weight.
         """
         weights = [t for t in (self.weight, self.bias) if t is not None and _ids(t) & written]
         waiting = [x for x in (ref() for ref in (*self.members, *self.readers)) if x is not None and x.waits()]
@@ -123,7 +124,7 @@ class Product:
         return [next(grads) if need else None for need in needs]
 
     def compute(self) -> None:
-        """Every member that is still alive: a view stays a view of the tensor it was taken of, whatever is written."""
+        """Every living member. A view stays a view of its tensor, whatever is written."""
         self.check()
         members, self.members = [ref() for ref in self.members], []
         with torch.inference_mode(False):
@@ -133,13 +134,13 @@ class Product:
 
 
 class Inner:
-    """The graph of computed logits: where it begins, and the leaves in which it ends."""
+    """The graph of computed logits: its root and its leaves."""
 
     def __init__(self, edge, leaves):
         self._graph = edge, leaves
 
     def taken(self):
-        """Both, which are given away where the graph is not kept."""
+        """Both, which are released if the graph is not retained."""
         graph = self._graph
         if graph is None:
             raise again()
@@ -153,7 +154,7 @@ def _ids(t) -> set[int]:
 
 
 def keep(params) -> None:
-    """Before these tensors are written to: whatever logits are still to be read stay what they are."""
+    """Call before these tensors are written to: logits that may still be read keep their values."""
     written = None
     for ref in _unread.valuerefs():
         product = ref()
@@ -163,7 +164,7 @@ def keep(params) -> None:
 
 
 def _before_step(optimizer, args, kwargs):
-    """A hook before the step of any optimizer. A closure makes logits, too, and is followed by the writing."""
+    """A hook before the step of any optimizer. A closure also makes logits, and the write follows it."""
     if compiling():
         return None
 

@@ -1,7 +1,7 @@
-"""What is recorded of a `hfnn.deferred.Deferred`, instead of computing it.
+"""Operations on a `hfnn.deferred.Deferred` that are recorded instead of computed.
 
-A handler takes (the Deferred, torch's function, its further arguments, its keywords) and returns the result, mostly
-another Deferred, or None where the logits are to be computed and the function called on them.
+A handler takes (the Deferred, torch's function, its further arguments, its keywords). It returns the result, mostly
+another Deferred, or None if the logits must be computed and the function called on them.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 PLAIN = (torch.Tensor, nn.Parameter)
 DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
-# Attributes and methods that say nothing of the numbers.
+# Attributes and methods that do not depend on the numbers.
 METADATA = frozenset(
     name
     for name in dir(torch._C.TensorBase)
@@ -36,7 +36,7 @@ def _recorder(*names):
     return register
 
 
-# By the name of torch's function.
+# Keyed by the name of torch's function.
 HANDLERS: dict[str, Callable] = {}
 
 
@@ -75,8 +75,8 @@ def _detach(x, func, args, kwargs):
 
 @_recorder("clone")
 def _clone(x, func, args, kwargs):
-    # DDP's sink clones outputs, graph or not, and throws the clone away. A clone of detached logits is a snapshot: that
-    # is computed while it can be.
+    # DDP's sink clones outputs, with or without a graph, and discards the clone. A clone of detached logits is a
+    # snapshot, so it is computed while this is possible.
     if args or kwargs or torch.is_grad_enabled() or not x._plan.grad:
         return None
     return x.then(torch.clone)
@@ -84,7 +84,7 @@ def _clone(x, func, args, kwargs):
 
 @_recorder("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 def _reshape(x, func, args, kwargs):
-    """Rows stay whole, and in their order, where the last dimension is as long as before."""
+    """Rows stay whole and in their order if the last dimension keeps its length."""
     plan = x._plan
     meta = func(plan.meta, *args, **kwargs)
     if meta.dim() < 2 or meta.shape[-1] != plan.meta.shape[-1] or meta.dtype is not plan.meta.dtype:
@@ -98,7 +98,7 @@ def _index(x, func, args, kwargs):
     index = _leading(args[0] if type(args[0]) is tuple else (args[0],), plan.meta.shape)
     if index is None:
         return None
-    # A tensor may be written to before the logits are computed; and of a mask, the host waits for the numbers once.
+    # A tensor may be written to before the logits are computed. For a mask, the host waits once for the numbers.
     index = [
         i.nonzero(as_tuple=True) if _is_mask(i) else (i.clone() if isinstance(i, torch.Tensor) else i,) for i in index
     ]
@@ -116,7 +116,7 @@ def _index(x, func, args, kwargs):
 
 
 def _leading(index: tuple, shape) -> tuple | None:
-    """The index without what it says of the last dimension, where that is nothing; else None."""
+    """The index without its part for the last dimension, if that part selects everything; else None."""
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) or type(i) in PLAIN for i in index):
         return None
     used = [0 if i is None or i is Ellipsis else i.dim() if _is_mask(i) else 1 for i in index]
@@ -167,7 +167,7 @@ def _add(x, func, args, kwargs):
     return x.then(lambda y: func(y, row), meta=meta, row=total)
 
 
-CROSS_ENTROPY = nn.functional.cross_entropy  # before anybody routes the name elsewhere
+CROSS_ENTROPY = nn.functional.cross_entropy  # before the name is routed elsewhere
 
 
 @_recorder("cross_entropy")
@@ -181,12 +181,12 @@ def _loss(x, target, weight=None, size_average=None, ignore_index=-100, reduce=N
     return x._plan.loss(x, target, weight, {"reduction": reduction, "ignore_index": ignore_index, **options})
 
 
-# What is asked of the graph of logits, computed or not.
+# Queries about the graph of logits, computed or not.
 GRAPH: dict[str, Callable] = {}
 
 
 def _below(func, x, *args):
-    """func of the tensor without memory that code in C++ sees."""
+    """func of the tensor without memory that C++ code sees."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(x, *args)
 
@@ -194,7 +194,7 @@ def _below(func, x, *args):
 def ways(x) -> tuple[bool, torch.Tensor | None]:
     """(whether a gradient of x passes its own node, the computed tensor if one passes that and not the node).
 
-    The loss of unread logits goes by the node. So do computed logits, but for views and what was written to since.
+    The loss of unread logits passes the node. So do computed logits, except views and tensors written to since.
     """
     if x._value is None or x._value.grad_fn is x._node is not None:
         return True, None

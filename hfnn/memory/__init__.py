@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps between forward and backward, who keeps them, and what a step needs at most.
+"""How many bytes autograd keeps between forward and backward, what keeps them, and the peak memory of a step.
 
 print(hfnn.memory.report(model, ids, labels=ids))   # by module and by op, with the original classes and converted
 hfnn.memory.saved_bytes(lambda: model(ids)).total

@@ -1,4 +1,4 @@
-"""`report`: which module and which op keeps how much between forward and backward, as it was and converted."""
+"""`report`: how much each module and op keeps between forward and backward, with original classes and converted."""
 
 import contextlib
 import functools
@@ -21,18 +21,18 @@ from hfnn.patterns.subclass import is_converted
 
 CASTS = "casts of weights"
 GRAPHS = "graphs"
-ASIDE = ", set aside"  # after the op's name: held as an attribute of the node, and not as a saved tensor
+ASIDE = ", set aside"  # suffix of the op's name: held as an attribute of the node, not as a saved tensor
 VERSIONS = ("eager", "converted")
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-# In a picture, so many layers of a bar; the smallest are one together.
+# The number of layers of a bar in a picture; the smallest are combined into one.
 LAYERS = 12
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes that one op keeps in modules alike, with the original classes (eager) and converted.
+    """Bytes that one op keeps in similar modules, with the original classes (eager) and converted.
 
-    module: the name, with * for numbers in it; modules: how many have it; op: of the autograd node.
+    module: the name, with * for numbers in it; modules: how many have this name; op: the name of the autograd node.
     """
 
     module: str
@@ -44,10 +44,10 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Who keeps what between forward and backward: print it, read its `rows`, or `plot` it.
+    """What is kept between forward and backward, by module and op: print it, read its `rows`, or `plot` it.
 
-    Each storage is counted once, at whoever saved it first: the innermost module that was running then. Rows are in the
-    order of the model.
+    Each storage is counted once, for the module that saved it first: the innermost module running at that time. Rows
+    are in the order of the model.
     """
 
     rows: list[MemoryRow]
@@ -83,7 +83,7 @@ class MemoryReport:
         return Group(self._table("module", modules), self._table("op", self.by_op))
 
     def _table(self, title: str, sums: dict[str, tuple[int, int]]) -> Table:
-        """The largest first; the last line is the sum."""
+        """The largest first; the last line is the total."""
         power = max(min((max(self.eager, self.converted, 1).bit_length() - 1) // 10, len(UNITS) - 1), 0)
         table = Table(title, *(f"{version}, {UNITS[power]}" for version in VERSIONS), "converted / eager")
         for column in table.columns[1:]:
@@ -101,13 +101,13 @@ class MemoryReport:
         return file.getvalue()
 
     def plot(self, path: str | Path, by: str = "module") -> None:
-        """Two bars, eager and converted, in layers by "module" or "op", as a picture in the format of path's suffix.
+        """Draws two bars, eager and converted, in layers by "module" or "op"; path's suffix gives the picture format.
 
         Needs matplotlib. Raises ValueError for another `by`.
         """
         if by not in ("module", "op"):
             raise ValueError(f'by={by!r}: choose "module" or "op"')
-        from matplotlib.figure import Figure  # not pyplot: nothing of the caller's figures and backend is touched
+        from matplotlib.figure import Figure  # not pyplot: the caller's figures and backend do not change
 
         colours = [f"C{i}" for i in range(10) if i != 7] + ["gold", "navy", "0.7"]
         figure = Figure(figsize=(8, 5), layout="constrained")
@@ -126,7 +126,7 @@ class MemoryReport:
 
 
 def _largest(sums: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """The largest, in their order, and the rest as one, if there are too many for a picture."""
+    """The largest, in their order, and the rest combined, if there are too many for a picture."""
     if len(sums) <= LAYERS:
         return sums
     chosen = sorted(sums, key=lambda name: -max(sums[name]))[: LAYERS - 1]
@@ -146,18 +146,18 @@ def _ratio(eager: int, converted: int) -> str:
 
 
 def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryReport:
-    """Run the model forward twice, with its original classes and converted, and tell who keeps what for backward.
+    """Run the model forward twice, with its original classes and converted, and report what each keeps for backward.
 
-    The forward is `model(*inputs, **kwargs)`, in the caller's autocast state and in the model's own mode: call
-    `model.train()` before, for it is training that is asked about. A model that is not converted is converted for the
-    second run, with `prefer`. It is left as it was: classes, parameters and their gradients, buffers, and torch's
-    generators; nothing runs backward, and the memory of one forward is needed.
+    The forward is `model(*inputs, **kwargs)`, in the caller's autocast state and in the model's own mode. Call
+    `model.train()` before, because the question is about training. A model that is not converted is converted for the
+    second run, with `prefer`. Afterwards classes, parameters and their gradients, buffers, and torch's generators are
+    as before. No backward runs; the memory of one forward is needed.
 
-    Counted are unique storages. Parameters and buffers are not counted, nor what shares their memory; the casts of
-    parameters that autocast makes are, as an op "casts of weights", and so are tensors that a node holds besides
-    ("..., set aside"). The memory of a captured model's graphs, in which its calls keep instead, is "graphs". Under
-    gradient checkpointing that is what checkpoints keep. Raises what the forward raises, and ValueError for a model
-    whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
+    Unique storages are counted. Parameters, buffers and tensors that share their memory are not counted. Casts of
+    parameters by autocast are counted, as an op "casts of weights". So are tensors that a node holds as attributes
+    ("..., set aside"). "graphs" is the memory of a captured model's graphs, which hold what its calls keep. Under
+    gradient checkpointing, the tensors that checkpoints keep are counted. Raises what the forward raises, and
+    ValueError for a model whose classes cannot be changed back (see `hfnn.revert`) and for an unknown `prefer`.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
@@ -174,9 +174,9 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
 
 
 def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[float, float]]:
-    """What each module takes of a forward of the model as it is: {name: (share of the bytes kept, of the time)}.
+    """The share of each module in a forward of the present model: {name: (share of the bytes kept, of the time)}.
 
-    Modules inside have shares of their own. The forward runs twice, the second time by the clock; else as in `report`.
+    Modules inside have separate shares. The forward runs twice and is timed the second time; otherwise as in `report`.
     """
     with _left_as_it_was(model), captured.set_aside(model):
         kept = _forward(model, inputs, kwargs)
@@ -215,7 +215,7 @@ def _fold(name: str) -> str:
 def _forward(model, inputs, kwargs) -> Found:
     """Run the model and count what is kept, by module and op."""
     spy = _Spy(model)
-    torch.clear_autocast_cache()  # a cast that the other run left would be nobody's here
+    torch.clear_autocast_cache()  # a cast left by the other run would be counted for no module here
     hooks = torch.autograd.graph.saved_tensors_hooks(spy.pack, unpack)
     with _same_randomness(model), torch.enable_grad(), spy.watching(), hooks:
         result = model(*inputs, **kwargs)
@@ -241,10 +241,10 @@ def _forward(model, inputs, kwargs) -> Found:
 
 
 class _Spy:
-    """Knows which module is running, and so who saves a tensor.
+    """Tracks the running module, and so which module saves a tensor.
 
-    `nn.Module.__call__` is replaced meanwhile, as torch.fx does: hooks would be seen, by code that goes another way
-    where there are any (hfnn's deferred logits, the fast paths of torch's transformer layers).
+    `nn.Module.__call__` is replaced meanwhile, as in torch.fx. Hooks would change behaviour: some code takes another
+    path if there are any (hfnn's deferred logits, the fast paths of torch's transformer layers).
     """
 
     def __init__(self, model: nn.Module, clock: bool = False):
@@ -276,7 +276,7 @@ class _Spy:
             nn.Module.__call__ = call
 
     def timed(self, name: str, call, args, kwargs):
-        """call(*args, **kwargs), and what it takes of the time."""
+        """call(*args, **kwargs), with its time recorded."""
         if not self._clock:
             return call(*args, **kwargs)
         self._inner.append(0.0)
@@ -303,14 +303,14 @@ class _Spy:
 
 
 def _same_randomness(model) -> contextlib.AbstractContextManager:
-    """torch's generators of the CPU and of the model's devices are afterwards what they were."""
+    """Restores torch's generators of the CPU and of the model's devices."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     return torch.random.fork_rng(list(devices))
 
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """The classes of modules, their preference, their buffers and what these hold are afterwards what they were."""
+    """Restores the classes of modules, their preference, their buffers and the buffers' values."""
     own = ("prefer", "exact", "_hfnn_capture")
     before = [(m, type(m), [(n, vars(m)[n]) for n in own if n in vars(m)], dict(m._buffers)) for m in model.modules()]
     copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -325,6 +325,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, copy in copies:  # not told by `_version`, which batch norm leaves as it is
+            for buffer, copy in copies:  # not detectable by `_version`, which batch norm does not change
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)

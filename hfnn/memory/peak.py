@@ -1,4 +1,4 @@
-"""What a step needs at most."""
+"""The peak memory of a step."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -8,12 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Run `fn` and return the most bytes it had allocated at any time, above what was there before it.
+    """Run `fn` and return the peak number of bytes that it had allocated, above what was allocated before.
 
-    What fn returns is alive until the end and counts. On CUDA this is torch's allocator's count for the current device,
-    with its rounding; run fn once before, so that what is allocated once (a workspace of cuBLAS) does not count.
-    Elsewhere it is the sum of live storages that torch's ops return: memory that an op takes and gives back within its
-    own kernel is not seen. A function made by torch.compile is not for this: torch then runs it uncompiled, for good.
+    The result of fn lives until the end and counts. On CUDA this is the count of torch's allocator for the current
+    device, with its rounding. Run fn once before, so that one-time allocations (a cuBLAS workspace) do not count. On
+    other devices it is the sum of live storages returned by torch's ops. Memory that an op allocates and frees within
+    its own kernel is not seen. Do not use it for functions made by torch.compile: torch would run them uncompiled from
+    then on.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -38,7 +39,7 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # A storage that is first met as an argument was there before.
+        # A storage that first appears as an argument existed before.
         self._meet((args, kwargs), counts=False)
         result = func(*args, **kwargs)
         self._meet(result, counts=True)

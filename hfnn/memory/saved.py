@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, and which op keeps it."""
+"""The bytes that autograd keeps between forward and backward, and which op keeps them."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from hfnn.core import native
 from hfnn.core.context import is_plain
 from hfnn.memory.peak import tensors
 
-# In place of an op, for what is in no graph that the result leads to.
+# Used instead of an op, for tensors in no graph that the result leads to.
 FROM_PYTHON = "held from Python, as by a checkpoint"
 
 
@@ -19,8 +19,8 @@ FROM_PYTHON = "held from Python, as by a checkpoint"
 class Saved:
     """Bytes kept for backward: `total` over unique storages, `by_op` with each storage counted at its first keeper.
 
-    casts: how much of the total are casts of parameters, which autocast makes; aside: bytes that nodes hold besides, as
-    attributes instead of saved tensors (a loss that makes its gradients in forward), not in the total.
+    casts: the part of the total that is casts of parameters by autocast; aside: bytes that nodes hold as attributes
+    instead of saved tensors (a loss that makes its gradients in forward), not in the total.
     """
 
     total: int = 0
@@ -34,10 +34,10 @@ class Saved:
 
 
 class SavedTensor:
-    """A saved tensor, as packed: the storage is what costs. module: for `hfnn.memory.report`."""
+    """A saved tensor, as packed; its storage is counted. module: for `hfnn.memory.report`."""
 
     def __init__(self, tensor: torch.Tensor):
-        # Detached: an op that saves its own result would else hold its own node, and neither would ever be freed.
+        # Detached: otherwise an op that saves its own result would hold its own node, and neither would ever be freed.
         self.tensor = tensor.detach()
         storage = tensor.untyped_storage()
         self.key, self.nbytes = storage._cdata, storage.nbytes()
@@ -46,7 +46,7 @@ class SavedTensor:
 
 
 class Record:
-    """Everything that was packed, for as long as somebody keeps it."""
+    """Everything that was packed, while something keeps it."""
 
     def __init__(self):
         self._refs: list[weakref.ref] = []
@@ -57,11 +57,11 @@ class Record:
         return kept
 
     def alive(self, reached) -> list[SavedTensor]:
-        """What is kept, in the order in which it was saved; reached: what is known to be, from the graph."""
+        """The kept tensors, in the order in which they were saved; reached: those known to be kept, from the graph."""
         kept = [k for k in (ref() for ref in self._refs) if k is not None]
         if any(k not in reached for k in kept):
             del kept
-            gc.collect()  # a node in a cycle is kept by nobody
+            gc.collect()  # nodes in a cycle are not really kept
             kept = [k for k in (ref() for ref in self._refs) if k is not None]
         return kept
 
@@ -69,10 +69,10 @@ class Record:
 def saved_bytes(fn: Callable[[], object]) -> Saved:
     """Run `fn` and count what autograd keeps for its backward.
 
-    fn returns a tensor, or any nest of tuples, lists and dicts with tensors, that depends on what is to be counted.
-    Counts unique storages, for two nodes that save one storage pay once. Parameters do not count, nor what shares their
-    memory. Memory that torch's ops hold in other ways (cuDNN's reserve space) is not seen. Of a part under gradient
-    checkpointing, its inputs are kept.
+    fn returns a tensor, or any nest of tuples, lists and dicts with tensors, that depends on everything to be counted.
+    Unique storages are counted: two nodes that save one storage count once. Parameters and tensors that share their
+    memory do not count. Memory that torch's ops hold in other ways (cuDNN's reserve space) is not seen. For a part
+    under gradient checkpointing, only its inputs are kept.
     """
     record = Record()
     with torch.autograd.graph.saved_tensors_hooks(record.pack, unpack):
@@ -90,7 +90,7 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
             found.total += kept.nbytes
             found.by_op[op] = found.by_op.get(op, 0) + kept.nbytes
             found.casts += kept.nbytes * kept.cast
-    # Last: what is a saved tensor of any node counts as that.
+    # Last: a tensor that is a saved tensor of any node counts as such.
     for _, node in graph:
         found.aside += sum(size for _, size in set_aside(node, seen))
     return found
@@ -129,7 +129,7 @@ def leaves(graph) -> Iterator[torch.nn.Parameter]:
 
 
 def packed(node) -> Iterator[SavedTensor]:
-    """What a node saved, as it was packed: to unpack it would have a checkpoint compute its part again."""
+    """A node's saved tensors in packed form: unpacking would make a checkpoint compute its part again."""
     if native.extension is not None:
         yield from (data for data in native.extension.packed(node) if isinstance(data, SavedTensor))
     for attribute in dir(node):

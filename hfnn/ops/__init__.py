@@ -32,17 +32,17 @@ from hfnn.ops import (
     softmax,
 )
 
-# A file of one op.
+# Files with one op.
 ROOMS = (
     layer_norm, rms_norm, softmax, log_softmax, masked_softmax, prelu, rrelu, relu_dropout, dropout, dropout_add,
     linear, embedding, cross_entropy, nll_loss, linear_cross_entropy, linear_distillation,
 )  # fmt: skip
-# A file of a family, with a row for each op.
+# Files of families, with one row per op.
 FAMILIES = (
     smooth, piecewise, gated, select, pointwise_loss, max_pool, adaptive_max_pool, avg_pool, batch_norm, group_norm,
     conv,
 )  # fmt: skip
-# What the contract's tests and bench/run.py can call with rows: not linear_log_probs, which has two results.
+# The ops that the contract tests and bench/run.py call with rows; without linear_log_probs, which has two results.
 CONTRACT = (*(room.OP for room in ROOMS), *(op for family in FAMILIES for op in family.OPS))
 ALL = (*CONTRACT, attention.OP, *rnn.ALL)
 OPS = {op.name: op for op in ALL}

@@ -1,10 +1,10 @@
-"""Adaptive max pooling over one, two or three dimensions, keeping the place of each maximum in its window.
+"""Adaptive max pooling over one, two or three dimensions, keeping the position of each maximum in its window.
 
     y_o = max x_i over floor(o I / O) <= i < ceil((o + 1) I / O)    for I inputs and O outputs, in each dimension
 
-Where O divides I this is max pooling with windows of I / O, and hfnn/ops/max_pool.py's. Else the windows differ, and
-both directions are torch's own kernels: what is kept is the number of the maximum in a window as large as the largest,
-2 to 8 bits, from which backward makes the int64 index that torch keeps, and it makes up the x that torch keeps too.
+If O divides I, this is max pooling with windows of I / O, done by hfnn/ops/max_pool.py. Otherwise the windows differ,
+and torch's own kernels run in both directions. Instead of the int64 index, the number of the maximum within the largest
+window is kept, 2 to 8 bits; backward makes the index from it. torch also keeps x, which is replaced by a dummy.
 """
 
 import functools
@@ -20,7 +20,7 @@ from hfnn.ops import max_pool
 from hfnn.ops.avg_pool import Keeps, sizes_of, takes
 
 aten = torch.ops.aten
-# By dimensions. One is done as two with a height of 1, as in torch.
+# By number of dimensions. One dimension is done as two with a height of 1, as in torch.
 _FORWARD = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}
 _BACKWARD = {2: aten.adaptive_max_pool2d_backward.default, 3: aten.adaptive_max_pool3d_backward.default}
 
@@ -81,7 +81,7 @@ def _adaptive(dims, x, output_size, prefer):
 
 
 def _passes(x, prefer) -> bool:
-    """Whether torch's own op runs without further questions."""
+    """Whether torch's own op runs without further checks."""
     return max_pool.OPS[0].passes(x, prefer) or not isinstance(x, torch.Tensor)
 
 

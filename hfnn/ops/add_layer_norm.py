@@ -3,7 +3,7 @@
     sum = residual + dropout(x),    y = (sum - mean) * rstd * weight + bias,    rstd = 1 / sqrt(var + eps)
 
 Vaswani et al., "Attention Is All You Need", 2017, section 5.4. https://arxiv.org/abs/1706.03762
-dropout_add.py says what the sum is, layer_norm.py what y is, add_norm.py how both are made.
+dropout_add.py defines the sum, layer_norm.py defines y, and add_norm.py computes both.
 """
 
 import torch
@@ -33,7 +33,7 @@ def sample(case, dtype, device, generator=None):
     return (x, residual, case[-2:-1], weight, bias), {"p": p}
 
 
-# Two results: not for the contract of ops with one (tests/ops/test_residual.py holds it).
+# Two results: not for the contract tests of ops with one result (tests/ops/test_residual.py tests it).
 OP = Op(
     "add_layer_norm",
     reference,

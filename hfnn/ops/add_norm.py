@@ -1,11 +1,11 @@
-"""What add_layer_norm and add_rms_norm share: a norm of a residual connection with dropout, in one pass.
+"""The common part of add_layer_norm and add_rms_norm: a norm of a residual connection with dropout, in one pass.
 
     sum = residual + dropout(x),    y = norm(sum)
 
-Two nodes of autograd, that of dropout_add.py and the norm's own, and one kernel for both: each node keeps, rebuilds and
-differentiates as it does alone. So what is kept is the sum, which the residual stream goes on with, its statistics and
-a seed; y comes with the norm's recipe. The fused kernel's y, mean and rstd are what the norm's own `rebuild` and
-`backward` expect (csrc/add_norm.h).
+There are two autograd nodes, that of dropout_add.py and the norm's own, and one kernel for both. Each node keeps,
+rebuilds and differentiates as it does alone. So the kept tensors are the sum, which continues the residual stream, its
+statistics and a seed; y has the norm's recipe. The fused kernel's y, mean and rstd match what the norm's own `rebuild`
+and `backward` expect (csrc/add_norm.h).
 """
 
 from hfnn.core.context import is_plain
@@ -13,7 +13,7 @@ from hfnn.ops import dropout, dropout_add, layer_norm
 
 
 class _Summed:
-    """The norm's kernel for a sum that is allocated only: its forward computes that too, all else is the kernel's."""
+    """The norm's kernel for a sum that is only allocated: its forward also computes the sum; the rest is unchanged."""
 
     def __init__(self, kernel, p, drawn):
         self._kernel, self._drop = kernel, (*dropout_add.numbers(p), *drawn)
@@ -24,7 +24,7 @@ class _Summed:
 
     def forward(self, sum_RC, *rest):
         *rest, queue = rest
-        terms, self._terms = self._terms, None  # which must not live as long as the nodes of autograd
+        terms, self._terms = self._terms, None  # they must not live as long as the autograd nodes
         self._kernel.add(*(t.view(sum_RC.shape) for t in terms), sum_RC, *rest, *self._drop, queue)
 
     def __getattr__(self, function):
@@ -32,9 +32,9 @@ class _Summed:
 
 
 def run(norm, kernel, x, residual, p):
-    """(y, sum); `norm(sum, kernel)` is the norm's room, run by that kernel. None where no kernel takes the dropout.
+    """(y, sum). `norm(sum, kernel)` is the norm's room, run with that kernel. None if no kernel accepts the dropout.
 
-    The caller has chosen `kernel` for tensors like residual, and knows that x fits.
+    The caller has chosen `kernel` for tensors like residual, and has checked that x fits.
     """
     dropped, drawn = None, (0, 0, None)
     if p:
@@ -48,7 +48,7 @@ def run(norm, kernel, x, residual, p):
 
 
 def fits(x, residual, dropped, normalized_shape, *parameters) -> bool:
-    """Whether the fused kernels take such tensors and dropout; else other ops run, or raise."""
+    """Whether the fused kernels accept such tensors and dropout; otherwise other ops run, or raise."""
     if not (0 <= dropped < 1 and is_plain(x) and x.device == residual.device):
         return False
     return dropout_add.fits(x, residual) and layer_norm.fits(residual, normalized_shape, *parameters)

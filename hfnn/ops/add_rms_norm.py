@@ -1,9 +1,9 @@
-"""Root-mean-square normalisation of a residual connection with dropout: where blocks of a Llama meet.
+"""Root-mean-square normalisation of a residual connection with dropout, as between the blocks of a Llama.
 
     sum = residual + dropout(x),    y = sum * rstd * (offset + weight),    rstd = 1 / sqrt(mean(sum^2) + eps)
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. https://arxiv.org/abs/1910.07467
-dropout_add.py says what the sum is, rms_norm.py what y is, add_norm.py how both are made.
+dropout_add.py defines the sum, rms_norm.py defines y, and add_norm.py computes both.
 """
 
 import torch
@@ -35,7 +35,7 @@ def sample(case, dtype, device, generator=None):
     return (x, residual, case[-2:-1], weight, 1e-6), {"p": p}
 
 
-# Two results: not for the contract of ops with one (tests/ops/test_residual.py holds it).
+# Two results: not for the contract tests of ops with one result (tests/ops/test_residual.py tests it).
 OP = Op(
     "add_rms_norm",
     reference,
@@ -57,7 +57,7 @@ def add_rms_norm(
     """(rms_norm(sum), sum) for sum = residual + dropout(input, p, training), keeping sum and a seed.
 
     Shapes: input, residual (*, *normalized_shape); weight normalized_shape or None, float32 or of the residual's dtype.
-    offset is added to the weight (Gemma's is stored less 1). Both results have the shape of input and the dtypes torch
+    offset is added to the weight (Gemma stores weight - 1). Both results have the shape of input and the dtypes torch
     returns; sum continues the residual stream. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" | "speed"
     (`hfnn.convert`). Raises what torch raises.
     """

@@ -1,10 +1,9 @@
-"""Average pooling over one, two or three dimensions, windowed and adaptive, keeping nothing.
+"""Average pooling over one, two or three dimensions, windowed and adaptive, which keeps nothing.
 
     y_o = 1 / n_o * sum of x over window o,    dx_i = sum of dy_o / n_o over the windows o that hold i
 
-Both directions are torch's own kernels, so the results are torch's to the bit. torch keeps x all the same, of which its
-backward reads nothing but sizes and strides: here they are what is kept, and backward hands it memory that was never
-written to.
+torch's own kernels run in both directions, so results are bitwise equal. torch keeps x, although its backward reads
+only sizes and strides. Here only these are kept, and backward gets uninitialised memory instead of x.
 """
 
 import functools
@@ -19,13 +18,13 @@ from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 
 aten = torch.ops.aten
 _avg_pool1d, _avg_pool2d, _avg_pool3d = torch.avg_pool1d, torch._C._nn.avg_pool2d, torch._C._nn.avg_pool3d
-_FLOORS = dict(zip(PREFERENCES, (WORTH_ELEMENTS, 0, float("inf")), strict=True))  # it is not faster, only smaller
+_FLOORS = dict(zip(PREFERENCES, (WORTH_ELEMENTS, 0, float("inf")), strict=True))  # it is not faster, it only keeps less
 
 
 def takes(x, prefer: str) -> bool:
     """Whether a room that runs torch's own kernels, but keeps less than torch, is worth its host time for x.
 
-    It is not where nothing is kept, because no gradient is wanted.
+    It is not if nothing is kept because no gradient is required.
     """
     if compiling():
         return False
@@ -35,11 +34,11 @@ def takes(x, prefer: str) -> bool:
 
 
 class Keeps:
-    """Shape, strides and dtype of a tensor, for a tensor like it."""
+    """Shape, strides and dtype of a tensor, to make a similar one."""
 
     def __init__(self, x):
         self.shape, self.strides, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
-        if not x.is_contiguous():  # strides that fill memory, in the order of x's
+        if not x.is_contiguous():  # dense strides in the order of x's
             self.strides = torch.empty_like(x, device="meta").stride()
 
     def empty(self, dtype):
@@ -61,12 +60,12 @@ class _AvgPool(Function):
         like, backward = ctx.how
         if dy is None:
             return zeros_or_none(dlink, like.shape), *(None,) * 4
-        # torch's op, which can be differentiated by dy where that is asked. Autocast may have changed the dtype.
+        # torch's op, which is differentiable in dy if needed. Autocast may have changed the dtype.
         return flat(backward(dy, like.empty(dy.dtype)).to(like.dtype), link), *(None,) * 4
 
 
 def _windowed(x, forward, backward, arguments):
-    # A single number only in a list: forward's binding is the one of Python, and backward's is not.
+    # A single number must be in a list: forward's binding accepts a plain number, backward's does not.
     lists = [list(n) if isinstance(n, (tuple, list)) else [n] for n in arguments[:3]]
 
     def gradient(dy, x):
@@ -90,7 +89,7 @@ def avg_pool1d(input, kernel_size, stride=None, padding=0, ceil_mode=False, coun
 
 
 def _number(given):
-    """An argument of one dimension as a number, () where it is absent, None where torch has something to say."""
+    """An argument of one dimension as a number; () if absent; None if torch must handle it."""
     if isinstance(given, (tuple, list)) and len(given) <= 1:
         given = given[0] if given else ()
     return given if given == () or type(given) is int else None
@@ -152,7 +151,7 @@ def adaptive_avg_pool3d(input, output_size, *, prefer="auto"):
 
 
 def sizes_of(x, output_size, dims) -> tuple | None:
-    """Sizes of the output: None in output_size stands for that of x. None where torch has something to say."""
+    """Sizes of the output; None in output_size means the size of x. Returns None if torch must handle it."""
     if x.dim() not in (dims + 1, dims + 2):
         return None
     given = tuple(output_size) if isinstance(output_size, (tuple, list)) else (output_size,) * dims
@@ -162,11 +161,11 @@ def sizes_of(x, output_size, dims) -> tuple | None:
 
 
 def _adaptive(x, sizes, forward, backward):
-    """None where torch's own op is to run: for an output of one element it takes a mean, which keeps nothing either."""
+    """None if torch's own op must run. For an output of one element it computes a mean, which keeps nothing either."""
     if sizes is None or min(sizes) < 1 or max(sizes) == 1:
         return None
     if len(sizes) == 3 and autocasting(x):
-        return None  # the CPU's widens adaptive_avg_pool3d by that name alone
+        return None  # the CPU's autocast widens only adaptive_avg_pool3d under this name
     return _AvgPool.apply(x, link_before(x), forward.default, backward.default, (sizes,))[0]
 
 

@@ -1,14 +1,14 @@
-"""Batch normalisation, with a sum and an activation behind it.
+"""Batch normalisation, optionally followed by a sum and an activation.
 
     y = f(z),    z = (x - mean) * rstd * weight + bias + residual,    rstd = 1 / sqrt(var + eps)
 
 Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift", ICML
-2015. Forward reads x for its statistics, once, and writes y; with f and the sum it still writes y alone. Backward reads
-what it needs twice, for two sums and for dx. f' is told from x, or, where a residual went into z, which is not kept,
-from a bit an element: so there f is piecewise linear.
+2015. Forward reads x once for its statistics, and writes y; with f and the sum it still only writes y. Backward reads
+      its inputs twice, for two sums and for dx. f' is computed from x. With a residual, which is not kept, f' is read
+      from one bit per element, so f must be piecewise linear.
 
 Names end in their shape: C channels, PCS as kernels take x (csrc/batch_norm.h): planes, channels, the elements of a
-plane; with the channels last in memory, S is 1.
+plane; with channels last in memory, S is 1.
 """
 
 import math
@@ -25,18 +25,18 @@ from hfnn.ops import piecewise, smooth
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, ambiguous, laid, result_strides, suggested
 
-# The activations, by the numbers that kernels know them by; those up to PIECEWISE may follow a sum.
+# The activations, by their numbers in the kernels; those up to PIECEWISE may follow a sum.
 ACTIVATIONS = None, "relu", "leaky_relu", "relu6", "silu", "hardswish"
 PIECEWISE = ACTIVATIONS.index("relu6")
 LEAST_PLANE = 128  # elements
-LEAST_LAST = 1 << 20  # elements, with the channels last
+LEAST_LAST = 1 << 20  # elements, with channels last
 
 
 def reference(
     x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5,
     residual=None, act=None, negative_slope=0.01
 ):  # fmt: skip
-    """The definition, in the dtype of x; the running statistics stay as they are."""
+    """The definition, in the dtype of x; the running statistics do not change."""
     dims, shape = (0, *range(2, x.dim())), (-1, *(1,) * (x.dim() - 2))
     if training:
         centred = x - x.mean(dims, keepdim=True)
@@ -64,7 +64,7 @@ def _in_torch(*args, residual=None, act=None, negative_slope=0.01, **how):
 
 
 def sample(case, dtype, device, generator=None):
-    """Arguments of a case: (N, C, ...) and maybe what follows: "relu", "add_relu", "silu_last", ... .
+    """Arguments of a case: (N, C, ...), optionally with a suffix: "relu", "add_relu", "silu_last", ... .
 
     "last", "first": where the channels are in memory. Shapes are extended to two dimensions, and to a batch of two.
     """
@@ -117,12 +117,12 @@ OPS = OP, ACT
 
 
 def _layout(x) -> torch.memory_format:
-    """The format that torch's result has for x: channels last where the strides of x are in that order."""
+    """The memory format of torch's result for x: channels last if the strides of x are in that order."""
     return torch.contiguous_format if x.is_contiguous() else suggested(x)
 
 
 def _planes_of_one(x, layout) -> bool:
-    """Whether kernels see the channels last in memory: so they are too where each has one element."""
+    """Whether kernels see channels last in memory; this is also so if each channel has one element."""
     return layout is not torch.contiguous_format or x.numel() == x.shape[0] * x.shape[1]
 
 
@@ -137,7 +137,7 @@ def _planes(x, layout):
 
 
 def _flags(x_PCS):
-    """Memory for a bit an element."""
+    """Memory for one bit per element."""
     planes, channels, size = x_PCS.shape
     shape = (bits.size(x_PCS.numel()),) if size == 1 else (planes, channels, bits.size(size))
     return torch.empty(shape, dtype=torch.uint8, device=x_PCS.device)
@@ -159,7 +159,7 @@ def _mask(packed, x, layout):
 
 
 def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
-    """(y, mean_C, rstd_C, flags or None). keep: whether flags are wanted, if there is a residual."""
+    """(y, mean_C, rstd_C, flags or None). keep: whether flags are needed, if there is a residual."""
     training, momentum, eps, kind, slope = how
     x = x.contiguous(memory_format=layout)
     residual = residual if residual is None else residual.contiguous(memory_format=layout)
@@ -175,7 +175,7 @@ def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
             kernel.queue(x),
         )  # fmt: skip
     else:
-        # Copies: who changes the running statistics before backward changes nothing of this call.
+        # Copies: a change of the running statistics before backward must not affect this call.
         mean, rstd = running[0].detach().to(wide, copy=True), (running[1].detach().double() + eps).rsqrt_().to(wide)
         kernel.rebuild(x_PCS, weight, bias, residual_PCS, y_PCS, flags, mean, rstd, kind, slope, kernel.queue(x))
     return y, mean, rstd, flags
@@ -185,7 +185,7 @@ class _BatchNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, running, how, layout, kernel):
         y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
-        # Without an activation only what builds y again reads the bias: it may be written to before backward.
+        # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
         late = None if bias is None or how[3] else recipe.Unread(bias)
         recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd, flags))
         ctx.how, ctx.layout, ctx.kernel, ctx.bias_dtype = how, layout, kernel, None if bias is None else bias.dtype
@@ -242,9 +242,9 @@ def _formula(how, out_dtype, act=True):
 
 
 def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype):
-    """The gradients by differentiable ops. last: whether kernels saw the channels last; bias_dtype: if there is one."""
+    """The gradients by differentiable ops. last: whether kernels saw channels last; bias_dtype: if there is a bias."""
     kind, slope = how[3:]
-    if bias is None and bias_dtype is not None:  # any will do where forward did not keep it
+    if bias is None and bias_dtype is not None:  # any value will do if forward did not keep it
         bias = x.new_zeros(x.shape[1], dtype=bias_dtype)
     if flags is not None:
         layout = LAST[x.dim()] if last else torch.contiguous_format
@@ -256,8 +256,8 @@ def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype
     )
 
 
-# Of either op, for the room in C++ chooses kernels by their own floors.
-# Where no room is worth it, it runs torch's ops: _APART are the floors of the activations' own rooms.
+# For either op, because the room in C++ chooses kernels by their own size limits.
+# Where no room is worthwhile, it runs torch's ops. _APART has the size limits of the activations' own rooms.
 _BEHIND = {op.name: op.floors for op in (*piecewise.OPS, *smooth.OPS)}
 _APART = [OP.floors, *(_BEHIND[act] for act in ACTIVATIONS[1:])]
 _native, _native_act = (
@@ -266,7 +266,7 @@ _native, _native_act = (
 
 
 def _rebuild(how, layout, kernel, late):
-    """What makes y of the saved tensors. late: the bias comes before them, and not with them."""
+    """A function that makes y from the saved tensors. late: the bias comes before them, not among them."""
 
     def build(*tensors):
         first, x, weight, bias, mean, rstd, _ = tensors if late else (None, *tensors)
@@ -283,7 +283,7 @@ def _rebuild(how, layout, kernel, late):
 
 
 def _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual) -> bool:
-    """Whether a kernel takes these; where it does not, torch's own op does, or says why not."""
+    """Whether a kernel accepts these; if not, torch's own op runs or raises."""
     if x.dim() < 2 or x.numel() == 0 or type(momentum) not in (int, float):
         return False
     if training and (x.numel() == x.shape[1] or eps <= 0):  # some versions of torch refuse an eps of 0
@@ -315,7 +315,7 @@ def _slower(x, layout) -> bool:
 
 
 def _in_python(op, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, kind, slope, prefer):
-    """The result by a kernel, or None where torch's own ops are to run."""
+    """The result by a kernel, or None if torch's own ops must run."""
     kernel = op.select(x, weight, bias, out=x.dtype, prefer=prefer)
     if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
         return None
@@ -325,7 +325,7 @@ def _in_python(op, x, running_mean, running_var, weight, bias, training, momentu
         return None
     layout = _layout(x)
     if residual is not None and kind and x.shape[1] % 8 and kernel.name == "triton" and _planes_of_one(x, layout):
-        return None  # its flags begin a byte in each row
+        return None  # its flags need a whole number of bytes per row
     if residual is not None and x.is_cpu and prefer != "memory" and forced() is None and _slower(x, layout):
         return None
     if x.is_cuda and not training and layout is not torch.contiguous_format and x.requires_grad:
@@ -341,10 +341,10 @@ def batch_norm(
 ):
     """`torch.nn.functional.batch_norm`.
 
-    Shapes: input (N, C, ...), in the usual order of memory or with the channels last, which the result keeps; the
-    others (C,), float32 or of the input's dtype. With training=True running_mean and running_var, where given, move
-    by `momentum` towards the batch's. The result has the dtype of input; its consumers can rebuild it. prefer: "auto" |
-    "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    Shapes: input (N, C, ...), contiguous or channels last, which the result keeps; the others (C,), float32 or of the
+    input's dtype. With training=True, running_mean and running_var, if given, move by `momentum` towards the batch's
+    statistics. The result has the dtype of input; its consumers can rebuild it. prefer: "auto" | "memory" | "speed"
+    (`hfnn.convert`). Raises what torch raises. Statistics are float32.
     """
     of_x = running_mean, running_var, weight, bias, training, momentum, eps
     y = None if compiling() else _native(input, *of_x, None, 0, 0.0, prefer)
@@ -368,12 +368,12 @@ def batch_norm_act(
     *,
     prefer="auto",
 ):
-    """`act(batch_norm(input, ...) + residual)` in one pass behind the statistics.
+    """`act(batch_norm(input, ...) + residual)` in one pass after the statistics.
 
     Arguments as of `batch_norm`, and: residual of input's shape and dtype, or None; act: "relu", "leaky_relu" (with
-    `negative_slope`), "relu6", "silu", "hardswish" or None. Kept for backward are input and the statistics, and a bit
-    an element with a residual, which is not kept. With one, silu and hardswish run by themselves. The sum and act work
-    on float32, and are rounded once. Raises ValueError for another `act`, else what torch raises.
+    `negative_slope`), "relu6", "silu", "hardswish" or None. Input and the statistics are kept for backward. With a
+    residual, which is not kept, one bit per element is kept too, and silu and hardswish run separately. The sum and act
+    work in float32, and the result is rounded once. Raises ValueError for another `act`, else what torch raises.
     """
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r}: choose one of {', '.join(map(repr, ACTIVATIONS))}")
@@ -387,7 +387,7 @@ def batch_norm_act(
 
 
 def fused(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, negative_slope, prefer):
-    """`batch_norm_act` in one call, or None where a norm, a sum and an activation are to run by themselves."""
+    """`batch_norm_act` in one call, or None if a norm, a sum and an activation must run separately."""
     if compiling():
         return None
     of_x = running_mean, running_var, weight, bias, training, momentum, eps, residual, ACTIVATIONS.index(act)
@@ -396,7 +396,7 @@ def fused(x, running_mean, running_var, weight, bias, training, momentum, eps, r
 
 
 def arguments(module: nn.Module) -> tuple:
-    """What torch's module gives to the function besides the input; counts a batch, as its forward does."""
+    """The arguments that torch's module passes besides the input; counts a batch, as its forward does."""
     factor = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
@@ -410,7 +410,7 @@ def arguments(module: nn.Module) -> tuple:
 
 
 class _Module:
-    """What the three modules share. `prefer` is set by `hfnn.convert`."""
+    """Common base of the three modules. `prefer` is set by `hfnn.convert`."""
 
     prefer = "auto"
 

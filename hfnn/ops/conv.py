@@ -1,15 +1,15 @@
-"""Convolutions, and transposed ones, that keep a recipe of their input instead of the input.
+"""Convolutions and transposed convolutions that keep a recipe of their input instead of the input.
 
     y[n, o] = b[o] + sum of w[o, c] * x[n, c] over the channels c of o's group          (*: w slides over x)
 
-Both directions are torch's own kernels, on the operands and in the layouts torch uses: results and gradients are
-torch's to the bit. What differs is what backward needs. Where the input comes with a recipe (hfnn/core/recipe.py), its
-sources are kept instead. Where the weight is frozen, nothing is kept of the input, of which torch's backward reads
-nothing but sizes and strides then. Under autocast, the weight's cast is made again in backward instead of kept.
+torch's own kernels run in both directions, on the operands and in the layouts that torch uses. So results and gradients
+are bitwise equal to torch's. Only what is kept for backward differs. If the input has a recipe (hfnn/core/recipe.py),
+its sources are kept instead. If the weight is frozen, nothing of the input is kept, because torch's backward then reads
+only its sizes and strides. Under autocast, the weight's cast is made again in backward instead of kept.
 
-The node is in C++ alone (csrc/autograd/conv.cpp). Without it, and where parameters may be resharded, the convolution
-is torch's. On a GPU it is so for inputs of less than 2^23 elements, too, but for prefer="memory": rebuilding costs the
-host time that a small step would wait for.
+The node exists only in C++ (csrc/autograd/conv.cpp). Without it, and where parameters may be resharded, the convolution
+is torch's. On a GPU it is also torch's for inputs of less than 2^23 elements, except with prefer="memory", because
+rebuilding costs host time that a small step would wait for.
 """
 
 import functools
@@ -22,7 +22,7 @@ from hfnn.core.context import compiling
 from hfnn.core.kernel import Op
 from hfnn.ops.linear import FLOORS
 
-# Dynamo finds torch's functions by their own names.
+# Dynamo finds torch's functions by these names.
 _conv1d, _conv2d, _conv3d = (native.call("convolution", dims, False, FLOORS) for dims in (1, 2, 3))
 _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
     native.call("convolution", dims, True, FLOORS) for dims in (1, 2, 3)
@@ -32,9 +32,8 @@ _conv_transpose1d, _conv_transpose2d, _conv_transpose3d = (
 def conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, prefer="auto"):
     """`torch.nn.functional.conv1d`, keeping a recipe of its input where the input has one.
 
-    Shapes: input (N, C, L), weight (O, C / groups, K), bias (O,) or None; result (N, O, L'). prefer: "auto" |
-    "memory" | "speed" (`hfnn.convert`): from which size of input on casts are not kept under autocast. Raises what
-    torch raises.
+    Shapes: input (N, C, L), weight (O, C / groups, K), bias (O,) or None; result (N, O, L'). prefer: "auto" | "memory"
+    | "speed" (`hfnn.convert`): the input size from which casts are not kept under autocast. Raises what torch raises.
     """
     y = NotImplemented if compiling() else _conv1d(input, weight, bias, stride, padding, dilation, 0, groups, prefer)
     return torch.conv1d(input, weight, bias, stride, padding, dilation, groups) if y is NotImplemented else y
@@ -89,8 +88,8 @@ def conv_transpose3d(
 
 
 class _Conv:
-    """What the modules share. `prefer` is set by `hfnn.convert`. torch's forward runs where it pads by another mode,
-    and where somebody has put another `_conv_forward` on the instance.
+    """Common base of the modules. `prefer` is set by `hfnn.convert`. torch's forward runs for other padding modes, and
+    if the instance has another `_conv_forward`.
     """
 
     prefer = "auto"
@@ -98,7 +97,7 @@ class _Conv:
     def forward(self, input):
         if self.padding_mode != "zeros" or compiling() or "_conv_forward" in self.__dict__:
             return super().forward(input)
-        # As the functions have it, without the call.
+        # As in the functions, without the call.
         y = self._hfnn_call(
             input, self.weight, self.bias, self.stride, self.padding, self.dilation, 0, self.groups, self.prefer
         )
@@ -106,7 +105,7 @@ class _Conv:
 
 
 class _ConvTranspose:
-    """As `_Conv`. torch's forward runs, too, where an output size is asked for."""
+    """As `_Conv`. torch's forward also runs if an output size is requested."""
 
     prefer = "auto"
 
@@ -157,7 +156,7 @@ class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
 
 
 def _sample(dims, case, dtype, device, generator=None):
-    """x of shape (N, C, ...) and a map to as many channels, windows of 3."""
+    """x of shape (N, C, ...) and weights for as many output channels, windows of 3."""
     shape = (*(2,) * (dims + 2 - len(case)), *case)
     shapes = shape, (shape[1], shape[1], *(3,) * dims), (shape[1],)
     return (*(torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes), 1, 1), {}

@@ -7,8 +7,8 @@ b is the target: for a class t, b_c = (1 - smoothing) w_t [c = t] + smoothing / 
 b_c = w_c ((1 - smoothing) q_c + smoothing / C). `z_loss` keeps lse near 0 (Chowdhery et al., "PaLM", 2022,
 https://arxiv.org/abs/2204.02311), `softcap` bounds the logits (Gemma 2, 2024, https://arxiv.org/abs/2408.00118).
 
-Forward reads the logits once and keeps them and lse_R; torch keeps the logarithms of the probabilities, a tensor of the
-same size that it has to write. Backward writes the gradient into memory of its own: logits are never written over.
+Forward reads the logits once and keeps them and lse_R. torch keeps the logarithms of the probabilities, a tensor of the
+same size that it has to write. Backward writes the gradient into new memory: logits are never overwritten.
 
 Names end in their shape: R rows (every dimension but the classes', flattened), C classes.
 """
@@ -46,7 +46,7 @@ def reference(
     if soft:
         counted = share = torch.ones_like(lse)
         b = w_C * ((1 - label_smoothing) * target.movedim(min(1, input.dim() - 1), -1) + label_smoothing / classes)
-        # A probability of 0 leaves out a logit of -inf, as torch's sum does not: nothing to imitate there.
+        # A probability of 0 leaves out a logit of -inf. torch's sum does not, but there is nothing to imitate.
         loss = (b * (lse.unsqueeze(-1) - z)).sum(-1)
     else:
         counted = target != ignore_index
@@ -73,7 +73,7 @@ def transform(x, softcap, logit_scale):
 
 
 def sample(case, dtype, device, generator=None):
-    """Arguments of `cross_entropy`; the leading dimensions of `case` become rows, of which the first is ignored."""
+    """Arguments of `cross_entropy`; the leading dimensions of `case` become rows, and the first row is ignored."""
     x = torch.randn(case, generator=generator).mul_(3).flatten(0, -2) if len(case) > 1 else torch.randn(case)
     target = torch.randint(case[-1], x.shape[:-1], generator=generator)
     if target.numel() > 1:
@@ -107,7 +107,7 @@ _passes = OP.passes
 
 
 def _forward(x, target, weight, options, reduction, out_dtype, kernel):
-    """(the result, lse_R, slope_R, total): what forward keeps besides the logits."""
+    """(the result, lse_R, slope_R, total): the values that forward keeps besides the logits."""
     x_RC, target_R = rows(x), _target(target, x)
     count, smoothing, soft = x_RC.shape[0], options[1], target.is_floating_point()
     weighted_mean = reduction == "mean" and not soft
@@ -121,7 +121,7 @@ def _forward(x, target, weight, options, reduction, out_dtype, kernel):
     sums = loss_share.sum(1)
     if reduction == "sum":
         return sums[0].to(out_dtype), lse_R, slope_R, None
-    # Divided and rounded by one launch.
+    # One launch divides and rounds.
     loss = torch.empty((), dtype=out_dtype, device=x.device)
     total = sums[1] if weighted_mean else count
     return torch.div(sums[0], total, out=loss), lse_R, slope_R, sums[1] if weighted_mean else None
@@ -206,7 +206,7 @@ def _shaped(loss_R, x):
 
 
 def _fits(x, target, weight, smoothing, reduction, prefer) -> bool:
-    """Whether shapes and types are such that a kernel computes what torch computes; torch's own op says what is not."""
+    """Whether shapes and types suit a kernel; otherwise torch's own op runs or raises."""
     if x.dim() == 0 or 0 in x.shape[min(1, x.dim() - 1) : 2] or reduction not in ("none", "mean", "sum"):
         return False
     if not is_plain(target) or target.device != x.device or not 0 <= smoothing <= 1:
@@ -218,7 +218,7 @@ def _fits(x, target, weight, smoothing, reduction, prefer) -> bool:
         return False
     if weight is not None and (weight.shape != (x.shape[min(1, x.dim() - 1)],) or weight.requires_grad):
         return False
-    # Rows of a (N, C, ...) tensor are strided, and copies cost more than the kernel saves: but not in channels_last.
+    # Rows of a (N, C, ...) tensor are strided, and copies cost more than the kernel saves, except in channels_last.
     return x.dim() <= 2 or prefer == "memory" or x.movedim(1, -1).is_contiguous()
 
 
@@ -237,7 +237,7 @@ def cross_entropy(
     logit_scale=1.0,
     prefer="auto",
 ):
-    """`torch.nn.functional.cross_entropy`, keeping no more than the logits, which it never writes to.
+    """`torch.nn.functional.cross_entropy`, which keeps only the logits and never writes to them.
 
     Shapes: input (C), (N, C) or (N, C, d1, ...); target int64 classes () , (N) or (N, d1, ...), or probabilities of
     the shape of input; weight (C,) or None. The result is a scalar, or with reduction="none" has the shape of the
@@ -275,7 +275,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     prefer = "auto"
-    z_loss, softcap, logit_scale = 0.0, None, 1.0  # what a converted module of torch's has
+    z_loss, softcap, logit_scale = 0.0, None, 1.0  # the values of a converted torch module
 
     def __init__(self, *args, z_loss=0.0, softcap=None, logit_scale=1.0, **kwargs):
         super().__init__(*args, **kwargs)

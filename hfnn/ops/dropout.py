@@ -1,11 +1,11 @@
-"""Dropout that keeps nothing but a seed.
+"""Dropout that keeps only a seed.
 
     y = x / (1 - p) where word >= round(p * 2^32), else 0
 
 Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 2014. The word of element i
 is number i % 4 of Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) at counter
-offset + i / 4, all in integers: one (seed, offset) gives one mask on every device. The pair comes from torch's
-generator, so `torch.manual_seed` and the recomputation of activation checkpoints reproduce it.
+offset + i / 4, computed in integers: a (seed, offset) pair gives the same mask on every device. The pair comes from
+torch's generator, so `torch.manual_seed` and the recomputation of activation checkpoints reproduce it.
 """
 
 import torch
@@ -29,7 +29,7 @@ def sample(case, dtype, device, generator=None):
     """Arguments of `dropout` for x of shape `case[:-1]`; the last entry of a case is p."""
     *shape, p = case
     x = torch.randn(shape, generator=generator).to(dtype).to(device)
-    return (x.masked_fill(x == 0, 1), p, True), {}  # of a 0 nobody can tell whether it was kept
+    return (x.masked_fill(x == 0, 1), p, True), {}  # for a 0 it is unknown whether it was kept
 
 
 OP = Op(
@@ -50,11 +50,11 @@ _passes = OP.passes
 
 
 class _Dropout(Function):
-    """Linear in x, so its own backward: the same mask and scale applied to dy."""
+    """Linear in x, so it is its own backward: the same mask and scale applied to dy."""
 
     @staticmethod
     def forward(ctx, x, p, seed, offset, pair, kernel, strides):
-        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
+        # Only worthwhile if x itself can be rebuilt; otherwise x would be kept instead of y, which saves nothing.
         token = recipe.take(x)
         if token is None:
             ctx.save_for_backward(pair)
@@ -73,7 +73,7 @@ class _Dropout(Function):
 
 
 def _as_torchs(dx, dy):
-    """dx in the layout of torch's: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's."""
+    """dx in the layout of torch's: on CUDA channels last or contiguous, whatever dy's; on the CPU that of dy."""
     if dx.is_contiguous() and dy.is_contiguous() and not (dy.is_cuda and ambiguous(dy)):
         return dx
     if dy.is_cuda:
@@ -82,7 +82,8 @@ def _as_torchs(dx, dy):
 
 
 def _build(p, seed, offset, kernel, strides=None):
-    """y of x: in forward, and again in backward, there with the strides of forward's y: the mask goes by memory."""
+    """y of x, in forward and again in backward, with the strides of forward's y, because the mask follows memory
+    order."""
     threshold, scale = round(p * 2**32), 1 / (1 - p)
 
     def build(x, pair):
@@ -99,9 +100,9 @@ def _build(p, seed, offset, kernel, strides=None):
 def philox_seed(x, counters=None):
     """(seed, offset, pair) for a mask of x, drawn from torch's default generator of x's device.
 
-    counters: how many Philox counters the mask uses; one for four elements of x by default. On CUDA the generator's own
-    seed and offset, which moves on by them. Inside CUDA graph capture a fresh
-    `pair` {seed, offset} is drawn on the device at every replay. On the CPU a seed.
+    counters: how many Philox counters the mask uses, by default one per four elements of x. On CUDA these are the
+    generator's own seed and offset, and the offset advances. Inside CUDA graph capture, a new `pair` {seed, offset} is
+    drawn on the device at every replay. On the CPU a seed is drawn.
     """
     if type(x) is FakeTensor:
         return 0, 0, None
@@ -112,13 +113,13 @@ def philox_seed(x, counters=None):
     generator = torch.cuda.default_generators[x.get_device()]
     offset = generator.get_offset()
     used = (x.numel() + 3) // 4 if counters is None else counters
-    generator.set_offset(offset + (used + 3) // 4 * 4)  # torch wants multiples of 4
+    generator.set_offset(offset + (used + 3) // 4 * 4)  # torch requires multiples of 4
     seed = generator.initial_seed()
     return seed - (1 << 64) if seed >= 1 << 63 else seed, offset, None
 
 
 def dropout(input, p=0.5, training=True, inplace=False, *, prefer="auto"):
-    """`torch.nn.functional.dropout`, keeping 16 bytes instead of a mask.
+    """`torch.nn.functional.dropout`, which keeps 16 bytes instead of a mask.
 
     Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
     "speed" (`hfnn.convert`). With inplace=True, or p 0 or 1, torch's own op runs. Raises what torch raises.
@@ -136,7 +137,7 @@ _native = native.call("dropout", OP)
 
 def _in_python(input, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
-    if kernel is None or (input.is_cuda and ambiguous(input)):  # torch's result has the channels last, or not
+    if kernel is None or (input.is_cuda and ambiguous(input)):  # torch's result may be channels last or not
         return None
     seed, offset, pair = philox_seed(input)
     if torch.is_grad_enabled():

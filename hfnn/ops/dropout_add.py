@@ -1,10 +1,10 @@
-"""A residual connection with dropout, which keeps nothing but a seed.
+"""A residual connection with dropout, which keeps only a seed.
 
     y = residual + dropout(x),    dx = dropout of dy by the same mask,    dresidual = dy
 
-The mask is that of hfnn/ops/dropout.py, bit for bit, for one (seed, offset). The sum is rounded once, where dropout and
-an addition would round twice. Under autocast a Linear's low precision meets a residual in float32: the sum is float32,
-by torch's rules of promotion, and dx is in low precision again.
+For one (seed, offset), the mask is bitwise equal to that of hfnn/ops/dropout.py. The sum is rounded once; dropout and
+an addition would round twice. Under autocast, a Linear's low-precision result is added to a float32 residual. The sum
+is then float32, by torch's promotion rules, and dx has low precision again.
 """
 
 import torch
@@ -31,7 +31,7 @@ def sample(case, dtype, device, generator=None):
     """Arguments of `dropout_add` for tensors of shape `case[:-1]`; the last entry of a case is p."""
     *shape, p = case
     x, residual = (torch.randn(shape, generator=generator) for _ in range(2))
-    # So large that no sum rounds to its residual, from which the mask can then be told.
+    # So large that no sum rounds to its residual. So the mask can be recovered from the sum.
     x = x + torch.where(x < 0, -0.5, 0.5)
     return (x.to(dtype).to(device), residual.to(dtype).to(device), p, True), {}
 
@@ -82,7 +82,7 @@ def _compute(x, residual, p, drawn, kernel, fill):
 
 
 def _dropped(dy, pair, dtype, p, seed, offset, kernel):
-    """The gradient of x: dy through the mask, from its dtype to that of x."""
+    """The gradient of x: dy with the mask applied, cast to the dtype of x."""
     if p == 0:
         return dy  # the engine casts it
     if torch.is_grad_enabled():
@@ -101,17 +101,17 @@ def numbers(p):
 def run(*args):
     """The sum, for (x, residual, p, (seed, offset, pair), kernel, fill).
 
-    With a `fill` the sum is allocated here and computed by who comes next, who is given x and residual by
-    `fill(x, residual)` and must fill the sum before anybody reads it (hfnn/ops/add_norm.py).
+    With a `fill`, the sum is only allocated here. `fill(x, residual)` passes the terms to the next op, which must
+    compute the sum before it is read (hfnn/ops/add_norm.py).
     """
     return _DropoutAdd.apply(*args) if torch.is_grad_enabled() else _compute(*args)
 
 
 def fits(x, residual) -> bool:
-    """Whether the kernels take such a pair; where they do not, torch's own ops run, or raise.
+    """Whether the kernels accept such a pair; if not, torch's own ops run, or raise.
 
-    The sum has the usual strides, as torch's has where it is asked for `residual + x` and residual is `in_rows`; who
-    adds the other way round asks that of x.
+    The sum is contiguous, as torch's is for `residual + x` if residual is `in_rows`. Callers that add in the other
+    order must check this for x.
     """
     if x.shape != residual.shape or torch.promote_types(x.dtype, residual.dtype) is not residual.dtype:
         return False
@@ -119,11 +119,11 @@ def fits(x, residual) -> bool:
 
 
 def dropout_add(input, residual, p=0.5, training=True, *, prefer="auto"):
-    """`residual + torch.nn.functional.dropout(input, p, training)`, keeping 16 bytes instead of a mask.
+    """`residual + torch.nn.functional.dropout(input, p, training)`, which keeps 16 bytes instead of a mask.
 
-    Shapes: any, the same for both; the result has the dtype torch gives the sum, which is rounded once. p in [0, 1] is
-    exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Without dropout, or for shapes that are to be
-    broadcast, torch's own ops run. Raises what torch raises.
+    Shapes: any, the same for both; the result has the dtype that torch gives the sum, and is rounded once. p in [0, 1]
+    is exact to 2^-32. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Without dropout, or for shapes that need
+    broadcasting, torch's own ops run. Raises what torch raises.
     """
     if not (training and 0 < p < 1):
         if 0 <= p < 1:

@@ -1,13 +1,13 @@
-"""Rows of a table by their numbers, which are kept in 32 bits.
+"""Rows of a table by their ids, which are kept in 32 bits.
 
     y_i = weight[id_i],    dweight[v] = sum of dy_i over the i with id_i = v
 
-The look-up and its gradient are torch's own. What differs is what is kept: torch keeps the ids it is given, 8 bytes a
-token. Position ids, shifted targets and the like are made in the forward and would be freed after it: here a copy of 4
-bytes stays, one for each call, for a buffer of ids may be filled anew in between by what moves no version. Ids in fewer
-bytes of memory than that copy (int32, or a row expanded over a batch) are kept as they are. Of a batch that the caller
-holds on to, the copy is memory on top: prefer="auto" therefore makes it from megabytes of ids on only, and
-prefer="memory" always.
+The look-up and its gradient are torch's own. Only what is kept differs: torch keeps the given ids, 8 bytes per token.
+Position ids, shifted targets and similar tensors are made in the forward and would be freed after it. Here a copy with
+4 bytes per id is kept, one per call, because a buffer of ids may be refilled in between without a new version. Ids that
+take less memory than the copy (int32, or a row expanded over a batch) are kept as they are. If the caller keeps the
+batch anyway, the copy is additional memory. So prefer="auto" makes it only for megabytes of ids, and prefer="memory"
+always.
 """
 
 import torch
@@ -33,7 +33,7 @@ def sample(case, dtype, device, generator=None):
     return (torch.randint(0, rows, shape, generator=generator).to(device), weight), {}
 
 
-# No kernels of its own: look-up and gradient are torch's.
+# No own kernels: look-up and gradient are torch's.
 OP = Op(
     "embedding",
     reference,
@@ -44,7 +44,7 @@ OP = Op(
     recipe=False,
 )
 
-# By preference: how many ids are worth it.
+# By preference: the number of ids from which the copy is worthwhile.
 FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
 
 
@@ -62,7 +62,7 @@ class _Embedding(Function):
 
 
 def narrow(ids: torch.Tensor) -> torch.Tensor:
-    """ids in 32 bits, or ids where these take no more memory."""
+    """ids in 32 bits, or ids itself if it takes no more memory."""
     if ids.dtype is not torch.int64 or ids.untyped_storage().nbytes() <= 4 * ids.numel():
         return ids
     return ids.to(torch.int32, memory_format=torch.contiguous_format)
@@ -87,12 +87,12 @@ def embedding(
     *,
     prefer="auto",
 ):
-    """`torch.nn.functional.embedding`, keeping the ids in 32 bits for backward.
+    """`torch.nn.functional.embedding`, which keeps the ids in 32 bits for backward.
 
     Shapes: input any, int64 or int32; weight (rows, width); result (*, width). With max_norm or sparse torch's own op
     runs. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.
     """
-    # This is all that a small call pays for hfnn.
+    # This check is the whole cost of hfnn in a small call.
     if compiling() or sparse or max_norm is not None or not is_plain(input) or input.numel() < FLOORS[prefer]:
         return _embedding_of_torch(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if not _takes(input, weight):
@@ -107,7 +107,7 @@ class Embedding(nn.Embedding):
 
     @property
     def _hfnn_when(self) -> str:
-        """For `hfnn.report`: when ids are kept in 32 bits."""
+        """When ids are kept in 32 bits, for `hfnn.report`."""
         if self.sparse or self.max_norm is not None or self.prefer == "speed":
             return "never: keeps its ids as torch does"
         floor = FLOORS[self.prefer]

@@ -1,9 +1,9 @@
-"""Piecewise linear operators that keep no input: their second derivative is 0, as in torch, and not None.
+"""Piecewise linear operators that do not keep their input: the second derivative is 0, as in torch, and not None.
 
-What such an operator keeps (bits, codes) has no graph that leads to x. Its Function saves a *link* besides: a tensor
-without elements whose grad_fn leads to x. `flat` makes a gradient depend on it. The link is a second output of the
-Function itself; under hooks of saved tensors, which would keep such an output and so the Function alive for ever, it
-comes from a node of its own before the Function (`link_before`).
+The kept values (bits, codes) have no graph that leads to x. So the Function also saves a *link*: a tensor without
+elements whose grad_fn leads to x. `flat` makes a gradient depend on it. The link is a second output of the Function
+itself. Hooks of saved tensors would keep such an output, and so the Function, alive for ever. With hooks, the link
+comes from a separate node before the Function (`link_before`).
 """
 
 import torch
@@ -47,10 +47,10 @@ class _Flat(Function):
 
 
 def zeros_or_none(dlink, shape):
-    """dx where the output has no gradient: zeros where the link has one, from a second backward; else None."""
+    """dx if the output has no gradient: zeros if the link has one, from a second backward; else None."""
     return None if dlink is None else dlink.new_zeros(shape)
 
 
 def flat(dx, link):
-    """dx, which depends on x by the link alone, with a derivative of 0."""
+    """dx, which depends on x only through the link, with a derivative of 0."""
     return dx if link is None or not torch.is_grad_enabled() else _Flat.apply(dx, link)

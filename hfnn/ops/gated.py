@@ -2,9 +2,9 @@
 
     y = f(gate) * up,   dgate = dy up f'(gate),   dup = dy f(gate)
 
-gate and up are two tensors, or the halves of one: `packed`, (..., 2F), as a single matrix product leaves it. Kept are
-gate and up, or the packed tensor, and where these have recipes only their sources; torch keeps gate, f(gate) and up,
-and the consumer the product. The gradient of a packed tensor is one tensor whose halves the kernel fills.
+gate and up are two tensors, or the halves of one: `packed`, (..., 2F), the result of a single matrix product. gate and
+up, or the packed tensor, are kept; if these have recipes, only their sources. torch keeps gate, f(gate) and up, and the
+consumer keeps the product. The gradient of a packed tensor is one tensor whose halves the kernel fills.
 
 Shazeer, "GLU Variants Improve Transformer", 2020. https://arxiv.org/abs/2002.05202
 """
@@ -52,7 +52,8 @@ GATES = {
 
 
 def _pair(case, dtype, device, generator=None):
-    """gate and up of shape `case`, but for its options. No gate is nearer to 0, relu's kink, than any dtype tells."""
+    """gate and up of shape `case`, without its options. No gate is closer to 0, relu's kink, than any dtype
+    resolves."""
     shape = [size for size in case if isinstance(size, int)]
     gate, up = (torch.randn(shape, generator=generator).mul(2) for _ in range(2))
     gate = gate.masked_fill(gate.abs() < 0.01, 0.01)
@@ -60,7 +61,7 @@ def _pair(case, dtype, device, generator=None):
 
 
 def halves(packed, gate_first: bool = True):
-    """(gate, up), views of a packed (..., 2F). Raises ValueError where the last dimension is odd."""
+    """(gate, up), views of a packed (..., 2F). Raises ValueError if the last dimension is odd."""
     if packed.dim() == 0 or packed.shape[-1] % 2:
         raise ValueError(
             "without `up` the first tensor holds gate and up as the halves of its last dimension, which must be even; "
@@ -71,7 +72,7 @@ def halves(packed, gate_first: bool = True):
 
 
 def formula(gate, up, activation: str, gate_first: bool = True):
-    """The product by torch's own ops; `up` is None where `gate` is packed."""
+    """The product by torch's own ops; `up` is None if `gate` is packed."""
     if up is None:
         gate, up = halves(gate, gate_first)
     return GATES[activation].torch(gate) * up
@@ -104,9 +105,9 @@ class _Gated(Function):
             dgate, dup = (_empty(gate.shape, gate) if need else None for need in needs)
             wanted = (None if t is None else _rows(t) for t in (dgate, dup))
         kernel.backward(_rows(dy), *_operands(gate, up, gate_first), *wanted, GATES[activation].kind, kernel.queue(dy))
-        if up is not None:  # that of a packed tensor is put together of both, which has the usual strides
+        if up is not None:  # the gradient of a packed tensor is assembled from both and is contiguous
             if dgate is not None and activation == "relu" and not dy.is_contiguous():
-                dgate = laid(dgate, result_strides(dgate, dy))  # torch's is first of the result
+                dgate = laid(dgate, result_strides(dgate, dy))  # torch computes it in the strides of the result
             elif dgate is not None:
                 dgate = like_dy(dgate, dy)
             dup = dup if dup is None else like_dy(dup, dy)
@@ -114,7 +115,7 @@ class _Gated(Function):
 
 
 def _build(activation, gate_first, kernel):
-    """y of gate and up: in forward, and again in backward."""
+    """y of gate and up, in forward and again in backward."""
 
     def build(gate, up):
         if torch.is_grad_enabled():
@@ -133,11 +134,11 @@ def _empty(shape, like):
 
 
 def _rows(x):
-    """x as (rows, cols), elements of a row next to each other: x's own memory where its rows are evenly apart."""
+    """x as (rows, cols) with contiguous rows: x's own memory if its rows are evenly spaced."""
     cols = x.shape[-1] if x.dim() else 1
     x_RC = x.reshape(x.numel() // cols if cols else 0, cols)
     if x_RC.numel() == 0:
-        return _empty(x_RC.shape, x)  # what is expanded keeps its strides, being empty
+        return _empty(x_RC.shape, x)  # an expanded tensor keeps its strides, because it is empty
     return x_RC if x_RC.stride(1) == 1 or cols == 1 else x_RC.contiguous()
 
 
@@ -158,7 +159,7 @@ def _second(dy, needs, gate, up, kind, gate_first):
 
 
 def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
-    """f(gate) * up by a kernel of `op`, or None where torch's own ops are to run."""
+    """f(gate) * up by a kernel of `op`, or None if torch's own ops must run."""
     if op.name not in _natives:
         _natives[op.name] = native.call("gated", op, _second)
     y = NotImplemented if compiling() else _natives[op.name](gate, up, GATES[activation].kind, gate_first, prefer)
@@ -176,7 +177,7 @@ def product(op: Op, activation: str, gate, up, gate_first: bool, prefer: str):
     return _build(activation, gate_first, kernel)(gate, up)
 
 
-# The product with any f of GATES, for modules that compute it in their own words; the rooms have tables of their own.
+# The product with any f of GATES, for modules that implement it themselves; the rooms have their own tables.
 OP = Op("gated", formula, formula, kernels("gated", 1 << 17), _pair)
 _passes = OP.passes
 
@@ -253,7 +254,7 @@ GEGLU, geglu = _row("geglu", "gelu(gate) * up", "gelu", 1 << 16, forms={"none": 
 REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
 
 
-# torch's own: the first half of a tensor, times the sigmoid of the second.
+# torch's own op: the first half of a tensor, times the sigmoid of the second.
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,8 @@ def _glu(x, dim=-1):
     return a * torch.sigmoid(b)
 
 
-# Its output does have a recipe. The contract's consumers take outputs as wide as the input, which this is not: the
-# recipe has its tests in tests/ops/test_gated.py.
+# Its output has a recipe. The consumers of the contract tests need outputs as wide as the input, which this is not. So
+# tests/ops/test_gated.py tests the recipe.
 GLU_OP = _Halves(
     "glu", _glu, F.glu, kernels("gated", 1 << 17),
     table.sampler(lambda shape, generator: torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(2), ()),

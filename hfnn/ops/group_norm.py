@@ -1,10 +1,10 @@
-"""Group normalisation, with an activation behind it.
+"""Group normalisation, optionally followed by an activation.
 
     y = f(z),    z = (x - mean) * rstd * weight + bias,    rstd = 1 / sqrt(var + eps)
 
-Wu and He, "Group Normalization", ECCV 2018. Mean and variance are of a group: some channels side by side of one sample.
-Forward reads x for its statistics and, of the cache where a group fits into it, for y; with f it still writes y alone.
-Backward tells f' from x, so that x and the statistics are all that is kept.
+Wu and He, "Group Normalization", ECCV 2018. Mean and variance are computed per group: some neighbouring channels of one
+sample. Forward reads x for its statistics and again for y, from the cache if a group fits; with f it still only writes
+y. Backward computes f' from x, so only x and the statistics are kept.
 
 Names end in their shape: G groups; NCS as kernels take x (csrc/group_norm.h): samples, channels, elements of each, or
 samples, elements, channels where the channels are last in memory.
@@ -25,7 +25,7 @@ from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, ambiguous, suggested
 
 LEAST_PLANE = 256  # elements
-MOST_GROUPS = 65535  # of all samples: the second dimension of a grid
+MOST_GROUPS = 65535  # of all samples together: the second dimension of a grid
 
 
 def reference(x, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01):
@@ -43,7 +43,7 @@ def _in_torch(input, num_groups, weight=None, bias=None, eps=1e-5, act=None, neg
 
 
 def sample(case, dtype, device, generator=None):
-    """Arguments of a case: (N, C, ...) and maybe what follows: "silu", "relu_last", ...; four groups, or 3, 2, 1.
+    """Arguments of a case: (N, C, ...), optionally with a suffix: "silu", "relu_last", ...; four groups, or 3, 2, 1.
 
     "last", "first": where the channels are in memory. Shapes are extended to two dimensions, and to a batch of two.
     """
@@ -94,7 +94,7 @@ _passes = OP.passes
 
 
 def _dense(x, layout, last):
-    """x in that format, and its memory as kernels take it: (N, C, S), or (N, S, C) where `last`."""
+    """x in that format, and its memory as kernels take it: (N, C, S), or (N, S, C) if `last`."""
     x = x.contiguous(memory_format=layout)
     return x, _seen(x, last)
 
@@ -130,7 +130,7 @@ class _GroupNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, how, layout, last, out_dtype, kernel):
         y, mean, rstd = _compute(x, weight, bias, how, layout, last, out_dtype, kernel)
-        # Without an activation only what builds y again reads the bias: it may be written to before backward.
+        # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
         late = None if bias is None or how[2] else recipe.Unread(bias)
         recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd))
         ctx.how, ctx.layout, ctx.last, ctx.kernel = how, layout, last, kernel
@@ -143,7 +143,7 @@ class _GroupNorm(Function):
         needs, kernel, last = ctx.needs_input_grad[:3], ctx.kernel, ctx.last
         groups, _, kind, slope = ctx.how
         if torch.is_grad_enabled():
-            if bias is None and ctx.bias_dtype is not None:  # any will do where forward did not keep it
+            if bias is None and ctx.bias_dtype is not None:  # any value will do if forward did not keep it
                 bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype)
             return *double_backward(_formula(ctx.how, dy.dtype), (x, weight, bias), needs, dy), *(None,) * 5
         (x, x_NCS), (dy, dy_NCS) = (_dense(t, ctx.layout, last) for t in (x, dy))
@@ -158,7 +158,7 @@ class _GroupNorm(Function):
 
 
 def _rebuild(how, layout, last, out_dtype, kernel, late):
-    """What makes y of the saved tensors. late: the bias comes before them, and not with them."""
+    """A function that makes y from the saved tensors. late: the bias comes before them, not among them."""
 
     def build(*tensors):
         first, x, weight, bias, mean, rstd = tensors if late else (None, *tensors)
@@ -179,7 +179,7 @@ def _formula(how, out_dtype):
 
     def formula(x, weight, bias):
         wide = torch.promote_types(x.dtype, torch.float32)
-        # torch's backward crashes on an x with the channels last whose gradient it is not asked for.
+        # torch's backward crashes on a channels-last x whose gradient is not requested.
         x = x if x.requires_grad else x.contiguous()
         weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
         return _in_torch(x.to(wide), groups, weight, bias, eps, ACTIVATIONS[kind], slope).to(out_dtype)
@@ -188,33 +188,33 @@ def _formula(how, out_dtype):
 
 
 def _fits(x, groups, weight, bias, eps) -> bool:
-    """Whether a kernel takes these; where it does not, torch's own op does, or says why not."""
+    """Whether a kernel accepts these; if not, torch's own op runs or raises."""
     if x.dim() < 2 or x.numel() == 0 or type(groups) is not int or type(eps) not in (int, float):
         return False
     if groups <= 0 or x.shape[1] % groups or x.numel() == groups:
         return False
-    if x.is_cuda and x.numel() <= 2 * x.shape[0] * groups:  # two numbers' gradient is nothing but rounding
+    if x.is_cuda and x.numel() <= 2 * x.shape[0] * groups:  # the gradient of two numbers is only rounding error
         return False
     channels = x.shape[1:2]
     if any(p is not None and (p.shape != channels or not p.is_contiguous()) for p in (weight, bias)):
         return False
     if weight is None and bias is not None:  # torch's backward raises
         return False
-    # On CUDA torch takes parameters of another dtype under autocast alone.
+    # On CUDA torch accepts parameters of another dtype only under autocast.
     return not x.is_cuda or autocasting(x) or all(p is None or p.dtype is x.dtype for p in (weight, bias))
 
 
 def _slower(size, kind) -> bool:
     """Whether torch's own ops are faster on the CPU, for planes of so many elements.
 
-    Measured for planes of 64 and less. The norm alone takes about torch's time, and is worth what its consumers need
-    not keep: nothing without gradients.
+    Measured for planes of 64 and less. The norm alone takes about torch's time. Its gain is what its consumers need not
+    keep, which is nothing without gradients.
     """
     return size < LEAST_PLANE or not (kind or torch.is_grad_enabled())
 
 
 def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
-    """The result by a kernel, or None where torch's own ops are to run."""
+    """The result by a kernel, or None if torch's own ops must run."""
     kernel = None if op.passes(x, prefer) else op.select(x, weight, bias, prefer=prefer)
     if kernel is None or not _fits(x, groups, weight, bias, eps):
         return None
@@ -222,10 +222,10 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
     if x.is_cpu and prefer != "memory" and forced() is None and _slower(size, kind):
         return None
     if kind and ambiguous(x):
-        return None  # the activation's result has not the layout of the norm's
+        return None  # the activation's result has another layout than the norm's
     # torch's result is contiguous on CUDA, whatever x is.
     if x.is_cuda and prefer != "memory" and forced() is None and suggested(x) is not torch.contiguous_format:
-        return None  # of a copy, and backward is not faster
+        return None  # needs a copy, and backward is not faster
     layout = torch.contiguous_format if x.is_cuda else suggested(x)
     last = layout is not torch.contiguous_format
     if kernel.name == "triton" and (last or x.shape[0] * groups > MOST_GROUPS):
@@ -238,9 +238,9 @@ def _run(op, x, groups, weight, bias, eps, kind, slope, prefer):
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
     """`torch.nn.functional.group_norm`.
 
-    Shapes: input (N, C, ...), on the CPU also with the channels last in memory, which the result keeps; weight, bias
-    (C,) or None, float32 or of the input's dtype. The result has the dtype that torch returns; its consumers can
-    rebuild it. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
+    Shapes: input (N, C, ...), on the CPU also channels last, which the result keeps; weight, bias (C,) or None, float32
+    or of the input's dtype. The result has the dtype that torch returns; its consumers can rebuild it. prefer: "auto" |
+    "memory" | "speed" (`hfnn.convert`). Raises what torch raises. Statistics are float32.
     """
     y = _run(OP, input, num_groups, weight, bias, eps, 0, 0.0, prefer)
     return F.group_norm(input, num_groups, weight, bias, eps) if y is None else y
@@ -249,10 +249,10 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5, *, prefer="a
 def group_norm_act(
     input, num_groups, weight=None, bias=None, eps=1e-5, act=None, negative_slope=0.01, *, prefer="auto"
 ):
-    """`act(group_norm(input, ...))` in one pass behind the statistics.
+    """`act(group_norm(input, ...))` in one pass after the statistics.
 
     Arguments as of `group_norm`, and act: "relu", "leaky_relu" (with `negative_slope`), "relu6", "silu", "hardswish" or
-    None. Kept for backward are input and the statistics. act works on float32, and y is rounded once. Raises ValueError
+    None. Input and the statistics are kept for backward. act works in float32, and y is rounded once. Raises ValueError
     for another `act`, else what torch raises.
     """
     if act not in ACTIVATIONS:
@@ -267,7 +267,7 @@ class GroupNorm(nn.GroupNorm):
     prefer = "auto"
 
     def forward(self, input):
-        if _passes(input, self.prefer):  # all that a small call pays
+        if _passes(input, self.prefer):  # the whole cost in a small call
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, prefer=self.prefer)
 

@@ -1,18 +1,18 @@
-"""A linear map into a vocabulary, of which only something made of whole rows of logits is wanted.
+"""A linear map into a vocabulary whose logits are only needed for a function of whole rows.
 
     logits_TV = hidden_TH weight_VH^T + bias_V        T tokens, V vocabulary, H hidden
 
-The logits are often the largest tensor of a model. Here they are made a chunk of tokens at a time, turned in place into
-their own gradient, multiplied into the gradients of hidden, weight and bias, and forgotten. What a chunk does is the
-caller's (linear_cross_entropy.py, linear_log_probs.py, linear_distillation.py); this file has the products.
+The logits are often the largest tensor of a model. Here they are made for a chunk of tokens at a time, turned in place
+into their own gradient, multiplied into the gradients of hidden, weight and bias, and discarded. The callers define the
+function of a chunk (linear_cross_entropy.py, linear_log_probs.py, linear_distillation.py); this file has the products.
 
-The products are torch's own. In one dtype, the gradient of the weight is rounded to it once a chunk, where one product
-over all tokens would round once: the errors add up, by the share of the sum that there is at each, and `chunks_at_most`
-keeps them below twice that of one rounding. Under autocast a float32 weight has a float32 gradient, to which chunks are
-added in float32. On CUDA the first tokens have no memory of their own: their logits, a column a token, lie where the
-gradient of the weight will be (`Gradients.inside`). Fewer bytes than the chunks need are had by making the logits twice
-(`_by_slabs`): first for the sums of their rows, then a slab of the vocabulary at a time for all tokens, whose part of
-the weight's gradient is one product.
+The products are torch's own. In one dtype, the gradient of the weight is rounded once per chunk; one product over all
+tokens would round once. The errors add up, weighted by the partial sum at each rounding. `chunks_at_most` keeps the
+total below twice the error of one rounding. Under autocast a float32 weight has a float32 gradient, and chunks are
+added in float32. On CUDA the logits of the first tokens need no extra memory: they are stored, one column per token, in
+the memory of the weight's gradient (`Gradients.inside`). To use fewer bytes than the chunks need, the logits are made
+twice (`_by_slabs`): first for the sums of their rows, then for one slab of the vocabulary at a time with all tokens,
+where each part of the weight's gradient is one product.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ import torch
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import Op, forced, kernels
 
-CHUNKS = 8  # of a wide gradient, and so an eighth of the logits at a time
-# Fewer tokens than these make slow products: (CPU, CUDA).
+CHUNKS = 8  # for a wide gradient, so an eighth of the logits at a time
+# Products of fewer tokens are slow: (CPU, CUDA).
 FEWEST_TOKENS = (64, 1024)
-FEWEST_INSIDE = 2048  # tokens: fewer make slow products of a slab
-SLABS = 64  # of the vocabulary, while the gradient takes the place of logits
-WORTH_LOGITS = 1 << 21  # fewer logits than these are made by torch, and kept
+FEWEST_INSIDE = 2048  # tokens: with fewer, the products of a slab are slow
+SLABS = 64  # slabs of the vocabulary, while the gradient replaces the logits
+WORTH_LOGITS = 1 << 21  # below this, torch makes the logits and keeps them
 TILE = 128  # tokens of a chunk are a multiple of this on CUDA
-ALIGNED, PADDED = 16, 128  # bytes: cuBLAS is slow on rows that the first does not divide, and on CE's kernels as well
+ALIGNED, PADDED = 16, 128  # bytes: cuBLAS and the cross-entropy kernels are slow if the first does not divide the rows
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product is made of: hidden_TH, weight_VH, bias_V or None, in the dtype that torch multiplies in.
+    """The operands of a product: hidden_TH, weight_VH, bias_V or None, in the dtype in which torch multiplies.
 
-    classes: where V is more than that, the last logits are of no class, and -inf.
+    classes: if V is larger, the last logits belong to no class and are -inf.
     """
 
     hidden: torch.Tensor
@@ -60,7 +60,7 @@ class Operands:
         return out
 
     def logits_by_columns(self, tokens: slice, out: torch.Tensor) -> torch.Tensor:
-        """Logits with a column a token, (V, T), in `out`."""
+        """Logits with one column per token, (V, T), in `out`."""
         hidden_HT = self.hidden[tokens].t()
         if self.bias is not None:
             return torch.addmm(self.bias[:, None], self.weight, hidden_HT, out=out)
@@ -77,7 +77,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def operands(hidden, weight, bias, dtype, pad: bool = False) -> Operands:
-    """The operands of a product, without their graphs; pad: whether there may be logits of no class."""
+    """The operands of a product, without their graphs; pad: whether logits of no class are allowed."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1]).to(dtype)
     more = padding(weight.shape[0], dtype) if pad else 0
     weight, bias = (None if t is None else t.detach() for t in (weight, bias))
@@ -89,13 +89,13 @@ def operands(hidden, weight, bias, dtype, pad: bool = False) -> Operands:
 
 
 def padding(vocabulary: int, dtype: torch.dtype) -> int:
-    """How many logits more make products of this vocabulary fast."""
+    """The number of extra logits that makes products of this vocabulary fast."""
     size = dtype.itemsize
     return 0 if vocabulary * size % ALIGNED == 0 else -vocabulary % (PADDED // size)
 
 
 def _longer(x, more: int, value: float, dtype):
-    """x in `dtype` with so many more rows of a value."""
+    """x in `dtype` with this many more rows of a value."""
     if not more:
         return x.to(dtype)
     y = x.new_empty(x.shape[0] + more, *x.shape[1:], dtype=dtype)
@@ -105,16 +105,17 @@ def _longer(x, more: int, value: float, dtype):
 
 
 def gradient_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """In what the gradient of a weight is added up for products in `dtype`: its own, but not in another 16 bits."""
+    """The dtype in which a weight's gradient is accumulated for products in `dtype`: its own, unless another 16-bit
+    one."""
     wide = torch.promote_types(dtype, torch.float32)
     return wide if weight.dtype in (wide, torch.float64) else dtype
 
 
 def gathered(weight):
-    """A weight sharded by fully_shard or parallelize_module as a plain one, differentiably; a plain one as it is.
+    """A weight sharded by fully_shard or parallelize_module as a plain tensor, differentiably; plain ones unchanged.
 
-    Its gradient goes back to the shards as the mean over the ranks, which is what FSDP makes of the gradients of
-    different data, and, of equal ones, what tensor parallelism expects.
+    Its gradient goes back to the shards as the mean over the ranks. This is FSDP's reduction for gradients of different
+    data; for equal gradients it is what tensor parallelism expects.
     """
     if weight is None or is_plain(weight) or type(weight).__name__ != "DTensor":
         return weight
@@ -124,7 +125,8 @@ def gathered(weight):
 
 
 def chunks_at_most(share: float, narrow: bool) -> int:
-    """How many chunks the gradient of a weight stands, after one product over the first `share` of the tokens.
+    """The number of chunks that the weight's gradient tolerates, after one product over the first `share` of the
+    tokens.
 
     With partial sums that grow like a random walk, the variance of all roundings over that of the last is share +
     sum_k (share + (1 - share) k / chunks), and 1.3 (1 - share) more as measured: cuBLAS rounds a product before it is
@@ -135,7 +137,8 @@ def chunks_at_most(share: float, narrow: bool) -> int:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the tokens are dealt out: the first `inside`, then chunks of `step`; slabs of the vocabulary, or not."""
+    """How the tokens are divided: the first `inside`, then chunks of `step`; with or without slabs of the
+    vocabulary."""
 
     inside: int
     step: int
@@ -145,15 +148,15 @@ class Chunks:
 def plan_for(
     given: Operands, needs, weight_dtype: torch.dtype, max_bytes: int | None, inside=False, group=None
 ) -> Chunks:
-    """As many tokens a chunk as `max_bytes` hold; if None, no more than errors and fast products ask for.
+    """As many tokens per chunk as fit into `max_bytes`; if None, as few as errors and fast products allow.
 
-    inside: whether the first logits may lie in the memory of the weight's gradient. The same on all processes of a
-    group: those with the most of the vocabulary decide, and the host waits for them.
+    inside: whether the first logits may use the memory of the weight's gradient. The result is the same on all
+    processes of a group: the process with the largest shard decides, and the host waits for it.
     """
     (tokens, vocabulary, hidden), dtype, cuda = given.shape, given.hidden.dtype, given.hidden.is_cuda
     if group is not None and max_bytes is not None:
         vocabulary = max(size.item() for size in vocabulary_sizes(given.hidden, vocabulary, group))
-    # In float32 the products themselves err more than the roundings between them.
+    # In float32 the errors of the products are larger than those of the roundings between them.
     narrow = needs[1] and weight_dtype is dtype and dtype.itemsize == 2
     first = 0
     if inside and cuda and needs[1] and group is None and tokens >= FEWEST_INSIDE:
@@ -171,7 +174,7 @@ def plan_for(
 
 
 def vocabulary_sizes(like: torch.Tensor, vocabulary: int, group) -> list[torch.Tensor]:
-    """How much of the vocabulary each process of the group has, on the device of `like`."""
+    """The vocabulary size of each process of the group, on the device of `like`."""
     mine = torch.tensor([vocabulary], device=like.device)
     sizes = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(sizes, mine, group=group)
@@ -188,9 +191,9 @@ def chunks(given: Operands, step: int, first: int = 0):
 
 
 class Gradients:
-    """The gradients of hidden, weight and bias, None where not wanted: `add` takes the chunks of dlogits in turn.
+    """The gradients of hidden, weight and bias, None if not needed: `add` takes the chunks of dlogits in turn.
 
-    weight_dtype: that of the weight's gradient, which may be wider than the operands.
+    weight_dtype: the dtype of the weight's gradient, which may be wider than the operands.
     """
 
     def __init__(self, given: Operands, needs: tuple[bool, bool, bool], weight_dtype: torch.dtype):
@@ -208,10 +211,10 @@ class Gradients:
             self.bias = new(vocabulary, dtype=wide).zero_()
 
     def inside(self, first: int, turn) -> None:
-        """What the first tokens add, before all others; `turn(logits_VT)` turns logits into their gradient, in place.
+        """Adds the first tokens, before all others; `turn(logits_VT)` turns logits into their gradient, in place.
 
-        The logits lie at the end of the memory of the weight's gradient, which is longer by a slab. A slab of the
-        gradient is written in front of the logits that it is made of, over those that are no longer needed.
+        The logits are at the end of the memory of the weight's gradient, which is longer by one slab. Each slab of the
+        gradient is written before the logits that it is made from, over logits that are no longer needed.
         """
         given, (_, vocabulary, hidden) = self.given, self.given.shape
         width = max(vocabulary // SLABS // TILE, 1) * TILE
@@ -230,7 +233,7 @@ class Gradients:
         self._first = False
 
     def add(self, tokens: slice, dlogits: torch.Tensor) -> None:
-        """What the dlogits of some tokens, whole rows of them, add."""
+        """Adds the dlogits of some tokens, whole rows of them."""
         if self.hidden is not None:
             torch.mm(dlogits, self.given.weight, out=self.hidden[tokens])
         if self._needs[1]:
@@ -246,7 +249,7 @@ class Gradients:
 
 
 def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """into = a b, or += where it is not the first; the products are added up in float32 and rounded once."""
+    """into = a b, or += if it is not the first; the products are added in float32 and rounded once."""
     if into.dtype is a.dtype:
         torch.mm(a, b, out=into) if first else into.addmm_(a, b)
     elif into.is_cuda:
@@ -257,16 +260,16 @@ def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool
 
 
 def no_autocast(x: torch.Tensor):
-    """Products here have chosen their dtype already."""
+    """Disables autocast: the products here have already chosen their dtype."""
     device = "cuda" if x.is_cuda else "cpu"
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def gradients(given: Operands, needs, weight_dtype: torch.dtype, max_bytes: int | None, backward, group=None):
-    """The gradients of hidden, weight and bias, None where not wanted, by chunks of tokens or slabs of the vocabulary.
+    """The gradients of hidden, weight and bias, None if not needed, by chunks of tokens or slabs of the vocabulary.
 
-    `backward(tokens, slab, logits)` turns logits of some tokens over a slab into their gradient, in place. hidden's is
-    summed over the processes of `group`, which share the vocabulary.
+    `backward(tokens, slab, logits)` turns logits of some tokens over a slab into their gradient, in place. The gradient
+    of hidden is summed over the processes of `group`, which share the vocabulary.
     """
     plan = plan_for(given, needs, weight_dtype, max_bytes, group=group)
     if plan.by_slabs:
@@ -283,7 +286,7 @@ def gradients(given: Operands, needs, weight_dtype: torch.dtype, max_bytes: int 
 
 
 def _by_slabs(given: Operands, needs, weight_dtype: torch.dtype, elements: int, backward):
-    """`gradients`, with slabs of the vocabulary whose logits for all tokens are at most so many elements."""
+    """`gradients` with slabs of the vocabulary whose logits for all tokens have at most this many elements."""
     tokens, vocabulary, hidden = given.shape
     new, wide = given.hidden.new_empty, torch.promote_types(given.hidden.dtype, torch.float32)
     width = max(1, elements // tokens)
@@ -306,7 +309,7 @@ def _by_slabs(given: Operands, needs, weight_dtype: torch.dtype, elements: int, 
 
 
 def check(input, linear_weight, target) -> None:
-    """Raise ValueError where the shapes of hidden, weight and one class a token do not go together."""
+    """Raise ValueError if the shapes of hidden, weight and one class per token do not fit together."""
     if linear_weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(
             f"input (*, in) and linear_weight (vocabulary, in) do not go together: {tuple(input.shape)} and "
@@ -320,9 +323,9 @@ def check(input, linear_weight, target) -> None:
 
 
 def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise IndexError for a class that is none, as torch does; on CUDA a failed assertion, for which nobody waits.
+    """Raise IndexError for an invalid class, as torch does; on CUDA an asynchronous assertion fails.
 
-    For plans whose kernels take a class out of bounds for one that another process has.
+    For plans whose kernels treat a class out of bounds as one of another process.
     """
     wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
     if target.is_cuda:
@@ -332,9 +335,9 @@ def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> N
 
 
 def choose(op: Op, input, weight, bias, target, group, prefer):
-    """(kernel of `op` for the logits, dtype of the products), or None where torch's own ops are to run, or to raise.
+    """(kernel of `op` for the logits, dtype of the products), or None if torch's own ops must run, or raise.
 
-    Raises ValueError where there is a group, which torch's own ops know nothing of.
+    With a group, which torch's own ops do not support, it raises ValueError instead.
     """
     small = target.numel() * weight.shape[0] < WORTH_LOGITS
     if compiling() or (small and prefer != "memory" and group is None and forced() is None):
@@ -363,7 +366,7 @@ SCALE = Op(
 
 
 def finished(gradient, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """gradient * factor as `dtype`, in the gradient's own memory, which is not touched where the factor proves to be 1.
+    """gradient * factor as `dtype`, in the gradient's own memory, which is not touched if the factor is 1.
 
     The factor has one element, float32 (float64); it may be None, as may the gradient.
     """

@@ -58,7 +58,7 @@ _passes = OP.passes
 def _compute(x, weight, bias, eps, normalized_shape, out_dtype, kernel):
     """(y, mean_R, rstd_R)"""
     x_RC = rows(x, normalized_shape)
-    # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
+    # Not a view of the kernel's (R, C): autograd and fully_shard treat in-place changes of views differently.
     y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     mean_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
     rstd_R = torch.empty_like(mean_R)
@@ -128,12 +128,12 @@ _native = native.call("norm", OP, _second, True)
 
 
 def rows(x, normalized_shape):
-    """x (*, *normalized_shape) as a contiguous x_RC."""
+    """x (*, *normalized_shape) as contiguous x_RC."""
     return x.contiguous().view(-1, math.prod(normalized_shape))
 
 
 def statistics_dtype(x):
-    """float32, whatever narrower x is."""
+    """float32 for float32 and narrower x."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -147,7 +147,7 @@ def _run(*args):
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, prefer="auto"):
-    """`torch.nn.functional.layer_norm`, keeping nothing that its consumer could rebuild.
+    """`torch.nn.functional.layer_norm`, whose result its consumer can rebuild.
 
     Shapes: input (*, *normalized_shape); weight, bias normalized_shape or None, float32 or of the input's dtype. The
     result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
@@ -167,7 +167,7 @@ def _in_python(input, normalized_shape, weight, bias, eps, prefer):
 
 
 def fits(x, normalized_shape, *parameters) -> bool:
-    """Whether the shapes agree; where they do not, torch's own op says so."""
+    """Whether the shapes agree; if not, torch's own op raises."""
     shape = tuple(normalized_shape)
     if not shape or 0 in shape or x.shape[-len(shape) :] != shape:
         return False
@@ -175,7 +175,7 @@ def fits(x, normalized_shape, *parameters) -> bool:
 
 
 def fused(x, weight, bias, eps, out, prefer):
-    """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
+    """The room's result over the last dimension, in dtype `out`; None if no kernel accepts the call.
 
     For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
@@ -183,7 +183,7 @@ def fused(x, weight, bias, eps, out, prefer):
     if y is not NotImplemented:
         return y
     shape = x.shape[-1:]
-    if not in_rows(x) or ambiguous(x):  # the strides of the module's own result are others
+    if not in_rows(x) or ambiguous(x):  # the module's own result has other strides
         return None
     kernel = OP.select(x, weight, bias, row=shape, out=out, prefer=prefer)
     if kernel is None or not fits(x, shape, weight, bias):

@@ -1,4 +1,4 @@
-"""Layouts: dense tensors as kernels take them, and the strides that torch gives its results."""
+"""Layouts: dense tensors for kernels, and the strides of torch's results."""
 
 import functools
 
@@ -8,7 +8,7 @@ LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _alike(x, target):
-    """Both in the layout of x, so that one index finds an element in either; no copies where they are so already."""
+    """Both in the layout of x, so that one index is valid for both; no copies if they already are."""
     if x.is_contiguous() and target.is_contiguous():
         return x, target
     x = _dense(x)
@@ -16,10 +16,10 @@ def _alike(x, target):
 
 
 def ordered(a, b):
-    """Both dense, in the layout of torch's result for (a, b), of which a decides, and an empty tensor in that layout.
+    """Both dense, in the layout of torch's result for (a, b), which a decides, and an empty tensor in that layout.
 
-    No copies where they are so already. torch's backward is mostly of (dy, x), and its gradient has the layout that
-    comes of it.
+    No copies if they already are. torch's backward is mostly computed from (dy, x), and its gradient has the resulting
+    layout.
     """
     if (a.is_contiguous() and b.is_contiguous()) or (a.stride() == b.stride() and _dense(a) is a):
         return a, b, like(b)
@@ -30,7 +30,7 @@ def ordered(a, b):
 def like(x, dtype=None):
     """A new tensor with the strides of torch's elementwise results for x, which is dense.
 
-    They are the usual ones in dimensions of size 1, whatever those of x are.
+    In dimensions of size 1 they are those of a contiguous tensor, whatever those of x are.
     """
     if x.is_contiguous():
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -39,7 +39,7 @@ def like(x, dtype=None):
 
 
 def ambiguous(x) -> bool:
-    """Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1."""
+    """Whether x is contiguous or channels last, but `like` has other strides in dimensions of size 1."""
     shape, strides, step = x.shape, x.stride(), 1
     if 1 not in shape:
         return False
@@ -54,7 +54,7 @@ def ambiguous(x) -> bool:
 
 
 def in_rows(x) -> bool:
-    """Whether torch's elementwise results for x have the usual strides, though x itself may be a part of something."""
+    """Whether torch's elementwise results for x are contiguous, even if x itself is a part of a larger tensor."""
     if x.is_contiguous():
         return True
     strides = [step for size, step in zip(x.shape, x.stride(), strict=True) if size != 1 and step]
@@ -67,26 +67,26 @@ def like_dy(dx, dy):
 
 
 def result_strides(*tensors) -> tuple[int, ...]:
-    """Those of torch's elementwise ops."""
-    if all(t.is_contiguous() for t in tensors):  # where the meta device has others
+    """The strides of torch's elementwise results."""
+    if all(t.is_contiguous() for t in tensors):  # because the meta device has others
         return like(tensors[0].new_empty(tensors[0].shape, device="meta")).stride()
     a, *rest = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors)
     return sum(rest, a).stride()
 
 
 def broadcast_strides(x) -> tuple[int, ...]:
-    """Those of torch's result for x and another tensor that is broadcast."""
+    """The strides of torch's result for x and a broadcast tensor."""
     return _broadcast(x.shape, x.stride())
 
 
 @functools.lru_cache(1024)
 def _broadcast(shape, strides):
     x, one = torch.empty_strided(shape, strides, device="meta"), torch.empty(1, device="meta")
-    return torch.addcmul(x, one, one).stride()  # of three, for which the meta device has no way of its own
+    return torch.addcmul(x, one, one).stride()  # an op of three tensors, which has no special case on the meta device
 
 
 def suggested(x) -> torch.memory_format:
-    """`Tensor::suggest_memory_format`: channels last where the strides of x are in that order."""
+    """`Tensor::suggest_memory_format`: channels last if the strides of x are in that order."""
     if x.dim() not in LAST:
         return torch.contiguous_format
     least = 0
@@ -98,24 +98,24 @@ def suggested(x) -> torch.memory_format:
 
 
 def _dense(x):
-    """x, or a copy where its elements do not fill a stretch of memory, in the order that torch's results have."""
+    """x, or a copy in the order of torch's results if x is not dense."""
     if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
         return x
     return torch.empty_like(x).copy_(x)
 
 
 def laid(x, strides):
-    """x, or a copy of it with these strides, which are dense."""
+    """x, or a copy of it with these dense strides."""
     return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def in_order(x):
-    """What kernels take of a dense tensor: x itself, or its elements in the order of its memory."""
+    """The kernel argument for a dense tensor: x itself, or its elements in memory order."""
     return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def _flat(x):
-    """The elements of a dense tensor in the order of its memory."""
+    """The elements of a dense tensor in memory order."""
     if x is None or x.is_contiguous():
         return None if x is None else x.view(-1)
     return x.as_strided((x.numel(),), (1,))

@@ -2,14 +2,15 @@
 
     loss = cross_entropy(hidden weight^T + bias, target)
 
-The logits are made a chunk of tokens at a time (head.py) and turned into their gradient at once, so that forward ends
-with the gradients of hidden, weight and bias instead of with a tensor of tokens x vocabulary. Backward multiplies them
-by the gradient of the loss, which costs nothing where that is 1, and gives them away; a second backward of a retained
-graph, and reduction="none", whose gradient is not known in forward, make the logits once more. head.py decides how many
-tokens at a time, says what that costs, and how exact the gradient of the weight is.
+The logits are made for a chunk of tokens at a time (head.py) and turned into their gradient at once. So forward ends
+with the gradients of hidden, weight and bias instead of a tensor of tokens x vocabulary. Backward multiplies them by
+the gradient of the loss, which costs nothing if that is 1, and releases them. A second backward of a retained graph
+makes the logits once more, and so does reduction="none", whose gradient is not known in forward. head.py decides the
+size of chunks; it documents their cost and the accuracy of the weight's gradient.
 
-Each process of a `group` may have a shard of the vocabulary: rows of the weight, in the order of the ranks. Of a chunk,
-two numbers a token then travel (Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053).
+Each process of a `group` may have a shard of the vocabulary: rows of the weight, in the order of the ranks. For each
+chunk, processes then exchange two numbers per token (Shoeybi et al., "Megatron-LM", 2019,
+https://arxiv.org/abs/1909.08053).
 
 Names end in their shape: T tokens, V vocabulary, H hidden.
 """
@@ -52,7 +53,7 @@ def sample(case, dtype, device, generator=None):
     return (hidden.to(dtype).to(device), weight.to(dtype).to(device), target.to(device)), {}
 
 
-# The kernels are those of the logits; the products are torch's.
+# The kernels work on the logits; the products are torch's.
 OP = Op(
     "linear_cross_entropy",
     reference,
@@ -68,12 +69,12 @@ OP = Op(
     sums=True,
 )
 
-# Of the tokens that count, with some that do not, a multiple of 1 / SHARES of all of them is worked on.
+# The tokens that count are padded with others to a multiple of 1 / SHARES of all tokens.
 SHARES, LEAST_SHARE = 32, 128
 
 
 class CrossEntropyCall(NamedTuple):
-    """What does not change between forward and backward. `options` are those of the kernels (csrc/cross_entropy.h)."""
+    """Values that do not change between forward and backward. `options` are the kernels' (csrc/cross_entropy.h)."""
 
     options: tuple
     reduction: str
@@ -92,13 +93,13 @@ class CrossEntropyCall(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of each token before its logits are."""
+    """Values per token that do not depend on its logits."""
 
     target: torch.Tensor  # (T,) int64
-    share: torch.Tensor  # (T,) what a token counts in a mean; 0 where ignored
+    share: torch.Tensor  # (T,) the weight of a token in a mean; 0 if ignored
     scale: torch.Tensor | None  # (T,) token_weight, or None for 1
     total: torch.Tensor  # sum of share
-    kept: torch.Tensor | None = None  # where only some tokens are worked on: which, in order; then T, which is no token
+    kept: torch.Tensor | None = None  # the processed tokens, if not all: indices in order, then T, which is no token
 
 
 def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
@@ -114,22 +115,24 @@ def _rows(target, class_weight, token_weight, call: CrossEntropyCall) -> Rows:
 
 
 def _kept(counted):
-    """Which tokens count, and T up to a whole number of shares; None where nobody may wait for it, and for all shares.
+    """The tokens that count, padded with T to a whole number of shares; None if waiting is impossible, or for all
+    shares.
 
-    Shares, for a recorded graph has room for a number of tokens: products are of the same sizes in it and outside.
+    Shares are used because a recorded graph has room for a fixed number of tokens: products have the same sizes in it
+    and outside.
     """
     if not may_ask(counted):
         return None
     share = max(LEAST_SHARE, counted.numel() // SHARES)
     full = -(-counted.numel() // share)
-    (shares,) = ask((counted.sum() + share - 1) // share, (-(-full // 6),))  # of masked language models: 15 in 100
+    (shares,) = ask((counted.sum() + share - 1) // share, (-(-full // 6),))  # for masked language models: 15 of 100
     if shares == full:
         return None
     return torch.nonzero_static(counted, size=shares * share, fill_value=counted.numel()).view(-1)
 
 
 def _taken(x, kept, fill):
-    """The rows of x that are kept; `fill` where that is none."""
+    """The kept rows of x; `fill` for padding."""
     return torch.cat((x, x.new_full((1, *x.shape[1:]), fill)))[kept]
 
 
@@ -140,26 +143,26 @@ def _laid(some, rows: Rows, tokens: int):
 
 
 def _class_weights(target, class_weight, call: CrossEntropyCall):
-    """The weight of each token's class, 1 without weights; 0 where ignored."""
+    """The weight of each token's class, 1 without weights; 0 if ignored."""
     counted = target != call.options[0]
     return counted if class_weight is None else counted * class_weight[target.where(counted, 0)]
 
 
 def _operands(hidden, weight, bias, call: CrossEntropyCall, rows: Rows) -> head.Operands:
-    # A logit of -inf changes no loss and has a gradient of 0, but for smoothing, a cap or another scale.
+    # A logit of -inf changes no loss and has a gradient of 0, except with smoothing, a cap or another scale.
     _, smoothing, _, logit_scale, softcap = call.options
     pad = call.group is None and not smoothing and not softcap and logit_scale > 0
     given = head.operands(hidden, weight, bias, call.dtype, pad)
     if rows.kept is None:
         return given
-    # Behind the last comes the first again, whose hidden state is as sound as any that counts; a graph may find none.
+    # The first kept token is repeated as padding, because its hidden state is valid; in a graph there may be no token.
     tokens = len(given.hidden)
     at = rows.kept.where(rows.kept < tokens, rows.kept[:1]).clamp(max=tokens - 1)
     return replace(given, hidden=given.hidden[at])
 
 
 def _factor(rows: Rows, call: CrossEntropyCall, dy=None):
-    """What the gradient of a row is multiplied by: (T,), or (1,) for one number. dy: that of reduction="none"."""
+    """The factor for the gradient of each row: (T,), or (1,) for one number. dy: the gradient for reduction="none"."""
     factor = rows.total.new_ones(1) if dy is None else dy.reshape(-1).to(rows.total.dtype).contiguous()
     if dy is not None and rows.kept is not None:
         factor = _taken(factor, rows.kept, 0)
@@ -169,12 +172,12 @@ def _factor(rows: Rows, call: CrossEntropyCall, dy=None):
 
 
 def _part(t, tokens: slice):
-    """The part of a factor, or of what may be None, that goes with some tokens."""
+    """The part of a factor, or of an optional tensor, for some tokens."""
     return t if t is None or t.numel() == 1 else t[tokens]
 
 
 class _Pass:
-    """One way through the tokens: losses where `loss_T` is given, gradients where `factor` is."""
+    """One pass over the tokens: computes losses if `loss_T` is given, and gradients if `factor` is."""
 
     def __init__(self, given: head.Operands, rows: Rows, class_weight, call: CrossEntropyCall, needs, weight_dtype):
         self.given, self.rows, self.class_weight, self.call = given, rows, class_weight, call
@@ -182,13 +185,13 @@ class _Pass:
         if self.pads and class_weight is not None:
             self.class_weight = nn.functional.pad(class_weight, (0, self.pads))
         self.needs, self.weight_dtype = needs, weight_dtype
-        # What makes gradients of the sums of rows alone knows nothing of smoothing.
+        # The kernel that makes gradients from row sums does not support smoothing.
         self.sums = LOG_PROBS.find(given.hidden, cols=given.shape[1]) if not call.options[1] else None
         inside = self.sums is not None and self.sums.name == "triton"
         self.plan = head.plan_for(given, needs, weight_dtype, call.max_bytes, inside, call.group)
 
     def run(self, loss_T, factor):
-        """(gradients of hidden, weight and bias), None where not wanted."""
+        """(gradients of hidden, weight and bias), None if not needed."""
         if self.call.group is not None:
             return self._over_group(loss_T, factor)
         by_sums = factor is not None and self.plan.by_slabs and self.sums is not None
@@ -209,7 +212,7 @@ class _Pass:
         return gradients.all()
 
     def _columns(self, tokens, logits_VT, loss_T, factor):
-        """The gradient of logits that have a column a token, in place."""
+        """The gradient of logits with one column per token, in place."""
         kernel, numbers, target = self.sums, self.call.options[-2:], self.rows.target[tokens]
         picked, lse = (logits_VT.new_empty(target.shape, dtype=d) for d in (torch.float32, torch.float64))
         partials = picked.new_empty(2, kernel.column_splits(*logits_VT.shape), *target.shape)
@@ -231,7 +234,7 @@ class _Pass:
         kernel.forward(logits, target, self.class_weight, loss, None, lse, slope, *options, queue)
 
     def _by_sums(self, loss_T, factor):
-        """The sums of the rows by chunks, then the logits again for the gradients."""
+        """The row sums by chunks, then the logits again for the gradients."""
         kernel, numbers = self.sums, self.call.options[-2:]
         picked, lse = (torch.empty_like(self.rows.share, dtype=dtype) for dtype in (None, torch.float64))
         target = self.rows.target
@@ -245,7 +248,7 @@ class _Pass:
         return head.gradients(self.given, self.needs, self.weight_dtype, self.call.max_bytes, backward)
 
     def _coefficients(self, tokens, picked, lse, loss, factor):
-        """a and t of csrc/log_probs.h from what is known of some rows; fills `loss` where given."""
+        """a and t of csrc/log_probs.h from the known values of some rows; fills `loss` if given."""
         z_loss, target = self.call.options[2], self.rows.target[tokens]
         counted = target != self.call.options[0]
         weight = _class_weights(target, self.class_weight, self.call).to(picked.dtype)
@@ -321,7 +324,7 @@ class _LinearCrossEntropy(Function):
                 raise NotImplementedError("no double backward over a vocabulary shared by a group")
             formula = _formula(target, class_weight, token_weight, call)
             return (*double_backward(formula, (hidden, weight, bias), needs, dy), *nothing)
-        # Given away: autograd makes them the .grad of the parameters, and nobody else may hold them then.
+        # Released: autograd makes them the .grad of the parameters, and nothing else may hold them then.
         grads, ctx.grads = ctx.grads, None
         factor = None
         with head.no_autocast(hidden):
@@ -332,13 +335,13 @@ class _LinearCrossEntropy(Function):
                 total = grads[3]
                 factor = dy.to(total.dtype)
                 if call.late and call.reduction == "mean":
-                    factor = factor / total.where(total != 0, 1)  # of no token at all, whose gradients are 0
+                    factor = factor / total.where(total != 0, 1)  # without any token the gradients are 0
             dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
             return *(head.finished(g, factor, dtype) for g, dtype in zip(grads, dtypes, strict=False)), *nothing
 
 
 def _gradients(hidden, weight, bias, target, class_weight, token_weight, call, needs, dy_T):
-    """(gradients of hidden, weight and bias, total of the shares), from logits made for them alone."""
+    """(gradients of hidden, weight and bias, total of the shares), from logits made only for them."""
     rows = _rows(target, class_weight, token_weight, call)
     given = _operands(hidden, weight, bias, call, rows)
     grads = _Pass(given, rows, class_weight, call, needs, head.gradient_dtype(weight, call.dtype)).run(
@@ -363,7 +366,7 @@ def _formula(target, class_weight, token_weight, call: CrossEntropyCall):
 
 
 def _of_logits(logits, target, class_weight, token_weight, reduction, options):
-    """The result from logits that are there."""
+    """The result from existing logits."""
     logits, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     each = reduction if token_weight is None else "none"
     class_weight = None if class_weight is None else class_weight.to(logits.dtype)
@@ -404,18 +407,19 @@ def linear_cross_entropy(
 ):
     """`cross_entropy(linear(input, linear_weight, linear_bias), target)` without a tensor of logits.
 
-    The names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. Shapes: input (*, in), linear_weight
-    (V, in), linear_bias (V,) or None, target (*) int64, weight (V,) or None, token_weight (*) or None. The result is a
-    scalar, or (*) for reduction="none", of `dtype`: by default that of `cross_entropy(linear(...))`.
+    Argument names are those of torch 2.13's `torch.nn.functional.linear_cross_entropy`. Shapes: input (*, in),
+    linear_weight (V, in), linear_bias (V,) or None, target (*) int64, weight (V,) or None, token_weight (*) or None.
+    The result is a scalar, or (*) for reduction="none", of `dtype`: by default that of `cross_entropy(linear(...))`.
 
     ignore_index, label_smoothing, z_loss, softcap, logit_scale: as in `hfnn.functional.cross_entropy` (ignore_index
-    None is -100, as in torch). token_weight multiplies the loss of each token and what it counts in a mean.
-    compact=True works on the tokens that are not ignored, and on a 32nd of all, or 127, at most besides; the host waits
-    for their number once. group: a process group, each process of which has input and target in full, and its rows of
-    linear_weight and linear_bias; no label_smoothing, and `weight` in full. max_bytes: for the logits that are there at
-    any time; None takes an eighth to a quarter of them, as exact gradients and fast products ask for; where cuBLAS is
-    slow on a vocabulary (one that 16 bytes do not divide), a copy of the weight comes on top. prefer: "auto" | "memory"
-    | "speed"; small problems are torch's. Raises ValueError for what does not fit together, and what torch raises.
+    None is -100, as in torch). token_weight multiplies the loss of each token and its weight in a mean. compact=True
+    processes only the tokens that are not ignored, plus at most a 32nd of all or 127 others; the host waits once for
+    their number. group: a process group in which each process has the whole input and target, and its rows of
+    linear_weight and linear_bias; label_smoothing is not supported, and `weight` must be whole. max_bytes: the limit
+    for the logits at any time; None takes an eighth to a quarter of them, as accurate gradients and fast products
+    require. If cuBLAS is slow for the vocabulary (rows not divisible by 16 bytes), a copy of the weight is needed in
+    addition. prefer: "auto" | "memory" | "speed"; small problems are left to torch. Raises ValueError for arguments
+    that do not fit together, and what torch raises.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)

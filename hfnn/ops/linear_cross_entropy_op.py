@@ -1,10 +1,10 @@
-"""`linear_cross_entropy` as an operator of torch's, which compilers take as a whole.
+"""`linear_cross_entropy` as a torch operator, which compilers treat as one unit.
 
     torch.ops.hfnn.linear_cross_entropy -> loss, and its gradients by hidden, weight and bias
 
-A compiler that is given the formula holds all logits, and their gradient. The operator runs the room (hfnn/ops/
-linear_cross_entropy.py) in forward, and backward multiplies the gradients that it has made. Where autograd records
-backward as well (create_graph=True), backward is that of torch's formula.
+With the formula, a compiled graph would hold all logits and their gradient. The operator runs the room
+(hfnn/ops/linear_cross_entropy.py) in forward, and backward scales the gradients that forward has made. If autograd also
+records backward (create_graph=True), backward uses torch's formula.
 """
 
 import functools
@@ -33,14 +33,14 @@ def operator(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, gradients of hidden, weight and bias: empty where not in `needs`) of products in `dtype`.
+    """(loss, gradients of hidden, weight and bias: empty if not in `needs`) with products in `dtype`.
 
     hidden (T, H), weight (V, H), bias (V,) or None, target (T,) int64, class_weight (V,) or None; reduction: "mean" or
     "sum". The loss is a scalar of `out_dtype`.
     """
     with _as_outside(), torch.enable_grad(), multiplying(hidden, dtype, (weight, bias)):
         given = [t if t is None else t.detach() for t in (hidden, weight, bias)]
-        if hidden.dtype is dtype:  # under autocast: the room takes no hidden states narrower than the weight
+        if hidden.dtype is dtype:  # under autocast: the room does not accept hidden states narrower than the weight
             given[0] = given[0].to(weight.dtype)
         for t, need in zip(given, needs, strict=True):
             if need:
@@ -68,7 +68,7 @@ def operator(
 
 
 def _as_outside():
-    """Autograd and autocast as for any call: torch runs an operator below them."""
+    """Enables autograd and autocast as for any call, because torch runs an operator below them."""
     inside = torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), inside - _BELOW)
 
@@ -96,7 +96,7 @@ def multiplying(hidden: torch.Tensor, dtype: torch.dtype, others):
 
 @dataclass(frozen=True)
 class _Formula:
-    """torch's own ops for what the operator was given."""
+    """torch's own ops for the operator's arguments."""
 
     target: torch.Tensor
     class_weight: torch.Tensor | None
@@ -127,7 +127,7 @@ def _backward(ctx, dy, *_):
     if torch.is_grad_enabled():
         formula = _Formula(target, class_weight, ctx.options)
         return *double_backward(formula, (hidden, weight, bias), ctx.needs, dy), *nothing
-    # In the factor's dtype where that is wider, as the room multiplies: rounded once.
+    # In the factor's dtype if that is wider, as in the room: rounded once.
     return *((g * dy).to(g.dtype) if need else None for g, need in zip(grads, ctx.needs, strict=True)), *nothing
 
 

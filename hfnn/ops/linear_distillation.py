@@ -10,11 +10,12 @@ Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, https://arx
 Jensen-Shannon divergence: Agarwal et al., "On-Policy Distillation of Language Models", 2024,
 https://arxiv.org/abs/2306.13649
 
-Logits of both are made a chunk of tokens at a time (head.py), and the student's turned into their gradient at once.
-Forward ends with the gradients of hidden, weight and bias; backward multiplies them by the gradient of the loss and
-gives them away. A second backward of a retained graph, and reduction="none", whose gradient is not known in forward,
-make the logits once more. The teacher is data: it gets no gradient. Where `max_bytes` allow small chunks only, the
-weight's gradient is summed in float32, for the two softmaxes need whole rows and slabs of the vocabulary will not do.
+Logits of both are made for a chunk of tokens at a time (head.py), and the student's logits are turned into their
+gradient at once. Forward ends with the gradients of hidden, weight and bias. Backward multiplies them by the gradient
+of the loss and releases them. A second backward of a retained graph makes the logits once more, and so does
+reduction="none", whose gradient is not known in forward. The teacher is data: it gets no gradient. If `max_bytes` only
+allows small chunks, the weight's gradient is summed in float32. Slabs of the vocabulary are not possible, because the
+two softmaxes need whole rows.
 
 Names end in their shape: T tokens, V vocabulary, H hidden.
 """
@@ -41,7 +42,7 @@ def reference(input, linear_weight, teacher_input, teacher_weight, linear_bias=N
 
 
 def of_logits(logits, teacher, target=None, ignore_index=-100, beta=0.0, temperature=1.0, reduction="mean"):
-    """The divergence of logits that are there, by torch's ops, in float32 (float64)."""
+    """The divergence of existing logits, by torch's ops, in float32 (float64)."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, teacher.dtype), torch.float32)
     log_p, log_q = ((z.to(wide) / temperature).log_softmax(-1) for z in (logits, teacher))
     if beta == 0:
@@ -77,7 +78,7 @@ def composed(input, linear_weight, teacher_input, teacher_weight, linear_bias=No
 
 
 def sample(case, dtype, device, generator=None):
-    """Arguments for a student of shape `case` and a teacher that is half as wide again; the first token is ignored."""
+    """Arguments for a student of shape `case` and a teacher 1.5 times as wide; the first token is ignored."""
     *tokens, width = case if len(case) > 1 else (1, *case)
     vocabulary, teacher_width = width + 37, width + width // 2
 
@@ -90,7 +91,7 @@ def sample(case, dtype, device, generator=None):
     target = torch.zeros(tokens, dtype=torch.int64)
     if target.numel() > 1:
         target.view(-1)[0] = -100
-    # The teacher goes by name: it gets no gradient.
+    # The teacher's arguments are keywords, because they get no gradient.
     return tuple(student), {
         "teacher_input": teacher[0],
         "teacher_weight": teacher[1],
@@ -116,8 +117,8 @@ OP = Op(
 
 
 class DistillationCall(NamedTuple):
-    """What does not change between forward and backward. dtype: of the student's logits; ahead: whether forward makes
-    the gradients.
+    """Values that do not change between forward and backward. dtype: of the student's logits; ahead: whether forward
+    makes the gradients.
     """
 
     beta: float
@@ -143,7 +144,7 @@ class DistillationCall(NamedTuple):
 
 
 def _counted(hidden, target, call: DistillationCall):
-    """(1 for each token that counts and 0 for others (T,), how many count), in the dtype of the statistics."""
+    """(1 for tokens that count and 0 for others (T,), the number that count), in the dtype of the statistics."""
     wide, tokens = torch.promote_types(call.dtype, torch.float32), hidden.shape[:-1].numel()
     if target is None:
         return hidden.new_ones(tokens, dtype=wide), hidden.new_full((), tokens, dtype=wide)
@@ -152,12 +153,12 @@ def _counted(hidden, target, call: DistillationCall):
 
 
 def _pass(student, teacher, counted_T, factor_T, loss_T, needs, weight_dtype, call: DistillationCall):
-    """One way through the tokens: fills `loss_T` where given; (gradients of hidden, weight and bias) for `factor_T`."""
+    """One pass over the tokens: fills `loss_T` if given; returns (gradients of hidden, weight, bias) for `factor_T`."""
     grads = None
     max_bytes = None if call.max_bytes is None else call.max_bytes // 2  # for both kinds of logits
     plan = head.plan_for(student, needs, weight_dtype, max_bytes)
     if factor_T is not None:
-        # Whole rows are needed, so that there are no slabs: chunks that round too often are added up in float32.
+        # Whole rows are needed, so slabs are impossible. If there are too many roundings, chunks are added in float32.
         wide = statistics_dtype(student.hidden) if plan.by_slabs else weight_dtype
         grads = head.Gradients(student, needs, wide)
     kernel, scale = call.kernel, 1 / call.temperature
@@ -171,9 +172,9 @@ def _pass(student, teacher, counted_T, factor_T, loss_T, needs, weight_dtype, ca
 
 
 class _Weights:
-    """The teacher's weight and bias for another pass: as they were given, sharded or not, and refused once changed.
+    """The teacher's weight and bias for another pass, as given, sharded or not; an error if they have changed.
 
-    They are not saved by autograd. Their owner keeps them anyway, and no hook is to move or copy another model.
+    Autograd does not save them: their owner keeps them anyway, and hooks must not move or copy another model.
     """
 
     def __init__(self, *tensors):
@@ -220,7 +221,7 @@ class _LinearDistillation(Function):
                 loss = _formula(hidden, weight, bias, teacher, target, call)
                 grads = iter(torch.autograd.grad(loss, inputs, dy, create_graph=True))
             return (*(next(grads) if need else None for need in needs), *nothing)
-        # Given away: autograd makes them the .grad of the parameters, and nobody else may hold them then.
+        # Released: autograd makes them the .grad of the parameters, and nothing else may hold them then.
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             counted_T, total = _counted(hidden, target, call)
@@ -239,7 +240,7 @@ class _LinearDistillation(Function):
 
 
 def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, needs, call: DistillationCall):
-    """The losses where `loss_T` is given, and the gradients of hidden, weight and bias unless forward does without.
+    """The losses if `loss_T` is given, and the gradients of hidden, weight and bias unless forward does not need them.
 
     dy_T: the gradient of each token's loss, for reduction="none".
     """
@@ -247,7 +248,7 @@ def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, ne
     if loss_T is None or call.ahead:
         factor_T = counted_T if dy_T is None else counted_T * dy_T.to(counted_T.dtype)
         if call.reduction == "mean" and not call.late:
-            factor_T = factor_T / total.clamp_min(1)  # of no token at all: NaN is the loss, not the gradient
+            factor_T = factor_T / total.clamp_min(1)  # without any token the loss is NaN, but not the gradient
     with head.no_autocast(hidden):
         student = head.operands(hidden, weight, bias, call.dtype)
         taught = head.operands(*teacher, call.teacher_dtype)
@@ -283,7 +284,7 @@ def linear_distillation(
     max_bytes=None,
     prefer="auto",
 ):
-    """How far the student's distribution of the next token is from the teacher's, without a tensor of logits.
+    """Distance between the student's and the teacher's distributions of the next token, without a tensor of logits.
 
     Shapes: input (*, in), linear_weight (V, in), linear_bias (V,) or None; teacher_input (*, in of the teacher),
     teacher_weight (V, in of the teacher), teacher_bias (V,) or None: the teacher gets no gradient. target (*) int64 or
@@ -291,17 +292,17 @@ def linear_distillation(
     that count (NaN where none does), or (*) for "none"; its dtype is that of `log_softmax` of the logits.
 
     beta: 0 is KL(teacher | student), 1 is KL(student | teacher), between is the generalised Jensen-Shannon divergence.
-    temperature divides both kinds of logits. The gradient shrinks with its square: callers who mix this loss with
-    another multiply it by temperature ** 2 themselves, as is the custom. max_bytes: for the logits of both that are
-    there at any time; None takes an eighth of them, or enough for fast products. prefer: "auto" | "memory" | "speed";
-    small problems are torch's. Raises ValueError for shapes and options that do not fit, and what torch raises.
+    temperature divides both kinds of logits. The gradient shrinks with its square. Callers who mix this loss with
+    another usually multiply it by temperature ** 2 themselves. max_bytes: the limit for the logits of both at any time;
+    None takes an eighth of them, or enough for fast products. prefer: "auto" | "memory" | "speed"; small problems are
+    left to torch. Raises ValueError for shapes and options that do not fit, and what torch raises.
     """
     linear_weight, linear_bias = head.gathered(linear_weight), head.gathered(linear_bias)
-    # Without targets every token counts; a tensor of no memory stands for their shape.
+    # Without targets every token counts; a tensor without memory has their shape.
     tokens = input.new_empty((), dtype=torch.int64).expand(input.shape[:-1]) if target is None else target
     head.check(input, linear_weight, tokens)
     _check(input, linear_weight, teacher_input, teacher_weight, beta, temperature, reduction)
-    # What was made in inference mode cannot be saved for backward.
+    # Inference tensors cannot be saved for backward.
     teacher_input = teacher_input.clone() if teacher_input.is_inference() else teacher_input.detach()
     kept = _Weights(teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach())
     teacher = (teacher_input, *kept.gathered())
@@ -337,9 +338,9 @@ def _check(input, linear_weight, teacher_input, teacher_weight, beta, temperatur
 
 
 def _teacher_dtype(input, teacher_input, teacher_weight, teacher_bias, dtype):
-    """The dtype of the teacher's product, or None where torch's own ops are to run, or to raise.
+    """The dtype of the teacher's product, or None if torch's own ops must run, or raise.
 
-    Its logits are rounded to no narrower dtype than torch makes them in.
+    Its logits are not rounded to a narrower dtype than torch's.
     """
     given = [t for t in (teacher_input, teacher_weight, teacher_bias) if t is not None]
     own = head.product_dtype(teacher_input)

@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens, and the entropy, under a linear map into a vocabulary, without its logits.
+"""Log-probabilities of given tokens, and the entropy, for a linear map into a vocabulary, without its logits.
 
     z = logits of hidden weight^T + bias (softcap and logit_scale as in cross_entropy.py),  p = softmax(z)
     log_prob = z[target] - lse,    entropy = lse - sum_v p_v z_v,    lse = log(sum_v exp(z_v))
 
-What policy-gradient and preference losses (PPO, GRPO, DPO) need of a model. Forward keeps two numbers a token; backward
-makes the logits once more, a chunk of tokens or a slab of the vocabulary at a time (head.py), since the gradient of
-each token is not known before:
+Policy-gradient and preference losses (PPO, GRPO, DPO) need these values. Forward keeps two numbers per token. Backward
+makes the logits once more, for a chunk of tokens or a slab of the vocabulary at a time (head.py), because the gradient
+of each token is not known before:
 
     dz_v = dlog_prob ([v = target] - p_v) - dentropy p_v (z_v - sum_u p_u z_u)
 
@@ -30,14 +30,14 @@ def reference(input, linear_weight, target, linear_bias=None, *, softcap=None, l
 
 
 def of_logits(logits, target, softcap, logit_scale, ignore_index):
-    """(log_probs, entropy) of logits that are there, by torch's ops."""
+    """(log_probs, entropy) of existing logits, by torch's ops."""
     counted = target != ignore_index
     log_p = cross_entropy.transform(logits, softcap, logit_scale).log_softmax(-1)
     picked = log_p.gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
     return picked.where(counted, 0), -(log_p.exp() * log_p).sum(-1).where(counted, 0)
 
 
-# Kernels of logits that are there, for this room and for linear_cross_entropy.py: csrc/log_probs.h.
+# Kernels for existing logits, for this room and for linear_cross_entropy.py: csrc/log_probs.h.
 LOG_PROBS = Op(
     "linear_log_probs",
     reference,
@@ -48,7 +48,7 @@ LOG_PROBS = Op(
 
 
 class Sums(NamedTuple):
-    """Of rows of logits: z[target] (0 where another process has it), lse in float64, and sum_v p_v z_v or None."""
+    """For rows of logits: z[target] (0 if another process has it), lse in float64, and sum_v p_v z_v or None."""
 
     picked: torch.Tensor
     lse: torch.Tensor
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(kernel, logits, target, numbers, mean: bool, group=None) -> Sums:
-    """The sums of some rows; `numbers` are logit_scale and softcap. group: who has the rest of the vocabulary."""
+    """The sums of some rows; `numbers` are logit_scale and softcap. group: the processes that share the vocabulary."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     lse, picked, *rest = (logits.new_empty(logits.shape[0], dtype=d) for d in (torch.float64, wide, wide)[: 2 + mean])
     mean_of = rest[0] if mean else None
@@ -72,7 +72,7 @@ def sums_of(kernel, logits, target, numbers, mean: bool, group=None) -> Sums:
 
 
 def local_target(target, vocabulary: int, group):
-    """Targets counted from this process's shard of the vocabulary, whose sizes may differ."""
+    """Targets relative to this process's shard of the vocabulary; shards may have different sizes."""
     if group is None:
         return target
     sizes = head.vocabulary_sizes(target, vocabulary, group)

@@ -1,13 +1,13 @@
-"""Softmax of scores of which some do not count: scaled, masked and normalised in one pass.
+"""Softmax of scores, some of which are masked out: scaled, masked and normalised in one pass.
 
     y = exp(z - lse),    z = scale * x + mask,    lse = log(sum(exp(z)));    dx = scale * y * (dy - sum(dy * y))
 
-For attention that is asked for its weights. torch scales, masks, widens, normalises and narrows in a pass each, and
-keeps y in float32 and the mask; here y is kept, in the dtype it is returned in, and a mask is read where it lies,
-without being expanded. The last two dimensions are those of queries and keys: T and S.
+For attention that returns its weights. torch scales, masks, widens, normalises and narrows in one pass each, and keeps
+the mask and y in float32. Here y is kept, in the dtype in which it is returned, and the mask is read in place without
+being expanded. The last two dimensions are those of queries and keys: T and S.
 
-What does not count is 0 in y and in the gradient, whatever its x and dy are, and a row in which nothing counts is all
-0, where torch's softmax makes NaNs.
+Masked elements are 0 in y and in the gradient, whatever their x and dy. A fully masked row is 0; torch's softmax would
+give NaNs.
 """
 
 import torch
@@ -20,9 +20,9 @@ INF = float("inf")
 
 
 def reference(input, mask=None, scale=1.0, dim=-1, *, dtype=None, offset=None):
-    """The formula in torch's own ops: in the dtype of input, but for the softmax, which is float32 at least.
+    """The formula in torch's own ops, in the dtype of input; the softmax is in float32 or wider.
 
-    offset: None, or keys count up to that many behind their query.
+    offset: None, or keys count up to this many positions after their query.
     """
     z = input * scale
     if offset is not None:
@@ -39,7 +39,7 @@ def _causal(input, offset):
 
 
 def _torchs_dtype(input):
-    """What torch's softmax returns for input: another dtype under autocast."""
+    """The dtype that torch's softmax returns for input, which differs under autocast."""
     if not autocasting(input):
         return input.dtype
     return torch.softmax(input.new_empty(0, 1), -1).dtype
@@ -48,7 +48,7 @@ def _torchs_dtype(input):
 def sample(case, dtype, device, generator=None):
     """Arguments of `masked_softmax` for x of shape `case[:-1]`; the last entry of a case is the scale.
 
-    The mask leaves out a quarter, and is that of one matrix for all.
+    The mask leaves out a quarter; one matrix is used for all.
     """
     *shape, scale = case
     x = torch.randn(shape, generator=generator).to(dtype).to(device)
@@ -80,7 +80,7 @@ def _matrices(x):
 
 
 def _as_kernels_want(mask, shape):
-    """A mask as (N, H, T, S) for scores of `shape`: expanded, and copied only where it has strides no kernel takes."""
+    """A mask as (N, H, T, S) for scores of `shape`: expanded, and copied only if no kernel supports its strides."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -88,7 +88,7 @@ def _as_kernels_want(mask, shape):
     if mask.dim() and mask.stride(-1) != 1 and mask.shape[-1] != 1:
         mask = mask.contiguous()
     mask = mask.detach().expand(shape)
-    # A dimension of size 1 in front, and what was expanded alike, are views; five dimensions may have to be copied.
+    # Leading dimensions of size 1, and dimensions expanded alike, give views; five dimensions may need a copy.
     return mask.reshape((1,) * (4 - mask.dim()) + mask.shape) if mask.dim() < 4 else mask.flatten(0, -4)
 
 
@@ -113,7 +113,7 @@ class _MaskedSoftmax(Function):
         (y,) = ctx.saved_tensors
         if not ctx.mask and not torch.is_grad_enabled():
             return _gradient(ctx, dy, y, ctx.scale, ctx.dtype), None, None, None, None, None
-        # dz first: the mask has a gradient of its own, which is not to be a sum of rounded numbers.
+        # dz first: the mask has its own gradient, which must not be a sum of rounded numbers.
         wide = torch.promote_types(ctx.dtype, torch.float32)
         dz = _differentiable(dy, y, wide) if torch.is_grad_enabled() else _gradient(ctx, dy, y, 1.0, wide)
         dx = (dz * ctx.scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None
@@ -130,13 +130,13 @@ def _gradient(ctx, dy, y, scale, dtype):
 
 
 def _differentiable(dy, y, wide):
-    """dz as a formula of dy and the saved output, whose own graph leads on to x and the mask."""
+    """dz as a formula of dy and the saved output, whose graph leads to x and the mask."""
     dy, y = dy.to(wide).masked_fill(y == 0, 0), y.to(wide)
     return y * (dy - (dy * y).sum(-1, keepdim=True))
 
 
 def _check(input, mask):
-    """ValueError for a mask that does not go with input."""
+    """Raises ValueError for a mask that does not fit input."""
     if not isinstance(mask, torch.Tensor) or (mask.dtype is not torch.bool and not mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
@@ -158,11 +158,11 @@ def _kernel(input, mask, scale, out, prefer):
     if out is not input.dtype and (torch.float32 not in pair or any(dtype not in FLOATS for dtype in pair)):
         return None
     others = (mask,)
-    if mask is not None and mask.dtype is torch.bool:  # not of a dtype for parameters
+    if mask is not None and mask.dtype is torch.bool:  # bool is not a parameter dtype
         if not is_plain(mask) or mask.device != input.device:
             return None
         others = ()
-    if input.numel() >= input.shape[-1] << 31:  # rows that Triton does not count
+    if input.numel() >= input.shape[-1] << 31:  # more rows than Triton can count
         return None
     return OP.select(input, *others, row=input.shape[-1:], out=out, prefer=prefer)
 
@@ -174,21 +174,21 @@ def _run(input, mask, scale, offset, dtype, prefer):
     kernel = _kernel(input, mask, scale, out, prefer)
     if kernel is None:
         return reference(input, mask, scale, dtype=dtype, offset=offset)
-    # A shift beyond the matrix is as good as one at its edge.
+    # A shift beyond the matrix has the same effect as one at its edge.
     shift = None if offset is None else max(-input.shape[-2], min(offset, input.shape[-1]))
     compute = _MaskedSoftmax.apply if torch.is_grad_enabled() else _compute
     return compute(input, mask, scale, shift, out, kernel)
 
 
 def masked_softmax(input, mask=None, scale=1.0, dim=-1, *, dtype=None, prefer="auto"):
-    """softmax(scale * input + mask) along `dim`, in one pass over memory, keeping nothing but its result.
+    """softmax(scale * input + mask) along `dim`, in one pass over memory; only the result is kept.
 
     Shapes: input (*); mask, None or of a shape that broadcasts to input's, is bool (True where an element counts) or
     floating (added, and differentiable); it is not expanded in memory. The result has input's shape and `dtype`, or the
-    dtype that torch's softmax returns for input; what is 16-bit is computed in float32 all the same, so that
-    `dtype=query.dtype` is transformers' `softmax(..., dtype=float32).to(query.dtype)`. A row in which nothing counts
-    is 0, not NaN. Kernels work along the last dimension, torch's ops along others. prefer: "auto" | "memory" | "speed"
-    (`hfnn.convert`). Raises ValueError for a mask of another dtype or shape.
+    dtype that torch's softmax returns for input. 16-bit values are computed in float32, so `dtype=query.dtype` equals
+    transformers' `softmax(..., dtype=float32).to(query.dtype)`. A fully masked row is 0, not NaN. Kernels work along
+    the last dimension, torch's ops along others. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises
+    ValueError for a mask of another dtype or shape.
     """
     if mask is not None:
         _check(input, mask)
@@ -198,11 +198,11 @@ def masked_softmax(input, mask=None, scale=1.0, dim=-1, *, dtype=None, prefer="a
 
 
 def causal_softmax(input, scale=1.0, *, mask=None, offset=None, dtype=None, prefer="auto"):
-    """`masked_softmax` along the last dimension where key j of query i counts if j <= i + offset; others are not read.
+    """`masked_softmax` along the last dimension, where key j of query i counts if j <= i + offset; others are not read.
 
     Shapes: input (*, T, S). offset: an int; by default S - T, so that the last query sees all keys, as in transformers'
-    eager masks. What else does not count (padding) `mask` tells; mask, dtype and prefer are as in `masked_softmax`.
-    Raises ValueError for an input of fewer than two dimensions or an offset that is not an int, and as that does.
+    eager masks. `mask` is for further exclusions (padding); mask, dtype and prefer are as in `masked_softmax`. Raises
+    ValueError for an input of fewer than two dimensions or an offset that is not an int, and as `masked_softmax` does.
     """
     if input.dim() < 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: give scores of shape (..., queries, keys)")

@@ -1,10 +1,10 @@
-"""Max pooling over one, two or three dimensions, keeping the place of each maximum in its window.
+"""Max pooling over one, two or three dimensions, keeping the position of each maximum in its window.
 
     y_o = max_k x[i(o, k)],    i(o, k) = o * stride - padding + k * dilation;    dx_i = sum of dy_o over the o it won
 
-The number k of the maximum takes 2 bits for windows of up to 4 positions, 4 bits up to 16, a byte up to 256. torch
-keeps x and an int64 an output. Backward gathers: an element of dx adds up what leads to it in the order of the windows,
-on the GPU too, where torch's adds atomically. The first of equal numbers wins, and a NaN does, as in torch.
+The index k of the maximum takes 2 bits for windows of up to 4 positions, 4 bits up to 16, a byte up to 256. torch keeps
+x and an int64 per output. Backward gathers: an element of dx adds its contributions in the order of the windows, also
+on the GPU, where torch adds atomically. As in torch, the first of equal numbers wins, and a NaN wins.
 """
 
 import functools
@@ -20,13 +20,13 @@ from hfnn.core.kernel import WORTH_ELEMENTS, Op, forced, kernels
 from hfnn.ops.flat import flat, link_before, links, zeros_or_none
 from hfnn.ops.layout import ambiguous
 
-LARGEST = 256  # positions of a window: more than a byte can tell are left to torch
+LARGEST = 256  # positions of a window: larger ones do not fit a byte and are left to torch
 PLANE = (1 << 31) - (1 << 16)  # elements of a plane, at most: offsets inside one have 32 bits on the GPU
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A window and how it moves, in three dimensions, and the sizes of the output in the dimensions there are."""
+    """A window and how it moves, in three dimensions, and the output sizes in the actual dimensions."""
 
     window: tuple[int, int, int]
     stride: tuple[int, int, int]
@@ -36,22 +36,22 @@ class Geometry:
 
     @property
     def width(self) -> int:
-        """Bits of a code."""
+        """Bits per code."""
         return code_width(math.prod(self.window))
 
     @property
     def how(self) -> tuple:
-        """What the kernels take besides tensors."""
+        """The kernel arguments besides tensors."""
         return self.window, self.stride, self.padding, self.dilation
 
 
 def code_width(positions: int) -> int:
-    """Bits that tell so many positions apart."""
+    """The bits needed for this many positions."""
     return 2 if positions <= 4 else 4 if positions <= 16 else 8
 
 
 def tuple_of(given, dims: int, default=None) -> tuple[int, ...] | None:
-    """torch's argument of one number or `dims` as a tuple of ints, or None where it is something else."""
+    """torch's argument of one number or `dims` numbers as a tuple of ints, or None for anything else."""
     if given is None or given == [] or given == ():
         return default
     numbers = tuple(given) if isinstance(given, (tuple, list)) else (given,)
@@ -62,7 +62,7 @@ def tuple_of(given, dims: int, default=None) -> tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _geometry(sizes, window, stride, padding, dilation, ceil_mode) -> Geometry | None:
-    """None where the window is too large for a byte, or torch has something to say about an argument."""
+    """None if the window is too large for a byte, or if torch must handle an argument."""
     out = []
     for size, k, s, p, step in zip(sizes, window, stride, padding, dilation, strict=True):
         if min(size, k, s, step) < 1 or p < 0 or p > k // 2:
@@ -76,7 +76,7 @@ def _geometry(sizes, window, stride, padding, dilation, ceil_mode) -> Geometry |
 
 
 def _layout(x, dims: int) -> torch.memory_format:
-    """The format a result has: channels last where x has them so, or the usual one."""
+    """The memory format of a result: channels last if x is, else contiguous."""
     if not x.is_contiguous() and x.dim() == dims + 2 and dims > 1:
         last = torch.channels_last if dims == 2 else torch.channels_last_3d
         if x.is_contiguous(memory_format=last):
@@ -93,7 +93,7 @@ def _planes(x, dims: int, layout):
 
 
 def _values(x, geometry, kernel):
-    """(y, codes, a byte each in the order of y's memory)"""
+    """(y, codes, one byte each in the memory order of y)"""
     dims = len(geometry.out)
     layout = _layout(x, dims)
     x, shape = x.contiguous(memory_format=layout), (*x.shape[:-dims], *geometry.out)
@@ -135,7 +135,7 @@ def _gathered(dy, packed, geometry, layout, shape, kernel):
 
 
 class _GatherPooled(Function):
-    """dx of dy where it is to be differentiated: each output's gradient is that of the element it came from."""
+    """dx of dy, differentiable: each output's gradient goes to the element that it came from."""
 
     @staticmethod
     def forward(ctx, dy, packed, geometry, layout, shape, kernel):
@@ -169,18 +169,18 @@ def _indices(packed, geometry, layout, shape):
 
 @functools.lru_cache(maxsize=64)
 def _out_dtype(dims, dtype, device, autocast_dtype) -> torch.dtype:
-    """What torch's op returns under autocast, where the CPU's widens some: asked of torch on one element."""
+    """The dtype of torch's op under autocast, which widens some on the CPU; found by running torch on one element."""
     with torch.no_grad():
         return OPS[dims - 1].torch(torch.zeros((1,) * (dims + 1), dtype=dtype, device=device), 1).dtype
 
 
 def _keeps_channels_last(x, dims) -> bool:
-    """Whether torch's result has its channels last, and ours would not: torch uses its 2-d op in one dimension."""
+    """Whether torch's result is channels last and ours would not be: torch uses its 2-d op for one dimension."""
     return dims == 1 and x.dim() == 3 and not x.is_contiguous() and x.stride(1) == 1 and x.shape[1] > 1
 
 
 def _slower(x, dims, prefer) -> bool:
-    """Whether torch's own op is faster and little is saved: on the CPU with the channels last, by 1.4 to 1.7 times."""
+    """Whether torch's own op is faster and little is saved: on the CPU with channels last, by 1.4 to 1.7 times."""
     if not x.is_cpu or forced() is not None or _layout(x, dims) is torch.contiguous_format:
         return False
     return prefer == "speed" or x.numel() < WORTH_ELEMENTS
@@ -191,7 +191,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     kernel = op.select(input, out=input.dtype, prefer=prefer)
     if kernel is None or input.dim() not in (dims + 1, dims + 2) or 0 in input.shape[-dims - 1 :]:
         return None
-    if ambiguous(input):  # torch's result may have the channels last
+    if ambiguous(input):  # torch's result may be channels last
         return None
     if prefer != "memory" and _slower(input, dims, prefer):
         return None
@@ -200,7 +200,7 @@ def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode,
     if None in (window, stride, padding, dilation) or _keeps_channels_last(input, dims):
         return None
     geometry = _geometry(tuple(input.shape[-dims:]), window, stride, padding, dilation, bool(ceil_mode))
-    channels = 1 if input.is_contiguous() else input.shape[-dims - 1]  # in the plane where they are last
+    channels = 1 if input.is_contiguous() else input.shape[-dims - 1]  # part of the plane if they are last
     if geometry is None or channels * max(math.prod(input.shape[-dims:]), math.prod(geometry.out)) > PLANE:
         return None
     device = "cuda" if input.is_cuda else "cpu"
@@ -227,7 +227,7 @@ def reference(dims, x, kernel_size, stride, padding, dilation, ceil_mode):
 def sample(dims, case, dtype, device, generator=None):
     """Arguments of a pool for x of shape `case[:-1]`, with ones before it where it has too few dimensions.
 
-    The last entry of a case names a window; no two elements are equal, but for rounding.
+    The last entry of a case names a window; no two elements are equal before rounding.
     """
     *shape, form = case
     shape = (*(1,) * (dims + 1 - len(shape)), *shape)
@@ -317,7 +317,7 @@ def max_pool3d(
 
 
 class _Module:
-    """What the three modules share. `prefer` is set by `hfnn.convert`."""
+    """Common base of the three modules. `prefer` is set by `hfnn.convert`."""
 
     prefer = "auto"
 

@@ -1,10 +1,10 @@
-"""Feed-forward networks of rooms: what is between their products is kept nowhere, but rebuilt in backward.
+"""Feed-forward networks made of rooms: tensors between their products are not kept, but rebuilt in backward.
 
     MLP         y = fc2(dropout(f(fc1(x))))
     GatedMLP    y = down_proj(dropout(f(gate_proj(x)) * up_proj(x)))
 
-Kept are x and the first products; with recompute="gemm" in `hfnn.convert`, x alone. The modules are made of
-`hfnn.Linear`, and named as those of timm and of Llama: state dicts fit. Shazeer, "GLU Variants Improve Transformer",
+x and the first products are kept; with recompute="gemm" in `hfnn.convert`, only x. The modules consist of `hfnn.Linear`
+and have the names of timm and Llama, so state dicts fit. Shazeer, "GLU Variants Improve Transformer",
 2020. https://arxiv.org/abs/2002.05202
 """
 
@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 
 class _FeedForward(nn.Module):
-    """What both have: sizes, f by name, dropout between the products; `prefer` is set by `hfnn.convert`."""
+    """Common part of both: sizes, f by name, dropout between the products; `prefer` is set by `hfnn.convert`."""
 
     prefer = "auto"
 
@@ -80,7 +80,7 @@ class MLP(_FeedForward):
 
 
 class GatedMLP(_FeedForward):
-    """Two linear maps, one of which gates the other, and a third: the feed-forward network of Llama.
+    """Three linear maps, where the first gates the second: the feed-forward network of Llama.
 
         y = down_proj(dropout(f(gate_proj(x)) * up_proj(x)))
 

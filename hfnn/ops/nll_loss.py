@@ -1,9 +1,9 @@
-"""Negative log-likelihood of classes, for those who make the logarithms of the probabilities themselves.
+"""Negative log-likelihood of classes, for callers who compute log-probabilities themselves.
 
     loss_r = -w[t_r] x[r, t_r]
 
-The arithmetic is torch's own, and there is nothing to gain in it. But torch keeps the input for backward, which needs
-no more than its shape: here it is not kept. `cross_entropy` is the faster way to the same number.
+The arithmetic is torch's own; there is nothing to gain. But torch keeps the input for backward, which only needs its
+shape. Here it is not kept. `cross_entropy` computes the same number faster.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""Losses of an input and a target, element by element, and reduced: a row each, and one pass over both.
+"""Elementwise losses of an input and a target, with a reduction: one row per loss, one pass over both.
 
     loss = sum_i f(x_i, target_i), or that over the number N of elements;    dx = dloss (/ N) * g,    g = df/dx
 
-Forward makes g while it has x and target at hand and keeps it instead of them: one tensor for two. Backward is then
-g times a number, into new memory. Where backward is to be differentiated again, dg/dx is needed too, and x is gone;
-but of these functions it can be told from g (`Loss.curvature`). So that autograd finds its way from g to x, g is a
-second output of the function: the graph behind g is this function itself, and `dg` reaches the same backward.
+Forward computes g while it reads x and target, and keeps g instead of both: one tensor instead of two. Backward is g
+times a number, into new memory. A second derivative also needs dg/dx, and x is gone; for these functions it can be
+computed from g (`Loss.curvature`). g is a second output of the function, so autograd finds the path from g to x: the
+graph of g is this function itself, and `dg` reaches the same backward.
 
-l1_loss keeps the sign of x - target, in two bits an element, and no g.
+l1_loss keeps the sign of x - target, in two bits per element, and no g.
 
-g is kept in the dtype of x, and dloss / N is applied to it in float32: in float16 1 / N alone would be lost.
+g is kept in the dtype of x, and dloss / N is applied in float32, because in float16 1 / N alone would be lost.
 """
 
 import inspect
@@ -38,8 +38,8 @@ class Loss(Op):
     """A row. kind: its number in csrc/pointwise_loss.h; keeps_target: whether curvature needs it.
 
     numbers(target, *torch's arguments after it): (target, reduction, parameter), or None for torch's own op.
-    curvature(g, target, parameter): the derivative of g with respect to x, differentiable as far as it goes; g and
-    target come in their own dtype. None: there is none, and signs are kept. So it is where the parameter is None.
+    curvature(g, target, parameter): the derivative of g with respect to x, differentiable where possible; g and target
+    have their own dtypes. None: there is none, and signs are kept. The same holds if the parameter is None.
     """
 
     kind: int = 0
@@ -48,7 +48,7 @@ class Loss(Op):
     keeps_target: bool = False
 
     def run(self, input, prefer: str, arguments: tuple):
-        """The reduced loss by a kernel, or None where torch's own op is to run, or to raise."""
+        """The reduced loss by a kernel, or None if torch's own op must run, or raise."""
         numbers = table.numbers(self, *arguments)
         target, reduction, parameter = numbers or (None, None, None)
         if reduction not in ("mean", "sum"):
@@ -74,7 +74,7 @@ def _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=False):
     count = x.numel()
     x, target = _alike(x, target)
     g = like(x) if with_g else None
-    # Without elements nothing is launched that would write.
+    # Without elements, no kernel is launched that would write.
     sums = (torch.empty if count else torch.zeros)(kernel.partials(count), dtype=statistics_dtype(x), device=x.device)
     kernel.forward(_flat(x), _flat(target), sums, _flat(g), loss.kind, parameter, kernel.queue(x))
     total = sums.sum(dtype=torch.float64)
@@ -85,11 +85,11 @@ class _PointwiseLoss(Function):
     @staticmethod
     def forward(ctx, x, target, loss, parameter, mean, out_dtype, kernel):
         if not loss.keeps_target:
-            x, target = x.contiguous(), target.contiguous()  # as torch's gradient then is
+            x, target = x.contiguous(), target.contiguous()  # torch's gradient is contiguous, too
         y, g = _compute(x, target, loss, parameter, mean, out_dtype, kernel, with_g=True)
         ctx.save_for_backward(g, target if loss.keeps_target else None)
         ctx.kernel = kernel
-        ctx.set_materialize_grads(False)  # dg is None but for a second backward
+        ctx.set_materialize_grads(False)  # dg is None except in a second backward
         ctx.loss, ctx.parameter, ctx.count, ctx.scale = loss, parameter, x.numel() if mean else 1, head.SCALE.find(g)
         return y, g
 
@@ -111,7 +111,7 @@ class _PointwiseLoss(Function):
 
 
 def _differentiable(ctx, g, target, dy, dg):
-    """dx of dy, of dg, or of both; the target's gradient is -dx, for where it is wanted f depends on x - target."""
+    """dx of dy, of dg, or of both. The target's gradient is -dx, because f depends on x - target if it is needed."""
     wide = statistics_dtype(g)
     dx = None if dy is None else g.to(wide) * (dy.to(wide) / ctx.count)
     if dg is not None:
@@ -128,13 +128,13 @@ def _scaled(g, factor, kernel):
     return y
 
 
-_SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # by which x and the target get theirs
+_SIGNS = ((0.0, -1.0, 1.0, 0.0), (-0.0, 1.0, -1.0, -0.0))  # the signs for the gradients of x and of the target
 
 
 class _L1Loss(Function):
     @staticmethod
     def forward(ctx, x, target, before, loss, parameter, mean, out_dtype, kernel):
-        # torch's gradient is a product of one of the mean, which is contiguous, and of signs.
+        # torch's gradient is the product of the mean's gradient, which is contiguous, and the signs.
         signs = _alike(x, target)
         x, target = (x.contiguous(), target.contiguous()) if mean else signs
         order, codes = ORDER.find(x), empty_codes(x)
@@ -177,7 +177,7 @@ def _normal(shape, generator):
 
 
 def _apart(shape, generator):
-    """No two elements nearer than a tenth."""
+    """No two elements closer than a tenth."""
     target, difference = (torch.randn(shape, generator=generator) for _ in range(2))
     return target + difference + difference.sign() / 10, target
 
@@ -204,7 +204,7 @@ _KEEPING = "keeping one tensor instead of input and target."
 
 
 def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_normal, floor=1 << 18, **more):
-    """The function and the module of an op. text: the definition, and whose; keeps: what is kept, in words.
+    """The function and the module of an op. text: the definition and its source; keeps: what is kept, in words.
 
     reference(x, target, *options): the loss of each element. attributes: of torch's class `base`, as arguments.
     """
@@ -212,7 +212,7 @@ def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_
     def of_all(x, target, reduction="mean", **given):
         return _reduced(reference(x, target, **given), reduction)
 
-    # The target goes by name: it is data, and seldom wants a gradient.
+    # The target is a keyword: it is data, and rarely requires a gradient.
     def sample(case, dtype, device, generator=None):
         *shape, reduction = case
         x, target = (t.to(dtype).to(device) for t in draw(shape, generator))
@@ -232,7 +232,7 @@ def _row(kind, keeps, text, torchs, base, attributes, reference, numbers, draw=_
 
 
 def _without(*refused) -> bool:
-    """That none of torch's arguments is given that no kernel takes."""
+    """Whether no torch argument is given that the kernels do not support."""
     return all(argument is None for argument in refused)
 
 
@@ -262,7 +262,7 @@ def _huber(x, target, delta=1.0):
 
 
 def _huber_curvature(g, target, delta):
-    # In the straight part g is delta as kernels round it: to float32 (but for float64), then to the dtype of g.
+    # In the linear part g is delta as kernels round it: to float32 (unless float64), then to the dtype of g.
     delta = torch.tensor(delta, dtype=statistics_dtype(g)).to(g.dtype).item()
     return (g.abs() < delta).to(g.dtype)
 

@@ -1,9 +1,9 @@
-"""Leaky rectified linear unit with slopes of their own, one for all or one a channel.
+"""Leaky rectified linear unit with trainable slopes, one for all channels or one per channel.
 
     y = x where x > 0, else w x;   dx = dy where x > 0, else w dy;   dw = sum of dy x where x <= 0
 
-He et al., "Delving Deep into Rectifiers", ICCV 2015. The gradient of w needs x, which torch keeps. Where w wants none,
-as in a frozen layer, a bit an element and w are enough.
+He et al., "Delving Deep into Rectifiers", ICCV 2015. The gradient of w needs x, which torch keeps. If w requires no
+gradient, as in a frozen layer, one bit per element and w are enough.
 """
 
 import torch
@@ -25,9 +25,9 @@ def reference(x, weight):
 
 
 def sample(case, dtype, device, generator=None):
-    """Arguments of `prelu` for x of shape `case[:-1]`; the last entry says whether there is a weight a channel.
+    """Arguments of `prelu` for x of shape `case[:-1]`; the last entry tells whether there is one weight per channel.
 
-    The weight goes by name: it is to want no gradient here.
+    The weight is a keyword, because it requires no gradient here.
     """
     *shape, how = case
     weight = torch.randn(shape[1] if how == "channels" else 1, generator=generator).to(dtype).to(device)
@@ -68,22 +68,23 @@ class _PReLU(Function):
             return zeros_or_none(dlink, ctx.shape), None, None
         above = bits.unpack(packed, ctx.shape)
         if 1 in dy.shape and dy.stride() != ctx.strides and not torch.is_grad_enabled():
-            # By torch's own op, of numbers with the signs of x: strides of dimensions of size 1 go their own way there.
+            # By torch's own op, on numbers with the signs of x, because its strides in dimensions of size 1 are
+            # special.
             x = laid(torch.where(above, 1, -1).to(dy.dtype), ctx.strides)
             weight = weight.to(dy.dtype).view([-1 if d == min(1, dy.dim() - 1) else 1 for d in range(dy.dim())])
             return torch.ops.aten._prelu_kernel_backward(dy, x, weight)[0], None, None
-        # In torch's ops, and so linear in dy for a second backward too.
+        # In torch's ops, so it is linear in dy for a second backward, too.
         dx = torch.where(above, dy, dy * _along(weight, dy).to(dy.dtype))
         return flat(laid(dx.to(ctx.dtype), ctx.strides), link), None, None
 
 
 def _along(weight, x):
-    """The weight against the channels of x, which are its dimension 1."""
+    """The weight aligned with the channels of x, its dimension 1."""
     return weight.view(-1, *(1 for _ in range(x.dim() - 2))) if weight.numel() > 1 else weight.view(())
 
 
 def prelu(input, weight, *, prefer="auto"):
-    """`torch.nn.functional.prelu`, keeping a bit an element instead of the input where weight wants no gradient.
+    """`torch.nn.functional.prelu`; keeps one bit per element instead of the input if weight requires no gradient.
 
     Shapes: input any, weight one element or as many as dimension 1 of input has; the result has the shape of input.
     prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises.

@@ -2,10 +2,10 @@
 
     n = x * rstd * (offset + weight),    rstd = 1 / sqrt(mean(x^2) + eps),    y = rope(n)
 
-Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023. https://arxiv.org/abs/2302.05442, has
-the norms; Qwen3 and Gemma 3 (whose weights are stored less 1: offset = 1) put them before rope.py's turn.
+Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023. https://arxiv.org/abs/2302.05442, has the
+norms. Qwen3 and Gemma 3 (which stores weight - 1: offset = 1) put them before the rotation of rope.py.
 
-In one pass, which keeps its inputs and a number a head. A consumer that would keep a result keeps that input instead.
+One pass, which keeps its inputs and one number per head. A consumer that would keep a result keeps that input instead.
 """
 
 import torch
@@ -75,14 +75,14 @@ OP = Op(
     cases=rope.OP.cases,
     small=rope.OP.small,
     bench=((8, 32, 8, 4096, 128, 128, False), (8, 4, 1, 4096, 256, 256, False)),
-    traffic=(2.5, 3.75),  # of the queries' size, with a key for four of them
+    traffic=(2.5, 3.75),  # in units of the queries' size, with one key per four queries
     constants=2,
 )
 _passes = OP.passes
 
 
 def _compute(query, key, weights, tables, eps, offset, how, kernel, keep):
-    """(y of query, y of key, rstd of query, rstd of key), None for what there is not, or is not to be kept."""
+    """(y of query, y of key, rstd of query, rstd of key), None if absent or not kept."""
     inputs = columns_dense(query), columns_dense(key)
     results = tuple(result(x, how.out) for x in inputs)
     q, k, yq, yk = (heads_first(x, how) for x in (*inputs, *results))
@@ -93,7 +93,7 @@ def _compute(query, key, weights, tables, eps, offset, how, kernel, keep):
 
 
 def _statistic(x):
-    """Memory for a number per token and head of x (B, H, S, D): (B, S, H)."""
+    """Memory for one number per token and head of x (B, H, S, D): (B, S, H)."""
     if x is None:
         return None
     batch, heads, tokens, _ = x.shape
@@ -189,7 +189,7 @@ def _run(query, key, weights, tables, *options):
 
 
 def _weights_fit(query, key, *weights):
-    """Whether kernels take the weights; where not, torch's formula runs, or says what is wrong."""
+    """Whether kernels accept the weights; if not, torch's formula runs or raises."""
     kept = weights[:1] if key is None else weights
     dtypes = {None if weight is None else weight.dtype for weight in kept}
     if len(dtypes) > 1 or not dtypes <= {query.dtype, torch.float32}:
@@ -213,12 +213,12 @@ def qk_norm_rope(
     layout="bhsd",
     prefer="auto",
 ):
-    """(query, key), each head's D columns divided by their root mean square, weighted, and turned by its position.
+    """(query, key), with each head's D columns divided by their root mean square, weighted, and rotated by position.
 
     Shapes: query_weight, key_weight (D,), float32 or of query's dtype, to which weight_offset is added (Gemma: 1); key
-    and key_weight may be None. eps is added to the mean square. All else is as in `hfnn.functional.rope`. The results
-    have the dtype of `query * cos`, rounded once; statistics are float32. Kept are query, key and a number for each of
-    their heads and tokens; a room that would keep a result keeps these instead. prefer: "auto" | "memory" | "speed"
+    and key_weight may be None. eps is added to the mean square. Everything else is as in `hfnn.functional.rope`. The
+    results have the dtype of `query * cos`, rounded once; statistics are float32. query, key and one number per head
+    and token are kept; a room that would keep a result keeps these instead. prefer: "auto" | "memory" | "speed"
     (`hfnn.convert`). Raises ValueError for an unknown layout, and what torch raises.
     """
     check_layout(layout)

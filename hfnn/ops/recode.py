@@ -1,13 +1,14 @@
-"""Keeping y and five bits instead of x, for a smooth y = f(x) whose derivative y alone does not tell.
+"""Keeping y and five bits instead of x, for a smooth y = f(x) whose derivative cannot be computed from y alone.
 
-A bfloat16 y is f of at most 31 different bfloat16 x (gelu, silu, mish and hardswish, counted by `_tables`), but for
-the x that share a y of 0 or so far to the left that f'(x) is 0 too: of those any will do. So y and the place of x among
-the x with its y give x again bit for bit, or one with the same derivative. A consumer that keeps y anyway (any product
-but hfnn's, which would rebuild y from x) then costs 5 bits an element where x would cost 16.
+For gelu, silu, mish and hardswish, a bfloat16 y is f of at most 31 different bfloat16 x (counted by `_tables`).
+Exceptions are the x with y = 0, and those so far to the left that f'(x) is also 0; there any of them will do. So y and
+the rank of x among the x with the same y give x bit for bit, or one with the same derivative. With a consumer that
+keeps y anyway (any product except hfnn's, which would rebuild y from x), this costs 5 bits per element instead of 16
+for x.
 
-The tables are made by running forward's and backward's own kernels on all 65536 numbers, once for each function, its
-options, kernel, device and dtype. A NaN y is told to come of a NaN. float16 has finer steps, and about the minimum of
-these functions more x than 5 bits tell apart: there, and in float32, x is kept.
+The tables are made by running the forward and backward kernels on all 65536 numbers, once for each function, its
+options, kernel, device and dtype. A NaN y is decoded as a NaN. float16 has finer steps: near the minimum of these
+functions there are more x than 5 bits can distinguish. So x is kept in float16 and in float32.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ RECODE = Op(
 
 
 class Tables(NamedTuple):
-    """rank of each x, where the x of each y start, and all x in the order of their y, as in csrc/recode.h."""
+    """The rank of each x, the start of the x of each y, and all x in the order of their y, as in csrc/recode.h."""
 
     rank: torch.Tensor
     start: torch.Tensor
@@ -46,7 +47,7 @@ class Tables(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How a function is computed: y of x, dx of dy and x, y of x by differentiable ops; and its tables and codec."""
+    """A function's kernels: y of x, dx of dy and x, y of x by differentiable ops; and its tables and codec."""
 
     build: Callable
     gradient: Callable
@@ -65,9 +66,10 @@ _known: dict[tuple, Tables | None] = {}
 
 
 def keeping_output(x, key: tuple, build: Callable, gradient: Callable, formula: Callable):
-    """build(x), whose backward has y and five bits; None where x is to be kept.
+    """build(x), whose backward has y and five bits; None if x must be kept.
 
-    key: what `build` and `gradient` depend on besides the device and the dtype of x; both are kernels, `formula` torch.
+    key: everything that `build` and `gradient` depend on besides the device and dtype of x. Both are kernels; `formula`
+    is torch's.
     """
     if not torch.is_grad_enabled() or x.dtype not in HALVES or type(x) is FakeTensor:
         return None
@@ -76,7 +78,7 @@ def keeping_output(x, key: tuple, build: Callable, gradient: Callable, formula: 
         return None
     key = *key, x.device, x.dtype
     if key not in _known:
-        if x.is_cuda and capturing():  # the tables take a look at values
+        if x.is_cuda and capturing():  # making the tables reads values
             return None
         _known[key] = _tables(x, build, gradient)
     tables = _known[key]
@@ -85,7 +87,7 @@ def keeping_output(x, key: tuple, build: Callable, gradient: Callable, formula: 
 
 @torch.no_grad()
 def _tables(x, build, gradient) -> Tables | None:
-    """The tables for numbers like x, or None where some y has more x than the codes tell apart."""
+    """The tables for numbers like x, or None if some y has more x than the codes can distinguish."""
     numbers = torch.arange(PATTERNS, dtype=torch.int32).to(torch.int16).view(x.dtype).to(x.device)
     largest = torch.full_like(numbers, torch.finfo(x.dtype).max)
     slopes = gradient(largest, numbers), gradient(-largest, numbers)
@@ -109,10 +111,10 @@ def _patterns(numbers) -> torch.Tensor:
 
 
 def _alias(x, y, slopes) -> torch.Tensor:
-    """For each x the pattern that it is told as: its own, but one for all NaNs, and for all x of a y that are flat.
+    """The pattern that represents each x: its own, except one for all NaNs and one for all flat x of a y.
 
-    Flat: even the largest dy gives a dx of 0, the same one, or NaN, as far out where a kernel multiplies 0 by infinity.
-    The x that stands for them is the smallest.
+    Flat: even the largest dy gives the same dx, which is 0, or NaN where a kernel multiplies 0 by infinity. The
+    smallest x represents them.
     """
     own, nan = torch.arange(PATTERNS), _patterns(torch.full((1,), torch.nan, dtype=x.dtype)).item()
     kinds = torch.unique(torch.stack([y, *slopes]), dim=1, return_inverse=True)[1]
@@ -130,10 +132,10 @@ def _decode(y, packed, way):
 
 
 class _KeepsCodes(Function):
-    """y, and a handle by which a second derivative finds its way to x.
+    """y, and a handle through which a second derivative reaches x.
 
-    x is decoded from y and codes, which lead to it along no graph. The handle is a second output of the function, in
-    place of x itself, whose gradient is dx: one element that pretends to have the shape of x.
+    x is decoded from y and codes, which have no graph to x. The handle is a second output of the function and
+    represents x; its gradient is dx. It is one element expanded to the shape of x.
     """
 
     @staticmethod
@@ -144,7 +146,7 @@ class _KeepsCodes(Function):
         way.codec.encode(_flat(in_step), way.tables.rank, packed, way.codec.queue(x))
         handle = x.new_zeros(()).expand(x.shape)
         ctx.save_for_backward(y, packed, handle)
-        ctx.set_materialize_grads(False)  # that of the handle is None but for a second backward
+        ctx.set_materialize_grads(False)  # the handle's gradient is None except in a second backward
         ctx.way = way
         return y, handle
 
@@ -162,7 +164,7 @@ class _KeepsCodes(Function):
 
 
 class _Decoded(Function):
-    """x, as a function of the handle that stands for it."""
+    """x, as a function of the handle that represents it."""
 
     @staticmethod
     def forward(ctx, handle, y, packed, way):

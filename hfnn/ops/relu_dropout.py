@@ -1,9 +1,9 @@
-"""Relu and dropout in one, keeping nothing but the result.
+"""Relu and dropout in one op that keeps only the result.
 
     y = max(x, 0) / (1 - p) where word >= round(p * 2^32), else 0;    dx = dy / (1 - p) where y != 0, else 0
 
-An element whose y is 0 was dropped or not positive, and has no gradient either way. So y, which the layer after it
-keeps anyway, says all that backward needs, where torch keeps relu's result and a mask besides. The draw is dropout's.
+An element with y = 0 was dropped or not positive, and has no gradient in either case. So backward only needs y, which
+the next layer keeps anyway; torch also keeps relu's result and a mask. The random draw is that of dropout.
 """
 
 import torch
@@ -60,13 +60,13 @@ class _ReluDropout(Function):
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        # relu's gradient tells y above 0 from y at 0, and lets a NaN through.
+        # relu's gradient distinguishes y > 0 from y = 0, and passes NaNs.
         dx = torch.ops.aten.threshold_backward(dy, y, 0)
         return dx * ctx.scale if torch.is_grad_enabled() else dx.mul_(ctx.scale), None, None, None
 
 
 def _compute(x, p, drawn, kernel):
-    """Relu comes after the dropout: in place, and the same, for the factor between them is positive."""
+    """Relu after the dropout, in place: the result is the same, because the factor between them is positive."""
     x = _dense(x)
     y = like(x)
     kernel.forward(in_order(x), in_order(y), round(p * 2**32), 1 / (1 - p), *drawn, kernel.queue(x))
@@ -74,10 +74,10 @@ def _compute(x, p, drawn, kernel):
 
 
 def relu_dropout(input, p=0.5, training=True, *, prefer="auto"):
-    """`dropout(relu(input), p, training)`, keeping nothing but its result.
+    """`dropout(relu(input), p, training)`, which keeps only its result.
 
     Shapes: any; the result has the shape and dtype of input. p in [0, 1] is exact to 2^-32. prefer: "auto" | "memory" |
-    "speed" (`hfnn.convert`). Where p is 0 or 1, or training False, torch's own ops run. Raises what torch raises.
+    "speed" (`hfnn.convert`). If p is 0 or 1, or training is False, torch's own ops run. Raises what torch raises.
     """
     if not training or not 0 < p < 1:
         return nn.functional.dropout(torch.relu(input), p, training)

@@ -3,7 +3,7 @@
     y = x * rstd * (offset + weight),    rstd = 1 / sqrt(mean(x^2) + eps)
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. https://arxiv.org/abs/1910.07467
-`offset` is 0 in torch; Gemma's weight is stored less 1.
+`offset` is 0 in torch; Gemma stores weight - 1.
 
 Names end in their shape: R rows (every leading dimension, flattened), C columns (the normalised ones, flattened).
 """
@@ -56,7 +56,7 @@ _passes = OP.passes
 def _compute(x, weight, eps, offset, normalized_shape, out_dtype, kernel):
     """(y, rstd_R)"""
     x_RC = rows(x, normalized_shape)
-    # Not a view of the kernel's (R, C): autograd and fully_shard treat the in-place change of a view apart.
+    # Not a view of the kernel's (R, C): autograd and fully_shard treat in-place changes of views differently.
     y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     rstd_R = torch.empty(x_RC.shape[0], dtype=statistics_dtype(x), device=x.device)
     kernel.forward(x_RC, flat(weight), y.view(x_RC.shape), rstd_R, eps, offset, kernel.queue(x))
@@ -130,7 +130,7 @@ _native = native.call("norm", OP, _second, False)
 
 
 def _eps(eps, dtype):
-    """torch's default: that of the dtype it computes in."""
+    """torch's default: the eps of the dtype in which it computes."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
 
 
@@ -139,7 +139,7 @@ def _run(*args):
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
-    """`torch.nn.functional.rms_norm`, keeping nothing that its consumer could rebuild.
+    """`torch.nn.functional.rms_norm`, whose result its consumer can rebuild.
 
     Shapes: input (*, *normalized_shape); weight normalized_shape or None, float32 or of the input's dtype. The result
     has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
@@ -153,7 +153,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
 
 def _in_python(input, normalized_shape, weight, eps, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, weight, row=normalized_shape, prefer=prefer)
-    # Of images torch's result may have the channels last.
+    # For images torch's result may be channels last.
     if (
         kernel is None
         or not fits(input, normalized_shape, weight)
@@ -166,7 +166,7 @@ def _in_python(input, normalized_shape, weight, eps, prefer):
 
 
 def fused(x, weight, eps, offset, out, prefer):
-    """The room's result over the last dimension, in dtype `out`; None where no kernel takes the call.
+    """The room's result over the last dimension, in dtype `out`; None if no kernel accepts the call.
 
     For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
     """
@@ -174,7 +174,7 @@ def fused(x, weight, eps, offset, out, prefer):
     if y is not NotImplemented:
         return y
     shape = x.shape[-1:]
-    if not in_rows(x) or ambiguous(x):  # the strides of the module's own result are others
+    if not in_rows(x) or ambiguous(x):  # the module's own result has other strides
         return None
     kernel = OP.select(x, weight, row=shape, out=out, prefer=prefer)
     if kernel is None or not fits(x, shape, weight):

@@ -1,18 +1,18 @@
-"""Recurrent layers that keep the states between segments of time instead of what each step computes.
+"""Recurrent layers that keep only the states between segments of time steps.
 
     y_t, s_t = cell(x_t, s_(t-1), weights),    t = 1 ... T
 
-torch's own kernels run, cuDNN's on a GPU, a layer and a direction after the other, by segments of about sqrt(T) steps.
-Of each segment the state before it is kept; backward runs the segments again, from the last to the first, each with
-autograd. So what is kept is the layer's input and sqrt(T) states, where oneDNN keeps 17 tensors of y's size for an
-LSTM, and torch's own steps 8 for an LSTM or a GRU and 2 for an RNN. Chen et al., "Training Deep Nets with Sublinear
-Memory Cost", 2016; for recurrent networks Gruslys et al., "Memory-Efficient Backpropagation Through Time", NIPS 2016.
+torch's own kernels run, cuDNN's on a GPU, one layer and direction after another, in segments of about sqrt(T) steps.
+The state before each segment is kept. Backward runs the segments again, from the last to the first, each with autograd.
+So the layer's input and sqrt(T) states are kept. oneDNN keeps 17 tensors of y's size for an LSTM; torch's own steps
+keep 8 for an LSTM or a GRU and 2 for an RNN. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for
+recurrent networks Gruslys et al., "Memory-Efficient Backpropagation Through Time", NIPS 2016.
 
-Forward runs twice for it, so torch's own call is faster, and segments run with prefer="memory" alone
-(docs/notes/models.md). Dropout between layers draws the numbers that torch's would, and keeps a bit an element of them;
-with cuDNN, whose numbers are its own, such layers are torch's.
+Forward runs twice, so torch's own call is faster, and segments are only used with prefer="memory"
+(docs/notes/models.md). Dropout between layers draws the same numbers as torch's and keeps one bit per element. cuDNN
+draws its own numbers, so there such layers are left to torch.
 
-Names end in their shape: T steps, B sequences, I inputs, H of a state.
+Names end in their shape: T steps, B sequences, I inputs, H size of a state.
 """
 
 import functools
@@ -42,21 +42,21 @@ class Layer:
     hidden: int
     projected: int
     reverse: bool
-    autocast: tuple  # arguments that make it what it was in forward
+    autocast: tuple  # arguments that restore the state of forward
 
     def run(self, x_TBI, states, weights):
-        """(y, *states behind it), of time in the order in which the layer sees it. States are (1, B, H)."""
+        """(y, *final states), with time in the layer's own order. States are (1, B, H)."""
         given = list(states) if self.mode == "LSTM" else states[0]
         return CALLS[self.mode](x_TBI, given, weights, self.bias, 1, 0.0, self.training, False, False)
 
     def segments(self, steps: int) -> list[slice]:
-        """Segments of about sqrt(steps), in the order in which the layer sees them."""
+        """Segments of about sqrt(steps), in the layer's own order."""
         length = math.isqrt(steps - 1) + 1
         found = [slice(first, min(first + length, steps)) for first in range(0, steps, length)]
         return found[::-1] if self.reverse else found
 
     def as_forward(self):
-        """Autocast as it was in forward; gradients are made in the state that backward is called in."""
+        """Autocast as in forward; gradients are computed in the autocast state of backward."""
         return torch.autocast(*self.autocast, cache_enabled=False)
 
     def seen(self, t):
@@ -64,9 +64,10 @@ class Layer:
         return t.flip(0) if self.reverse else t
 
     def leaves(self, weights, x, grad: bool) -> list:
-        """The weights as leaves of a graph, which autocast keeps no cast of.
+        """The weights as leaves of a graph, of which autocast caches no cast.
 
-        cuDNN wants them one behind the other. Those of a module are, but those of one layer do not begin there.
+        cuDNN needs them contiguous in one buffer. A module's weights are, but those of one layer do not begin at its
+        start.
         """
         if not x.is_cuda or not torch.backends.cudnn.is_acceptable(x):
             return [w.detach().requires_grad_(grad) for w in weights]
@@ -80,7 +81,7 @@ class Layer:
 
 
 class _RNN(Function):
-    """(y, *states behind it) of one layer in one direction; states (1, B, H)."""
+    """(y, *final states) of one layer in one direction; states (1, B, H)."""
 
     @staticmethod
     def forward(ctx, x, layer, count, *states_and_weights):
@@ -119,7 +120,7 @@ class _RNN(Function):
 
 
 def _explained(error):
-    """torch's error on a tensor that was written to, and why torch's own layer may not have raised it."""
+    """torch's error for a tensor that was written to, with the reason why torch's own layer may not have raised it."""
     if "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(
@@ -132,7 +133,7 @@ def _explained(error):
 def _by_segments(layer, x, states, bounds, weights, needs, grads):
     """Gradients of x, states and weights."""
     dy, *dstates = grads
-    dx = x.new_empty(x.shape) if needs[0] else None  # contiguous, as torch's
+    dx = x.new_empty(x.shape) if needs[0] else None  # contiguous, as in torch
     leaves, dweights = layer.leaves(weights, x, True), [None] * len(weights)
     segments = layer.segments(x.shape[0])
     before = [states, *zip(*(each.split(1) for each in bounds), strict=True)]
@@ -173,7 +174,7 @@ def _differentiable(layer, x, states, bounds, weights, needs, grads):
 
 
 class _Dropout(Function):
-    """torch's dropout, of the same numbers; what is kept of them is a bit an element."""
+    """torch's dropout with the same numbers; one bit per element is kept."""
 
     @staticmethod
     def forward(ctx, x, p):
@@ -189,7 +190,7 @@ class _Dropout(Function):
 
 
 def _refusal(module, x, hx) -> str | None:
-    """Why torch's own call is to run, or None."""
+    """Why torch's own call must run, or None."""
     tensors = (x, *hx, *module._flat_weights)
     why = context(*tensors)
     if why is not None:
@@ -212,13 +213,13 @@ def _refusal(module, x, hx) -> str | None:
 
 @functools.cache
 def _onednn_has(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in a dtype here. torch gives it an LSTM of one direction without asking."""
+    """Whether oneDNN supports a dtype here. torch uses it for a one-direction LSTM without checking."""
     ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     return ask is None or getattr(torch.ops.mkldnn, ask)()
 
 
 def _layers(module, x_TBI, hx) -> tuple:
-    """(y, *states), all layers of a module that `_refusal` took."""
+    """(y, *states) of all layers of a module that `_refusal` accepted."""
     device = x_TBI.device.type
     autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     directions, x, ends = 1 + module.bidirectional, x_TBI, []
@@ -241,19 +242,19 @@ def _layers(module, x_TBI, hx) -> tuple:
 
 
 class _Module:
-    """What the three modules share. `prefer` is set by `hfnn.convert`."""
+    """Common base of the three modules. `prefer` is set by `hfnn.convert`."""
 
     prefer = "auto"
 
     def forward(self, input, hx=None):
-        # What is not asked for, not understood or wrong is torch's, which also says what is wrong.
+        # torch handles everything that is not requested, not supported or wrong, and raises the errors.
         if self.prefer != "memory" or compiling() or not torch.is_grad_enabled() or forced() == "torch":
             return super().forward(input, hx)
         if isinstance(input, PackedSequence) or not isinstance(input, torch.Tensor) or input.dim() not in (2, 3):
             log_once(OPS[self.mode], "takes tensors of 2 or 3 dimensions, no packed sequences", torch.float32)
             return super().forward(input, hx)
         self._update_flat_weights()
-        at = 0 if self.batch_first else 1  # of the batch
+        at = 0 if self.batch_first else 1  # dimension of the batch
         x = input.unsqueeze(at) if input.dim() == 2 else input
         states = self._states(x, hx, input.dim())
         if states is None:
@@ -264,16 +265,16 @@ class _Module:
         if why is not None:
             log_once(OPS[self.mode], why, x.dtype)
             return super().forward(input, hx)
-        # Contiguous, as torch keeps it: of a batch that comes first a copy, whatever fills the input meanwhile.
+        # Contiguous, as torch keeps it. A batch-first input is copied, so later writes to it have no effect.
         y, *states = _layers(self, (x.transpose(0, 1) if self.batch_first else x).contiguous(), states)
-        if self.batch_first:  # as torch, of whose results an LSTM's alone is a view
+        if self.batch_first:  # as in torch, where only an LSTM's result is a view
             y = y.transpose(0, 1) if self.mode == "LSTM" else y.transpose_(0, 1)
         if input.dim() == 2:
             y, states = y.squeeze(at), [t.squeeze(1) for t in states]
         return y, self.permute_hidden(tuple(states) if self.mode == "LSTM" else states[0], None)
 
     def _states(self, x, hx, dims: int) -> tuple | None:
-        """The states before the first step, (layers x directions, B, H) each; None where hx is no such tensors."""
+        """The initial states, (layers x directions, B, H) each; None if hx has no such tensors."""
         directions = (1 + self.bidirectional) * self.num_layers
         if hx is None:
             batch = x.shape[0 if self.batch_first else 1]
@@ -291,20 +292,20 @@ class LSTM(_Module, nn.LSTM):
     """`torch.nn.LSTM`: the same arguments, defaults and state dict.
 
     With prefer="memory" it keeps its input and about sqrt(T) states for backward. Packed sequences, and dropout between
-    layers on a GPU, are torch's. Raises what torch raises.
+    layers on a GPU, are left to torch. Raises what torch raises.
     """
 
 
 class GRU(_Module, nn.GRU):
-    """`torch.nn.GRU`; else as `LSTM`."""
+    """`torch.nn.GRU`; otherwise as `LSTM`."""
 
 
 class RNN(_Module, nn.RNN):
-    """`torch.nn.RNN`; else as `LSTM`."""
+    """`torch.nn.RNN`; otherwise as `LSTM`."""
 
 
 def _op(name, call, module, room) -> Op:
-    """No kernels of its own: torch's run. `convert` finds the module here; as a function it is torch's."""
+    """No own kernels: torch's run. `convert` finds the module here; the function is torch's."""
     op = Op(name, call, call, (), lambda *_: None, ((7, 3, 5),), recipe=False, like_input=False)
     op.modules[module] = room
     return op

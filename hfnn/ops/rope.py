@@ -3,11 +3,11 @@
     y_a = x_a cos_a - x_b sin_a,     y_b = x_b cos_b + x_a sin_b         for each pair (a, b) of a head's columns
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. https://arxiv.org/abs/2104.09864
-The pairs of the R columns that are turned are (i, i + R / 2), as in GPT-NeoX and Llama, or (2 i, 2 i + 1), as in the
-paper, GPT-J and ChatGLM; the others are copied. Scaled variants differ in cos and sin alone.
+The pairs of the R rotated columns are (i, i + R / 2), as in GPT-NeoX and Llama, or (2 i, 2 i + 1), as in the paper,
+GPT-J and ChatGLM. Other columns are copied. Scaled variants differ only in cos and sin.
 
-Shapes: B batches, H heads of queries, G of keys, S tokens, D columns of a head, R of them turned, W columns and P rows
-of cos and sin. The gradient is turned back by the same kernel, and needs nothing but cos and sin.
+Shapes: B batches, H heads of queries, G of keys, S tokens, D columns of a head, R of them rotated, W columns and P rows
+of cos and sin. The same kernel rotates the gradient back; it only needs cos and sin.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,11 @@ from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops.layout import broadcast_strides, like
 
-_HEADS = {"bhsd": -3, "bshd": -2}  # where the heads are
+_HEADS = {"bhsd": -3, "bshd": -2}  # dimension of the heads
 
 
 class How(NamedTuple):
-    """What a call is besides its tensors. strides: of the results for queries and for keys, where they are decided."""
+    """The options of a call besides its tensors. strides: of the results for queries and keys, once decided."""
 
     rotary: int
     interleaved: bool
@@ -43,14 +43,14 @@ def rotate_half(x, interleaved=False):
 
 
 def rows_of(table, position_ids, heads):
-    """cos or sin for each token, as it goes with tensors whose heads are dimension `heads`."""
+    """cos or sin per token, aligned with tensors whose heads are dimension `heads`."""
     if position_ids is not None:
         table = (table if table.dim() == 2 else table[0])[position_ids]
     return table.unsqueeze(heads)
 
 
 def turned(x, cos, sin, rotary, interleaved):
-    """The formula of transformers, for cos and sin as `rows_of` gives them."""
+    """The formula of transformers, for cos and sin from `rows_of`."""
     if cos.shape[-1] != rotary:
         cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
     if rotary == x.shape[-1]:
@@ -72,7 +72,7 @@ def formula(query, key, cos, sin, position_ids, rotary_dim, interleaved, layout)
 
 
 def angles(batch, tokens, rotary, dtype, device, generator=None, interleaved=False):
-    """cos and sin (batch, tokens, rotary) as transformers makes them, for positions that begin anywhere."""
+    """cos and sin (batch, tokens, rotary) as in transformers, for positions with any start."""
     first = torch.randint(1000, (batch, 1, 1), generator=generator)
     pairs = torch.arange(tokens)[:, None] + first, 10000 ** -(torch.arange(0, rotary, 2) / rotary)
     pairs = pairs[0] * pairs[1]
@@ -81,7 +81,7 @@ def angles(batch, tokens, rotary, dtype, device, generator=None, interleaved=Fal
 
 
 def heads_of(batch, heads, tokens, columns, dtype, device, generator=None):
-    """(batch, heads, tokens, columns), laid out as a projection leaves it: tokens before heads."""
+    """(batch, heads, tokens, columns) in the memory layout of a projection's result: tokens before heads."""
     return torch.randn(batch, tokens, heads, columns, generator=generator).to(dtype).to(device).transpose(1, 2)
 
 
@@ -105,7 +105,7 @@ OP = Op(
     ),
     small=(2, 2, 1, 3, 6, 4, False),
     bench=((8, 32, 8, 4096, 128, 128, False), (8, 32, 8, 2048, 128, 32, False), (8, 16, 4, 4096, 64, 64, True)),
-    traffic=(2.5, 2.5),  # of the queries' size, with a key for four of them
+    traffic=(2.5, 2.5),  # in units of the queries' size, with one key per four queries
     saves=False,
     recipe_needs_recipe=True,
     constants=2,
@@ -114,13 +114,13 @@ _passes = OP.passes
 
 
 def table(t):
-    """cos or sin as kernels take it: (B or 1, P, W), contiguous."""
+    """cos or sin for kernels: (B or 1, P, W), contiguous."""
     t = t if t.dim() == 3 else t.unsqueeze(0)
     return (t[:1] if t.stride(0) == 0 else t).contiguous()
 
 
 def rows_index(position_ids):
-    """Positions as kernels take them: (B or 1, S) int64, contiguous."""
+    """Positions for kernels: (B or 1, S) int64, contiguous."""
     if position_ids is None:
         return None
     return (position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)).to(torch.int64).contiguous()
@@ -131,7 +131,7 @@ def columns_dense(x):
 
 
 def result(x, dtype, strides=None):
-    """Memory for a tensor like x, dense, in the order of its strides, as torch's results are."""
+    """Memory for a dense tensor like x, in the order of its strides, as in torch's results."""
     if x is None:
         return None
     if strides is None and (x.is_contiguous() or 1 not in x.shape):
@@ -141,7 +141,7 @@ def result(x, dtype, strides=None):
 
 
 def heads_first(x, how):
-    """x as kernels take it, (B, H, S, D)."""
+    """x for kernels, (B, H, S, D)."""
     return x.transpose(1, 2) if how.tokens_first and x is not None else x
 
 
@@ -155,7 +155,7 @@ def _compute(query, key, cos, sin, position_ids, how, kernel):
 
 
 class _Rope(Function):
-    """Linear in queries and keys, so its own backward: the same angles, the other way round."""
+    """Linear in queries and keys, so it is its own backward, with negated angles."""
 
     @staticmethod
     def forward(ctx, query, key, cos, sin, position_ids, how, kernel):
@@ -163,11 +163,11 @@ class _Rope(Function):
         recipe.save(ctx, made=(cos, sin, position_ids))
         ctx.set_materialize_grads(False)
         both = _compute(query, key, cos, sin, position_ids, how, kernel)
-        # Gradients have the order of the inputs' strides, which the results have, whatever that of theirs.
+        # Gradients have the stride order of the inputs and results, whatever the order of the incoming gradients.
         strides = tuple(None if y is None else y.stride() for y in both)
         ctx.how = how._replace(transposed=not how.transposed, out=query.dtype, strides=strides)
         ctx.kernel = kernel
-        # Worth it only where x itself can be rebuilt: else x would be kept in y's stead, and nothing is saved.
+        # Only worthwhile if x itself can be rebuilt; otherwise x would be kept instead of y, which saves nothing.
         for number, (token, y) in enumerate(zip(tokens, both, strict=True)):
             if token is not None:
                 build = _build(how._replace(strides=(y.stride(), None)), kernel)
@@ -201,12 +201,12 @@ def _run(query, key, cos, sin, position_ids, how, kernel):
 
 
 def fits(query, key, cos, sin, position_ids, rotary, layout) -> bool:
-    """Whether kernels take these tensors; where not, torch's formula runs, or says what is wrong."""
+    """Whether kernels accept these tensors; if not, torch's formula runs or raises."""
     if query.dim() != 4 or cos.shape != sin.shape or cos.dim() not in (2, 3):
         return False
     heads = _HEADS[layout]
     batch, *_, columns = query.shape
-    tokens = query.shape[-5 - heads]  # the other one of dimensions 1 and 2
+    tokens = query.shape[-5 - heads]  # the other of dimensions 1 and 2
     if key is not None:
         if key.dim() != 4 or (key.shape[0], key.shape[-5 - heads], key.shape[-1]) != (batch, tokens, columns):
             return False
@@ -252,16 +252,15 @@ def rope(
     layout="bhsd",
     prefer="auto",
 ):
-    """(query, key) turned by their positions, in one pass; nothing is kept for backward but cos and sin.
+    """(query, key) rotated by position, in one pass; only cos and sin are kept for backward.
 
-    Shapes: query (B, H, S, D), key (B, G, S, D) or None (then None comes back for it), or (B, S, H, D) and (B, S, G, D)
+    Shapes: query (B, H, S, D), key (B, G, S, D) or None (then its result is None), or (B, S, H, D) and (B, S, G, D)
     with layout="bshd"; any strides, whose order the results have. cos, sin (S, W), (1, S, W) or (B, S, W), or with
-    position_ids (B, S), of int64 or int32, tables (P, W) whose rows those are. The first R = `rotary_dim` (None: W)
-    columns are turned; W is R, as in transformers, or R / 2, where both columns of a pair have one angle. interleaved:
+    position_ids (B, S), int64 or int32, tables (P, W) that position_ids index. The first R = `rotary_dim` (None: W)
+    columns are rotated; W is R, as in transformers, or R / 2 if both columns of a pair share one angle. interleaved:
     pairs (2 i, 2 i + 1) instead of (i, i + R / 2). The results have the dtype of `query * cos`, rounded once; for
-    float32 they are those of the formula in torch, bit for bit. A cos or sin that requires grad gets it, from torch's
-    formula. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises ValueError for an unknown layout, and what
-    torch raises.
+    float32 they are bitwise equal to torch's formula. If cos or sin requires grad, torch's formula computes it. prefer:
+    "auto" | "memory" | "speed" (`hfnn.convert`). Raises ValueError for an unknown layout, and what torch raises.
     """
     check_layout(layout)
     turn = rotary_dim, interleaved, layout
@@ -273,10 +272,10 @@ def rope(
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, *, interleaved=False, prefer="auto"):
-    """`apply_rotary_pos_emb` of transformers' models: (q, k) turned by cos and sin (B, S, R), R the width of a head.
+    """`apply_rotary_pos_emb` of transformers' models: (q, k) rotated by cos and sin (B, S, R), R the width of a head.
 
-    unsqueeze_dim: where the heads are, 1 or 2 of q's four dimensions. interleaved, prefer: as in `rope`. Raises what
-    torch raises.
+    unsqueeze_dim: the dimension of the heads, 1 or 2 of q's four dimensions. interleaved, prefer: as in `rope`. Raises
+    what torch raises.
     """
     if not _passes(q, prefer) and cos.dim() == 3 and q.dim() == 4 and unsqueeze_dim in (1, 2, -2, -3):
         layout = "bhsd" if unsqueeze_dim in (1, -3) else "bshd"

@@ -1,9 +1,9 @@
-"""Leaky rectified linear unit with slopes that are drawn.
+"""Leaky rectified linear unit with random slopes.
 
     y = x where x > 0, else r x;   dx = dy where x > 0, else r dy;   r uniform in [lower, upper), one an element
 
-Xu et al., "Empirical Evaluation of Rectified Activations in Convolutional Network", 2015. torch keeps x and r. Here a
-bit an element is kept, and the seed that r is drawn with again in backward. The seed comes from torch's default
+Xu et al., "Empirical Evaluation of Rectified Activations in Convolutional Network", 2015. torch keeps x and r. Here one
+bit per element is kept, and the seed with which r is drawn again in backward. The seed comes from torch's default
 generator, so `torch.manual_seed` and the recomputation of activation checkpoints reproduce it. In evaluation the slope
 is the mean, and the op is leaky_relu.
 """
@@ -31,7 +31,7 @@ def sample(case, dtype, device, generator=None):
     return (piecewise.crossing(case, generator, (0,)).to(dtype).to(device), 1 / 8, 1 / 3, True), {}
 
 
-# No kernels of its own: what is drawn is drawn by torch.
+# No own kernels: torch draws the numbers.
 OP = Op(
     "rrelu",
     reference,
@@ -55,27 +55,28 @@ class _RReLU(Function):
     @staticmethod
     def backward(ctx, dy):
         (packed,) = ctx.saved_tensors
-        # In torch's ops, and so linear in dy for a second backward too.
+        # In torch's ops, so it is linear in dy for a second backward, too.
         return torch.where(bits.unpack(packed, dy.shape), dy * _slopes(dy, *ctx.how), dy), *(None for _ in ctx.how)
 
 
 def _compute(x, *how):
-    return torch.where(x <= 0, x * _slopes(x, *how), x).contiguous()  # as torch's
+    return torch.where(x <= 0, x * _slopes(x, *how), x).contiguous()  # as in torch
 
 
 def _slopes(x, lower, upper, seed, offset):
-    """The slopes that a seed and an offset stand for, in the shape, dtype and place of x."""
+    """The slopes for a seed and an offset, in the shape, dtype and device of x."""
     generator = torch.Generator(x.device).manual_seed(seed)
     if x.is_cuda:
         generator.set_offset(offset)
-    with drawing():  # for a dy that stands for one, in a backward that is for many
+    with drawing():  # for one dy, in a batched backward
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(lower, upper, generator=generator)
 
 
 def _takes(x, prefer):
-    """Whether the room is to run: in time it gains nothing.
+    """Whether the room runs; it saves memory but no time.
 
-    Whether a gradient is wanted is not asked: a checkpoint's first pass wants none, and draws what the second does.
+    This does not depend on whether a gradient is needed: a checkpoint's first pass needs none, but must draw the same
+    numbers as the second.
     """
     if compiling():
         return False
@@ -89,11 +90,11 @@ def _takes(x, prefer):
 
 
 def rrelu(input, lower=1 / 8, upper=1 / 3, training=False, inplace=False, *, prefer="auto"):
-    """`torch.nn.functional.rrelu`, keeping a bit an element and a seed instead of the input and the slopes.
+    """`torch.nn.functional.rrelu`; keeps one bit per element and a seed instead of the input and the slopes.
 
     Shapes: any; the result has the shape and dtype of input. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). The
-    slopes are not those that torch draws from the same seed. With inplace=True, and inside CUDA graph capture, torch's
-    own op runs. Raises what torch raises.
+    slopes differ from those that torch draws from the same seed. With inplace=True, and inside CUDA graph capture,
+    torch's own op runs. Raises what torch raises.
     """
     if not training and not inplace and lower <= upper and not torch._C._are_functorch_transforms_active():
         return piecewise.leaky_relu(input, (lower + upper) / 2, prefer=prefer)

@@ -1,16 +1,16 @@
-"""Selections: of two numbers by their order (abs, maximum, minimum), or by a mask (where, masked_fill) or an index.
+"""Selections: by the order of two numbers (abs, maximum, minimum), by a mask (where, masked_fill) or by an index.
 
     dx_i = dy_i * factor[code_i],    code = 0 where a = b, 1 where a < b, 2 where a > b, 3 where either is a NaN
 
-The order of two numbers is all that backward needs: a code of two bits (csrc/compare.h), a quarter of a byte an
-element; torch keeps the inputs themselves. Slopes are constant, so that backward is linear in dy, is its own backward,
-and can be differentiated as often as torch's.
+Backward only needs the order of two numbers: a two-bit code per element (csrc/compare.h). torch keeps the inputs
+themselves. Slopes are constant, so backward is linear in dy, is its own backward, and can be differentiated as often as
+torch's.
 
     y = a where mask, else b;    da = dy where mask, else 0;    db = 0 where mask, else dy
 
-Of a mask torch keeps a byte an element; here it is packed into an eighth of that (hfnn/core/bits.py), at each call, for
-a mask may be filled anew in between by what moves no version. Of a mask that is broadcast the small one is kept. Values
-and gradients are torch's own to the bit.
+torch keeps one byte per element of a mask. Here it is packed into an eighth of that (hfnn/core/bits.py), at each call,
+because a mask may be refilled in between without a new version. For a broadcast mask, the small one is kept. Values and
+gradients are bitwise equal to torch's.
 """
 
 import inspect
@@ -30,9 +30,9 @@ from hfnn.ops.layout import ambiguous, in_rows, laid, like, like_dy, result_stri
 from hfnn.ops.table import BENCH, SHAPES
 
 ABS, MAXIMUM, MINIMUM, CODES = range(4)  # as in csrc/compare.h
-NONE = math.nan  # as a factor: no gradient, whatever dy is
+NONE = math.nan  # as a factor: no gradient, for any dy
 
-# Of a and of b, in the order of the codes.
+# Factors of a and of b, in the order of the codes.
 FACTORS = {
     ABS: ((0.0, -1.0, 1.0, 0.0),),
     MAXIMUM: ((0.5, NONE, 1.0, 1.0), (0.5, 1.0, NONE, 1.0)),
@@ -44,7 +44,7 @@ class _Compare(Function):
     @staticmethod
     def forward(ctx, a, b, before, kind, kernel):
         y, codes = _values(a, b, kind, kernel, with_codes=True)
-        # torch's maximum has a choice of dy alone.
+        # torch's maximum selects from dy only.
         own, link = links(a, before) if kind == ABS else (None, None)
         ctx.save_for_backward(codes, link)
         ctx.set_materialize_grads(False)
@@ -60,7 +60,7 @@ class _Compare(Function):
             flat(slope(dy, codes, factors, ctx.kernel), link) if need else None
             for factors, need in zip(ctx.factors, ctx.needs_input_grad, strict=False)
         )
-        if not db:  # of two inputs torch's gradients have their layout, and not that of dy
+        if not db:  # with two inputs, torch's gradients have their layout, not that of dy
             da = like_dy(da, dy)
         elif 1 in dy.shape and not dy.is_contiguous():
             da, *db = (d if d is None else laid(d, result_strides(d, dy)) for d in (da, *db))
@@ -68,7 +68,7 @@ class _Compare(Function):
 
 
 class _Slope(Function):
-    """dx of dy: linear in dy, so its own backward."""
+    """dx of dy: linear in dy, so it is its own backward."""
 
     @staticmethod
     def forward(ctx, dy, codes, factors, kernel):
@@ -83,7 +83,7 @@ class _Slope(Function):
 
 
 def slope(dy, codes, factors, kernel):
-    """dy times the factor of each code; differentiable in dy where that is asked. kernel: one of `kernels`."""
+    """dy times the factor of each code; differentiable in dy if needed. kernel: one of `kernels`."""
     if torch.is_grad_enabled():
         return _Slope.apply(dy, codes, factors, kernel)
     return _product(dy, codes, factors, kernel)
@@ -111,13 +111,13 @@ def empty_codes(x):
 
 
 def compare(a, b, kind, kernel):
-    """y of a and b (None for ABS), keeping what backward needs where there will be one."""
+    """y of a and b (None for ABS); keeps what backward needs, if there will be one."""
     if torch.is_grad_enabled() and (a.requires_grad or (b is not None and b.requires_grad)):
         return _Compare.apply(a, b, link_before(a) if kind == ABS else None, kind, kernel)[0]
     return _values(a, b, kind, kernel, with_codes=False)[0]
 
 
-# The codes of two tensors (kind CODES), and their slopes, for rooms whose first kernel is another one.
+# The codes of two tensors (kind CODES), and their slopes, for rooms whose first kernel is a different one.
 ORDER = Op("compare", torch.sub, torch.sub, kernels("compare", 0), sample=lambda *_: None)
 
 
@@ -126,7 +126,7 @@ class Compare(Op):
     kind: int = ABS
 
     def run(self, input, prefer: str, arguments: tuple):
-        """The result by a kernel, or None where torch's own op is to run."""
+        """The result by a kernel, or None if torch's own op must run."""
         (other,) = arguments or (None,)
         kernel = self.select(input, other, prefer=prefer)
         if kernel is None or not in_rows(input):  # torch's result has other strides
@@ -139,7 +139,7 @@ class Compare(Op):
 
 
 def _apart(case, dtype, device, generator=None):
-    """a and b of shape `case`, no two elements nearer than a tenth."""
+    """a and b of shape `case`, no two elements closer than a tenth."""
     a, difference = (torch.randn(case, generator=generator) for _ in range(2))
     return tuple(t.to(dtype).to(device) for t in (a, a + difference + difference.sign() / 10)), {}
 
@@ -169,7 +169,7 @@ MINIMUM_OP, minimum = _extreme("min", lambda a, b: a.where(a < b, b), MINIMUM)
 
 
 def _away_from_0(shape, generator):
-    """None is nearer to the kink than a tenth."""
+    """No element is closer to the kink than a tenth."""
     x = torch.randn(shape, generator=generator)
     return x + x.sign() / 10
 
@@ -191,8 +191,8 @@ abs = table.function(
 
 # By a mask.
 
-NEVER = 1 << 62  # elements from which this is faster: it is smaller, and takes a launch more
-# The choice is torch's; a kernel packs the mask.
+NEVER = 1 << 62  # elements from which this is faster: never, because it needs one more launch
+# torch selects; a kernel packs the mask.
 _KERNELS = kernels("bits", NEVER)
 
 
@@ -212,7 +212,7 @@ def _small_shape(mask) -> tuple[int, ...]:
 
 
 def _broadcasts(mask, x) -> bool:
-    """Whether a mask is a plain boolean one, on x's device, that broadcasts to x and does not broaden it."""
+    """Whether a mask is a plain boolean tensor on x's device that broadcasts to x without enlarging it."""
     if not is_plain(mask) or mask.dtype is not torch.bool or mask.device != x.device or mask.dim() > x.dim():
         return False
     shape = x.shape[x.dim() - mask.dim() :]
@@ -322,11 +322,11 @@ def masked_fill(input, mask, value, *, prefer="auto"):
     return _MaskedFill.apply(input, mask, _pack(mask), value)
 
 
-# By an index. Both directions are torch's own kernels; torch keeps x too, for its shape.
+# By an index. Both directions use torch's own kernels; torch also keeps x, for its shape.
 
 
 def _gather_sample(case, dtype, device, generator=None):
-    """Three of each row."""
+    """Three elements of each row."""
     x = torch.randn(case, generator=generator).to(dtype).to(device)
     index = torch.randint(case[-1], (*case[:-1], 3), generator=generator).to(device)
     return (x, -1, index), {}

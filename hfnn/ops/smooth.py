@@ -1,15 +1,15 @@
-"""Smooth functions of one input: a row each, and what is kept for backward.
+"""Smooth functions of one input: one row per function, and what is kept for backward.
 
-Where torch keeps y (sigmoid, tanh, exp, sqrt), so does the room. A second derivative is the first one's expression in
-y, differentiated: in a backward under create_graph=True the saved output comes with its own graph, which leads on to x.
-As in torch, y must not be written to before backward.
+If torch keeps y (sigmoid, tanh, exp, sqrt), so does the room. For a second derivative, the first one's expression in y
+is differentiated: in a backward under create_graph=True the saved output has its own graph, which leads to x. As in
+torch, y must not be written to before backward.
 
-Where torch keeps x, x is kept, y carries a recipe, and a consumer rebuilds it. Though some of these could tell their
-derivative from y, y is the user's: to write to, and to hang hooks on that a second derivative would run again. With
+If torch keeps x, x is kept, y carries a recipe, and a consumer rebuilds it. Some of these functions could compute their
+derivative from y. But users may write to y, and may hang hooks on it that a second derivative would run again. With
 keep="output", y and five bits are kept (recode.py).
 
-The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. Its CUDA kernels give elu, selu,
-celu and hardswish that of one of the branches.
+The slope at a NaN is a NaN on every device, as in torch's vector code for the CPU. torch's CUDA kernels use the slope
+of one of the branches for elu, selu, celu and hardswish.
 """
 
 import functools
@@ -30,7 +30,7 @@ from hfnn.ops import recode, table
 from hfnn.ops.layout import _dense, ambiguous, in_order, laid, like, ordered
 from hfnn.ops.table import BENCH, real
 
-_nn = torch._C._nn  # no patch reaches it
+_nn = torch._C._nn  # not affected by patches
 ALL_FLOATS = (*FLOATS, torch.float64)
 _OPS: list[Op] = []
 
@@ -39,14 +39,14 @@ _OPS: list[Op] = []
 class Smooth(Op):
     """A row.
 
-    numbers(*torch's arguments after the input): those that the kernels take after the tensors, or None for torch's own
-    op. formula(x, *numbers): torch's op, for second derivatives. gradient(dy, kept, *numbers): dx by torch's ops; None
-    for the kernel's. casts: kernels take a result of another dtype than x's; else x is cast first.
-    keeps_output: y is kept, not x; gradient is then differentiable, in float32 or wider, and for that alone.
-    fast: the dtypes in which an op of which torch keeps no more than hfnn is not slower on the CPU than torch's.
-    label: the name by which autograd and `hfnn.memory` show it. through_y: the kernel's backward is of y, which is
-    computed again for it. contiguous: torch's result on the CPU is, whatever the input; else it has the strides of x,
-    and the gradient those of dy, also in dimensions of size 1. like_x: the gradient has x's layout, whatever dy's.
+    numbers(*torch's arguments after the input): the kernel arguments after the tensors, or None for torch's own op.
+    formula(x, *numbers): torch's op, for second derivatives. gradient(dy, kept, *numbers): dx by torch's ops; None for
+    the kernel's. casts: kernels support a result of another dtype than x's; otherwise x is cast first. keeps_output: y
+    is kept, not x; gradient is then differentiable, in float32 or wider, and only used for that. fast: for ops where
+    torch keeps no more than hfnn, the dtypes that are not slower on the CPU than torch's. label: the name that autograd
+    and `hfnn.memory` show. through_y: the kernel's backward uses y, which is computed again for it. contiguous: torch's
+    result on the CPU is contiguous for any input; otherwise it has the strides of x, and the gradient those of dy, also
+    in dimensions of size 1. like_x: the gradient has x's layout, whatever dy's.
     """
 
     numbers: Callable = lambda: ()
@@ -61,7 +61,7 @@ class Smooth(Op):
     like_x: bool = False
 
     def run(self, input, prefer: str, arguments: tuple, keep: str = "input"):
-        """The result by a kernel, or None where torch's own op is to run, or to raise."""
+        """The result by a kernel, or None if torch's own op must run, or raise."""
         if keep == "input":
             y = self.native(input, None, prefer, *arguments)
             if y is not NotImplemented:
@@ -87,7 +87,7 @@ class Smooth(Op):
         return self._rebuilt(input, numbers, self.out_dtype(input), kernel)
 
     def fused(self, x, out, prefer: str, **options):
-        """The result in dtype `out`, which is no narrower than x; None where no kernel takes the call.
+        """The result in dtype `out`, which is not narrower than x; None if no kernel accepts the call.
 
         For modules that compute this op in their own words (hfnn/patterns/lookalike.py), whose own code runs otherwise.
         Under autocast some of them return float32 from a narrower x.
@@ -112,7 +112,7 @@ class Smooth(Op):
         return double_backward(lambda x: self.formula(x.to(out), *numbers), (x,), (True,), dy)
 
     def forward(self, x, kernel, numbers=(), out=None, again=False):
-        """y of x by a kernel; again: in backward, to be rounded as forward's y and its cast to `out` are."""
+        """y of x by a kernel. again: in backward, rounded like forward's y and its cast to `out`."""
         x = _dense(x)
         y = like(x, out)
         (kernel.rebuild if again else kernel.forward)(
@@ -121,14 +121,14 @@ class Smooth(Op):
         return y
 
     def backward(self, dy, x, numbers, kernel):
-        """dx of dy and of what is kept."""
+        """dx of dy and the kept tensor."""
         if self.gradient is not None and not self.keeps_output:
-            if 1 not in dy.shape:  # where torch's strides depend on those given
+            if 1 not in dy.shape:  # otherwise torch's strides depend on the given ones
                 dy, x, _ = ordered(dy, x)  # torch's bits depend on the layout
             return self.gradient(dy, x, *numbers)
         kept = self.forward(x, kernel, numbers) if self.through_y else x
         if self.like_x:
-            kept = _dense(kept)  # as the result, of which torch makes dx
+            kept = _dense(kept)  # in the layout of the result, from which torch computes dx
             kept, in_step, dx = ordered(like(kept).copy_(kept) if ambiguous(kept) else kept, dy)
         else:
             in_step, kept, dx = ordered(dy, kept)
@@ -136,7 +136,7 @@ class Smooth(Op):
         return laid(dx, dy.stride()) if self.contiguous and ambiguous(dy) else dx
 
     def build(self, numbers, out, kernel, into=None):
-        """y of x: in forward, and again in backward, there as a cast to the dtype `into` leaves it."""
+        """y of x, in forward and again in backward, there as a cast to the dtype `into` gives it."""
 
         def build(x):
             x = x if self.casts and not torch.is_grad_enabled() else x.to(out)
@@ -230,11 +230,11 @@ def _normal(shape, generator, *options):
 def _row(
     name, text, torchs, base, reference, floor, numbers, values=((),), draw=_normal, keep=False, named=False, **more
 ):
-    """The function of an op, and its module where there is one. text: the definition, and whose.
+    """The function of an op, and its module if there is one. text: the definition and its source.
 
-    base: torch's class, the name of one that torch has not, or None. floor: from how many elements on the C++ kernel is
-    faster than torch. values: options of the contract's cases; draw(shape, generator, *options): an input for them.
-    keep: whether y may be kept instead (recode.py). named: torch takes the arguments by name alone.
+    base: torch's class, the name of a class that torch does not have, or None. floor: the number of elements from which
+    the C++ kernel is faster than torch. values: options of the contract's cases; draw(shape, generator, *options): an
+    input for them. keep: whether y may be kept instead (recode.py). named: torch takes the arguments only by name.
     """
     parameters = list(inspect.signature(numbers).parameters.values())
     names = [p.name for p in parameters]
@@ -254,7 +254,7 @@ def _row(
     return function, table.module(op, base, label, function, recode.KEEPS[0] if keep else None)
 
 
-# What csrc/unary.h has, by its number there.
+# The functions of csrc/unary.h, by their numbers there.
 
 
 def _kind(number: int) -> Callable:
@@ -327,7 +327,7 @@ def _elu_like(alpha, scale=1.0, input_scale=1.0):
 
 
 def _away_from_0(shape, generator, *options):
-    """Not within 1e-2 of 0, where the slope may jump."""
+    """Not within 1e-2 of 0, because the slope may jump there."""
     x = _normal(shape, generator)
     return x + torch.where(x < 0, -1e-2, 1e-2)
 

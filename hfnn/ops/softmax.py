@@ -2,8 +2,8 @@
 
     y = exp(x - lse),    lse = log(sum(exp(x)));    dx = y * (dy - sum(dy * y))
 
-Backward needs y alone, which is what torch keeps too. What differs is the time, and that a 16-bit x whose result is to
-be float32 (`dtype=torch.float32`, autocast) is not copied to float32 first.
+Backward only needs y, which torch keeps too. The differences are the time, and that a 16-bit x with a float32 result
+(`dtype=torch.float32`, autocast) is not copied to float32 first.
 
 Names end in their shape: R rows (every leading dimension, flattened), C columns.
 """
@@ -75,7 +75,7 @@ class _Softmax(Function):
 
 
 def _differentiable(dy, y, log):
-    """dx as a formula of dy and the saved output, whose own graph leads on to x."""
+    """dx as a formula of dy and the saved output, whose graph leads to x."""
     wide = torch.promote_types(y.dtype, torch.float32)
     dy, y = dy.to(wide), y.to(wide)
     if log:
@@ -84,7 +84,7 @@ def _differentiable(dy, y, log):
 
 
 def along_last(op, input, dim, dtype, log, prefer):
-    """softmax or log_softmax by a kernel, or None where torch's own op is to run, or to raise."""
+    """softmax or log_softmax by a kernel, or None if torch's own op must run, or raise."""
     if op.passes(input, prefer) or dim is None or input.dim() == 0 or dim not in (-1, input.dim() - 1):
         return None
     out = op.out_dtype(input) if dtype is None else dtype

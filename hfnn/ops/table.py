@@ -1,4 +1,4 @@
-"""Rows: an op of a family is one `Op` with what its family asks besides; its function and its module are made here."""
+"""Rows: an op of a family is one `Op` with the fields of its family. Its function and its module are made here."""
 
 import inspect
 import linecache
@@ -11,7 +11,7 @@ BENCH = (16384, 8192)
 
 
 def numbers(op, *arguments):
-    """`op.numbers(*arguments)`; None where it cannot tell: torch's own op then says what is wrong with them."""
+    """`op.numbers(*arguments)`; None if it fails: torch's own op then raises the error."""
     try:
         return op.numbers(*arguments)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
@@ -19,7 +19,7 @@ def numbers(op, *arguments):
 
 
 def real(value) -> float:
-    """A number as a kernel takes it; TypeError for text, and for what holds numbers, of which `float` makes one."""
+    """A number for a kernel; TypeError for strings and containers, which `float` might accept."""
     return float(1.0 * value)
 
 
@@ -40,12 +40,12 @@ def sampler(draw, names):
 
 
 def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
-    """torch's function of the op's name with `prefer`, and where `keeps` are its choices `keep`, besides.
+    """torch's function of the op's name with the extra argument `prefer`, and `keep` if `keeps` has its choices.
 
-    parameters: inspect's, of torch's function, but for the input; named: they go by name alone. op.run(input, prefer,
-    arguments[, keep]) is the result by a kernel, or None where torch's own op is to run, or to raise.
+    parameters: inspect's, of torch's function, without the input; named: they are keyword-only. op.run(input, prefer,
+    arguments[, keep]) is the result by a kernel, or None if torch's own op must run, or raise.
 
-    Written out and compiled, as dataclasses do: a general wrapper costs a small call a microsecond.
+    Generated as source and compiled, as in dataclasses, because a general wrapper costs a small call one microsecond.
     """
     parameters = [p.replace(kind=p.KEYWORD_ONLY) if named else p for p in parameters]
     defaults = {f"_{p.name}": p.default for p in parameters if p.default is not p.empty}
@@ -59,7 +59,7 @@ def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
         f" y = None if passes(input, prefer) else run(input, prefer, ({arguments}){keep})",
         f" return torchs(input, {_passed(parameters)}) if y is None else y",
     ]
-    if named:  # torch takes a while to read names
+    if named:  # torch is slow at parsing keywords
         usual = " and ".join(f"{p.name} is _{p.name}" for p in parameters)
         lines.insert(-1, f" if y is None and {usual}: return torchs(input)")
 
@@ -68,14 +68,14 @@ def function(op, parameters, text: str, keeps: tuple = (), named: bool = False):
 
     cells = {"passes": op.passes, "run": op.run, "torchs": op.torch, "keeps": keeps, "refuse": refuse, **defaults}
     made = _written(op, lines, cells)
-    made.__doc__, made.__qualname__ = text, op.name  # by which it is pickled
+    made.__doc__, made.__qualname__ = text, op.name  # used by pickle
     return made
 
 
 def module(op, base: type, name: str, function, keep=None, inputs=("input",), attributes=None) -> type:
-    """`base`, whose forward is `function` of its inputs and its attributes; entered as the op's.
+    """`base`, whose forward is `function` of its inputs and its attributes; registered as the op's module.
 
-    attributes: of which names, each of which is an argument's too; None: of all arguments.
+    attributes: the names, which are also argument names; None: all arguments.
     """
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in inputs]
     if attributes is not None:
@@ -94,12 +94,12 @@ def module(op, base: type, name: str, function, keep=None, inputs=("input",), at
 
 
 def _passed(parameters, owner="") -> str:
-    """The parameters as arguments, each by its name where it goes by that alone."""
+    """The parameters as arguments, by name if they are keyword-only."""
     return ", ".join(f"{f'{p.name}=' if p.kind is p.KEYWORD_ONLY else ''}{owner}{p.name}" for p in parameters)
 
 
 def _written(op, lines, cells):
-    """The function of these lines, which close over the cells."""
+    """The function with these lines, which close over the cells."""
     name = lines[0][len("def ") :].partition("(")[0]
     lines = [f"def make({', '.join(cells)}):", *(f"    {line}" for line in lines), f"    return {name}"]
     scope, file, text = {}, f"<hfnn {op.name}: {name}>", "\n".join(lines)

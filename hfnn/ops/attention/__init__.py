@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T) v without its matrix of scores (csrc/attention.h)."""
+"""Attention: softmax(q k^T) v without a matrix of scores (csrc/attention.h)."""
 
 from hfnn.ops.attention.multihead import MultiheadAttention
 from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""From the arguments of a call to what kernels take (csrc/attention.h)."""
+"""Translates the arguments of a call to kernel arguments (csrc/attention.h)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What tells the pairs that count, and ALiBi's slopes; None where absent."""
+    """Tensors that define the pairs that count, and ALiBi's slopes; None if absent."""
 
     bits: torch.Tensor | None = None
     tiles: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class Tensors(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What is asked for besides query, key and value, as it was given."""
+    """The given options besides query, key and value."""
 
     attn_mask: torch.Tensor | None
     dropout_p: float
@@ -64,12 +64,12 @@ class Arguments(NamedTuple):
         )
 
     def for_reference(self) -> dict:
-        """Keyword arguments of `reference`, but for attn_mask and sinks, which may want gradients."""
+        """Keyword arguments of `reference`, except attn_mask and sinks, which may require gradients."""
         names = ("dropout_p", "is_causal", "scale", "enable_gqa", "window", "softcap", "alibi", "lengths", "offset")
         return {**{name: getattr(self, name) for name in names}, "cu_seqlens": self.cu_seqlens}
 
     def numbers(self, width: int) -> Numbers:
-        """width: that of a query, D."""
+        """width: the width of a query, D."""
         left, right = (-1 if limit is None else int(limit) for limit in self.window or (None, None))
         if self.is_causal:
             right = 0
@@ -98,7 +98,7 @@ class Arguments(NamedTuple):
         return tuple(starts.to(torch.int32).contiguous() for starts in both)
 
     def bias(self, query) -> torch.Tensor | None:
-        """The mask that is added (B or 1, H or 1, T or 1, S or 1), in a dtype that kernels take."""
+        """The additive mask (B or 1, H or 1, T or 1, S or 1), in a dtype that kernels support."""
         bias = self.attn_mask
         if bias is None or bias.dtype is torch.bool:
             return None
@@ -106,7 +106,7 @@ class Arguments(NamedTuple):
         return bias if bias.dtype is query.dtype else bias.to(torch.promote_types(query.dtype, torch.float32))
 
     def problem(self, query, key, value) -> str | None:
-        """What about a call no kernel takes, as a sentence, or None. query, key and value in four dimensions."""
+        """Why no kernel accepts a call, as a sentence, or None. query, key and value have four dimensions."""
         batch, heads, _, width = query.shape
         if query.dtype is not key.dtype or query.dtype is not value.dtype:
             return f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}: give all the same dtype"

@@ -1,6 +1,6 @@
-"""How long each of torch's backends of attention takes for a kind of call: measured, and kept in a file.
+"""The time of each of torch's attention backends for a kind of call: measured, and kept in a file.
 
-`row(kind, ...)` is what the file has, or else what is measured now, on tensors of its own. See backends.py.
+`row(kind, ...)` returns the row of the file, or measures one now, on tensors of its own. See backends.py.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ NUMBERS = {
     "flash": int(_SDPBackend.FLASH_ATTENTION),
     "efficient": int(_SDPBackend.EFFICIENT_ATTENTION),
 }
-BUCKETS = (512, 2048)  # lengths up to which calls are of one kind; what is longer is of another
-MEASURED = (512, 2048, 4096)  # the length that stands for each
-BYTES = 8 << 20  # of the query that is timed; with the others and their gradients about eight times that
+BUCKETS = (512, 2048)  # upper limits of the length buckets; longer calls form one more kind
+MEASURED = (512, 2048, 4096)  # the length that is measured for each bucket
+BYTES = 8 << 20  # size of the timed query; all tensors and gradients take about eight times as much
 ROUNDS, CALLS = 5, 3
 
-# torch's order is the process's: held while a call has an order of its own, by a thread that may come back from within.
+# torch's order is process-wide. The lock is held while a call uses its own order; the thread may re-enter.
 lock = threading.RLock()
 
 
 class Kind(NamedTuple):
-    """What the fastest backend depends on. width, value_width: of a head; bucket: an index into MEASURED."""
+    """The properties that decide the fastest backend. width, value_width: of a head; bucket: an index into MEASURED."""
 
     gpu: str
     software: str
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
 
 @contextlib.contextmanager
 def in_order(order: list[int]) -> Iterator[None]:
-    """torch asks its backends in this order inside the `with` block."""
+    """torch tries its backends in this order inside the `with` block."""
     with lock:
         before = get_order()
         set_order(order)
@@ -74,7 +74,7 @@ def in_order(order: list[int]) -> Iterator[None]:
 
 
 def row(kind: Kind, names: list[str], place: int) -> dict[str, float | None] | None:
-    """Microseconds of each backend (None: it does not take such calls), or None where they cannot be had now."""
+    """Microseconds of each backend (None: it does not support such calls), or None if they cannot be measured now."""
     found = rows().get(str(kind), {})
     missing = [name for name in names if name not in found]
     if missing:
@@ -92,14 +92,14 @@ def row(kind: Kind, names: list[str], place: int) -> dict[str, float | None] | N
 
 
 def _may_measure() -> bool:
-    """Not while a CUDA graph is captured, and not where a mode would see what is run here."""
+    """Not while a CUDA graph is captured, and not if a mode would see the ops that run here."""
     return not capturing() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def measure(kind: Kind, names: list[str], device: torch.device, clock: Callable) -> dict[str, float | None]:
     """Times of the backends `names` on tensors like those of a call of this kind, forward with backward if `kind.grad`.
 
-    clock(call) -> the microseconds of call(). A backend that does not take the tensors has None. Raises
+    clock(call) -> the microseconds of call(). A backend that does not support the tensors has None. Raises
     torch.OutOfMemoryError.
     """
     with _apart(kind, device):
@@ -109,7 +109,7 @@ def measure(kind: Kind, names: list[str], device: torch.device, clock: Callable)
         def step(order):
             with in_order(order):
                 y = _sdpa(query, key, value, **options)
-            if kind.grad:  # by the backend that ran forward, whatever the order is
+            if kind.grad:  # uses the backend of forward, whatever the order is
                 torch.autograd.grad(y, (query, key, value), dout)
 
         calls = {}
@@ -123,11 +123,11 @@ def measure(kind: Kind, names: list[str], device: torch.device, clock: Callable)
 
 
 def medians(calls: dict[str, Callable], clock: Callable, rounds: int = ROUNDS) -> dict[str, float | None]:
-    """The median of clock(call) for each call, in rounds there and back; None for a call that raises RuntimeError."""
+    """The median of clock(call) for each call, in rounds of alternating order; None if a call raises RuntimeError."""
     times = {}
     for name, call in calls.items():
         try:
-            call()  # plans, loads
+            call()  # makes plans, loads kernels
             clock(call)
         except torch.OutOfMemoryError:
             raise
@@ -142,7 +142,7 @@ def medians(calls: dict[str, Callable], clock: Callable, rounds: int = ROUNDS) -
 
 
 def _device_us(call: Callable) -> float:
-    """Between two events on the current stream; a spin before them lets the host run ahead."""
+    """Time between two events on the current stream; a spin kernel before them lets the host run ahead."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)
     start.record()
@@ -155,7 +155,7 @@ def _device_us(call: Callable) -> float:
 
 @contextlib.contextmanager
 def _apart(kind: Kind, device: torch.device) -> Iterator[None]:
-    """Nothing of the caller's state is seen or moved: random numbers, grad mode, autocast, hooks on what is saved."""
+    """Isolates the caller's state: random numbers, grad mode, autocast, hooks of saved tensors."""
     places = [device.index] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         if places:
@@ -164,7 +164,7 @@ def _apart(kind: Kind, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(kind.grad))
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        # Of several pairs of hooks the innermost is called.
+        # If there are several pairs of hooks, the innermost is called.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
 
@@ -174,7 +174,7 @@ def _itself(x):
 
 
 def _tensors(kind: Kind, device: torch.device) -> list[torch.Tensor]:
-    """Query, key, value and the result's gradient, laid out (B, length, heads, width) as models have them."""
+    """Query, key, value and the result's gradient, in the memory layout (B, length, heads, width) of models."""
     length = MEASURED[kind.bucket]
     size = length * max(kind.width, kind.value_width) * kind.dtype.itemsize
     sequences = max(BYTES // size, 1)
@@ -198,17 +198,17 @@ def cache_file() -> Path:
 
 @functools.cache
 def rows() -> dict[str, dict]:
-    """All rows, str(kind) -> {backend: microseconds or None}: those of the file, and what this process measures."""
+    """All rows, str(kind) -> {backend: microseconds or None}: those of the file and those measured by this process."""
     return _read()
 
 
 def _read() -> dict[str, dict]:
-    """What the file has; nothing where it cannot be read, or holds something else."""
+    """The content of the file; empty if it cannot be read or has another content."""
     try:
         found = json.loads(cache_file().read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RuntimeError) as why:  # RuntimeError: there is no home, or too deep a nest
+    except (OSError, ValueError, RuntimeError) as why:  # RuntimeError: no home directory, or too deeply nested
         log.info("the times of attention's backends cannot be read: %s", why)
         return {}
     return {key: row for key, row in found.items() if _is_row(row)} if isinstance(found, dict) else {}
@@ -221,7 +221,7 @@ def _is_row(row) -> bool:
 
 
 def _store(new: dict[str, dict]) -> None:
-    """Add rows to the file, by another file in its place: whoever reads sees the one or the other, never a part."""
+    """Add rows by replacing the file: a reader sees the old or the new file, never a part."""
     try:
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)

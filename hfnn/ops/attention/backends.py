@@ -1,18 +1,19 @@
-"""Plain attention by the fastest of torch's own backends: cuDNN, flash or efficient, measured for each kind of call.
+"""Plain attention with the fastest of torch's own backends: cuDNN, flash or efficient, measured per kind of call.
 
-torch asks its backends in a fixed order which of them takes a call. Which one is the fastest depends on the GPU, the
-width of a head, the length, and whether a backward follows. So the order is set for the one call and put back after it
-(`torch._C._set_sdp_priority_order`, as `torch.nn.attention.sdpa_kernel(set_priority=True)` does): the checks stay
-torch's, and so do the switches. What a user turned off stays off, and inside `sdpa_kernel`, under deterministic
-algorithms, `hfnn.use` and torch.compile no order is set at all.
+torch tries its backends in a fixed order. The fastest one depends on the GPU, the width of a head, the length, and
+whether a backward follows. So the order is set for one call and restored after it (`torch._C._set_sdp_priority_order`,
+as in `torch.nn.attention.sdpa_kernel(set_priority=True)`). torch's checks and switches still apply: a backend that the
+user turned off stays off. No order is set inside `sdpa_kernel`, under deterministic algorithms, `hfnn.use` or
+torch.compile.
 
-The first call of a kind times the backends on tensors of its own (tens of milliseconds, some dozens of MiB); the times
-are kept in a file for the next process (backend_times.py), and `python -m hfnn.info` prints them. With dropout, a call
-without a backward goes where one with a backward goes: a checkpoint that runs forward again must draw the same mask.
+The first call of a kind times the backends on tensors of its own (tens of milliseconds, some dozens of MiB). The times
+are kept in a file for the next process (backend_times.py), and `python -m hfnn.info` prints them. With dropout, calls
+with and without a backward use the same backend, because a checkpoint that runs forward again must draw the same mask.
 
-cuDNN plans for each shape anew, which takes it some tens of milliseconds: the first `PLANS` shapes of a kind may have
-it, and the others have the next best backend, for good, so that batches of ever new lengths do not plan at every step.
-While a CUDA graph is captured it may not plan: calls that come first in a capture go by torch's own order.
+cuDNN makes a plan for each new shape, which takes some tens of milliseconds. So only the first `PLANS` shapes of a kind
+use cuDNN, and others always use the next best backend. Otherwise batches with ever new lengths would make plans at
+every step. cuDNN cannot plan while a CUDA graph is captured. So calls that first occur in a capture use torch's own
+order.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from hfnn.ops.attention.backend_times import BUCKETS, MEASURED, NUMBERS, Kind, g
 
 log = logging.getLogger("hfnn")
 
-# By their own names, for each look-up counts in a small call.
+# Imported as names, because each look-up counts in a small call.
 Tensor, _sdpa = torch.Tensor, torch.nn.functional.scaled_dot_product_attention
 _cudnn, _flash = torch._C._get_cudnn_sdp_enabled, torch._C._get_flash_sdp_enabled
 _efficient, _other = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_overrideable_sdp_enabled
@@ -41,23 +42,23 @@ _deterministic, _cuda_autocasts, _records = (
 )
 
 MATH = int(_SDPBackend.MATH)
-# The orders that torch has of its own accord. Another one is a user's, and is left alone.
+# The default orders of torch. Any other was set by a user and is left alone.
 _FLASH_FIRST = [NUMBERS["flash"], NUMBERS["efficient"], MATH, NUMBERS["cudnn"], int(_SDPBackend.OVERRIDEABLE)]
 _CUDNN_FIRST = [NUMBERS["cudnn"], NUMBERS["flash"], NUMBERS["efficient"], MATH, int(_SDPBackend.OVERRIDEABLE)]
 _TORCHS = (_FLASH_FIRST, _CUDNN_FIRST)
 
-NOISE = 1.03  # a backend slower than the fastest by no more than this counts as equal, and torch's own order decides
-PLANS, MOST = 16, 4096  # shapes of a kind that cuDNN plans for; calls that are remembered
+NOISE = 1.03  # backends within this factor of the fastest count as equal, and torch's own order decides
+PLANS, MOST = 16, 4096  # shapes per kind that cuDNN may plan for; number of remembered calls
 
 _UNKNOWN = object()
-_known: dict[tuple, list[int] | None] = {}  # the very call -> its order; None: torch's own
+_known: dict[tuple, list[int] | None] = {}  # call -> its order; None: torch's own
 _planned: dict[Kind, set] = {}  # shapes that cuDNN was chosen for
 
 
 def plain(query, key, value, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` without a mask, by the backend that was measured fastest.
+    """`torch.nn.functional.scaled_dot_product_attention` without a mask, with the backend that was measured fastest.
 
-    Raises what torch raises. On the CPU, and wherever there is nothing to choose, it is torch's op as it is.
+    Raises what torch raises. On the CPU, and wherever there is no choice, it is torch's op unchanged.
     """
     if query.is_cuda and not compiling():
         call = _call(query, key, value, dropout_p, is_causal, enable_gqa)
@@ -67,9 +68,9 @@ def plain(query, key, value, dropout_p=0.0, is_causal=False, scale=None, enable_
 
 
 def _call(query, key, value, dropout_p, is_causal, enable_gqa) -> tuple | None:
-    """All that a choice depends on, or None where torch's own order is to run."""
+    """Everything that a choice depends on, or None for torch's own order."""
     if type(query) is not Tensor or kernel._forced is not None or _deterministic() or not _other():
-        return None  # `sdpa_kernel` turns the backend off that others may bring along, too; nobody else does
+        return None  # only `sdpa_kernel` also turns off the OVERRIDEABLE backend
     try:
         shapes = query.shape, key.shape, value.shape
     except RuntimeError:  # nested
@@ -83,7 +84,7 @@ def _call(query, key, value, dropout_p, is_causal, enable_gqa) -> tuple | None:
 
 
 def _ordered(call, query, key, value, dropout_p, is_causal, scale, enable_gqa):
-    """torch's op in the order that is known for the call, or is found for it."""
+    """torch's op in the order for the call, found now if it is not known."""
     order = _known.get(call, _UNKNOWN)
     if order is _UNKNOWN:
         order = _resolve(call, query, key, value)
@@ -94,9 +95,9 @@ def _ordered(call, query, key, value, dropout_p, is_causal, scale, enable_gqa):
                 set_order(order)
                 try:
                     return _sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-                # cuDNN may find no plan for a shape, or no memory: torch in its own order has the last word.
+                # cuDNN may find no plan for a shape, or no memory. Then torch's own order runs.
                 except RuntimeError as why:
-                    if not isinstance(why, torch.OutOfMemoryError):  # which says nothing of the next call
+                    if not isinstance(why, torch.OutOfMemoryError):  # which does not concern the next call
                         _known[call] = None
                     log.info("attention goes by torch's own order of backends: %s", why)
                 finally:
@@ -105,9 +106,9 @@ def _ordered(call, query, key, value, dropout_p, is_causal, scale, enable_gqa):
 
 
 def choice(query, key, value, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> str | None:
-    """Which backend `plain` takes: "cudnn", "flash", "efficient" or "math"; None where torch cannot say.
+    """The backend that `plain` uses: "cudnn", "flash", "efficient" or "math"; None if torch cannot tell.
 
-    Measures, where `plain` would.
+    Measures if `plain` would.
     """
     if type(query) is not Tensor or compiling():
         return None
@@ -135,7 +136,7 @@ def _torch_decides() -> bool:
 
 
 def _resolve(call: tuple, query, key, value) -> list[int] | None:
-    """The order for a call that is not known yet; remembered, unless it can be measured another time."""
+    """The order for a new call; remembered, unless it may be measured later."""
     (shape, keys, values), dtype, causal, dropout, grad, gqa, enabled, place = call
     if {len(shape), len(keys), len(values)} != {4} or 0 in (*shape, *keys, *values) or dtype not in FLOATS:
         return _remember(call, None)
@@ -159,23 +160,23 @@ def _resolve(call: tuple, query, key, value) -> list[int] | None:
 
 def _remember(call: tuple, order: list[int] | None) -> list[int] | None:
     if len(_known) >= MOST:
-        _known.clear()  # it is found again, and what cuDNN was chosen for stays known
+        _known.clear()  # orders are found again; the shapes chosen for cuDNN stay known
     _known[call] = order
     return order
 
 
 @functools.cache
 def _begin(place: int) -> None:
-    """torch settles its own order at the first question that it is asked: before any other order is set."""
+    """torch fixes its own order at the first query. This must happen before another order is set."""
     tiny = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=torch.device("cuda", place))
     torch._fused_sdp_choice(tiny, tiny, tiny)
 
 
 def _ranking(row: dict, names: list[str], torchs: list[int]) -> list[int] | None:
-    """Backends by their times, the fastest first and those without a time last; None where none has one.
+    """Backends by their times, the fastest first and those without a time last; None if none has a time.
 
-    Among those about as fast as the fastest, the first of torch's own order leads: what noise alone would decide is
-    decided the same way in every process.
+    Among those about as fast as the fastest, the first in torch's own order comes first. So noise does not change the
+    choice between processes.
     """
     times = {name: row[name] for name in names if row.get(name) is not None}
     if not times:
@@ -187,7 +188,7 @@ def _ranking(row: dict, names: list[str], torchs: list[int]) -> list[int] | None
 
 
 def _may_plan(kind: Kind, shapes: tuple) -> bool:
-    """Whether cuDNN has a plan for the shapes by now, or may make one."""
+    """Whether cuDNN already has a plan for the shapes, or may make one."""
     planned = _planned.setdefault(kind, set())
     if shapes not in planned and len(planned) < PLANS:
         planned.add(shapes)
@@ -202,7 +203,7 @@ def gpu(place: int) -> str:
 
 @functools.cache
 def software() -> str:
-    """What else the times depend on."""
+    """The software versions that the times depend on."""
     return f"torch {torch.__version__} cudnn {torch.backends.cudnn.version()}"
 
 
@@ -210,7 +211,7 @@ def software() -> str:
 
 
 def warm(dtypes, widths=(64, 128), place: int = 0) -> int:
-    """Measure the kinds of call that training has most, where that is still to be done; how many kinds have times."""
+    """Measure the most common kinds of call in training, if not done yet; returns how many kinds have times."""
     names = [name for name, on in zip(NUMBERS, (_cudnn(), _flash(), _efficient()), strict=True) if on]
     _begin(place)
     found = 0
@@ -224,7 +225,7 @@ def warm(dtypes, widths=(64, 128), place: int = 0) -> int:
 
 
 def table() -> list[tuple[str, ...]]:
-    """(GPU, software, call, the fastest, cudnn, flash, efficient) of all that was measured; times in microseconds."""
+    """(GPU, software, call, the fastest, cudnn, flash, efficient) of all measurements; times in microseconds."""
     found = []
     for key, row in sorted(backend_times.rows().items()):
         gpu_name, software_name, call = [*key.split(" | "), "", ""][:3]

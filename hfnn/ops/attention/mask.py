@@ -1,9 +1,9 @@
-"""Masks and lengths in the form that attention's kernels take (csrc/attention.h).
+"""Masks and lengths in the form of the attention kernels (csrc/attention.h).
 
-A boolean mask of T x S becomes T x ceil(S / 8) bytes of bits, and a summary of its tiles of 128 x 128 by which kernels
-skip what is hidden. A caller's mask is packed at each call: it may be filled anew in between by what moves no version
-(numpy, a receive, `.data`). A mask that hfnn made itself for the layers of one forward (`own`) is packed once, and what
-is made of it lives as long as it does. Nothing here waits for the GPU.
+A boolean mask of T x S becomes T x ceil(S / 8) bytes of bits, and a summary of its 128 x 128 tiles, so that kernels can
+skip hidden tiles. A caller's mask is packed at each call, because it may be refilled in between without a new version
+(by numpy, a receive, `.data`). A mask that hfnn made itself for the layers of one forward (`own`) is packed once, and
+the result lives as long as the mask. Nothing here waits for the GPU.
 """
 
 import weakref
@@ -16,15 +16,15 @@ from hfnn.core import bits
 from hfnn.core.context import capturing
 
 TILE = 128
-NONE, MIXED, FULL = 0, 1, 2  # of a tile's pairs
+NONE, MIXED, FULL = 0, 1, 2  # which pairs of a tile count
 
-# By id() of a tensor of `own`, with a weak reference that proves it is the same one: (reference, {what was made, and of
-# which part: (marks of the tensor then, the result)}).
+# By id() of a tensor of `own`, with a weak reference that proves its identity: (reference, {(kind of result, part):
+# (marks of the tensor at that time, the result)}).
 _made: dict[int, tuple] = {}
 
 
 def own(x: torch.Tensor) -> torch.Tensor:
-    """x, of which or of whose views things are made once: a tensor that nobody but hfnn has had in hand."""
+    """Marks x so that results from it and its views are cached: a tensor that only hfnn has used."""
     key = id(x)
     _made[key] = weakref.ref(x, lambda _: _made.pop(key, None)), {}
     return x
@@ -34,8 +34,8 @@ def packed(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.
     """(bits, tiles) of a boolean mask that broadcasts to `shape`, (B, H, T, S).
 
     bits: (B, H, T, ceil(S / 8)) uint8, bits after the last key 0; tiles: (B, H, ceil(T / 128), ceil(S / 128)) uint8,
-    each NONE, MIXED or FULL. Both have stride 0 where the mask is broadcast. Raises ValueError for a mask of another
-    dtype or shape.
+    each NONE, MIXED or FULL. Both have stride 0 in broadcast dimensions. Raises ValueError for a mask of another dtype
+    or shape.
     """
     if mask.dtype is not torch.bool:
         raise ValueError(f"a mask to pack must be torch.bool, got {mask.dtype}: add a mask of numbers as attn_mask")
@@ -44,7 +44,7 @@ def packed(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[torch.
 
 
 def bounds(lengths: torch.Tensor, batch: int, keys: int) -> torch.Tensor:
-    """(B, 2) int32: the first key of each batch element, and the one behind its last, from 0 to `keys`.
+    """(B, 2) int32: the first key of each batch element, and the one after its last, from 0 to `keys`.
 
     lengths: integers, (B,), how many keys each element has, or (B, 2), the two numbers themselves. Raises ValueError
     for another dtype or shape.
@@ -72,7 +72,7 @@ def _bound(lengths, keys):
 
 
 def _narrowed(mask, keys):
-    """The mask with four dimensions, of size 1 where it is broadcast, but for the keys."""
+    """The mask with four dimensions; broadcast dimensions have size 1, except that of the keys."""
     mask = mask[(None,) * (4 - mask.dim())]
     for dim in range(3):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
@@ -93,7 +93,7 @@ def _pack(mask, shape):
 
 
 def _tiles(mask):
-    """NONE, MIXED or FULL for each tile; a mask of one query, broadcast or not, has one row of them."""
+    """NONE, MIXED or FULL for each tile; a mask of one query, broadcast or not, has one row of tiles."""
     some, every = mask, mask
     for dim in (3, 2):
         some, every = _by_tiles(some, dim, torch.any), _by_tiles(every, dim, torch.all)
@@ -101,7 +101,7 @@ def _tiles(mask):
 
 
 def _by_tiles(x, dim, reduce):
-    """`reduce` over each TILE elements along `dim`; the last ones may be fewer."""
+    """`reduce` over blocks of TILE elements along `dim`; the last block may be smaller."""
     whole = x.shape[dim] // TILE * TILE
     parts = [reduce(x.narrow(dim, 0, whole).unflatten(dim, (-1, TILE)), dim + 1)] if whole else []
     if whole < x.shape[dim]:
@@ -110,9 +110,9 @@ def _by_tiles(x, dim, reduce):
 
 
 def _once(x: torch.Tensor, what: tuple, make: Callable):
-    """make(), or what it gave before for the same part of a tensor of `own`, if nobody wrote to it since.
+    """make(), or its previous result for the same part of a tensor of `own`, if the tensor was not written to since.
 
-    A graph that is being captured makes its own each time: the mask of a replay has other contents.
+    During graph capture it is always made anew, because the mask of a replay has other contents.
     """
     owner = x if x._base is None else x._base
     found = _made.get(id(owner))

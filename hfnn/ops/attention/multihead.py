@@ -5,12 +5,12 @@
 
 Vaswani et al., "Attention Is All You Need", 2017. https://arxiv.org/abs/1706.03762
 
-The products are hfnn's (hfnn/ops/linear.py), so that the norm before them is not kept; they work on the inputs as they
-are, and heads are views of what they return, where torch copies q, k, v before attention and its result after it.
-Attention is sdpa.py's. By default torch's module returns the weights as well, B x T x S numbers: they are torch's then,
-and all that follows from them. Pass `need_weights=False` where nobody reads them.
+The products are hfnn's (hfnn/ops/linear.py), so the output of the norm before them is not kept. They work on the inputs
+as they are, and heads are views of their results. torch copies q, k, v before attention and its result after it.
+Attention is that of sdpa.py. By default torch's module also returns the weights, B x T x S numbers; then torch's code
+computes everything. Pass `need_weights=False` if the weights are not read.
 
-Letters: B batch, T queries, S keys, H heads, D their width, E = H D.
+Letters: B batch, T queries, S keys, H heads, D width of a head, E = H D.
 """
 
 import functools
@@ -27,7 +27,7 @@ from hfnn.ops.linear import linear
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention`: the same arguments, defaults, state dict and results.
 
-    With `need_weights=True`, the default, torch's own code runs, and in eval where nothing wants a gradient.
+    torch's own code runs with `need_weights=True`, the default, and in eval mode if nothing requires a gradient.
     `hfnn.convert` sets `prefer` and `exact`.
     """
 
@@ -36,7 +36,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _hfnn_cols(self) -> int:
-        """For `hfnn.report`: what a kernel's limit is about."""
+        """The subject of a kernel's limit, for `hfnn.report`."""
         return self.head_dim
 
     def forward(
@@ -50,7 +50,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights=True,
         is_causal=False,
     ):
-        # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+        # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
         ours = (self.training or torch.is_grad_enabled()) and not compiling()
         if ours and not need_weights and _takes(self, query, key, value, key_padding_mask, attn_mask, is_causal):
             return _attend(self, query, key, value, key_padding_mask, attn_mask, is_causal), None
@@ -60,7 +60,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _takes(module, query, key, value, key_padding_mask, attn_mask, is_causal) -> bool:
-    """Whether the call is one that trains, of plain tensors that go together. All else is torch's, its errors too."""
+    """Whether it is a training call with plain tensors that fit together. torch handles all others, and their
+    errors."""
     weights = _weights(module)
     if query is None or key is None or value is None or forced() == "torch":
         return False
@@ -103,12 +104,12 @@ def _masks_fit(module, query, key, key_padding_mask, attn_mask, is_causal) -> bo
         kinds.add(key_padding_mask.dtype)
         if tuple(key_padding_mask.shape) != ((keys,) if query.dim() == 2 else (batch, keys)):
             return False
-    # torch has a word to say on masks of two kinds, and takes none of another dtype than the query's without autocast.
+    # torch rejects or warns about mixed mask dtypes. Without autocast it only accepts the query's dtype.
     return len(kinds) < 2 and all(kind is torch.bool or _is_of(kind, query) for kind in kinds)
 
 
 def _is_of(dtype, x) -> bool:
-    """Whether torch computes with this dtype and x."""
+    """Whether torch supports this dtype together with x."""
     return dtype is x.dtype or (dtype.is_floating_point and autocasting(x))
 
 
@@ -123,7 +124,7 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
     q, k, v = (_in_heads(module, x) for x in _projected(module, query, key, value))
     k, v = _extended(module, k, v)
     extra = k.shape[2] - _sizes(module, key)[1]
-    if is_causal and key_padding_mask is not None:  # the hint, which stands in the mask's place where that is the same
+    if is_causal and key_padding_mask is not None:  # a hint that replaces the mask if both mean the same
         alike = not extra and not attn_mask.requires_grad
         is_causal = alike and OP.select(q, k, v, row=(module.head_dim,), prefer=module.prefer) is not None
     mask = _merged(module, q.shape[0], key_padding_mask, None if is_causal else attn_mask, extra)
@@ -137,13 +138,14 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
     y = linear(y.transpose(1, 2).flatten(2), out.weight, out.bias, prefer=prefer, exact=module.exact)  # (B, T, E)
     if query.dim() == 2:
         return y.squeeze(0)
-    # Put in torch's order, (T, B, E), after the product: what that keeps is then attention's own result, not a copy.
+    # Transposed to torch's order, (T, B, E), after the product. So the product keeps attention's own result, not a
+    # copy.
     y = y.transpose(0, 1).contiguous()
     return y.transpose(0, 1) if module.batch_first else y
 
 
 def _projected(module, query, key, value):
-    """q, k, v, each with the heads apart: (..., H, D)."""
+    """q, k, v, each with the heads split: (..., H, D)."""
     bias, heads = module.in_proj_bias, (module.num_heads, module.head_dim)
     project = functools.partial(linear, prefer=module.prefer, exact=module.exact)
     if not module._qkv_same_embed_dim:
@@ -164,7 +166,7 @@ def _projected(module, query, key, value):
 
 
 def _split(x, parts, heads):
-    """Views of a packed product, whose gradient is put together once; that of slices would be added up in full size."""
+    """Views of a packed product, whose gradient is assembled once; gradients of slices would be added in full size."""
     return x.unflatten(-1, (parts, *heads)).unbind(-3)
 
 
@@ -176,7 +178,7 @@ def _in_heads(module, x):
 
 
 def _extended(module, k, v):
-    """Keys and values with the learnt pair (bias_k, bias_v) and the pair of zeros behind them, where there are any."""
+    """Keys and values with the trained pair (bias_k, bias_v) and the pair of zeros appended, if there are any."""
     if module.bias_k is None and not module.add_zero_attn:
         return k, v
     (batch, heads, _, width), more = k.shape, ([k], [v])
@@ -189,7 +191,7 @@ def _extended(module, k, v):
 
 
 def _merged(module, batch, key_padding_mask, attn_mask, extra):
-    """Both masks as one of `scaled_dot_product_attention`, broadcast to (B, H, T, S + extra), or None."""
+    """Both masks combined for `scaled_dot_product_attention`, broadcast to (B, H, T, S + extra), or None."""
     mask = padding = None
     if attn_mask is not None:
         mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, module.num_heads))

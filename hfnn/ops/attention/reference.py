@@ -1,11 +1,11 @@
-"""The definition of attention, in plain torch: what tests compare with, and what runs where no kernel takes a call.
+"""The definition of attention in plain torch. Tests compare with it, and it runs if no kernel accepts a call.
 
 For query i and key j of batch b and head h, with the distance d_ij = j - (i + offset):
 
     u_ij = scale q_i . k_j,    s_ij = softcap tanh(u_ij / softcap) + bias_ij - slope_h |d_ij|
     p_ij = exp(s_ij - lse_i),  lse_i = log(sum_j exp(s_ij) + exp(sink_h)),  o_i = sum_j p_ij m_ij v_j
 
-summed over the keys that i sees; m_ij is 0 or 1 / (1 - p'), the dropout. Where i sees none, o_i is 0 and lse_i is -inf
+summed over the keys that i sees; m_ij is 0 or 1 / (1 - p'), the dropout. If i sees no key, o_i is 0 and lse_i is -inf
 (or the sink), with gradients of 0.
 
 Vaswani et al., "Attention Is All You Need", 2017. Press, Smith and Lewis, "Train Short, Test Long: Attention with
@@ -42,9 +42,9 @@ def reference(
     """`hfnn.functional.scaled_dot_product_attention` by its definition, with all scores at once.
 
     Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E); the result (..., H, T, E), lse (..., H, T).
-    dtypes: float64 is computed in float64, all others in float32, as torch's math backend does; autocast has no say.
-    keep: boolean, broadcastable to (..., H, T, S), the pairs that dropout keeps, multiplied by 1 / (1 - p') with p' =
-    round(65536 dropout_p) / 65536; without it torch's dropout draws. Raises what torch's matmul raises.
+    dtypes: float64 is computed in float64, all others in float32, as in torch's math backend; autocast has no effect.
+    keep: boolean, broadcastable to (..., H, T, S): the pairs that dropout keeps, multiplied by 1 / (1 - p') with p' =
+    round(65536 dropout_p) / 65536. Without it torch's dropout draws. Raises what torch's matmul raises.
     """
     if cu_seqlens is not None:
         options = {"scale": scale, "enable_gqa": enable_gqa, "window": window, "softcap": softcap, "alibi": alibi}
@@ -70,7 +70,7 @@ def reference(
 
 
 def _product(x, y, grouped):
-    """x @ y; `grouped`: head h of x with head h / (H / G) of y, without a copy of y for each."""
+    """x @ y. grouped: head h of x with head h / (H / G) of y, without copying y for each head."""
     if not grouped or x.shape[-3] == y.shape[-3]:
         return x @ y
     *batch, heads, rows, inner = x.shape
@@ -79,13 +79,13 @@ def _product(x, y, grouped):
 
 
 def _distance(queries, keys, offset, device):
-    """(T, S): the position of each key less that of each query."""
+    """(T, S): the position of each key minus that of each query."""
     i, j = torch.arange(queries, device=device), torch.arange(keys, device=device)
     return j - (i + offset)[:, None]
 
 
 def _hidden(q, distance, attn_mask, is_causal, window, lengths):
-    """Boolean, broadcastable to the scores: the pairs that do not count; None where all do."""
+    """Boolean, broadcastable to the scores: the pairs that do not count; None if all count."""
     left, right = (None, None) if window is None else window
     right = 0 if is_causal else right
     parts = []
@@ -111,7 +111,7 @@ def _beyond(lengths, batch, keys):
 
 
 def _softmax(s, sinks):
-    """(p, lse) over the last dimension; 0 and -inf, with gradients of 0, where all of it is -inf."""
+    """(p, lse) over the last dimension; 0 and -inf, with gradients of 0, if all scores are -inf."""
     # A number that is subtracted and added again has no gradient.
     top = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
     if sinks is not None:
@@ -133,7 +133,7 @@ def _dropped(p, dropout_p, keep):
 
 
 def _each_sequence(query, key, value, cu_seqlens, keep, options):
-    """(o, lse) of sequences that lie one behind the other, each on its own; queries of none see no key."""
+    """(o, lse) of packed sequences, each separately; queries of no sequence see no key."""
     starts_q, starts_k = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
     starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
     before, after = (0, starts_q[0], 0, 0), (starts_q[-1], query.shape[-2], 0, 0)

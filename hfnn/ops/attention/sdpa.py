@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in O(T + S) memory, with what models put into dense masks as arguments.
+"""Scaled dot-product attention in O(T + S) memory, with arguments for what models usually put into dense masks.
 
     s_ij = softcap tanh(scale q_i . k_j / softcap) + bias_ij - slope |i + offset - j|
     o_i = sum_j exp(s_ij - lse_i) v_j,        lse_i = log(sum_j exp(s_ij) + exp(sink))
@@ -8,7 +8,7 @@ over the keys j that query i may see. The scores are computed again in backward,
 Press et al., ICLR 2022. Soft-capping: Gemma Team, "Gemma 2", 2024. Sinks: Xiao et al., "Efficient Streaming Language
 Models with Attention Sinks", ICLR 2024, as a learnt logit.
 
-What torch's own op can do without a dense matrix, it does, by the fastest of its backends (backends.py).
+If torch's own op can compute a call without a dense matrix, it runs with its fastest backend (backends.py).
 """
 
 import math
@@ -47,7 +47,7 @@ _joint = native.call("joint")  # csrc/autograd/joint.cpp: views of one product, 
 
 
 class _Attention(Function):
-    """(o, lse). bias and sinks by themselves, for they may want gradients."""
+    """(o, lse). bias and sinks are separate, because they may require gradients."""
 
     @staticmethod
     def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel):
@@ -121,13 +121,13 @@ def _again(formula, inputs, needs, dout, dlse, numbers):
 
 
 def _rows(x):
-    """x itself where its rows are dense, which is all that kernels ask, else a copy."""
+    """x itself if its rows are dense, which is all that kernels need, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def suffices(query, attn_mask, dropout_p, prefer) -> bool:
-    """Whether torch's op is as fast, and keeps as little: it has no kernel for a mask that wants a gradient, on the CPU
-    none for dropout, and on CUDA none that reads a mask which is not expanded.
+    """Whether torch's op is as fast and keeps as little. It has no kernel for a mask that requires a gradient; on the
+    CPU none for dropout; and on CUDA none that reads a mask that is not expanded.
     """
     if forced() is not None:
         return forced() == "torch"
@@ -143,7 +143,7 @@ def suffices(query, attn_mask, dropout_p, prefer) -> bool:
 
 
 def _dtype(x) -> torch.dtype:
-    """What torch's op casts x to under the present autocast state."""
+    """The dtype to which torch's op casts x under the present autocast state."""
     device = "cuda" if x.is_cuda else "cpu"
     casts = torch.is_autocast_enabled(device) and x.dtype in FLOATS
     return torch.get_autocast_dtype(device) if casts else x.dtype
@@ -154,25 +154,26 @@ def scaled_dot_product_attention(
     window=None, softcap=None, alibi=None, sinks=None, lengths=None, offset=0, cu_seqlens=None, return_lse=False,
     prefer="auto",
 ):  # fmt: skip
-    """`torch.nn.functional.scaled_dot_product_attention`, with what else models ask for in O(T + S) memory.
+    """`torch.nn.functional.scaled_dot_product_attention` with more options, in O(T + S) memory.
 
-    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as torch's; as there
-    attn_mask is boolean (True: attends) or added, broadcast to (..., H, T, S), and may want a gradient. Besides:
+    Shapes: query (..., H, T, D), key (..., G, S, D), value (..., G, S, E), result (..., H, T, E), as in torch.
+    attn_mask is boolean (True: attends) or additive, broadcast to (..., H, T, S), and may require a gradient. In
+    addition:
 
     * window: (left, right), each None or an int >= 0: query i sees the keys from i + offset - left to
       i + offset + right. is_causal is right = 0. offset: the position of the first query among the keys.
     * softcap: c > 0; scores are c tanh(score / c), before anything is added.
     * alibi: slopes (H,) or (B, H); slope |i + offset - j| is subtracted.
     * sinks: (H,), one more logit in the denominator of each head; may want a gradient.
-    * lengths: int32 (B,), how many keys each batch element has, or (B, 2): its first, and the one behind its last.
+    * lengths: int32 (B,), how many keys each batch element has, or (B, 2): its first key, and the one after its last.
     * cu_seqlens: int32 (n + 1,), or two of them, for queries and for keys: B is 1, and sequence m is the rows
-      cu_seqlens[m] to cu_seqlens[m + 1], which see each other alone. window, offset and is_causal count within it. Not
+      cu_seqlens[m] to cu_seqlens[m + 1], which only see each other. window, offset and is_causal count within it. Not
       together with attn_mask or lengths.
     * return_lse: also the log-sum-exp of the scores (..., H, T), float32, differentiable.
 
-    A query that sees no key gives 0. Dropout draws numbers of 16 bits: p is exact to 2^-16, and what is kept is
-    scaled by just that. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError
-    for what is above.
+    A query that sees no key gives 0. Dropout draws 16-bit numbers: p is exact to 2^-16, and kept values are scaled by
+    this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
+    wrong options of the list above.
     """
     asked = Arguments(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens

@@ -1,13 +1,14 @@
-"""`torch.nn.TransformerEncoderLayer` and `TransformerDecoderLayer` of hfnn's parts, the ends of their blocks fused.
+"""`torch.nn.TransformerEncoderLayer` and `TransformerDecoderLayer` made of hfnn's parts, with fused block ends.
 
     norm_first      x = x + dropout(block(norm(x)))         a sum and the norm of the next block in one kernel
     else            x = norm(x + dropout(block(x)))         a sum and its norm in one kernel
 
-for the blocks self-attention, in the decoder attention to memory, and linear2(dropout(f(linear1(x)))). Vaswani et al.,
+The blocks are self-attention, in the decoder attention to memory, and linear2(dropout(f(linear1(x)))). Vaswani et al.,
 "Attention Is All You Need", 2017; norms first: Xiong et al., "On Layer Normalization in the Transformer Architecture",
 ICML 2020, https://arxiv.org/abs/2002.04745
 
-So a layer keeps the sums, q, k, v, attention's result and linear1's: what is between is rebuilt, or told by a seed.
+So a layer keeps the sums, q, k, v, and the results of attention and linear1. The rest is rebuilt, or drawn again from a
+seed.
 """
 
 import functools
@@ -39,7 +40,7 @@ _PARTS = {
     nn.GELU: GELU,
     nn.SiLU: SiLU,
 }
-# The next product keeps what it is given, which is relu's output.
+# The next product keeps its input, which is relu's output.
 _FUNCTIONS = {
     nn.functional.relu: functools.partial(relu, keep="output"),
     torch.relu: functools.partial(relu, keep="output"),
@@ -50,7 +51,7 @@ _RELUS = nn.functional.relu, torch.relu
 
 
 class _Layer:
-    """What both layers have: parts of hfnn from the start, and the question whether these are put together here."""
+    """Common part of both layers: hfnn's parts from the start, and the decision whether they are fused here."""
 
     prefer = "auto"
     _hfnn_when = (
@@ -59,7 +60,7 @@ class _Layer:
 
     @property
     def _hfnn_cols(self) -> int:
-        """For `hfnn.report`: what a kernel's limit is about."""
+        """The subject of a kernel's limit, for `hfnn.report`."""
         return self.self_attn.head_dim
 
     def __init__(self, *args, **kwargs):
@@ -72,7 +73,8 @@ class _Layer:
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer`: the same arguments, defaults, state dict and results.
 
-    Where nothing wants a gradient, in eval, torch's own code runs, with its fast path. `prefer`: see `hfnn.convert`.
+    In eval mode, if nothing requires a gradient, torch's own code runs, with its fast path. `prefer`: see
+    `hfnn.convert`.
     """
 
     def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
@@ -90,7 +92,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer`: the same arguments, defaults, state dict and results.
 
-    Where nothing wants a gradient, in eval, torch's own code runs. `prefer` is set by `hfnn.convert`.
+    In eval mode, if nothing requires a gradient, torch's own code runs. `prefer` is set by `hfnn.convert`.
     """
 
     def forward(
@@ -120,11 +122,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 def _takes(layer, base: type, x, masks=()) -> bool:
-    """Whether the layer is to be put together here: in training, unless a subclass has its own blocks.
+    """Whether the layer runs fused here: in training, unless a subclass has its own blocks.
 
-    Masks that torch's layer would have a word to say on are given to it.
+    Masks that torch's layer rejects or warns about are left to torch.
     """
-    # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+    # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
     if compiling() or not (layer.training or torch.is_grad_enabled()):
         return False
     if forced() == "torch" or context(x) is not None or x.is_nested or not (layer.training or _learns(layer, x)):
