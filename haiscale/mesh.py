@@ -39,10 +39,10 @@ def init(
 ) -> torch.device:
     """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
 
-    backend: by default "hfreduce"; "nccl" for GPUs of several hosts, unless `hfreduce tune` found hfreduce faster between
-    them, and where hfreduce was built without CUDA. timeout: seconds that an operation waits for other ranks; torch's own default if
-    None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none. Returns it, made the current
-    one. Raises ValueError where the environment is missing.
+    backend: by default "hfreduce". "nccl" where hfreduce was built without CUDA, and for GPUs of several hosts, unless
+    `hfreduce tune` has found hfreduce to be faster between them. timeout: seconds that an operation waits for other
+    ranks; torch's own default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none.
+    Returns it, made the current one. Raises ValueError where the environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise ValueError(

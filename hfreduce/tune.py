@@ -4,7 +4,7 @@
     hfreduce tune --ranks 4 --seconds 0.1
     torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
     hfreduce tune --device cuda              # paths and launches on CUDA tensors, a rank for each GPU
-    torchrun --nnodes 2 ... -m hfreduce.tune --device cuda         # over hosts: whether haiscale.init takes hfreduce or NCCL
+    torchrun --nnodes 2 ... -m hfreduce.tune --device cuda    # over hosts: hfreduce or NCCL, for haiscale.init
 
 All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
 is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.

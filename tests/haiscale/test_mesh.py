@@ -77,7 +77,7 @@ def test_default_backend(device, hosts, kernels, measured, backend, monkeypatch,
     assert asked == [backend]
     why = "this hfreduce was built without"
     if kernels:
-        why = "NCCL was the faster one between such hosts on 20" if measured else "GPUs of several hosts, between which nothing"
+        why = "NCCL was the faster one between such hosts on 20" if measured else "GPUs of several hosts, between which"
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert (backend == "nccl") == bool(lines)
     assert all(f"haiscale.init: {4 * hosts} ranks on NCCL, not on hfreduce: {why}" in line for line in lines)

@@ -128,8 +128,8 @@ def test_what_is_measured_on_gpus_can_be_kept(file, ranks, peers):
 def test_the_faster_backend_between_hosts_is_kept(file, monkeypatch, capfd):
     """As measured by two ranks, which are two hosts, with gloo in NCCL's place."""
     program = (
-        "import os; from types import SimpleNamespace; import torch.distributed as dist; from hfreduce import tune_device\n"
-        "rank, options = int(os.environ['RANK']), SimpleNamespace(hosts=2, sizes=[4096, 1 << 20], rounds=3, seconds=0.01)\n"
+        "import torch.distributed as dist; from types import SimpleNamespace; from hfreduce import tune_device\n"
+        "options = SimpleNamespace(hosts=2, sizes=[4096, 1 << 20], rounds=3, seconds=0.01)\n"
         "store, rank, size = next(dist.rendezvous('env://'))\n"
         "rows = tune_device.compare(store, rank, size, options, 'gloo', 'cpu')\n"
         "kinds = {row.kind for row in rows if row.backend in ('hfreduce', 'gloo') and row.max_bytes > 1 << 30}\n"
@@ -139,8 +139,8 @@ def test_the_faster_backend_between_hosts_is_kept(file, monkeypatch, capfd):
     assert "all_reduce, 2 ranks on 2 hosts" in capfd.readouterr().out
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert plan.backend(2) is None
-    small, large = (plan.BackendRow("all_reduce", most, name) for most, name in ((1 << 20, "nccl"), (plan.ANY, "hfreduce")))
-    plan.save(plan.Shape(2, 2), [small, large], part="backends")
+    rows = [plan.BackendRow("all_reduce", 1 << 20, "nccl"), plan.BackendRow("all_reduce", plan.ANY, "hfreduce")]
+    plan.save(plan.Shape(2, 2), rows, part="backends")
     plan.save(plan.Shape(2), [row()])
     assert plan.backend(2) == ("hfreduce", plan.load(part="backends")["2 ranks on 2 hosts"]["measured"])
     assert plan.backend(4) is None
