@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import re
 import sys
 import weakref
 
@@ -169,8 +170,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are looked at
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """What takes minutes comes first, or all but one worker would wait for it in the end. Fuzzers are given them."""
+    mark_slow(items, whole=not any("::" in argument for argument in config.args))
     fuzzers = {item for item in items if item.path.parent.name == "fuzz"}
     for item in fuzzers:
         item.add_marker(pytest.mark.timeout(900))
@@ -184,6 +186,23 @@ def pytest_collection_modifyitems(items):
     for product in products.values():
         for item in beyond_pairs(product):
             item.add_marker("rest")
+
+
+def mark_slow(items, whole):
+    """Marks what slow.txt names. whole: whether all tests of each file are there, so that a stale line shows."""
+    files = collections.defaultdict(list)
+    for item in items:
+        files[item.path.relative_to(pathlib.Path(__file__).parent).as_posix()].append(item)
+    for line in (pathlib.Path(__file__).parent / "slow.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        if line.startswith("#") or file not in files:
+            continue
+        matches = re.compile(".*".join(map(re.escape, name.split("*")))).fullmatch
+        found = [item for item in files[file] if matches(item.nodeid.partition("::")[2])]
+        if whole and not found:
+            raise pytest.UsageError(f"tests/slow.txt names {line}, and there is no such test")
+        for item in found:
+            item.add_marker("slow")
 
 
 def beyond_pairs(product):
