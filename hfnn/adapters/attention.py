@@ -42,7 +42,7 @@ def register() -> None:
 
 
 class Attention:
-    """Base before the class of such a module: its own forward, which finds `attention`."""
+    """Mixin for such a module: its own forward, which finds `attention`."""
 
     prefer = "auto"
 

@@ -363,7 +363,7 @@ def _switches() -> tuple:
 
 
 class Captured(_NoHook):
-    """Base before the class of a captured model, whose `_hfnn_capture` is a Capture."""
+    """Mixin for a captured model, whose `_hfnn_capture` is a Capture."""
 
     def __reduce_ex__(self, protocol):
         plain, cls = type(self)._hfnn_plain, type(self)

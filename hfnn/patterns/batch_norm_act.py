@@ -31,7 +31,7 @@ _STATE = "running_mean", "running_var", "num_batches_tracked"
 
 
 class OwnAct:
-    """Goes before the class of such a module: one kernel, or the class's own forward."""
+    """Mixin for such a module: one kernel, or the class's own forward."""
 
     prefer = "auto"
     _hfnn_when = "while its activation is one that the op has, and nobody sees that it is not called"
