@@ -34,7 +34,7 @@ class OwnAct:
     """Mixin for such a module: one kernel, or the class's own forward."""
 
     prefer = "auto"
-    _hfnn_when = "while its activation is one that the op has, and nobody sees that it is not called"
+    _hfnn_when = "while the op has its activation, and it carries no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
         y = None

@@ -66,7 +66,7 @@ class NormAct:
     """Mixin for such a module: its steps, or the class's own forward."""
 
     prefer = "auto"
-    _hfnn_when = "where nobody sees that its norms and activations are not called"
+    _hfnn_when = "while its norms and activations carry no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
         like, parts = self._hfnn_like, self._modules
