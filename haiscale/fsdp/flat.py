@@ -54,7 +54,7 @@ class Parameter:
     def __post_init__(self):
         plain = [(m, name) for m, name in self.places if type(m).__setattr__ is nn.Module.__setattr__]
         self._tables = [(module._parameters, name) for module, name in plain]
-        self._others = [place for place in self.places if place not in plain]  # with own lists of parameters, as nn.LSTM
+        self._others = [place for place in self.places if place not in plain]  # with own parameter lists, as nn.LSTM
 
     def put(self, tensor: nn.Parameter) -> None:
         """Sets `tensor` as the modules' parameter."""
