@@ -1,4 +1,4 @@
-"""Every architecture of transformers' auto classes, tiny: is what `convert` makes of it right, and what does it save?
+"""Every architecture of transformers' auto classes, tiny: is the converted model right, and how much does it save?
 
 python bench/architectures.py                       # all of them, some minutes; writes docs/models.md
 python bench/architectures.py --models '^(bert|llama)$' --out /dev/stdout
@@ -27,7 +27,7 @@ import models_page
 import test_families as families
 import tiny
 import torch
-import transformers.modeling_utils  # which all import; no more, or `convert` could lean on what another model imports
+import transformers.modeling_utils  # all models import it; not more, so `convert` cannot rely on others' imports
 from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -42,7 +42,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 SECONDS = 60
 LARGEST = 40_000_000  # parameters
 DRAWS = 3
-# Of the classes of a model type, the one whose table comes first is built.
+# If a model type has several classes, the one whose table comes first is built.
 FIRST = (
     "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM", "MULTIMODAL_LM",
     "ZERO_SHOT_IMAGE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "MASKED_IMAGE_MODELING", "CTC", "AUDIO_CLASSIFICATION",
@@ -51,8 +51,8 @@ FIRST = (
 
 
 def architectures(models: str = "") -> dict[str, tuple[str, str]]:
-    """model type -> (the auto class's table, the class): each class once, if it can be under the type that it is named
-    by. models: a regular expression.
+    """model type -> (the auto class's table, the class): each class once, if possible under the type in its name.
+    models: a regular expression.
     """
     names = [re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto)]
     tables = {match[1]: getattr(modeling_auto, match[0]) for match in names if match}
@@ -73,11 +73,11 @@ def architectures(models: str = "") -> dict[str, tuple[str, str]]:
 
 @dataclass
 class Result:
-    """What was found of one architecture; `stage` is where `error` came up.
+    """The result for one architecture; `stage` is where `error` occurred.
 
-    modules: of a kind that hfnn has ops for; stock, ours, floor: bytes kept for backward; wrong: tensors that break the
-    accuracy rule; not_reverted: what revert did not give back; gaps: who keeps more than the floor, as (share of what
-    could be saved, class, what it keeps).
+    modules: of kinds for which hfnn has ops; stock, ours, floor: bytes kept for backward; wrong: tensors that break the
+    accuracy rule; not_reverted: what revert did not restore; gaps: classes that keep more than the floor, as (share of
+    the savable bytes, class, what it keeps).
     """
 
     kind: str
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """Of the bytes that could be saved, those that are; None where there is hardly anything to save."""
+        """The saved share of the savable bytes; None if there is hardly anything to save."""
         room = self.stock - self.floor
         return (self.stock - self.ours) / room if self.ours and room > 0.02 * self.stock else None
 
@@ -127,7 +127,7 @@ class Loss(ModelOutput):
 
 
 class Task(nn.Module):
-    """A model, of which only the loss is returned: its own, or a sum of all outputs with random signs."""
+    """A model that returns only a loss: its own, or a sum of all outputs with random signs."""
 
     def __init__(self, model):
         super().__init__()
@@ -149,7 +149,7 @@ class NotBuilt(Exception):
 
 
 def build(kind: str, name: str) -> tuple[Task, dict]:
-    """The model in training, without dropout, and the first batch that it takes."""
+    """The model in training mode, without dropout, and the first batch that it accepts."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     model = without_dropout(cls(tiny.config_of(cls, CONFIG_MAPPING[kind])).float()).train()
@@ -163,7 +163,7 @@ def build(kind: str, name: str) -> tuple[Task, dict]:
             loss = task(**batch).loss
             loss.backward()
             model.zero_grad()
-        except Exception as refusal:  # which batch a model takes is found out by asking it
+        except Exception as refusal:  # trying is the only way to find the batch that a model accepts
             refusals.setdefault(str(refusal), short(refusal))
             continue
         if loss.isfinite() and abs(loss) < 1e6:
@@ -197,7 +197,7 @@ def examine(result: Result) -> None:
     before, first = look(task), families.run(task, batch)
     stage("stock again")
     once, second = look(task), families.run(task, batch)
-    own = {*changes(once, look(task)), *families.unequal(first, second)}  # what is another after each forward
+    own = {*changes(once, look(task)), *families.unequal(first, second)}  # values that differ after each forward
     stage("stock's bytes")
     result.stock = kept(task, batch)
     stage("floor")
@@ -226,7 +226,7 @@ def examine(result: Result) -> None:
 
 
 def kept(task, batch) -> int:
-    """Bytes kept for backward. What a loss makes in forward of a parameter's gradient is what backward leaves."""
+    """Bytes kept for backward, without parameter gradients that a loss makes in forward."""
     saved = hfnn.memory.saved_bytes(lambda: task(**batch).loss)
     if not saved.aside:
         return saved.total
@@ -238,7 +238,7 @@ def kept(task, batch) -> int:
 
 
 def gaps(task, batch, least, stock) -> list[tuple[float, str, str]]:
-    """Who keeps more than the floor, the largest first."""
+    """The modules that keep more than the floor, the largest first."""
     fold = lambda name: re.sub(r"\b\d+\b", "*", name) or "(model)"  # noqa: E731
     classes = {fold(name): type(module).__name__ for name, module in task.named_modules()}
     whys = {fold(f"model.{row.name}"): row.why for row in hfnn.report(task.model).left}
@@ -249,7 +249,7 @@ def gaps(task, batch, least, stock) -> list[tuple[float, str, str]]:
     floors, makers = collections.Counter(), collections.defaultdict(collections.Counter)
     for name, size in least.by_module.items():
         outer = fold(name)
-        while outer and not ours[outer]:  # what a block took over from its parts
+        while outer and not ours[outer]:  # a block may have taken over from its parts
             outer = outer.rpartition(".")[0]
         floors[outer or fold(name)] += size
     for (name, made, _), size in least.savable.items():
@@ -266,12 +266,12 @@ def gaps(task, batch, least, stock) -> list[tuple[float, str, str]]:
 
 
 def differences(task, batch, stock) -> tuple[list[str], str]:
-    """(loss and gradients that break the accuracy rule in each of several draws of the inputs, held against what)."""
+    """(loss and gradients that break the accuracy rule in each of several draws of the inputs, the reference)."""
     wrong = None
     for draw in range(DRAWS):
         try:
             rows = hfnn.verify(task, **tiny.redrawn(batch, draw)).rows
-        except Exception as error:  # what computes in float32 whatever its parameters are, or takes no other input
+        except Exception as error:  # models that always compute in float32, or accept no other input
             if wrong is None:
                 return roughly(families.run(task, batch), stock), f"stock's float32, for {short(error)}"
             break
@@ -283,7 +283,7 @@ def differences(task, batch, stock) -> tuple[list[str], str]:
 
 
 def roughly(ours, stock) -> list[str]:
-    """Which tensors differ by more than rounding; a gradient that is zero in theory is held against the largest."""
+    """The tensors that differ by more than rounding; a gradient that is zero in theory is compared with the largest."""
     largest = max(value.double().norm().item() for value in stock.values())
     wrong = sorted(ours.keys() ^ stock.keys())
     for name in ours.keys() & stock.keys():
@@ -294,7 +294,7 @@ def roughly(ours, stock) -> list[str]:
 
 
 def look(model) -> dict:
-    """Classes and attributes, which revert is to give back."""
+    """Classes and attributes, which revert must restore."""
     copied = lambda value: dict(value) if isinstance(value, dict) else value  # noqa: E731
     return {n: (type(m), {k: copied(v) for k, v in vars(m).items()}) for n, m in model.named_modules()}
 
@@ -348,7 +348,7 @@ def _child(kind, auto, name, path):
 
 
 def run(chosen, jobs: int) -> list[Result]:
-    """Each in a process of its own, for `SECONDS` at most."""
+    """Each in its own process, for at most `SECONDS`."""
     context, waiting, running, results = multiprocessing.get_context("fork"), list(chosen.items()), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:

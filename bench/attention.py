@@ -1,12 +1,12 @@
-"""Attention beside torch's backends, flex_attention and padding: time, TFLOP/s, memory, errors; see README.md here.
+"""Attention against torch's backends, flex_attention and padding: time, TFLOP/s, memory, errors; see README.md here.
 
     bench/attention.py                                      # rows in bench/results/<device>-attention.csv, and a table
     bench/attention.py --case window sinks --against flex --kernel auto
     bench/attention.py --packing                            # training steps on ragged batches, see packing.py
-    bench/attention.py --device cpu --tiny                  # whether it runs at all
+    bench/attention.py --device cpu --tiny                  # a smoke test
 
-Right first: everybody's output and gradients are compared with float64 on a part of the very inputs that are timed
-(with dropout, of a call without it). Who is wrong, or fails, is a row with its reason; where that is hfnn, nothing of
+Correctness first: output and gradients of every provider are compared with float64 on a part of the timed inputs (with
+dropout, for a call without it). A provider that is wrong or fails is a row with its reason. If this is hfnn, nothing of
 the case is timed, and the exit status is 1.
 """
 
@@ -42,7 +42,7 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Run:
-    """One provider on one problem. `back` brings [y, gradients] of its own inputs into the problem's layout."""
+    """One provider on one problem. `back` converts [y, gradients] of its own inputs to the problem's layout."""
 
     call: Callable[[], torch.Tensor]
     leaves: list[torch.Tensor]
@@ -59,11 +59,11 @@ class Run:
         return [y, *torch.autograd.grad(y, self.leaves, self.dout)]
 
 
-# Providers: from a problem to a run. Raise rivals.Skip
+# Providers: functions from a problem to a run. They may raise rivals.Skip.
 
 
 def _of_torch(name: str, problem: Problem) -> Run:
-    """torch's op with one of its backends, with a dense mask where that is its only way."""
+    """torch's op with one of its backends, with a dense mask if it has no other way."""
     options, around = problem.options, functools.partial(sdpa_kernel, BACKENDS[name])
     if "softcap" in options or "sinks" in options:
         raise rivals.Skip("torch's op has no such argument")
@@ -79,7 +79,7 @@ def _of_torch(name: str, problem: Problem) -> Run:
 
 
 def _dense(problem: Problem) -> torch.Tensor | None:
-    """What torch's op takes for a window, ALiBi or padding: a matrix."""
+    """The matrix that torch's op needs for a window, ALiBi or padding."""
     length, options = problem.case.shape[3], problem.options
     i = torch.arange(length, device=problem.device)
     away = i[:, None] - i
@@ -92,7 +92,7 @@ def _dense(problem: Problem) -> torch.Tensor | None:
 
 
 def _padded(problem: Problem, around) -> Run:
-    """The sequences one above the other, as long as the longest."""
+    """The sequences stacked and padded to the longest."""
     sizes = torch.tensor(problem.starts).diff().to(problem.device)
     valid = torch.arange(int(sizes.max()), device=problem.device) < sizes[:, None]
 
@@ -130,7 +130,7 @@ def _flex(problem: Problem) -> Run:
         return s - problem.slopes[h] * (i - j).abs() if problem.slopes is not None else s
 
     on = problem.case.shape[0] if lengths is not None else None, None, length, length
-    # Not compiled it is by way of a dense mask, which is too much for one row of all sequences.
+    # Uncompiled it uses a dense mask, which is too large for one row with all sequences.
     make = torch.compile(create_block_mask) if "varlen" in options else create_block_mask
     blocks = make(sees, *on, device=problem.device.type)
     score = score if "softcap" in options or problem.slopes is not None else None
@@ -141,12 +141,12 @@ def _flex(problem: Problem) -> Run:
         )
         return y * torch.sigmoid(aux.lse - sinks[0][:, None])[..., None].to(y.dtype) if sinks else y
 
-    torch._functorch.config.donated_buffer = False  # else a retained graph cannot be run backward twice
+    torch._functorch.config.donated_buffer = False  # otherwise a retained graph cannot run backward twice
     return Run(functools.partial(torch.compile(attend, dynamic=False), *problem.leaves), problem.leaves, problem.dout)
 
 
 def _varlen_attn(problem: Problem) -> Run:
-    """torch's own op for sequences behind one another, from 2.10 on."""
+    """torch's own op for packed sequences, from 2.10 on."""
     if "varlen" not in problem.options:
         raise rivals.Skip("is for sequences behind one another")
     try:
@@ -184,7 +184,7 @@ def _ours(kernel: str, problem: Problem) -> Run:
 
 
 def providers(options) -> dict[str, Callable[[Problem], Run]]:
-    """Who takes part, by name."""
+    """The participating providers, by name."""
     found = {"hfnn" if name == "auto" else f"hfnn {name}": functools.partial(_ours, name) for name in options.kernel}
     for name in options.against:
         found[name] = (
@@ -194,9 +194,9 @@ def providers(options) -> dict[str, Callable[[Problem], Run]]:
 
 
 def kernel_of(y: torch.Tensor, problem: Problem) -> str:
-    """The kernel of hfnn's that made y, or torch's backend that hfnn chose."""
+    """The hfnn kernel that made y, or the torch backend that hfnn chose."""
     node = y.grad_fn
-    for _ in range(3):  # behind a reshape
+    for _ in range(3):  # possibly after a reshape
         if getattr(node, "kernel", None) is not None:
             return node.kernel.name
         node = node.next_functions[0][0] if node is not None and node.next_functions else None
@@ -211,24 +211,24 @@ def kernel_of(y: torch.Tensor, problem: Problem) -> str:
 
 
 def judge(name: str, make, problem: Problem, timed: Problem, exact, rough, device: str) -> tuple[dict, Run | None]:
-    """Columns of the provider's rows, and what is timed; None: the column `error` says why. Raises rivals.Skip."""
+    """Columns of the provider's rows, and the timed calls; None: the column `error` says why. Raises rivals.Skip."""
     try:
         run = make(problem)
         forced = name.startswith("hfnn ")
-        # Under poisoned(), deterministic algorithms are on, and what is not forced would be another choice.
+        # Under poisoned(), deterministic algorithms are on, and unforced choices would differ.
         with check.poisoned() if forced else contextlib.nullcontext():
             results = run.step()
         part = problem.part(run.back([x.detach() for x in results]))
         errors, of_formula = (check.errors(some, exact) for some in (part, rough))
         wrong = attention_calls.broken(part, errors, of_formula)
         del results, part
-        quiet = name == "flex" and device == "cpu"  # counted by a mode, it would not be compiled from then on
+        quiet = name == "flex" and device == "cpu"  # counting with a mode would disable compilation from then on
         run = run if timed is problem else make(timed)
         kernel = kernel_of(run.step()[0], timed) if name.startswith("hfnn") else ""
         peak = "" if quiet else hfnn.memory.peak_bytes(run.step, device) / 2**20
     except rivals.Skip:
         raise
-    except Exception as why:  # whatever is raised is the reason
+    except Exception as why:  # any exception is the reason
         return {"error": f"{type(why).__name__}: {' '.join(str(why).split())[:200]}", "why": type(why)}, None
     found = {"kernel": kernel, "peak_mib": peak, "rel_error": [errors[0].l2, max(e.l2 for e in errors[1:])]}
     if wrong:

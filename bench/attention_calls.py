@@ -1,7 +1,7 @@
-"""Calls of attention for attention.py: their inputs, what float64 makes of them, and how many pairs count.
+"""Calls of attention for attention.py: their inputs, their float64 results, and the number of pairs that count.
 
-Names end in their shape: B batch, H heads of queries, G heads of keys, T length, D width of a head. Inputs are
-(B, T, H, D) in memory, as models have them.
+Names end in their shape: B batch, H heads of queries, G heads of keys, T length, D width of a head. Inputs are (B, T,
+H, D) in memory, as in models.
 """
 
 import functools
@@ -15,9 +15,9 @@ from hfnn import testing
 
 @dataclass(frozen=True)
 class Case:
-    """`options`: "causal", "left" (keys before the query's own that it sees), "softcap", "dropout"; what has tensors:
-    "alibi", "sinks", "padding" (a boolean mask), "bias" (added, with a gradient), "varlen" (mean, most tokens of a
-    sequence; B is 1 then, T all tokens).
+    """`options`: "causal", "left" (visible keys before the query's own), "softcap", "dropout"; with tensors: "alibi",
+    "sinks", "padding" (a boolean mask), "bias" (additive, with a gradient), "varlen" (mean and maximum tokens of a
+    sequence; then B is 1, T all tokens).
     """
 
     name: str
@@ -25,7 +25,7 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def tiny(self) -> "Case":
-        """The same with next to no tokens and heads."""
+        """The same with very few tokens and heads."""
         batch, heads, groups, _, _ = self.shape
         options = {**self.options}
         options |= {"left": 7} if "left" in options else {}
@@ -55,12 +55,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One call, drawn. `leaves`: query, key, value and what else wants a gradient, (B, H, T, D); dout is y's."""
+    """One random call. `leaves`: query, key, value and other tensors that need a gradient, (B, H, T, D); dout is y's
+    gradient."""
 
     case: Case
     leaves: list[torch.Tensor]
     dout: torch.Tensor
-    starts: tuple[int, ...] = ()  # of varlen's sequences, and behind the last
+    starts: tuple[int, ...] = ()  # of varlen's sequences, and the end of the last
     lengths: torch.Tensor | None = None  # of padding
     slopes: torch.Tensor | None = None
 
@@ -87,7 +88,7 @@ class Problem:
 
     @functools.cached_property
     def flops(self) -> tuple[float, float]:
-        """Of forward and backward: two and five products, of the pairs alone that count."""
+        """FLOP of forward and backward: two and five products, only for the pairs that count."""
         batch, heads, _, length, width = self.case.shape
         if self.starts:
             each = torch.tensor(self.starts).diff().double()
@@ -106,7 +107,7 @@ class Problem:
         return self._formula(torch.float64)
 
     def roughly(self) -> list[torch.Tensor]:
-        """The same formula in the dtype of the inputs: what accuracy is held against."""
+        """The same formula in the dtype of the inputs: the reference for accuracy."""
         return self._formula(self.dtype)
 
     def _formula(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -116,12 +117,13 @@ class Problem:
         return [y.detach(), *torch.autograd.grad(y, leaves, dout.to(dtype))]
 
     def part(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What is compared of [y, dq, dk, dv, ...]: the last head of keys, of the last batch element or sequence."""
+        """The compared part of [y, dq, dk, dv, ...]: the last head of keys, of the last batch element or sequence."""
         y, *gradients = results
         return [self._slice([y.detach()])[0], *self._slice(gradients)]
 
     def _slice(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the part; what comes after query, key, value has heads of queries, along its last or second axis."""
+        """The leaves of the part; those after query, key, value have heads of queries, along their last or second
+        axis."""
         _, heads, groups, _, _ = self.case.shape
         of_group = slice(heads - heads // groups, None)
         summed = "bias" in self.options or "sinks" in self.options  # their gradients are sums over the batch
@@ -182,7 +184,7 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 
 def ragged(tokens: int, mean: int, most: int, seed: int = 0) -> tuple[int, ...]:
-    """Where sequences of log-normal lengths begin, as in a batch of fine-tuning, and where the last one ends."""
+    """The starts of sequences with log-normal lengths, as in a fine-tuning batch, and the end of the last one."""
     generator = torch.Generator().manual_seed(seed)
     starts, deviation = [0], 0.9
     while starts[-1] < tokens:
@@ -196,7 +198,7 @@ def ragged(tokens: int, mean: int, most: int, seed: int = 0) -> tuple[int, ...]:
 def broken(results, errors, rough) -> list[str]:
     """The results that break the accuracy rule, in words; `rough`: the errors of the formula in the same dtype.
 
-    The largest error of a part is a matter of luck, the formula's too: it counts as an ulp at least.
+    The largest error of a part is random, also for the formula, so it counts as at least one ulp.
     """
     ulps = (torch.finfo(r.dtype).eps for r in results)
     allowed = [testing.Error(e.l2, max(e.largest, ulp)) for e, ulp in zip(rough, ulps, strict=True)]

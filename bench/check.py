@@ -1,4 +1,4 @@
-"""The inputs of a case, and whether what comes of them is right."""
+"""The inputs of a case, and the check of the results."""
 
 import contextlib
 import functools
@@ -11,14 +11,14 @@ import hfnn
 from hfnn import testing
 
 CHECKED = 1 << 22  # elements of a tensor compared with float64
-say = functools.cache(print)  # a line is said once
+say = functools.cache(print)  # prints each line once
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of arguments, as a training step has them: an activation first, then parameters.
+    """One set of arguments as in a training step: an activation first, then parameters.
 
-    dy: one tensor, or as many as the op has results.
+    dy: one tensor, or one per result of the op.
     """
 
     args: tuple
@@ -39,7 +39,7 @@ class Inputs:
         return torch.autograd.grad(y, self.leaves, self.dy, retain_graph=True)
 
     def step(self, fn):
-        """Forward and backward, as training has them: of a graph that is used once."""
+        """Forward and backward as in training, with a graph that is used once."""
         return torch.autograd.grad(self.forward(fn), self.leaves, self.dy)
 
 
@@ -63,7 +63,7 @@ def draw(op, case, dtype, device: str) -> Inputs:
 
 
 def _cotangent(y: torch.Tensor) -> torch.Tensor:
-    # In the layout of y. A training step begins with 1 at a loss, and Liger has a shorter way for just that.
+    # In the layout of y. A training step begins with 1 at a loss, for which Liger has a shortcut.
     return torch.randn_like(y, dtype=torch.float32).to(y.dtype) if y.dim() else torch.ones_like(y)
 
 
@@ -73,7 +73,8 @@ def several(y) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def poisoned():
-    """What `torch.empty` returns is NaN: else memory left by another provider could pass for a kernel's output."""
+    """Fills the results of `torch.empty` with NaN: otherwise memory of another provider could be taken for a kernel's
+    output."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -91,7 +92,7 @@ def result(provider, given: Inputs) -> list[torch.Tensor]:
 
 
 def exactly(op, given: Inputs, y: torch.Tensor) -> list[torch.Tensor]:
-    """The output and the gradients in float64. `y`: the result whose random draw a random op is to repeat."""
+    """The output and the gradients in float64. `y`: the result whose random draw a random op must repeat."""
     pin = {} if op.pin is None else op.pin(given.args, y)
     args = tuple(a if not is_float(a) else _leaf(a.double()) if a.requires_grad else a.double() for a in given.args)
     dy = tuple(d.double() for d in given.dy) if isinstance(given.dy, tuple) else given.dy.double()
@@ -105,7 +106,7 @@ def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[testi
 
 
 def _thin(x: torch.Tensor) -> torch.Tensor:
-    """At most about CHECKED elements: every n-th, n odd, so that all columns and lanes have their turn."""
+    """At most about CHECKED elements: every n-th with n odd, so that all columns and lanes are covered."""
     return x.flatten()[:: x.numel() // CHECKED | 1]
 
 
@@ -114,7 +115,7 @@ def broken(results, mine, torchs, outputs: int = 1) -> list[str]:
     found = []
     for i, (r, m, t) in enumerate(zip(results, mine, torchs, strict=True)):
         if r.numel() == 1:
-            # The error of one number is a matter of luck, torch's too: it counts as an ulp at least.
+            # The error of one number is random, also torch's, so it counts as at least one ulp.
             ulp = torch.finfo(r.dtype).eps
             t = testing.Error(max(t.l2, ulp), max(t.largest, ulp))
         if not m.within(t, r.dtype, testing.OUTPUTS if i < outputs else testing.GRADIENTS):
@@ -131,7 +132,7 @@ def judge(op, case, given: Inputs, providers) -> tuple[dict, bool]:
     for provider in providers:
         try:
             results = result(provider, given)
-        except Exception as why:  # whatever a rival raises is its reason; ours may only say that it has no kernel
+        except Exception as why:  # any exception of a rival is its reason; ours may only report that it has no kernel
             say(f"skipped: {provider} {op.name} {case}: {type(why).__name__}: {why}")
             right = right and (provider.name != "hfnn" or isinstance(why, hfnn.NoKernel))
             continue

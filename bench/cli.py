@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks have in common."""
+"""Common code of the benchmarks' command lines."""
 
 import argparse
 import sys
@@ -12,7 +12,8 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parser(doc: str, seconds: str | None = None, tiny: str | None = None) -> argparse.ArgumentParser:
-    """With --device and --results. `seconds` is the help of --seconds, which comes with --rounds, `tiny` of --tiny."""
+    """A parser with --device and --results. `seconds` is the help of --seconds (added with --rounds), `tiny` of
+    --tiny."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))

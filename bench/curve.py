@@ -2,21 +2,21 @@
 
     bench/curve.py                                          # six runs at once on one GPU: rows, and the table
     bench/curve.py --draw                                   # docs/curve.svg and the table, of the newest rows
-    bench/curve.py --device cpu --tiny --steps 20           # whether it runs at all
+    bench/curve.py --device cpu --tiny --steps 20           # a smoke test
 
 The model is that of models.py, transformers' GPT-2 with dropout 0.1, from random weights, under autocast to bfloat16. A
 step is zero_grad, forward, backward, clipping of the gradients' norm, and torch's fused AdamW; `hfnn.convert(model)` is
 the only difference. Both runs of a seed start from the same weights and take the same batches in the same order; their
-dropout masks differ. The text is what the machine has, sources and documents of Python packages, so losses from two
-machines do not compare: `text_bytes` and `text_sha256` in each row say which text it was.
+dropout masks differ. The text is taken from the machine, sources and documents of Python packages, so losses from two
+machines cannot be compared: `text_bytes` and `text_sha256` in each row identify the text.
 
-Rows are appended to bench/results/<device>-curve.csv as they come; `run` is when the command started. A `train` row has
-the mean loss of the steps since the last one, a `validation` row the loss without dropout on a fixed set of windows of
-held-out files. All runs share the GPU, so `seconds` says nothing about speed; `peak_gib` is the process's own.
+Rows are appended to bench/results/<device>-curve.csv immediately; `run` is the start time of the command. A `train` row
+has the mean loss of the steps since the last one, a `validation` row the loss without dropout on a fixed set of windows
+of held-out files. All runs share the GPU, so `seconds` does not show the speed; `peak_gib` is that of the process.
 
-Verdict: the mean last validation losses, stock and converted, are no further apart than the best and the worst stock
-seed. Smaller differences go unseen, and with three seeds independent noise alone fails it 14 times in 100. The exit
-status is 1 where it fails, or a run does.
+Verdict: the difference between the mean last validation losses, stock and converted, must not exceed the difference
+between the best and the worst stock seed. Smaller differences are not detected, and with three seeds independent noise
+alone fails it 14 times in 100. The exit status is 1 if it fails, or if a run fails.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PROVIDERS = tuple(drawing.STYLES)
 BATCH, LENGTH, RATE, CLIP = 6, 512, 6e-4, 1.0
 WARM_UP, ROW, VALIDATION = 15, 60, 5  # the rate rises for steps / 15; a row each steps / 60, each 5th with a validation
 WINDOWS, AT_ONCE = 128, 8  # to validate on
-TEXT, LARGEST, LEARNT = 60 << 20, 1 << 19, 16 << 20  # bytes: of all files, of one, of what the vocabulary is from
+TEXT, LARGEST, LEARNT = 60 << 20, 1 << 19, 16 << 20  # bytes: of all files, of one file, of the text for the vocabulary
 VOCABULARY, HELD_OUT = 32768, 13  # HELD_OUT: files of 256
 
 
@@ -54,7 +54,7 @@ VOCABULARY, HELD_OUT = 32768, 13  # HELD_OUT: files of 256
 
 
 def files():
-    """Sources and documents of Python and its packages, in the order of their names' hashes: a sample of them all."""
+    """Sources and documents of Python and its packages, ordered by the hashes of their names, as a random sample."""
     roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {Path(torch.__file__).parents[1]}
     found = ((path.relative_to(root).as_posix(), path) for root in map(Path, roots) for path in root.rglob("*"))
     found = [pair for pair in found if pair[1].suffix in (".py", ".txt", ".md", ".rst") or "LICENSE" in pair[1].name]
@@ -63,7 +63,7 @@ def files():
 
 
 def read(limit: int) -> tuple[list[str], list[str], dict]:
-    """Files to train on, files to validate on, and the columns that say what they are; no content twice."""
+    """Files for training, files for validation, and the columns that identify them; no duplicate content."""
     texts, seen, size, of_all = ([], []), set(), 0, hashlib.sha256()
     for path in files():
         content = path.read_bytes()
@@ -80,7 +80,7 @@ def read(limit: int) -> tuple[list[str], list[str], dict]:
 
 
 def tokens(training: list[str], held_out: list[str], vocabulary: int) -> list[torch.Tensor]:
-    """Both as int32 (n,), by a byte-level BPE that is learnt here; token 0 comes before each file."""
+    """Both as int32 (n,), by a byte-level BPE trained here; token 0 comes before each file."""
     import tokenizers as t
 
     tokenizer = t.Tokenizer(t.models.BPE())
@@ -100,7 +100,7 @@ def tokens(training: list[str], held_out: list[str], vocabulary: int) -> list[to
     return found
 
 
-# One run, in a process of its own
+# One run, in its own process
 
 
 def train(pipe, provider: str, seed: int, text: Path, options) -> None:
@@ -139,7 +139,7 @@ def train(pipe, provider: str, seed: int, text: Path, options) -> None:
 
 
 def stepper(parameters: list, steps: int):
-    """A function that takes a step from a loss, and returns the loss as a number on the device."""
+    """A function that makes a step from a loss, and returns the loss as a number on the device."""
     rising = max(1, steps // WARM_UP)
     optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
 
@@ -188,14 +188,14 @@ def compare(options) -> list[dict]:
 
 
 def started(text: Path, options):
-    """(provider, seed, columns) of each row as it comes; where a run fails, of a last one with an error."""
+    """(provider, seed, columns) of each row as it arrives; if a run fails, of a last row with an error."""
     context, runs = multiprocessing.get_context("spawn"), {}
     deadline = time.monotonic() + options.limit
     for seed, provider in itertools.product(options.seeds, PROVIDERS):
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(target=train, args=(writer, provider, seed, text, options), daemon=True)
         process.start()
-        writer.close()  # now only the process has it, and reading ends when the process does
+        writer.close()  # now only the process holds it, so reading ends when the process ends
         runs[reader] = process, provider, seed
     try:
         while runs:

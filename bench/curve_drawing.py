@@ -1,4 +1,4 @@
-"""What curve.py has measured: the table, the verdict, and the picture."""
+"""The results of curve.py: the table, the verdict, and the picture."""
 
 import csv
 import math
@@ -15,7 +15,7 @@ TOP, BOTTOM = 76, 348  # of its panels
 
 
 def finals(rows: list[dict]) -> dict[str, dict[int, float]]:
-    """The validation loss after the last step, by provider and seed; of runs that got there."""
+    """The validation loss after the last step, by provider and seed, for complete runs."""
     found = {provider: {} for provider in STYLES}
     for r in rows:
         if r["pass"] == "validation" and int(r["step"]) == int(r["steps"]):
@@ -112,7 +112,7 @@ def picture(rows: list[dict], machine: str) -> str:
 
 
 def curves(rows: list[dict], name: str, begin: float) -> list[tuple[str, list]]:
-    """(provider, [(step, loss), ...]) of every run; stock ones first, so that the others lie on top."""
+    """(provider, [(step, loss), ...]) of every run; stock ones first, so that the others are drawn on top."""
     found = {(p, seed): [] for p in STYLES for seed in dict.fromkeys(r["seed"] for r in rows)}
     for r in rows:
         if r["pass"] == name and int(r["step"]) >= begin and math.isfinite(float(r["loss"])):

@@ -1,8 +1,8 @@
-"""What a layer keeps for backward, in u: bytes for each token and each of its h features. `models.py --depth`.
+"""The memory that a layer keeps for backward, in u: bytes per token and feature. `models.py --depth`.
 
-The difference between a model of four layers and one of two, halved: heads, embeddings and what is made once cancel.
-It is counted twice, by `hfnn.memory.saved_bytes` and by what torch's CUDA allocator was asked for, and the casts of
-weights that autocast makes, 2 bytes a weight whatever the batch, are told apart. Eager first, then the same model
+It is half the difference between a model with four layers and one with two, so heads, embeddings and other one-time
+parts cancel. It is counted twice, by `hfnn.memory.saved_bytes` and by the requests to torch's CUDA allocator. Casts of
+weights by autocast, 2 bytes per weight for any batch, are counted separately. Eager first, then the same model
 converted with prefer="memory".
 """
 
@@ -65,7 +65,7 @@ def _llama(ffn, share, device, layers):
     return t.LlamaModel(t.LlamaConfig(**options, num_key_value_heads=heads, vocab_size=512, use_cache=False))
 
 
-# Of Llama, the ratios of the 7B and 8B models: features of the MLP to the width, key-value heads to heads.
+# For Llama, the ratios of the 7B and 8B models: features of the MLP to the width, key-value heads to heads.
 MODELS = {
     "gpt2": _gpt2,
     "bert": _bert,
@@ -86,7 +86,7 @@ def inputs(name: str, device: str, dtype) -> torch.Tensor:
 
 
 def kept(name: str, dtype: str, layers: int, device: str) -> list[tuple[str, dict, int]]:
-    """(mode, bytes by the way of counting, bytes of 1 u) of eager and of hfnn."""
+    """(mode, bytes by counting method, bytes of 1 u) of eager and of hfnn."""
     import models
 
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def kept(name: str, dtype: str, layers: int, device: str) -> list[tuple[str, dic
     for mode in MODES:
         if mode != "eager":
             hfnn.convert(model, prefer="memory")
-        for _ in range(2):  # workspaces of libraries are there to stay
+        for _ in range(2):  # workspaces of libraries are permanent
             y = forward()
             y.sum().backward()
         u = y.numel()
@@ -140,7 +140,7 @@ def compare(options) -> int:
 
 
 def table(rows: list[dict], title: str) -> None:
-    """A line for each model and dtype: both modes by both ways of counting, what casts have of it, and their ratio."""
+    """A line per model and dtype: both modes with both counting methods, the share of casts, and the ratio."""
     counts = [f"{mode} {heading}" for mode in MODES for heading in ("requested", "by hooks", "weight casts")]
     found = report.grid(title, ("model", "dtype"), [*counts, "eager / hfnn", "without casts"])
     for eager, ours in zip(rows[::2], rows[1::2], strict=True):

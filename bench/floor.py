@@ -1,7 +1,7 @@
-"""The least that a forward must keep for an exact backward in which no product runs twice.
+"""The minimum that a forward must keep for an exact backward in which no product runs twice.
 
-The forward is written down op by op. Whatever backward needs is either kept, or made again of what is kept by ops that
-are no products; the cheapest choice is a minimum cut of that graph, as in the partitioner of torch.compile.
+The forward is recorded op by op. Everything that backward needs is either kept, or rebuilt from kept tensors by ops
+that are not products. The cheapest choice is a minimum cut of that graph, as in the partitioner of torch.compile.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from hfnn.memory.keepers import _Spy
 from hfnn.memory.peak import tensors
 from hfnn.memory.saved import nodes, packed, unpack
 
-# What that partitioner makes again, and what it sees taken apart into such ops.
+# Ops that the partitioner recomputes, and ops that it sees decomposed into such ops.
 AGAIN = {packet.__name__ for packet in get_default_op_list().recomputable_ops} | {
     "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm",
     "_native_batch_norm_legit_no_training", "_softmax", "_log_softmax", "_safe_softmax", "log_sigmoid_forward",
@@ -27,13 +27,13 @@ AGAIN = {packet.__name__ for packet in get_default_op_list().recomputable_ops} |
     "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "_adaptive_avg_pool2d",
     "adaptive_max_pool2d",
 }  # fmt: skip
-# A loss is one number: forward can go on to the gradient of what the last product was made of.
+# A loss is one number: forward can continue to the gradient of the last product's input.
 LOSSES = {"NllLoss", "NllLoss2D", "LogSoftmax"}
 
 
 class Written(TorchDispatchMode):
-    """What made each tensor: (whether that may be repeated, of what, in which module). A tensor is (its storage, how
-    often that was written to).
+    """The origin of each tensor: (whether it may be recomputed, its sources, its module). A tensor is (its storage, the
+    number of writes to it).
     """
 
     def __init__(self, spy, free):
@@ -44,7 +44,7 @@ class Written(TorchDispatchMode):
     def place(self, tensor):
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self.held.setdefault(key, storage)  # while it is held, no other gets its address
+        self.held.setdefault(key, storage)  # while it is held, its address is not reused
         return key, self.writes.get(key, 0)
 
     def size(self, place):
@@ -70,8 +70,8 @@ class Written(TorchDispatchMode):
 
 @dataclass
 class Floor:
-    """total: bytes; by_module: where they are saved, or where they are made if others are saved today; savable: what is
-    saved and could be made again, by (module that saves it, op that made it, op that saves it).
+    """total: bytes; by_module: the module that saves them, or makes them if others are saved today; savable: tensors
+    that are saved but could be rebuilt, by (module that saves it, op that made it, op that saves it).
     """
 
     total: int
@@ -115,7 +115,7 @@ def floor(model: nn.Module, forward) -> Floor:
 
 
 def before_loss(written, of_loss) -> int:
-    """Bytes of the gradient that a loss can make in forward: of the last product's input, or of its output."""
+    """Bytes of the gradient that a loss can compute in forward: of the last product's input, or of its output."""
     found = 0
     for place in of_loss:
         while written.made.get(place, (False, ()))[0] and written.made[place][1]:
@@ -127,7 +127,7 @@ def before_loss(written, of_loss) -> int:
 
 
 def cut(written, needed) -> set:
-    """The places that are kept where it costs the least."""
+    """The tensors that are kept in the cheapest choice."""
     graph, queue, seen = networkx.DiGraph(), [p for p in needed if written.size(p)], set()
     graph.add_nodes_from(("source", "sink"))
     graph.add_edges_from(((place, "out"), "sink") for place in queue)
@@ -137,7 +137,7 @@ def cut(written, needed) -> set:
             continue
         seen.add(place)
         again, inputs, _ = written.made.get(place, (False, (), ""))
-        # Of cuts that cost the same, the one through what is saved today.
+        # Among cuts of equal cost, the one through tensors that are saved today.
         graph.add_edge((place, "in"), (place, "out"), capacity=4096 * written.size(place) + (place not in needed))
         if not again:
             graph.add_edge("source", (place, "in"))

@@ -1,7 +1,7 @@
 """A linear map into a vocabulary and the cross-entropy of its logits: a training step's time, memory and errors.
 
-A step is forward and backward of the mean loss, with gradients of hidden and weight. What it needs at most, above its
-inputs, is as much a result as its time: the logits are often the largest tensor of a model.
+A step is forward and backward of the mean loss, with gradients of hidden and weight. Its peak memory above the inputs
+is as important as its time, because the logits are often the largest tensor of a model.
 
 Names end in their shape: T tokens, H hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ TOKENS = {"cuda": (256, 1024, 4096, 8192, 16384, 65536), "cpu": (256, 512, 1024,
 SIZES = {"cuda": (4096, 128256), "cpu": (256, 8192)}  # hidden, vocabulary
 AUTOCAST = {"cuda": 8192, "cpu": 256}  # tokens of the one case with a float32 weight under autocast to bfloat16
 MAX_BYTES = {"cuda": (128 << 20, 1 << 30), "cpu": (1 << 20, 16 << 20)}
-# Of the gradients this many rows are compared with float64, and so many tokens are worked on at a time for them.
+# Rows of the gradients that are compared with float64, and tokens processed at a time for this.
 PICKED, SLAB = 256, 512
 
 
@@ -47,12 +47,12 @@ class Head:
 
     @property
     def dtype(self) -> str:
-        """As the rows say it."""
+        """The case as written in the rows."""
         return "autocast" if self.autocast else str(self.x.dtype).removeprefix("torch.")
 
     @property
     def picked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, classes) whose gradients are compared: of the classes the frequent ones and some of the others."""
+        """(tokens, classes) whose gradients are compared: the frequent classes and some of the others."""
         tokens, _, vocabulary = self.case
         frequent = min(PICKED // 2, vocabulary)
         others = torch.arange(frequent, vocabulary, vocabulary // frequent | 1)
@@ -67,7 +67,7 @@ class Head:
         return [loss, *torch.autograd.grad(loss, (self.x, self.weight))]
 
     def part(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What is compared of [loss, dX, dW]."""
+        """The compared part of [loss, dX, dW]."""
         loss, dx, dw = results
         tokens, classes = self.picked
         return [loss.detach(), dx[tokens], dw[classes]]
@@ -94,7 +94,7 @@ class Head:
 
 
 def draw(case, dtype, device: str, autocast: bool = False) -> Head:
-    """Logits of a standard deviation somewhat over 1, and classes of which a few are frequent, as in text."""
+    """Logits with a standard deviation somewhat above 1, and classes of which a few are frequent, as in text."""
     tokens, hidden, vocabulary = case
     x = torch.randn(tokens, hidden, device=device)
     weight = torch.randn(vocabulary, hidden, device=device).mul_(1.3 * hidden**-0.5)
@@ -103,7 +103,7 @@ def draw(case, dtype, device: str, autocast: bool = False) -> Head:
 
 
 def cases(options):
-    """Heads, the small ones first: what was asked for, or the usual tokens and one of them under autocast."""
+    """Heads, the small ones first: the requested ones, or the usual token counts and one of them under autocast."""
     device = options.device
     asked = [tuple(shape) for shape, _ in options.case or ()]
     for case in asked:
@@ -124,7 +124,7 @@ def _eager(x, weight, target):
 
 
 def _torch(device: str) -> list[rivals.Provider]:
-    """torch's two ops, and from 2.13 on its own chunks."""
+    """torch's two ops, and from 2.13 on its own chunked op."""
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
         check.say(f"skipped: torch chunked: torch {torch.__version__} has no linear_cross_entropy in chunks")
@@ -137,7 +137,8 @@ def _torch(device: str) -> list[rivals.Provider]:
 
 
 def _compile(device: str) -> list[rivals.Provider]:
-    # Compiled for any number of tokens from the second one on: for each alone it would take longer than all the rest.
+    # Compiled for any number of tokens from the second one on: compiling each separately would take longer than the
+    # rest.
     torch._dynamo.reset()
     return [rivals.Provider("compile", torch.compile(_eager))]
 
@@ -171,7 +172,7 @@ MAKERS = {"torch": _torch, "compile": _compile, "compile-max": _compile_max, "li
 
 
 def providers(options) -> list[rivals.Provider]:
-    """Who takes part, torch's plain ops always and first; says who does not, and why."""
+    """The participating providers, with torch's plain ops always first; prints who does not take part, and why."""
     found = [rivals.Provider("torch", _eager)]
     fn = hfnn.functional.linear_cross_entropy
     for kernel in options.kernel:
@@ -203,7 +204,7 @@ def judge(head: Head, found: list[rivals.Provider]) -> tuple[dict, bool]:
             errors = [testing.error(r, e) for r, e in zip(head.part(results), exact, strict=True)]
             results = [r.detach().to("meta") for r in results]
             peak = _peak(head, provider)
-        # Whatever a rival raises is its reason; ours may only say that it has no kernel, or that memory is short.
+        # Any exception of a rival is its reason; ours may only report that it has no kernel or not enough memory.
         except Exception as why:
             check.say(f"skipped: {provider} {OP} {head.case} {head.dtype}: {type(why).__name__}: {why}")
             right = right and (provider.name != "hfnn" or isinstance(why, (hfnn.NoKernel, torch.OutOfMemoryError)))
@@ -219,7 +220,8 @@ def judge(head: Head, found: list[rivals.Provider]) -> tuple[dict, bool]:
 
 
 def _peak(head: Head, provider: rivals.Provider) -> float | str:
-    """MiB, after a first step; nothing for compiled code on a CPU, which would not be compiled from then on."""
+    """Peak MiB, after a first step; nothing for compiled code on a CPU, for which counting would disable
+    compilation."""
     if provider.name.startswith("compile") and head.device == "cpu":
         return ""
     return hfnn.memory.peak_bytes(lambda: head.step(provider), head.device) / 2**20
@@ -236,7 +238,7 @@ def _columns(kernel: str, peak: float | str, errors, torchs) -> dict:
 
 
 def measure(head: Head, found: list[rivals.Provider], options) -> list[dict] | None:
-    """Rows of one case, or None where we are wrong."""
+    """Rows of one case, or None if hfnn is wrong."""
     able, right = judge(head, found)
     if not right:
         print(f"refused: {OP} {head.case} {head.dtype}: not timed while a kernel is wrong")

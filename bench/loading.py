@@ -1,20 +1,20 @@
-"""The share of a ResNet-50's training step that the GPU waits for data: ImageFolder's files beside hfrecord's records.
+"""The share of a ResNet-50's training step that the GPU waits for data: ImageFolder's files against hfrecord's records.
 
     bench/loading.py                                     # rows in bench/results/<device>-loading.csv, and a table
     bench/loading.py --loaders imagefolder hfrecord --mode eager --workers 8
-    bench/loading.py --device cpu --tiny                 # whether it runs at all
+    bench/loading.py --device cpu --tiny                 # a smoke test
 
-Each loader feeds the same steps: forward, backward and AdamW under autocast to bfloat16, of uint8 images which the GPU
-normalises. `memory` repeats one batch: its median step is what the GPU needs. `waits` is by what share a loader's mean
-step is longer; the mean, for workers give batches in bursts.
+Each loader feeds the same steps: forward, backward and AdamW under autocast to bfloat16, on uint8 images that the GPU
+normalises. `memory` repeats one batch: its median step is the time that the GPU needs. `waits` is the share by which a
+loader's mean step is longer. The mean is used because workers deliver batches in bursts.
 
-imagefolder         JPEG files in a folder for each class, torchvision's ImageFolder and torch's DataLoader
+imagefolder         JPEG files in one folder per class, torchvision's ImageFolder and torch's DataLoader
 hfrecord            the same JPEGs in records, the same transform, hfrecord's Dataset and DataLoader
-hfrecord-pixels     records of 256 x 256 pixels as they are, which are cropped and turned without being decoded
+hfrecord-pixels     records of raw 256 x 256 pixels, which are cropped and flipped without decoding
 
-Images are 500 x 375, of 70 KB; a crop of each is scaled to 224 x 224, and half of them are turned. Files are taken out
-of the page cache before the first epoch, where the file system allows it ("first", else "first, cached"); "second" is
-the next epoch. The first batches of an epoch do not count: workers start, or have had them ready.
+Images are 500 x 375 with 70 KB; a crop of each is scaled to 224 x 224, and half of them are flipped. Files are removed
+from the page cache before the first epoch, if the file system allows it ("first", else "first, cached"); "second" is
+the next epoch. The first batches of an epoch do not count, because workers start, or have them ready.
 """
 
 import functools
@@ -74,7 +74,7 @@ def scaled(file: Path) -> np.ndarray:
 
 
 def forget(folder: Path) -> bool:
-    """Takes the files of a folder out of the page cache; whether they are."""
+    """Removes the files of a folder from the page cache; returns whether this worked."""
     os.sync()
     for file in filter(Path.is_file, folder.rglob("*")):
         fd = os.open(file, os.O_RDONLY)
@@ -123,7 +123,7 @@ def loader(name: str, path: Path, options):
 
 
 class Training(models.Training):
-    """ResNet-50 on what a loader gives."""
+    """ResNet-50 on the batches of a loader."""
 
     def take(self, shape: tuple) -> None:
         super().take(shape)
@@ -138,7 +138,8 @@ class Training(models.Training):
 
 
 def times(training: Training, batches, skip: int) -> list[float]:
-    """Seconds of each step but the first `skip`; a step waits for the one before it, as a loop that prints its loss."""
+    """Seconds of each step after the first `skip`; a step waits for the previous one, as in a loop that prints its
+    loss."""
     found, begin = [], time.perf_counter()
     for images, labels in batches:
         training.step_of(images, labels).item()
@@ -157,7 +158,7 @@ def measure(folder: Path, training: Training, options) -> list[dict]:
             if name != "imagefolder":
                 pack(jpegs, folder / name, name.endswith("pixels"), pool)
     steps = options.images // batch
-    skip = min(steps // 2, 2 * options.workers)  # what the workers' queues may hold
+    skip = min(steps // 2, 2 * options.workers)  # the workers' queues may hold this many
     for _ in range(models.WARM_UP):
         training.step_of(*training.kept)
     alone = times(training, itertools.repeat(training.kept, steps), 2)

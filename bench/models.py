@@ -1,14 +1,14 @@
-"""Training steps of whole models beside eager torch, torch.compile and Liger: time, memory, loss.
+"""Training steps of whole models against eager torch, torch.compile and Liger: time, memory, loss.
 
     bench/models.py                                         # every model in every mode
     bench/models.py --models gpt2 vit --modes eager hfnn
-    bench/models.py --depth                                 # what a layer keeps for backward, see depth.py
-    bench/models.py --pairs --modes eager hfnn captured     # modes beside each other, step by step, see pairs.py
-    bench/models.py --device cpu --tiny                     # whether it runs at all
+    bench/models.py --depth                                 # memory that a layer keeps for backward, see depth.py
+    bench/models.py --pairs --modes eager hfnn captured     # modes in turns, step by step, see pairs.py
+    bench/models.py --device cpu --tiny                     # a smoke test
 
 A step is zero_grad, forward with labels, backward and AdamW, under autocast to bfloat16, on random weights and one
-random batch. Every model and mode has a process of its own, for a fresh allocator, and so that what fails or hangs is a
-row with its reason and no more. Rows are appended to bench/results/<device>-models.csv as they come.
+random batch. Every model and mode has its own process, for a fresh allocator, and so that a failure or hang is only a
+row with its reason. Rows are appended to bench/results/<device>-models.csv immediately.
 """
 
 import argparse
@@ -38,23 +38,23 @@ import hfnn
 from hfnn.capture import captured
 from hfnn.tune import explain as chosen
 
-# Neighbours in this order are neighbours in time.
+# Neighbours in this order run one after another.
 MODES = ("eager", "hfnn", "hfnn-memory", "hfnn-captured", "compile", "compile-0.75", "liger")
-# Asked for by name: exact=True; converted and compiled by our backend; what hfnn.tune chooses.
+# Only on request: exact=True; converted and compiled by our backend; the choice of hfnn.tune.
 MORE = ("hfnn-exact", "hfnn-captured-exact", "hfnn-compile", "tuned")
 PAIRS = ("eager", "hfnn", "hfnn-captured")
 WARM_UP = 5  # capture records after three
-# Losses after the same steps differ by the dropout masks that were drawn, and by rounding: by this share of eager's, or
-# of the smallest that still counts, for a batch may have been learnt by heart.
+# Losses after the same steps differ by dropout masks and rounding: by this share of eager's loss, or of the smallest
+# meaningful loss, because a batch may be memorised.
 LOSS_NOISE, LEAST_LOSS = 0.02, 0.25
 GIB = 2**30
 
 
-# One model in one mode, in a process of its own
+# One model in one mode, in its own process
 
 
 def prepare(mode: str, of: Model) -> Callable:
-    """What comes before the model is built; returns what makes it one of this mode. Raises rivals.Skip."""
+    """Prepares a mode before the model is built; returns a function that applies the mode. Raises rivals.Skip."""
     if mode == "liger":
         if of.liger is None:
             raise rivals.Skip("Liger has nothing for it")
@@ -64,7 +64,7 @@ def prepare(mode: str, of: Model) -> Callable:
             raise rivals.Skip(f"cannot be imported: {error}") from error
         patch()
     if mode == "compile-0.75":
-        # Not `import torch....`, which would make `torch` a name of this function.
+        # Not `import torch....`, which would make `torch` a local name.
         importlib.import_module("torch._functorch.config").activation_memory_budget = 0.75
     if mode.startswith("compile"):
         return torch.compile
@@ -117,7 +117,7 @@ class Training:
         return hfnn.tune(self._model, [self._batch] * 2, steps=10**6, **given)
 
     def calls(self) -> str | None:
-        """What a captured model's calls came to, or what was chosen for a tuned one."""
+        """A summary of a captured model's calls, or the choice for a tuned one."""
         return chosen(self._plain) or captured.explain(self._model)
 
     def pool(self) -> int:
@@ -132,8 +132,8 @@ def measure(name: str, mode: str, options) -> dict:
         training.step()
     training.forget()
     found = {}
-    # Hooks would have compiled code compiled again.
-    if not {"compile", "captured", "tuned"} & {*mode.split("-")}:  # which hooks would end
+    # Hooks would cause recompilation.
+    if not {"compile", "captured", "tuned"} & {*mode.split("-")}:  # hooks would disable these
         saved = hfnn.memory.saved_bytes(training.loss)
         found["hooks_gib"] = (saved.total + saved.aside) / GIB
     of_steps = _on_cuda if options.device == "cuda" else _on_cpu
@@ -162,7 +162,7 @@ def _on_cuda(training: Training, steps: int) -> dict:
 
 
 def requested_growth(loss: Callable[[], torch.Tensor]) -> int:
-    """By how many bytes what is asked of torch's CUDA allocator grows over a forward of which only the loss is held."""
+    """The growth of requested bytes in torch's CUDA allocator over a forward of which only the loss is held."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     kept = loss()
@@ -173,7 +173,7 @@ def requested_growth(loss: Callable[[], torch.Tensor]) -> int:
 
 
 def _on_cpu(training: Training, steps: int) -> dict:
-    """No allocator to ask: the peak is a sum of live tensors, and what is kept is for the hooks to say."""
+    """Without allocator statistics: the peak is a sum of live tensors, and hooks count the kept bytes."""
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -187,7 +187,7 @@ def _on_cpu(training: Training, steps: int) -> dict:
 
 
 def child(name: str, mode: str, options) -> int:
-    """Measure and write what was found to a file, for the process that asked; exit status."""
+    """Measure and write the results to a file for the parent process; returns the exit status."""
     try:
         measured = importlib.import_module("pairs").measure if options.pairs else measure
         found = measured(name, options.modes if options.pairs else mode, options)
@@ -198,7 +198,7 @@ def child(name: str, mode: str, options) -> int:
 
 
 def ask(name: str, mode: str | list[str], options) -> dict:
-    """What `measure` finds in a process of its own, or {"skip": why} or {"error": why}."""
+    """The result of `measure` in its own process, or {"skip": why} or {"error": why}."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "found.json"), Path(folder, "log")
         modes = [mode] if isinstance(mode, str) else mode
@@ -213,14 +213,14 @@ def ask(name: str, mode: str | list[str], options) -> dict:
             status = process.wait(options.limit)
         except subprocess.TimeoutExpired:
             status = f"over its limit of {options.limit} s"
-        finally:  # with whatever compiles for it
+        finally:  # including its compiler processes
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if status == 0 and out.exists():
             return json.loads(out.read_text())
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        # Past a message there may be advice; an exception's own line begins with its name.
+        # Advice may follow a message; the line of an exception begins with its name.
         said = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))] or lines
         return {"error": f"status {status}: {said[-1][:300]}" if said else f"status {status}"}
 
@@ -240,7 +240,7 @@ def row(name: str, mode: str, found: dict, options) -> dict:
 
 @functools.cache
 def versions() -> dict:
-    """Of the libraries that the models come from."""
+    """Versions of the libraries of the models."""
     found = {}
     for package in ("transformers", "timm"):
         try:
@@ -251,7 +251,7 @@ def versions() -> dict:
 
 
 def compare(options) -> int:
-    """Measure the models; exit status: 1 where hfnn failed, or learnt something else than eager."""
+    """Measure the models; exit status 1 if hfnn failed, or its loss differs from eager's."""
     path = report.path(options.results, options.device, "-models")
     with report.shown(
         table, f"{path.stem}: a training step; GiB at most and kept by autograd, above weights and states"
@@ -273,7 +273,7 @@ def compare(options) -> int:
 
 
 def faults(rows: list[dict]):
-    """Sentences about hfnn's rows, and about eager's, against which they are held."""
+    """Sentences about hfnn's rows, and about eager's rows, with which they are compared."""
     eager = {r["op"]: float(r["loss"]) for r in rows if r["provider"] == "eager" and not r["error"]}
     for r in rows:
         if not r["provider"].startswith(("hfnn", "eager")):
@@ -288,7 +288,7 @@ def faults(rows: list[dict]):
 
 
 def table(rows: list[dict], title: str) -> None:
-    """A line for each model and mode; in brackets, the share of eager's."""
+    """A line per model and mode; in brackets, the share of eager's value."""
     found = report.grid(title, ("model", "case", "mode"), ("time", "spread", "peak", "saved", "by hooks", "loss"))
     last, eager = None, {r["op"]: r for r in rows if r["provider"] == "eager"}
     for r in rows:

@@ -3,7 +3,7 @@
 import re
 import statistics
 
-LEAST = 0.6  # what is below has its reason in the page
+LEAST = 0.6  # rows below this have a reason in the page
 
 HEAD = """# Architectures
 
@@ -40,7 +40,7 @@ The classes of modules that keep what could be made again: how much of what coul
 
 
 def line(result) -> str:
-    """A result in a line, for the terminal."""
+    """A result in one line, for the terminal."""
     if result.error:
         return f"{result.kind}: {result.stage}: {result.error}"
     share = "-" if result.share is None else f"{result.share:.0%}"
@@ -90,7 +90,7 @@ def table(built) -> str:
 
 
 def reason(result) -> str:
-    """The largest gaps, as many as would bring the share to `LEAST` and a third."""
+    """The largest gaps: as many as would bring the share to `LEAST`, at least a third."""
     if not result.gaps:
         return "no single module keeps much"
     parts, covered = [], result.share
@@ -111,5 +111,5 @@ def failure(result) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what Markdown would read."""
+    """Text without Markdown syntax."""
     return re.sub(r"([*_<])", r"\\\1", " ".join(text.replace("|", "/").split())[:240])

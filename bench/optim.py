@@ -1,12 +1,12 @@
-"""A step of AdamW over the parameters of a model: time, host time, kernels, bytes; beside torch and torchao.
+"""A step of AdamW over the parameters of a model: time, host time, kernels, bytes; against torch and torchao.
 
     bench/optim.py                                          # rows in bench/results/<device>-optim.csv, and a table
     bench/optim.py --case llama-1.1b --dtype bfloat16 --mode hfnn-8bit torch-fused
-    bench/optim.py --device cpu --tiny                      # whether it runs at all
+    bench/optim.py --device cpu --tiny                      # a smoke test
 
-Right first: after two steps from the same weights, everybody's parameters are compared with float64's, as far as the
-format of the states lets them agree. The bytes that a step moves, which the per cent of a copy's bandwidth are of, are
-counted: parameters, gradients and states read, parameters and states written.
+Correctness first: after two steps from the same weights, the parameters of every mode are compared with float64's,
+within the precision of the states' format. The per cent of a copy's bandwidth refers to the bytes that a step moves:
+parameters, gradients and states read, parameters and states written.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import hfnn
 
 LR = 1e-3
-# By mode: the largest share of two steps by which the result may differ from float64's.
+# By mode: the allowed difference from float64's result, as a share of two steps.
 MODES = {
     "hfnn": 0.02,
     "hfnn-float32": 0.02,
@@ -50,7 +50,7 @@ def llama() -> list[tuple[int, ...]]:
 
 
 def many() -> list[tuple[int, ...]]:
-    """1000 small tensors: the host's time."""
+    """1000 small tensors: measures the host's time."""
     return [(8 + i % 7, 64) for i in range(1000)]
 
 
@@ -72,7 +72,7 @@ class Parameters:
         self.optimizer.step()
 
     def state_bytes(self) -> int:
-        """Of all states, without the step counts."""
+        """Bytes of all states, without the step counts."""
         found = 0
         for state in self.optimizer.state.values():
             for name, x in state.items():
@@ -82,7 +82,7 @@ class Parameters:
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor, or the tensors that a subclass of it holds."""
+    """A tensor, or the tensors inside a subclass."""
     if type(x) is torch.Tensor or not hasattr(x, "__tensor_flatten__"):
         return [x]
     names, _ = x.__tensor_flatten__()
@@ -113,7 +113,7 @@ def make(mode: str, params):
 
 
 def error(shapes, dtype, mode: str, options) -> float:
-    """How far two steps differ from float64's, as a share of what they change, over a few of the tensors."""
+    """The difference of two steps from float64's, as a share of their change, over a few of the tensors."""
     some = sorted(shapes, key=lambda shape: torch.Size(shape).numel())[:: max(1, len(shapes) // 6)][:7]
     some = [shape for shape in some if torch.Size(shape).numel() <= 1 << 24]
     given = Parameters(some, dtype, mode, options)
@@ -125,7 +125,7 @@ def error(shapes, dtype, mode: str, options) -> float:
     for _ in range(2):
         given.step()
         wide.step()
-    # What rounding to the parameter's dtype changes is nobody's fault: an ulp of it is taken off.
+    # Rounding to the parameter's dtype is unavoidable: one ulp is subtracted.
     ulp = torch.finfo(dtype).eps
     off = sum(
         ((p.double() - q).abs() - 2 * ulp * q.abs()).clamp(min=0).square().sum()

@@ -1,6 +1,6 @@
-"""Training steps of a small Llama on a ragged batch: padded to the longest, or packed behind one another.
+"""Training steps of a small Llama on a ragged batch: padded to the longest sequence, or packed.
 
-The same sequences and the same weights in every mode; tokens a second count the tokens of the sequences alone. A step
+The same sequences and the same weights in every mode; tokens per second count only the tokens of the sequences. A step
 is zero_grad, forward with labels, backward and AdamW, in bfloat16 (float32 on a CPU).
 """
 
@@ -22,7 +22,7 @@ LOSS_NOISE = 0.02
 
 
 def model(tiny: bool, dtype: torch.dtype, device: str):
-    """A Llama of random weights."""
+    """A Llama with random weights."""
     import transformers
 
     layers, hidden, heads, groups, inner, vocabulary = SIZES[tiny]
@@ -72,7 +72,7 @@ class Training:
 
 
 def compare(options) -> int:
-    """Time the modes; exit status: 1 where ours learns something else than padded torch."""
+    """Time the modes; exit status 1 if our loss differs from padded torch's."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     given, first = batches(options.tiny, options.device), model(options.tiny, dtype, options.device)
     trainings, found = {}, {}
@@ -103,7 +103,7 @@ def compare(options) -> int:
 
 
 def faults(found: dict[str, dict]):
-    """Sentences about our modes; what torch does with packed sequences is torch's affair."""
+    """Sentences about our modes; torch's results on packed sequences are not checked."""
     exact = found["padded torch"].get("loss")
     for mode, columns in found.items():
         if not mode.endswith("hfnn"):

@@ -1,8 +1,8 @@
-"""Modes of a model in one process, in turn: the time of a step and its host's. `models.py --pairs`.
+"""Modes of a model in one process, in turns: the time of a step and its host time. `models.py --pairs`.
 
-Each round is a few steps in every mode, in either order by turns; what is told is the median over the rounds of a
-mode's share of the first mode's. A host's time is that of all its threads, until the GPU has got its last kernel.
-Batches are of 1, of 4 and of the model's own size: the smaller, the more the GPU waits for the host.
+Each round is a few steps in every mode, in alternating order. The result is the median over the rounds of a mode's
+ratio to the first mode. The host time is that of all threads until the last kernel is launched. Batch sizes are 1, 4
+and the model's own: the smaller, the more the GPU waits for the host.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from zoo import MODELS
 
-STEPS = 4  # of each in a round
+STEPS = 4  # steps per mode in a round
 
 
 def measure(name: str, modes: list[str], options) -> dict:
@@ -40,7 +40,7 @@ def measure(name: str, modes: list[str], options) -> dict:
 
 
 def _timed(training) -> list[float]:
-    """(microseconds of a step, those of the host)"""
+    """(microseconds of a step, microseconds of the host)"""
     wait = torch.cuda.synchronize if training.device == "cuda" else lambda: None
     wait()
     begin, of_host = time.perf_counter(), time.process_time()
@@ -52,7 +52,7 @@ def _timed(training) -> list[float]:
 
 
 def rows_of(name: str, batch: dict, options) -> list[dict]:
-    """A line of the CSV file for each mode; ratio, host_ratio: to the first mode's, medians over the rounds."""
+    """A line of the CSV file per mode; ratio, host_ratio: to the first mode, medians over the rounds."""
     case = (*batch["shape"], "tiny") if options.tiny else batch["shape"]
     rows = []
     for which, provider in enumerate(options.modes):
@@ -67,7 +67,7 @@ def rows_of(name: str, batch: dict, options) -> list[dict]:
 
 
 def compare(options) -> int:
-    """Measure the models; exit status: 1 where one failed."""
+    """Measure the models; exit status 1 if one failed."""
     path, rows, failed = report.path(options.results, options.device, "-pairs"), [], 0
     for name in options.models:
         found = models.ask(name, options.modes, options)

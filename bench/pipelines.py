@@ -1,7 +1,7 @@
-"""What pipelines of wrappers.py have in common: where the model is cut, and what haiscale predicts a step to take.
+"""Common code of the pipelines of wrappers.py: the split of the model, and haiscale's prediction of a step's time.
 
-The prediction is made before the first step: from each chunk's parts, measured on all ranks at the same time, as they
-share the host; from what a message takes between two ranks; and from the optimizer's own time on each rank.
+The prediction is made before the first step. It uses the parts of each chunk, measured on all ranks at the same time
+because they share the host; the time of a message between two ranks; and the optimizer's time on each rank.
 """
 
 import statistics
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# By the end of the provider's name: torch's schedule, haiscale's wrapper, chunks on a rank, which they are.
+# By the suffix of the provider's name: torch's schedule, haiscale's wrapper, chunks on a rank, their placement.
 PIPELINES = {
     "1f1b": ("Schedule1F1B", "PipeDream", 1, "loop"),
     "interleaved": ("ScheduleInterleaved1F1B", "Interleaved1F1B", 2, "loop"),
@@ -28,7 +28,7 @@ def next_token(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def cut(model: nn.Module, ids: Tensor, size: int, chunks: int, placement: str, hfnn: bool) -> list[nn.Module]:
-    """All chunks; where they are cut is found once for all providers, by the layers and the loss as rank 0 measures."""
+    """All chunks; the split is chosen once for all providers, from rank 0's measurement of layers and loss."""
     from haiscale import pipeline
     from haiscale.pipeline.timeline import measure
 
@@ -43,7 +43,7 @@ def cut(model: nn.Module, ids: Tensor, size: int, chunks: int, placement: str, h
 
 
 def _once(what, measured: Callable) -> list:
-    """What each rank has measured, the first time that it was asked for."""
+    """The measurements of each rank, made at the first call."""
     if what not in _MEASURED:
         every = [None] * dist.get_world_size()
         dist.barrier()
@@ -55,8 +55,8 @@ def _once(what, measured: Callable) -> list:
 def predicted(pp, hidden: Tensor, hfnn: bool, optimizer: Callable, steps: int) -> float:
     """Microseconds of a step in a block of `steps`, the same on all ranks, which call this together.
 
-    pp: haiscale's pipeline. hidden: what a microbatch gives from chunk to chunk. optimizer: what a rank does between
-    the last action of a step and the first one of the next.
+    pp: haiscale's pipeline. hidden: the tensor that a microbatch passes from chunk to chunk. optimizer: a function that
+    a rank runs between the last action of a step and the first one of the next.
     """
     from haiscale.pipeline import message_times, predict, stage_costs
 
@@ -73,7 +73,7 @@ def predicted(pp, hidden: Tensor, hfnn: bool, optimizer: Callable, steps: int) -
 
 
 def _time(call: Callable, device: torch.device, repeats: int = 5) -> float:
-    """Median milliseconds; once more that does not count."""
+    """Median milliseconds, after one warm-up run."""
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()

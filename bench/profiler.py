@@ -1,14 +1,14 @@
-"""What haiprof costs a training step, whether its numbers are right, and how soon it is there when it is called.
+"""The cost of haiprof per training step, the correctness of its numbers, and the delay of `attach`.
 
     bench/profiler.py                                    # everything: rows in results/<device>-haiprof.csv, and a table
     bench/profiler.py --part overhead --batches 4 25     # GPT-2 of these batches, captured, without haiprof and with it
-    bench/profiler.py --device cpu --tiny                # whether it runs at all
+    bench/profiler.py --device cpu --tiny                # a smoke test
 
-`overhead`: one process takes steps in blocks by turns, with the collector and without it; a pair's ratio is told as the
-median over pairs. In each pair the order changes. Marks of the benchmark's own around forward, backward and optimizer
-say what haiprof's phases should be. `scripts`: the three scripts of the tests, which know of nothing, by
-`python -m haiprof run`. `attach`: to a run that was started without anything, and to one that waits to be asked.
-Where a limit is passed (MOST), the exit status is 1, but for --tiny.
+`overhead`: one process makes steps in alternating blocks, with and without the collector; the result is the median
+ratio over pairs. The order changes in each pair. The benchmark's own marks around forward, backward and optimizer give
+the expected values of haiprof's phases. `scripts`: the three unchanged scripts of the tests, run with `python -m
+haiprof run`. `attach`: to a run that was started without haiprof, and to one with HAIPROF=idle. If a limit (MOST) is
+exceeded, the exit status is 1, except with --tiny.
 """
 
 import json
@@ -33,8 +33,8 @@ from haiprof.collector import Collector
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "haiprof" / "scripts"
 PARTS = ("overhead", "scripts", "attach")
-# ratio: of a step with haiprof to one without. phases: how far sums are from the whole, and phases from those that the
-# benchmark has timed. seconds: until stacks and counters of another process are there.
+# ratio: of a step with haiprof to one without. phases: the deviation of sums from the whole, and of phases from the
+# benchmark's own times. seconds: until stacks and counters of another process arrive.
 MOST = {"ratio": 1.01, "phases": 0.02, "seconds": 3.0}
 COUNTERS = ("gpu.busy", "gpu.sm", "gpu.tensor", "gpu.dram", "gpu.power", "gpu.clock", "process.cpu")
 OWN = (
@@ -53,13 +53,13 @@ OWN = (
 
 
 def row(op: str, case: str, provider: str, name: str, us: float | None, **more) -> dict:
-    """A line of the CSV file; more: of OWN."""
+    """A line of the CSV file; more: columns of OWN."""
     clock = timing.Timing(us, None, None)
     return report.row(op, (case,), "autocast", provider, name, clock, None, dict.fromkeys(OWN) | more)
 
 
 def counters_of(run: dict) -> dict:
-    """Means of what was counted of a run, and why the rest was not."""
+    """Means of a run's counters, and the reasons for missing ones."""
     lines = run.get("counters", [])
     found = {name: [line[name] for line in lines if name in line] for name in COUNTERS}
     means = {name: statistics.fmean(values) for name, values in found.items() if values}
@@ -70,7 +70,7 @@ def counters_of(run: dict) -> dict:
 
 
 class Steps:
-    """Training of GPT-2, captured where there is a GPU, and the collector, which comes and goes."""
+    """Training of GPT-2, captured if there is a GPU, with a collector that is switched on and off."""
 
     def __init__(self, options, folder: Path):
         self.training = models.Training("gpt2", "hfnn-captured", options)
@@ -78,7 +78,7 @@ class Steps:
         self.folder, self.cuda = folder, options.device == "cuda"
 
     def time(self, n: int) -> tuple[float, float]:
-        """Microseconds of a step, mean of n: by the clock, and of all threads of the process."""
+        """Microseconds of a step, mean of n: wall time, and CPU time of all threads of the process."""
         self.wait()
         begin, own = time.perf_counter(), time.process_time()
         for _ in range(n):
@@ -87,7 +87,7 @@ class Steps:
         return (time.perf_counter() - begin) * 1e6 / n, (time.process_time() - own) * 1e6 / n
 
     def start(self, name: str) -> Collector:
-        """A collector that has begun to count."""
+        """A collector that has started to count."""
         collector = Collector(self.folder / name).start()
         deadline = time.perf_counter() + 10
         while "process.memory" not in collector.latest and time.perf_counter() < deadline:
@@ -95,7 +95,7 @@ class Steps:
         return collector
 
     def timed(self, n: int) -> dict[str, float]:
-        """Microseconds of n steps by phase, by marks of the benchmark's own."""
+        """Microseconds of n steps by phase, from the benchmark's own marks."""
         marks = []
         for _ in range(n):
             row = [self.mark()]
@@ -114,7 +114,7 @@ class Steps:
             name: sum(between(row[i], row[i + 1]) for row in marks) / n
             for i, name in enumerate(("forget", "forward", "backward", "optimizer"))
         }
-        # From one forward to the next, as haiprof has it where there is no loader.
+        # From one forward to the next, as in haiprof without a loader.
         whole = between(marks[0][1], marks[-1][1]) / (n - 1)
         return sums | {"seconds": whole}
 
@@ -159,9 +159,9 @@ def overhead(options, folder: Path):
 
 
 def phases(steps: Steps, case: str, n: int) -> list[dict]:
-    """haiprof's phases beside the benchmark's own marks, in the same steps; on the GPU's clock where there is one."""
+    """haiprof's phases and the benchmark's own marks, in the same steps; on the GPU's clock if there is one."""
     collector = Collector(steps.folder / f"{case}-phases").start()
-    steps.training.step()  # the first one has a line of its own
+    steps.training.step()  # the first one has a separate line
     own = steps.timed(n)
     collector.stop()
     (run,) = record.load(steps.folder / f"{case}-phases")
@@ -187,7 +187,7 @@ def phases(steps: Steps, case: str, n: int) -> list[dict]:
 def commands(options, folder: Path) -> dict[str, list]:
     tiny, ranks = options.tiny, options.ranks
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    launcher = torchrun if ranks > 1 else [sys.executable]  # or the Trainer would take all GPUs for itself
+    launcher = torchrun if ranks > 1 else [sys.executable]  # otherwise the Trainer would use all GPUs
     example = ["--out", folder, "--no-band", "--device", options.device]
     example += ["--dist", "ddp", "--nproc", ranks] if ranks > 1 else []
     small = ["--layers", 1, "--width", 32, "--heads", 2, "--seq", 32, "--batch", 2, "--steps", 5]
@@ -204,7 +204,7 @@ def commands(options, folder: Path) -> dict[str, list]:
 
 
 def environment(options, **more) -> dict[str, str]:
-    """Of a process that is started here, without a word of haiprof."""
+    """The environment of a process started without haiprof."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HAIPROF")}
     env |= {"PYTHONUNBUFFERED": "1", "COLUMNS": "160"} | more
     return env | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if options.device == "cpu" else {})
@@ -241,7 +241,7 @@ def script_row(name: str, rank: verdict.Rank, error: str | None) -> dict:
 
 
 def hourly(path: Path) -> float:
-    """Bytes an hour of a file's lines, but for the first, which tells of the run."""
+    """Bytes per hour of a file's lines, without the first, which describes the run."""
     lines = [(len(text) + 1, json.loads(text)) for text in path.read_text().splitlines()]
     walls = [line["wall"] for _, line in lines if "wall" in line]
     return sum(n for n, _ in lines[1:]) / (max(walls) - min(walls)) * 3600
@@ -256,7 +256,7 @@ def attach(options, folder: Path):
 
 
 def attached(options, folder: Path, mode: str) -> list[dict]:
-    """mode: HAIPROF's value, or nothing."""
+    """mode: HAIPROF's value, or empty."""
     provider, out = mode or "nothing", folder / f"attach-{mode or 'nothing'}"
     more = {"HAIPROF": mode, "HAIPROF_DIR": str(folder / "sockets")} if mode else {}
     more["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -308,7 +308,7 @@ def threads(pid: int) -> int:
 
 
 def found_in(folder: Path) -> list[str]:
-    """Of stacks and counters, what is there."""
+    """The stacks and counters found."""
     found = ["stacks"] if any(path.stat().st_size for path in folder.glob("*.stacks.txt")) else []
     counted = any(path.read_text().count('"kind":"counters"') > 0 for path in folder.glob("*.jsonl"))
     return found + ["counters"] * counted
@@ -318,7 +318,7 @@ def found_in(folder: Path) -> list[str]:
 
 
 def wrong(r: dict) -> str | None:
-    """What of a row is past its limit."""
+    """A description of a row's exceeded limit, or None."""
     if r["error"]:
         return r["error"]
     if r["op"] == "overhead" and float(r["ratio"]) > MOST["ratio"]:

@@ -1,4 +1,4 @@
-"""The readers that bench/records.py compares, each with a file of its own: see there what they are."""
+"""The readers that bench/records.py compares, each with its own file; bench/records.py describes them."""
 
 import concurrent.futures
 import ctypes
@@ -21,7 +21,7 @@ BATCH = 64
 
 
 class Pread:
-    """Records behind one another in a file, their places in memory."""
+    """Consecutive records in a file, with their positions in memory."""
 
     ahead = False
 
@@ -61,7 +61,8 @@ class Advised(Pread):
 
 
 class Disk(Pread):
-    """Past the page cache, by the kernel's asynchronous reads: a batch is begun before that before it is waited for."""
+    """Bypasses the page cache, with the kernel's asynchronous reads: a batch starts before the previous one is waited
+    for."""
 
     PAGE = 4096
     REQUEST = np.dtype([
@@ -84,7 +85,7 @@ class Disk(Pread):
         self._call(self.SETUP, 2 * BATCH, ctypes.byref(context))
         requests["fd"] = self.fd
         requests["buffer"] = address + room * np.arange(2 * BATCH).reshape(2, BATCH)
-        requests["data"] = np.arange(2)[:, None]  # which of the two a request is of, as its event says
+        requests["data"] = np.arange(2)[:, None]  # which of the two batches a request belongs to, returned in its event
         pointers = requests.ctypes.data + self.REQUEST.itemsize * np.arange(2 * BATCH, dtype=np.uint64)
         under_way = np.zeros(2, np.int64)
 
@@ -161,7 +162,7 @@ class Python(Hfrecord):
 
 
 class All(Hfrecord):
-    """For files that fit into memory: all of it is advised at once."""
+    """For files that fit into memory: everything is advised at once."""
 
     def open(self):
         super().open()
@@ -180,7 +181,7 @@ class FfcvLike(Pread):
 
     def write(self, records) -> None:
         super().write(records)
-        self.pages = self.ends // self.PAGE  # a record belongs to the page that it ends in
+        self.pages = self.ends // self.PAGE  # a record belongs to the page in which it ends
 
     def epoch(self, order):
         pages = np.random.permutation(int(self.pages[-1]) + 1)
@@ -199,7 +200,7 @@ class FfcvLike(Pread):
                 for at in range(0, whole, BATCH):
                     batch = left[at : at + BATCH]
                     yield batch, [self._record(by_page, n) for n in batch]
-                # What does not fill a batch is read on its own, that its page need not be held.
+                # An incomplete batch is read separately, so its page need not be held.
                 for n in left[whole:]:
                     yield [n], [os.pread(self.fd, int(self.places[n, 1]), int(self.places[n, 0]))]
                 left = []
@@ -287,7 +288,7 @@ class ArrayRecord(Hfrecord):
 
 
 class Arrow(Hfrecord):
-    """datasets of Hugging Face."""
+    """Hugging Face's datasets."""
 
     def __init__(self, folder: Path):
         self.path, self.datasets = folder / "arrow", importlib.import_module("datasets")
@@ -329,4 +330,4 @@ MODES = {
     "hfrecord-all": All, "datasets": Arrow, "hfrecord-window": Window, "ffcv_like": FfcvLike,
     "webdataset": Webdataset,
 }  # fmt: skip
-ORDERED = {"hfrecord-window", "ffcv_like", "webdataset"}  # in an order of their own, of all records
+ORDERED = {"hfrecord-window", "ffcv_like", "webdataset"}  # these use their own order of all records

@@ -1,25 +1,25 @@
-"""Random batches of 64 records, cold and warm, by hfrecord and by others' formats in the same process.
+"""Random batches of 64 records, cold and warm, with hfrecord and other formats in the same process.
 
     bench/records.py                                   # rows in bench/results/<cpu>-records.csv, and a table
     bench/records.py --size 2K-20K --mode hfrecord lmdb --megabytes 100
-    bench/records.py --tiny                            # whether it runs at all
+    bench/records.py --tiny                            # a smoke test
 
-`pread` is a loop over a flat file, as FFRecord reads where its private file system is not; `advised` is the same with
-a batch advised ahead, and nothing checked. `disk` is what the disk itself gives at random at this size, in whole pages
-past the page cache, with one to two batches of reads at once. Cold: files are dropped from the page cache and opened
-anew, which counts; whose stay there has no such row. Warm: the third pass over the files. `CPU us` is the time of the
-process on all cores for a record, which other work on the machine does not change much. Who is not installed is said
-so. What is read is compared with what was written. malloc keeps the memory that it is given back: otherwise it depends
-on who ran before whether a reader's results cost page faults, which take longer than the reading.
+`pread` is a loop over a flat file, as FFRecord reads without its private file system; `advised` is the same with a
+batch advised ahead, and without checks. `disk` is the speed of the disk itself for random reads of this size, in whole
+pages that bypass the page cache, with one to two batches of reads at once. Cold: files are dropped from the page cache
+and opened anew, which is included in the time; readers whose files stay in the cache have no such row. Warm: the third
+pass over the files. `CPU us` is the CPU time of the process per record, which other work on the machine hardly changes.
+Readers that are not installed are reported. The records read are compared with those written. malloc keeps freed
+memory: otherwise page faults, which take longer than reading, would depend on which reader ran before.
 
---share 0.1 reads a tenth of the records, as of files that are larger than memory: what a reader fetches besides is
-then of no use to it. `disk bytes` is what came from the disk for each byte of a record.
+--share 0.1 reads a tenth of the records, as with files larger than memory, where additional prefetched data is useless.
+`disk bytes` is the number of bytes read from the disk per byte of a record.
 
-Some have an order of their own: webdataset shuffles within 1000 records, and `ffcv_like` within pages of 8 MiB, 8 at
-once, each read as a whole by a thread: FFCV's quasi-random order (Leclerc et al., "FFCV: Accelerating training by
-removing data bottlenecks", 2023), written anew here, for its package is built with OpenCV. `hfrecord-window` is
-hfrecord in an order like these, the sampler's window=1024. datasets maps its file and has all of it fetched when it is
-opened; `hfrecord-all` does the same by advice.
+Some readers have their own order. webdataset shuffles within 1000 records. `ffcv_like` shuffles within 8 pages of 8 MiB
+at a time, each read as a whole by a thread. This is FFCV's quasi-random order (Leclerc et al., "FFCV: Accelerating
+training by removing data bottlenecks", 2023), reimplemented here because its package needs OpenCV. `hfrecord-window` is
+hfrecord with a similar order, the sampler's window=1024. datasets maps its file and fetches all of it when it is
+opened; `hfrecord-all` does the same with advice.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ SIZES = {"2K-20K": (2 << 10, 20 << 10), "100K": (100 << 10, 100 << 10), "1M": (1
 
 
 def dropped(path: Path) -> bool:
-    """Takes a file, or those of a folder, out of the page cache; whether they are: those that are mapped stay."""
+    """Removes a file, or the files of a folder, from the page cache; returns whether this worked: mapped files stay."""
     gc.collect()
     largest = max(path.rglob("*") if path.is_dir() else [path], key=lambda file: file.stat().st_size)
     fd = os.open(largest, os.O_RDONLY)
@@ -56,7 +56,7 @@ def dropped(path: Path) -> bool:
 
 
 def measure(size: str, options) -> list[dict]:
-    """Rows of one size: everybody's epochs, in turns, in an order that each round draws anew."""
+    """Rows of one size: the epochs of all readers in turns, in a new random order in each round."""
     low, high = SIZES[size]
     rng = np.random.default_rng(0)
     count = max(2 * BATCH, (options.megabytes << 20) * 2 // (low + high)) // BATCH * BATCH
@@ -81,7 +81,7 @@ def measure(size: str, options) -> list[dict]:
             made[mode].write(map(record, range(count)))
         readers = list(made.items())
         for _ in range(options.rounds):
-            for k in rng.permutation(len(readers)):  # a disk that has rested is faster for a while
+            for k in rng.permutation(len(readers)):  # a disk is faster for a while after idle time
                 mode, given = readers[k]
                 cold = dropped(given.path)
                 for name in ("cold" if cold else "not cold", "second", "warm"):
@@ -106,13 +106,13 @@ def measure(size: str, options) -> list[dict]:
 
 
 def from_disk() -> int:
-    """Bytes that this process has had read from disks, by itself or by advice."""
+    """Bytes that this process has read from disks, by itself or by advice."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
 
 
 def keeps_memory() -> None:
-    """Has glibc's malloc map nothing for what is smaller than 32 MiB, the most it takes, and give nothing back."""
+    """Makes glibc's malloc keep freed memory, and not use mmap below 32 MiB, the largest possible limit."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -1,4 +1,4 @@
-"""Rows of results: one CSV file a device, tables and plots of it.
+"""Rows of results: one CSV file per device, with tables and plots.
 
 A file only ever grows. Tables and plots take the newest row of each (op, case, dtype, provider, kernel, pass).
 """
@@ -35,7 +35,7 @@ KEY = ("op", "case", "dtype", "provider", "kernel", "pass")
 
 
 def row(op: str, case: tuple, dtype, provider: str, name: str, timing, error: float | None, more: dict) -> dict:
-    """One line of the CSV file; `more` has whichever of the other columns are known, and columns of a file's own."""
+    """One line of the CSV file; `more` has the other known columns, including columns special to a file."""
     return {
         **dict.fromkeys(COLUMNS, ""),
         **_circumstances(),
@@ -60,11 +60,11 @@ def rates(nbytes: float, device_us: float, copy_gbps: float) -> dict:
     return {"gbps": gbps, "copy_gbps": copy_gbps, "pct_of_copy": 100 * gbps / copy_gbps}
 
 
-KINDS = {"_C.cpu": "cpp", "_C.cuda": "cuda", "hfnn.kernels": "triton"}  # of kernels, by their modules
+KINDS = {"_C.cpu": "cpp", "_C.cuda": "cuda", "hfnn.kernels": "triton"}  # kinds of kernels by module
 
 
 def kernel_of(y: torch.Tensor) -> str:
-    """The kernel that made y: hfnn's rooms keep it on their autograd node, some with the rest of the call."""
+    """The kernel that made y: hfnn's rooms keep it on their autograd node, some with the other call data."""
     module = native.extension and y.grad_fn is not None and native.extension.module(y.grad_fn)
     if module:
         return next(kind for part, kind in KINDS.items() if part in module.__name__)
@@ -80,7 +80,7 @@ def _short(value, digits: int = 5):
 
 @functools.cache
 def _circumstances() -> dict:
-    """What does not change while a process runs."""
+    """The columns that do not change while a process runs."""
     try:
         import triton
     except ImportError:
@@ -95,7 +95,7 @@ def _circumstances() -> dict:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it is not there or fails."""
+    """The output of a command; empty if it is missing or fails."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     except (OSError, subprocess.CalledProcessError):
@@ -116,7 +116,7 @@ def _cpu_name() -> str:
 
 
 def append(path: Path, rows: list[dict]) -> list[dict]:
-    """Add rows to a file, as they come: an interrupted run loses one case. Returns the rows."""
+    """Append rows to a file immediately: an interrupted run loses only one case. Returns the rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, columns = not path.exists(), list(rows[0])
     if not new and (header := path.read_text().partition("\n")[0]) != ",".join(columns):
@@ -133,7 +133,7 @@ def append(path: Path, rows: list[dict]) -> list[dict]:
 
 
 def newest(path: Path, beside: str | None = None) -> list[dict]:
-    """The last row of each key, in the order in which the keys first came. beside: of runs with this provider alone."""
+    """The last row of each key, in the order of the keys' first rows. beside: only of runs with this provider."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs = {(r["date"], r["op"], r["case"]) for r in rows if r["provider"] == beside}
@@ -156,7 +156,7 @@ def show(folder: Path, column: str | None, plots: bool) -> int:
 
 
 def table(rows: list[dict], title: str, column: str = "time") -> None:
-    """A line for each case and pass, a column for each provider."""
+    """A line per case and pass, a column per provider."""
     lines, labels = {}, {}
     for r in rows:
         label = labels.setdefault(_label(r), _label(r))
@@ -168,7 +168,7 @@ def table(rows: list[dict], title: str, column: str = "time") -> None:
 
 
 def grid(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
-    """A table to be filled; words are in the columns on the left, numbers in those on the right."""
+    """An empty table with text columns on the left and number columns on the right."""
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in left:
         found.add_column(heading)
@@ -179,7 +179,7 @@ def grid(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
 
 @contextlib.contextmanager
 def shown(table: Callable, title: str) -> Iterator[list[dict]]:
-    """Rows to be added to, of which a table is shown at the end: an interrupted run shows what it has."""
+    """A list of rows whose table is shown at the end, also if the run is interrupted."""
     rows = []
     try:
         yield rows
@@ -189,7 +189,7 @@ def shown(table: Callable, title: str) -> Iterator[list[dict]]:
 
 
 def put(table: Table) -> None:
-    """Print a table, as wide as it likes where nobody looks."""
+    """Print a table; without a terminal its width is not limited."""
     console = Console()
     console.width = console.width if console.is_terminal else 160
     console.print(table)
@@ -200,7 +200,7 @@ def _label(r: dict) -> str:
 
 
 def _timed(r: dict) -> bool:
-    """Whether the row has a time: what failed has none, nor have rows about memory alone."""
+    """Whether the row has a time: failed rows and rows only about memory have none."""
     return bool(r["device_us"] or r["host_us"])
 
 
@@ -215,7 +215,7 @@ def _cell(r: dict, column: str) -> str:
 
 
 def _plot(rows: list[dict], file: Path) -> list[Path]:
-    """One PNG an op and pass: per cent of the copy bandwidth, a group of bars for each case."""
+    """One PNG per op and pass: per cent of the copy bandwidth, a group of bars per case."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """docs/benchmarks.md, docs/modes.md and the table of models in README.md, from the newest rows of bench/results.
 
 bench/results_page.py            # writes them
-bench/results_page.py --check    # exit status 1 where they are not what the rows say
+bench/results_page.py --check    # exit status 1 if they do not match the rows
 """
 
 import argparse
@@ -21,8 +21,8 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass
 class Table:
-    """A table in Markdown. rows, columns: by their heading, what rows of the CSV file must say; a cell shows the rows
-    of both by `show`, which gets them in their order, or None where they are not there."""
+    """A table in Markdown. rows, columns: by heading, the values that rows of the CSV file must have. A cell shows the
+    rows that match both with `show`, which gets them in order, or None if there are none."""
 
     title: str
     text: str
@@ -33,7 +33,7 @@ class Table:
     every: dict = field(default_factory=dict)
     passes: tuple[str, ...] = ("forward", "backward")
     corner: str = ""
-    beside: str | None = None  # a provider: only rows count of runs that have one of it
+    beside: str | None = None  # a provider: only rows of runs with this provider count
 
     def __str__(self) -> str:
         known = report.newest(RESULTS / f"{self.file}.csv", self.beside)
@@ -59,7 +59,7 @@ class Table:
 
 
 def _number(text: str, digits: int = 3) -> str:
-    """With so many digits, and spaces between thousands."""
+    """Formatted with this many digits, and spaces between thousands."""
     value = float(f"{float(text):.{digits}g}")
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
@@ -116,7 +116,7 @@ KERNELS = {
     "Liger": {"provider": "liger"},
     "quack": {"provider": "quack"},
     "hfnn CUDA": {"provider": "hfnn", "kernel": "cuda"},
-    # "torch" in rows of gated ops, from before their nodes named the kernel; nothing else here was left to torch.
+    # "torch" in rows of gated ops is from before their nodes named the kernel; nothing else here was left to torch.
     "hfnn Triton": {"provider": "hfnn", "kernel": ("triton", "torch")},
 }
 PAIRS = {
@@ -379,7 +379,7 @@ The tables are written by `python bench/results_page.py` from the newest rows of
 
 
 def pages() -> dict[Path, str]:
-    """What the files should hold, by path."""
+    """The expected content of the files, by path."""
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     after = rest.partition(END)[2]

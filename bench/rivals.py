@@ -1,6 +1,6 @@
-"""Who runs an op: hfnn, torch, torch.compile, Liger, quack. All take the arguments of torch's op.
+"""The providers of an op: hfnn, torch, torch.compile, Liger, quack. All take the arguments of torch's op.
 
-A provider that cannot do an op raises `Skip` with the reason, which is printed: nobody is left out silently.
+A provider that cannot run an op raises `Skip` with the reason, which is printed: no provider is left out silently.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ class Provider:
 
     name: str
     fn: Callable
-    label: str = ""  # of several providers with one name: hfnn's kernels
+    label: str = ""  # distinguishes providers with the same name: hfnn's kernels
     around: Callable = contextlib.nullcontext
     prepare: Callable = tuple
-    whole: bool = False  # forward makes the gradient as well: only forward and backward together compare
+    whole: bool = False  # forward also makes the gradient: only forward and backward together can be compared
 
     def __str__(self) -> str:
         return f"{self.name} {self.label}".strip()
 
 
 def ours(op, kernel: str) -> Provider:
-    """hfnn's function with one kind of kernel, or with the one it would choose ("auto")."""
+    """hfnn's function with one kind of kernel, or with its own choice ("auto")."""
     fn = getattr(hfnn.functional, op.name)
     if kernel == "auto":
         return Provider("hfnn", fn, "auto")
@@ -58,13 +58,13 @@ def rival(op, name: str, device: str) -> Provider:
 
 
 def _compiled(op, mode: str | None) -> Callable:
-    torch._dynamo.reset()  # each case is compiled for its own shape, and never counts as a recompilation
-    torch._functorch.config.donated_buffer = False  # else a retained graph cannot be run backward twice
+    torch._dynamo.reset()  # each case is compiled for its own shape, without counting as a recompilation
+    torch._functorch.config.donated_buffer = False  # otherwise a retained graph cannot run backward twice
     return torch.compile(lambda *args, **kwargs: op.torch(*args, **kwargs), dynamic=False, mode=mode)
 
 
 def _liger() -> dict[str, Provider]:
-    """Liger Kernel's autograd functions, as its own functional interface calls them."""
+    """Liger Kernel's autograd functions, called as in its own functional interface."""
     try:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
         from liger_kernel.ops.geglu import LigerGELUMulFunction
@@ -79,7 +79,7 @@ def _liger() -> dict[str, Provider]:
         return LigerLayerNormFunction.apply(x, weight, bias, eps)
 
     def rms_norm(x, shape, weight, eps):
-        # in_place=False: by default Liger writes dx over dy, which a second backward of one graph would read.
+        # in_place=False: by default Liger overwrites dy with dx, but a second backward of the graph reads dy.
         return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
 
     def softmax(x, dim):
@@ -92,15 +92,17 @@ def _liger() -> dict[str, Provider]:
         return LigerSiLUMulFunction.apply(gate, up)
 
     def geglu(gate, up, approximate="none"):
-        return LigerGELUMulFunction.apply(gate, up)  # the tanh form, whatever is asked for: it has no other
+        return LigerGELUMulFunction.apply(gate, up)  # always the tanh form, the only one it has
 
     def own_inputs(args):
-        # The backward writes the gradients over gate and up: copies, for everybody else has the same ones.
+        # The backward overwrites gate and up with the gradients, so it gets copies: other providers use the same
+        # tensors.
         return tuple(t.detach().clone().requires_grad_() for t in args)
 
     def own_logits(args):
-        # The forward writes the gradient over the logits. They are a copy, made before the clock starts, or everybody
-        # else would get gradients for logits; from the second call on Liger itself does, which costs it the same time.
+        # The forward overwrites the logits with the gradient. It gets a copy, made before the clock starts; otherwise
+        # other providers would get gradients as logits. From the second call on Liger itself does, which takes the same
+        # time.
         x, *rest = args
         return x.detach().clone().requires_grad_(), *rest
 
@@ -115,11 +117,11 @@ def _liger() -> dict[str, Provider]:
 
 
 def _quack() -> dict[str, Provider]:
-    """quack's kernels. Its LayerNorm has no autograd function, and takes float32 parameters only."""
+    """quack's kernels. Its LayerNorm has no autograd function, and only accepts float32 parameters."""
     try:
         import quack
         from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
-    # It compiles and inspects as it is imported: a driver or a folder that it does not know is no ImportError.
+    # Its import compiles and inspects: an unknown driver or folder raises other errors than ImportError.
     except Exception as error:
         raise Skip(f"cannot be imported: {error}") from error
 

@@ -1,13 +1,13 @@
-"""Time hfnn's ops beside torch, torch.compile and other libraries; see README.md here.
+"""Time hfnn's ops against torch, torch.compile and other libraries; see README.md here.
 
     bench/run.py layer_norm gelu --against torch compile      # rows in bench/results/<device>.csv, and a table
     bench/run.py --table                                      # the newest rows again
     bench/run.py --head                                       # linear and cross-entropy without logits: time, memory
     bench/run.py --small                                      # the rule for small shapes, host time included
-    bench/run.py --crossover                                  # from which size a kernel is worth its host time
+    bench/run.py --crossover                                  # the size from which a kernel is worth its host time
 
-Correctness comes first: a kernel that breaks the accuracy rule of hfnn/testing.py on the very inputs to be timed is
-reported, nothing of that case is timed, and the exit status is 1.
+Correctness comes first: a kernel that breaks the accuracy rule of hfnn/testing.py on the timed inputs is reported,
+nothing of that case is timed, and the exit status is 1.
 """
 
 import argparse
@@ -28,8 +28,8 @@ import torch
 
 import hfnn
 
-# What a pass has of Op.traffic. A loss is also timed as a whole, for it is a choice where
-# its gradient is made: in forward or in backward.
+# The part of Op.traffic for each pass. A loss is also timed as a whole, because its gradient may be made in forward or
+# in backward.
 PASSES = {"forward": slice(0, 1), "backward": slice(1, None), "both": slice(None)}
 ROOT = Path(__file__).resolve().parent.parent
 OPS = {op.name: op for op in (*hfnn.ops.CONTRACT, hfnn.ops.rope.OP, hfnn.ops.qk_norm_rope.OP)}
@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def participants(op, options) -> list[rivals.Provider]:
-    """Who is timed on a case; says who is not, and why."""
+    """The providers timed on a case; prints which are not, and why."""
     found = [rivals.ours(op, kernel) for kernel in options.kernel]
     for name in options.against:
         try:
@@ -48,7 +48,7 @@ def participants(op, options) -> list[rivals.Provider]:
 
 
 def measure(op, case, dtype, options) -> list[dict] | None:
-    """Rows of one case, or None where one of our kernels is wrong."""
+    """Rows of one case, or None if one of our kernels is wrong."""
     first = check.draw(op, case, dtype, options.device)
     errors, right = check.judge(op, case, first, participants(op, options))
     if not right:
@@ -72,7 +72,7 @@ def measure(op, case, dtype, options) -> list[dict] | None:
 
 
 def calls(provider, sets) -> tuple[dict[str, timing.Call], dict]:
-    """({pass: its calls}, columns of the CSV file) of a provider. Backward alone runs on graphs that are kept."""
+    """({pass: its calls}, columns of the CSV file) of a provider. Backward alone runs on retained graphs."""
     given = [s.of(provider) for s in sets]
     found = {"both": timing.Call(tuple(functools.partial(g.step, provider.fn) for g in given), provider.around)}
     with provider.around():
@@ -87,7 +87,7 @@ def calls(provider, sets) -> tuple[dict[str, timing.Call], dict]:
 
 
 def saved(provider, given: check.Inputs) -> int | None:
-    """Bytes kept for backward, or None where they cannot be seen."""
+    """Bytes kept for backward, or None if they cannot be counted."""
     try:
         return hfnn.memory.saved_bytes(lambda: given.forward(provider.fn)).total
     except Exception as why:
@@ -96,7 +96,7 @@ def saved(provider, given: check.Inputs) -> int | None:
 
 
 def cases(op, options) -> list[tuple]:
-    """What was asked for; else the op's own, on a CPU with a sixteenth of the rows, and smaller still for --sweep."""
+    """The requested cases; else the op's own, on a CPU with a sixteenth of the rows, and smaller ones for --sweep."""
     if options.case:
         return [(*shape, *(rest or small.tail(op))) for shape, rest in options.case]
     found = [c if options.device == "cuda" else (max(1, c[0] // 16), *c[1:]) for c in op.bench]
@@ -106,13 +106,13 @@ def cases(op, options) -> list[tuple]:
 
 
 def own_tests(op) -> bool:
-    """Whether the op's tests pass; slow, and asked for with --tests."""
+    """Whether the op's tests pass; slow, only with --tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/ops", "-k", op.name]
     return subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def compare(options) -> int:
-    """Time the ops asked for; exit status."""
+    """Time the requested ops; returns the exit status."""
     check.say.cache_clear()
     options.copy = timing.copy_call(options.device)
     path, red = report.path(options.results, options.device), False
@@ -140,7 +140,7 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def _case(text: str) -> tuple[list, list]:
-    """The shape of x, and what an op's cases say besides: 8192x1024, 16384x8192x0.1, 16384x8192xtanh."""
+    """The shape of x, and further options of an op's cases: 8192x1024, 16384x8192x0.1, 16384x8192xtanh."""
     parts = [_number(part) for part in text.split("x")]
     rest = itertools.dropwhile(lambda part: isinstance(part, int), parts)
     return [part for part in parts if isinstance(part, int)], list(rest)

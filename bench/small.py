@@ -1,6 +1,6 @@
-"""Small shapes, where the host decides: the rule that holds for them, and the size from which a kernel pays.
+"""Small shapes, where host time decides: the rule for them, and the size from which a kernel is worthwhile.
 
-Whole calls are timed, launches and synchronisation included, in interleaved blocks of many calls.
+Whole calls are timed, including launches and synchronisation, in interleaved blocks of many calls.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ import hfnn
 
 RULE = tuple(1 << n for n in (0, 4, 8, 12, 14, 16, 18, 20))  # elements
 CROSSOVER = {"cuda": tuple(1 << n for n in range(10, 27)), "cpu": tuple(1 << n for n in range(8, 23))}
-RATIO = 0.97  # at least as fast as torch, but for noise
+RATIO = 0.97  # at least as fast as torch, except for noise
 EXTRA_US = {"module": 0.3, "functional": 0.4}  # or at most this much slower
 PASSES = ("forward", "forward+backward")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A forward that needs no arguments, and the tensors that its backward gives gradients of."""
+    """A forward without arguments, and the tensors for which its backward computes gradients."""
 
     forward: Callable[[], torch.Tensor]
     leaves: list[torch.Tensor]
@@ -39,13 +39,13 @@ class Subject:
 
 
 def case_of(op, elements: int) -> tuple:
-    """A case of `op` whose x has that many elements, in rows of at most 1024."""
+    """A case of `op` whose x has this many elements, in rows of at most 1024."""
     cols = min(elements, 1024)
     return (elements // cols, cols, *tail(op))
 
 
 def tail(op) -> tuple:
-    """What a case of `op` has besides the shape of x, as in its first case."""
+    """The entries of a case of `op` besides the shape of x, from its first case."""
     if not op.cases:
         return ()
     (x, *_), _ = op.sample(op.cases[0], torch.float32, "meta")
@@ -65,12 +65,12 @@ def functionals(op, args, kwargs) -> tuple[Subject, Subject]:
 
 
 def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
-    """hfnn's module and torch's, for each class that the op stands in for."""
+    """hfnn's module and torch's, for each class that the op replaces."""
     given = inspect.signature(getattr(hfnn.functional, op.name)).bind(*args, **kwargs).arguments
-    if "weight" in given and given["weight"].dim() == 2:  # the sizes, by the names that constructors have for them
+    if "weight" in given and given["weight"].dim() == 2:  # the sizes, by the names of constructor arguments
         given["out_features"], given["in_features"] = given["weight"].shape
         given["num_embeddings"], given["embedding_dim"] = given["weight"].shape
-    if "weight" in given and given["weight"].dim() > 2:  # of a convolution to as many channels
+    if "weight" in given and given["weight"].dim() > 2:  # a convolution with equally many output channels
         given["out_channels"], given["in_channels"], *given["kernel_size"] = given["weight"].shape
     x = args[0]
     if "running_mean" in given:
@@ -89,7 +89,8 @@ def modules(op, args, kwargs) -> Iterator[tuple[Subject, Subject]]:
 
 
 def rule(options) -> int:
-    """Measure every op as module and as function, against torch's; print what breaks the rule. Exit status."""
+    """Measure every op as module and as function, against torch's; print violations of the rule. Returns the exit
+    status."""
     path, rows, broken = report.path(options.results, options.device, "-small"), [], []
     try:
         for op, dtype, elements in itertools.product(options.ops or hfnn.ops.CONTRACT, options.dtype, RULE):
@@ -127,7 +128,7 @@ def _measured(op, elements: int, dtype, device: str):
 
 
 def _refusal(subject: Subject) -> str | None:
-    """Why torch cannot compute it, as a pool whose window is larger than its input, or None."""
+    """Why torch cannot compute it, such as a pool whose window is larger than its input, or None."""
     try:
         y = subject.forward()
         torch.autograd.grad(y, subject.leaves, torch.ones_like(y))
@@ -137,7 +138,8 @@ def _refusal(subject: Subject) -> str | None:
 
 
 def crossover(options) -> int:
-    """Print, for each kernel, the smallest size of input from which it is no slower than torch's op. Exit status."""
+    """Print, for each kernel, the smallest input size from which it is not slower than torch's op. Returns the exit
+    status."""
     for op in options.ops or hfnn.ops.CONTRACT:
         for kernel in op.kernels:
             if kernel.device != options.device or kernel.missing:
@@ -169,7 +171,7 @@ def _crossover(op, kernel, dtype, device: str) -> None:
 
 
 def _first(sizes, ratios) -> int | None:
-    """The smallest size from which every ratio keeps RATIO."""
+    """The smallest size from which every ratio is at least RATIO."""
     first = None
     for elements, ratio in zip(reversed(sizes), reversed(ratios), strict=True):
         if ratio < RATIO:

@@ -1,8 +1,8 @@
-"""Clocks: what a call costs the device, what it costs the host, and how far the numbers can be trusted.
+"""Clocks: the time of a call on the device and on the host, and the reliability of the numbers.
 
-Every provider of one comparison is timed in the same rounds, one after the other, so that clocks and neighbours that
-drift during the run meet all of them alike. A round gives one median for each; the result is the median over rounds,
-its spread the distance between the best and the worst round.
+All providers of one comparison are timed in the same rounds, one after another, so that changing clocks and other load
+affect them equally. A round gives one median for each. The result is the median over rounds; its spread is the distance
+between the best and the worst round.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # of the tensor copied to learn the bandwidth
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  # size of the tensor copied to measure the bandwidth
 FEWEST, MOST = 3, 50  # samples in a round, unless said otherwise
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call; None where there is no such number: a CPU has one clock, device_us."""
+    """Microseconds of one call; None if there is no such number: a CPU only has device_us."""
 
     device_us: float | None
     host_us: float | None
@@ -31,14 +31,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed. `runs` do the same on different inputs, in turn; `around` is entered outside the timed part."""
+    """The timed calls. `runs` do the same on different inputs, in turns; `around` is entered outside the timed part."""
 
     runs: tuple[Callable[[], object], ...]
     around: Callable = contextlib.nullcontext
 
 
 def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3, fewest: int = FEWEST) -> dict:
-    """A Timing for each of `calls`, by the same keys; about `seconds` are spent on each, or `fewest` calls a round."""
+    """A Timing for each of `calls`, by the same keys; spends about `seconds` on each, or `fewest` calls per round."""
     sampler = _Cuda() if device == "cuda" else _Cpu()
     runs = {key: itertools.cycle(call.runs) for key, call in calls.items()}
     plans = {}
@@ -48,14 +48,14 @@ def interleaved(calls: dict, device: str, rounds: int = 5, seconds: float = 0.3,
     medians = {key: [] for key in calls}
     with _no_collection():
         for i in range(rounds):
-            for key in list(calls)[:: -1 if i % 2 else 1]:  # there and back: no provider always follows the same one
+            for key in list(calls)[:: -1 if i % 2 else 1]:  # alternating order: no provider always follows the same one
                 with calls[key].around():
                     medians[key].append(sampler.sample(runs[key], *plans[key]))
     return {key: _timing(of_rounds) for key, of_rounds in medians.items()}
 
 
 def _plan(sampler, runs: Iterator, sets: int, seconds: float, fewest: int) -> tuple[int, float]:
-    """(samples in a round, microseconds that the host needs for a call), after every input set was seen once."""
+    """(samples per round, host microseconds per call), after every input set was used once."""
     for _ in range(max(fewest, sets)):
         next(runs)()
     device_us, host_us = sampler.sample(runs, fewest, 1000.0)
@@ -72,7 +72,7 @@ def _timing(rounds: list[tuple[float, float | None]]) -> Timing:
 
 
 class _Cpu:
-    """Wall time. Cold caches are the caller's affair: enough input sets to outgrow them (`input_sets`)."""
+    """Wall time. For cold caches the caller provides enough input sets to exceed them (`input_sets`)."""
 
     def sample(self, runs: Iterator, count: int, host_us: float) -> tuple[float, None]:
         """Median over `count` calls."""
@@ -87,9 +87,9 @@ class _Cpu:
 class _Cuda:
     """Device time between two events, host time until the call returns; both of the same call, with a cold L2.
 
-    A short spin goes first: while the device is busy with it the host runs ahead, and no gap in the launches is counted
-    as device time. The L2 is then overwritten rather than read. That leaves it full of dirty lines, as the op itself
-    does at its end; with clean ones an op could leave the last 50 MB of its output unwritten for free.
+    A short spin kernel runs first: while the device is busy with it, the host runs ahead, so no launch gaps are counted
+    as device time. The L2 is then overwritten instead of read. This fills it with dirty lines, as the op itself does at
+    its end. With clean lines an op could leave the last 50 MB of its output in the cache for free.
     """
 
     def __init__(self):
@@ -127,7 +127,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def per_call(call: Callable, calls: int, device: str) -> float:
-    """Microseconds a call of a whole block, launches and synchronisation included: the larger of host and device."""
+    """Microseconds per call of a whole block, including launches and synchronisation: the larger of host and device."""
     synchronise = torch.cuda.synchronize if device == "cuda" else _nothing
     synchronise()
     begin = time.perf_counter()
@@ -142,7 +142,7 @@ def _nothing() -> None:
 
 
 def side_by_side(ours: Call, theirs: Call, device: str, rounds: int = 41, block_us: float = 500.0):
-    """(our, their) microseconds a call, by medians over many short interleaved blocks."""
+    """(our, their) microseconds per call, as medians over many short interleaved blocks."""
     blocks = []
     for call in (ours, theirs):
         with call.around():
@@ -158,20 +158,20 @@ def side_by_side(ours: Call, theirs: Call, device: str, rounds: int = 41, block_
 
 
 def copy_call(device: str) -> Call:
-    """torch's copy of one large tensor, of random data: the roof for whatever only moves bytes."""
+    """torch's copy of one large tensor with random data: the limit for ops that only move bytes."""
     source = torch.empty(COPY_BYTES[device], dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return Call((lambda: target.copy_(source),))
 
 
 def input_sets(nbytes: int, device: str) -> int:
-    """How many sets of inputs of `nbytes` to rotate among, so that none is in a cache when its turn comes."""
+    """The number of input sets of `nbytes` to rotate, so that none is in a cache at its turn."""
     if device == "cuda":
         return 1  # the L2 is flushed instead
     return min(max(-(-2 * _last_level_cache() // max(nbytes, 1)), 1), 64)
 
 
 def _last_level_cache() -> int:
-    """Bytes; 32 MiB where Linux does not say."""
+    """Cache size in bytes; 32 MiB if Linux does not report it."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) << {"K": 10, "M": 20}[size[-1]] for size in sizes), default=32 << 20)

@@ -1,6 +1,6 @@
-"""Any configuration of transformers made tiny, and batches for any of its models.
+"""Makes any configuration of transformers tiny, and batches for any of its models.
 
-Sizes are told by the names of a configuration's fields, in nested ones, too; what that gets wrong stands in tiny.json.
+Sizes are recognised by the names of a configuration's fields, also in nested ones; tiny.json has the exceptions.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def _heads(n):
 
 
 def _at_most(most):
-    """Of a list, which may be of channels that must fit those of another, an eighth of each."""
+    """An eighth of each entry of a list, which may be channels that must fit those of another list."""
 
     def size(n):
         if isinstance(n, (list, tuple)):
@@ -54,7 +54,7 @@ def _at_most(most):
     return size
 
 
-# The first pattern that is a field's whole name says what becomes of its number.
+# The first pattern that matches a field's whole name decides how its number changes.
 SIZES = [
     (re.compile(pattern), size)
     for pattern, size in (
@@ -89,12 +89,12 @@ SIZES = [
 TOKEN = re.compile(r".*(token_id|token_index|_token|_idx|_index)")
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "sep": 2, "cls": 1, "mask": 3}
 LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
-# model type -> its fields' values, with dots into nested configurations; "raw": no size but that of images is changed.
+# model type -> its fields' values, with dots for nested configurations; "raw": only image sizes change.
 EXCEPTIONS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def config_of(model_class, config_class) -> PreTrainedConfig:
-    """A tiny configuration for a class of models; config_class: where the class does not say."""
+    """A tiny configuration for a class of models; config_class: if the class does not name one."""
     own = model_class.config_class
     return _tiny(own if isinstance(own, type) and own is not PreTrainedConfig else config_class)
 
@@ -115,7 +115,7 @@ def _tiny(cls, default=None, exceptions=()) -> PreTrainedConfig:
         if TOKEN.fullmatch(name):
             found = _token(name, value, specials)
         elif field.default is None or (exceptions.get("raw") and not re.search("drop|image_size|use_cache", name)):
-            found = None  # computed of others, or left as it is
+            found = None  # computed from others, or unchanged
         else:
             found = _sized(name, value)
             if name.endswith("key_value_heads") and value == _held(default, "num_attention_heads"):
@@ -131,7 +131,7 @@ def _tiny(cls, default=None, exceptions=()) -> PreTrainedConfig:
 def _held(config, name):
     try:
         return getattr(config, name, None)
-    except Exception:  # a configuration may say that it differs from layer to layer
+    except Exception:  # a configuration may report that it differs between layers
         return None
 
 
@@ -163,7 +163,7 @@ def _one_layer_of_each(names, default) -> dict:
     return found | ({"max_window_layers": 1} if "max_window_layers" in names else {})
 
 
-# Batches: what a model takes is told by its forward's signature, and there are several guesses, the fullest first.
+# Batches: the signature of a model's forward shows its inputs. There are several guesses, the most complete first.
 
 
 def batches(model) -> Iterator[dict]:
@@ -175,7 +175,7 @@ def batches(model) -> Iterator[dict]:
 
 
 def redrawn(batch, draw: int) -> dict:
-    """The same batch, or one with other floating inputs, and tokens in another order."""
+    """The same batch, or one with other floating-point inputs and reordered tokens."""
     generator, found = torch.Generator().manual_seed(100 + draw), dict(batch)
     for name, value in batch.items() if draw else ():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -242,7 +242,7 @@ class _Draw:
         yield text | decoder
 
     def _marked(self, each):
-        """Text with the places of an image."""
+        """Text with placeholders of an image."""
         places = self.ids.new_full((BATCH, each), self.image_token or 0)
         return torch.cat((self.ids[:, :4], places, self.ids[:, 4:]), 1)
 

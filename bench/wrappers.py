@@ -1,4 +1,4 @@
-"""Who wraps models for training on several ranks, and what each rank of parallel.py does."""
+"""The providers of wrappers for training on several ranks, and the work of each rank of parallel.py."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a rank's batch (a pipeline's: the whole one). kinds: how it is spread over ranks."""
+    """A model and a rank's batch (for a pipeline: the whole batch). kinds: the kinds of parallelism."""
 
     model: zoo.Model
     kinds: tuple[str, ...]
@@ -82,7 +82,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class On:
-    """Where a rank is: its device, the ranks of a provider's backend."""
+    """The place of a rank: its device, and the ranks of a provider's backend."""
 
     device: torch.device
     group: dist.ProcessGroup
@@ -109,7 +109,7 @@ def _ddp(model, on):
 
 
 def _blocks(model) -> list[nn.Module]:
-    """The layers, each a unit of what is sharded: the elements of the longest ModuleList."""
+    """The layers, each a unit of sharding: the elements of the longest ModuleList."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
 
@@ -134,7 +134,7 @@ def _fsdp(model, on):
 
 @dataclass(frozen=True)
 class Provider:
-    """kind: one of a case's. wrap: of data parallelism, (model, On) -> module; of a pipeline, a name of PIPELINES.
+    """kind: one of a case's. wrap: for data parallelism, (model, On) -> module; for a pipeline, a name of PIPELINES.
     hfnn, capture: whether the model is converted, and replayed from CUDA graphs."""
 
     kind: str
@@ -166,7 +166,7 @@ PROVIDERS = {
 
 
 class Training:
-    """A model in the hands of one provider: calling it is one step, which returns its loss."""
+    """A model wrapped by one provider: calling it makes one step and returns its loss."""
 
     def __init__(self, provider: Provider, case: Case, on: On):
         self.provider, self.case, self.on = provider, case, on
@@ -191,7 +191,7 @@ class Training:
         return list(self.module.parameters())
 
     def autocast(self):
-        """Not on the CPU, where it is slow; FSDP casts by itself."""
+        """Autocast, but not on the CPU, where it is slow; FSDP casts itself."""
         low = self.on.device.type == "cuda" and self.provider.kind != "fsdp"
         return torch.autocast("cuda", torch.bfloat16) if low else contextlib.nullcontext()
 
@@ -208,17 +208,17 @@ class Training:
         return loss
 
     def is_being_tuned(self) -> bool:
-        """Whether steps still try out sizes of buckets: on all ranks, or on none."""
+        """Whether steps still try bucket sizes; the same on all ranks."""
         return self.provider.wrap is _ddp and bool(self.module.reducer.sizes.candidates)
 
     def without_sync(self) -> torch.Tensor:
-        """A step that reduces nothing."""
+        """A step without reductions."""
         with self.module.no_sync():
             return self()
 
 
 class Pipeline(Training):
-    """Stages are cut in the same places for everybody: where haiscale puts them."""
+    """All providers use the same split into stages: haiscale's."""
 
     def wrapped(self, model):
         from haiscale import pipeline
@@ -249,7 +249,7 @@ class Pipeline(Training):
         return made(stages if len(stages) > 1 else stages[0], self.case.microbatches, loss_fn=next_token)
 
     def predicted(self, steps: int) -> float | None:
-        """Microseconds of a step in a block of so many; asked for when there are gradients."""
+        """Microseconds of a step in a block of this many; called when there are gradients."""
         if self.library != "haiscale":
             return None
         return predicted(self.module, self.hidden, self.provider.hfnn, self.optimizer.step, steps)
@@ -273,7 +273,8 @@ class Pipeline(Training):
 
 
 def measure(local: int, name: str, entries: list[tuple[str, str]], options, folder: str) -> None:
-    """Every provider of one case, taking turns: what this rank found goes to `folder`, and who is at work before.
+    """All providers of one case, in turns: this rank's results are written to `folder`, and before them the running
+    provider.
 
     entries: names of provider and backend.
     """
@@ -298,7 +299,7 @@ def measure(local: int, name: str, entries: list[tuple[str, str]], options, fold
         guess = training.predicted(options.steps) if provider.kind == "pipeline" else None
         training.optimizer.zero_grad(set_to_none=True)
         made[entry] = training
-        # Of the step at which all have learnt the same number of times.
+        # Of the step at which all have made the same number of steps.
         found[entry] = {
             "loss": losses[-1].item(),
             "us": [],
@@ -348,7 +349,7 @@ def _allocated(device) -> int:
 
 
 def _peak(training: Training, device) -> float | None:
-    """The most memory of a step above weights and states, GiB; a CPU has no allocator to ask."""
+    """Peak memory of a step above weights and states, GiB; not available on a CPU."""
     if device.type != "cuda":
         training()
         return None
@@ -362,7 +363,8 @@ def _peak(training: Training, device) -> float | None:
 
 
 def merged(ranks: list[list[dict]]) -> dict[tuple[str, str], dict]:
-    """By entry: times of the slowest rank, memory of the fullest, the mean loss; a pipeline's is that of one rank."""
+    """By entry: times of the slowest rank, memory of the fullest, the mean loss; a pipeline's loss is that of one
+    rank."""
     found = {}
     for rows in zip(*ranks, strict=True):
         entry = tuple(rows[0]["entry"])

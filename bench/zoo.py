@@ -1,4 +1,4 @@
-"""Models, batches and losses for models.py. Libraries are imported when a model of theirs is built."""
+"""Models, batches and losses for models.py. A library is imported when one of its models is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import rivals
 import torch
 from torch import nn
 
-# Models: each function takes (layers or None, tiny) and returns what is built on the current device.
+# Models: each function takes (layers or None, tiny) and returns a model on the current device.
 
 
 def _gpt2(layers, tiny):
@@ -75,7 +75,7 @@ def _resnet(layers, tiny):
 
 
 def _unet(layers, tiny):
-    """Of Stable Diffusion 2.1."""
+    """The UNet of Stable Diffusion 2.1."""
     try:
         from diffusers import UNet2DConditionModel
     except ImportError as error:
@@ -88,7 +88,7 @@ def _unet(layers, tiny):
 
 
 class _LoRA(nn.Module):
-    """A frozen product and one of rank 8 beside it, as peft's."""
+    """A frozen product plus one of rank 8, as in peft."""
 
     def __init__(self, base, rank=8):
         super().__init__()
@@ -102,7 +102,7 @@ class _LoRA(nn.Module):
 
 
 def _lora(build):
-    """The model, frozen, with such products beside those of its layers."""
+    """The frozen model, with such products added to those of its layers."""
 
     def lora(layers, tiny):
         model = build(layers, tiny).requires_grad_(False)
@@ -124,7 +124,7 @@ def _text(model, batch, tokens):
 
 
 def _masked(model, batch, tokens):
-    """15 of 100 tokens are to be guessed."""
+    """15 of 100 tokens are masked."""
     ids = torch.randint(model.config.vocab_size, (batch, tokens))
     return {"input_ids": ids, "labels": ids.where(torch.rand(ids.shape) < 0.15, -100)}
 

@@ -1,4 +1,4 @@
-"""Puts runs of an example side by side: tables, JSON, a picture."""
+"""Compares runs of an example: tables, JSON, a picture."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ LAST = 10  # losses of single batches scatter: the final loss is the mean of thi
 
 
 def measure(run: Run, plain: Run, batch, count: int) -> dict:
-    """What the table says of a run. count: items of a batch."""
+    """The table entries of a run. count: items per batch."""
     gaps = [abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)]
     ms = statistics.median(run.ms[WARM_UP:] or run.ms)
     return {
@@ -37,14 +37,14 @@ def measure(run: Run, plain: Run, batch, count: int) -> dict:
 
 
 def peak_bytes(run: Run, batch) -> int:
-    """The most that forward and backward hold at one time, in torch's allocations, above weights and optimizer."""
+    """Peak memory of forward and backward, in torch's allocations, above weights and optimizer."""
     if run.cuda:
         torch.cuda.reset_peak_memory_stats(run.args.device)
         before = torch.cuda.memory_allocated(run.args.device)
         run.loss(batch).backward()
         peak = torch.cuda.max_memory_allocated(run.args.device) - before
     else:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own words
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             run.loss(batch).backward()
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -55,7 +55,7 @@ def peak_bytes(run: Run, batch) -> int:
 
 FINAL_LOSS = f"final loss: mean of {LAST} steps"
 OF_BAND = "its largest gap to plain is the band"
-LOSSES = (  # label, field, format, unit, whether hfnn / plain says something
+LOSSES = (  # label, field, format, unit, whether hfnn / plain is meaningful
     ("final loss", "final_loss", "{:.4f}", 1, False),
     ("mean gap to plain", "mean_gap", "{:.1e}", 1, False),
     ("largest gap to plain", "largest_gap", "{:.1e}", 1, False),
@@ -68,7 +68,7 @@ BARS = {"median_ms": ("ms per step", 1), "activation_bytes": ("MB kept", 1e6), "
 
 
 def verdict(rows: dict) -> dict:
-    """Whether hfnn's losses lie in the band around plain's, which is never narrower than a loss's own rounding."""
+    """Whether hfnn's losses are in the band around plain's, which is never narrower than a loss's rounding."""
     band = max(rows[OTHER]["largest_gap"], 4 * torch.finfo(torch.float32).eps * max(rows[PLAIN]["losses"]))
     steps = sum(abs(a - b) <= band for a, b in zip(rows[HFNN]["losses"], rows[PLAIN]["losses"], strict=True))
     return {"half_width": band, "inside": rows[HFNN]["mean_gap"] <= band, "steps_inside": steps}
@@ -86,7 +86,7 @@ def comparison(rows: dict, lines) -> Table:
 
 
 def keepers(kept: dict[str, float], unit: str, why: dict[str, str]) -> Table:
-    """why: by a part of the name of the autograd node; where several keep one tensor, it is the last that used it."""
+    """why: by a part of the name of the autograd node; if several keep one tensor, the last one that used it."""
     table = Table.grid(padding=(0, 2))
     for op, size in kept.items():
         reason = next(
@@ -119,7 +119,7 @@ def picture(rows: dict, title: str, loss: str, path: Path) -> None:
 def report(args, name: str, size: str, rows: dict, lines, notes: str, loss: str, kept=None) -> None:
     """Prints the tables and writes `name`.json and `name`.png.
 
-    lines: as LOSSES; loss: what it is, with its unit; kept: a title and a table of what hfnn's model keeps.
+    lines: as LOSSES; loss: its name with the unit; kept: a title and a table of what hfnn's model keeps.
     """
     title = f"{args.arch}, {size}, {args.dtype} on {args.device}" + (", compiled" if args.compile else "")
     band = verdict(rows) if {OTHER, HFNN} <= set(rows) else None

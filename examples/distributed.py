@@ -1,7 +1,7 @@
-"""train_gpt.py on several ranks: the same model, text and batches, with what haiscale wraps around the model.
+"""train_gpt.py on several ranks: the same model, text and batches, with haiscale's wrappers around the model.
 
-A batch of the run is that of one process: ddp and fsdp give each rank its rows, a pipeline cuts it into microbatches.
-So without dropout the losses are those of one process, up to rounding, however it is spread.
+The batch is the same as for one process: ddp and fsdp give each rank some rows, a pipeline splits it into microbatches.
+So without dropout the losses are those of one process, up to rounding.
 """
 
 import json
@@ -23,7 +23,7 @@ from haiscale.fsdp import FSDP
 from haiscale.pipeline import DualPipeV, GPipe, Interleaved1F1B, PipeDream, ZeroBubble, partition
 
 WARM_UP, LAST = 3, 10  # steps left out of the times, and in the mean of the final loss
-# The wrapper of each schedule, chunks of the model on each rank, and which they are.
+# The wrapper of each schedule, chunks of the model on each rank, and their placement.
 SCHEDULES = {
     "gpipe": (GPipe, 1, "loop"),
     "1f1b": (PipeDream, 1, "loop"),
@@ -40,7 +40,7 @@ class Replicated(Run):
     def __init__(self, name, args, groups):
         self.groups, self.replicas = groups, dist.get_world_size() // groups.mesh["pp"].size()
         super().__init__(name, args)
-        # Weights are the same on all ranks, dropout masks are not.
+        # Weights are the same on all ranks; dropout masks are not.
         torch.manual_seed((args.seed + dist.get_rank()) % 2**32)
         self.random["torch"] = torch.get_rng_state()
 
@@ -55,13 +55,13 @@ class Replicated(Run):
         return self.mean(super().backward(self.rows(ids)))
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """Over all replicas, of the ranks that have one; the others give 0."""
+        """The mean over all replicas, from the ranks that have a value; the others contribute 0."""
         dist.all_reduce(loss)
         return loss / self.replicas
 
 
 class Sharded(Replicated):
-    """Each rank has a part of each parameter besides."""
+    """In addition, each rank only has a part of each parameter."""
 
     def wrapped(self, model):
         return FSDP(model)
@@ -98,7 +98,7 @@ RUNS = {"ddp": Replicated, "fsdp": Sharded, "pipeline": Pipelined}
 
 
 def next_token(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The loss that models of transformers compute from labels: logits (batch, seq, 256), ids (batch, seq)."""
+    """The loss that transformers models compute from labels: logits (batch, seq, 256), ids (batch, seq)."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -107,12 +107,12 @@ def train(local: int, args, resumed: bool, path: str) -> None:
     transformers.logging.set_verbosity_error()
     args.device = str(haiscale.init(device="cpu" if args.device == "cpu" else None))
     steps(args, resumed, path)
-    dist.barrier()  # rank 0 has the store that the others' groups end with
+    dist.barrier()  # rank 0 has the store that the other ranks need to shut down
     dist.destroy_process_group()
 
 
 def steps(args, resumed: bool, path: str) -> None:
-    """All steps of all runs; rank 0 writes what they have measured to `path`."""
+    """All steps of all runs; rank 0 writes the measurements to `path`."""
     groups = haiscale.make_subgroups(pp_size=args.stages if args.dist == "pipeline" else 1)
     runs = [RUNS[args.dist](name, args, groups) for name in (PLAIN, HFNN) if name == PLAIN or args.convert]
     first, leads = 0, dist.get_rank() == 0
@@ -133,15 +133,15 @@ def steps(args, resumed: bool, path: str) -> None:
 
 
 def load(run: Run, folder: str) -> int:
-    """Its state of a checkpoint, whatever ranks wrote it; the number of steps taken."""
-    set_random_state(run.random)  # stays where other ranks than these have saved theirs
+    """Loads its state from a checkpoint, written by any number of ranks; returns the number of steps."""
+    set_random_state(run.random)  # unchanged if the number of ranks differs
     extra = checkpoint.load(folder, run.model, run.optimizer)
     run.losses, run.ms, run.random = extra["losses"], extra["ms"], random_state()
     return extra["step"]
 
 
 def main(args, resumed: bool) -> None:
-    """Starts the ranks, and prints what they found."""
+    """Starts the ranks, and prints their results."""
     out = Path(args.out, "train_gpt.json")
     haiscale.spawn(train, args.nproc, args=(args, resumed, str(out)))
     rows = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""What train_gpt.py trains: the model, its text, and one run with both."""
+"""The model and the text of train_gpt.py, and one run with both."""
 
 import sysconfig
 from pathlib import Path
@@ -15,7 +15,7 @@ MAX_TEXT = 4 << 20  # bytes
 
 
 def read_records(args, parser) -> np.ndarray:
-    """`--data records:FOLDER`: args.order is the sampler of its records, the bytes tell if they are the same again."""
+    """`--data records:FOLDER`: args.order is the sampler of its records; the returned bytes identify the data."""
     needs = f"input_ids, --seq {args.seq} of them or more"
     reader = runs.records(args, parser, "input_ids", needs, lambda row: len(row["input_ids"]) >= args.seq)
     first, last = reader.read([0, -1])
@@ -23,7 +23,7 @@ def read_records(args, parser) -> np.ndarray:
 
 
 def read_text(args, parser) -> np.ndarray:
-    """The bytes to learn, MAX_TEXT at most: uint8 (n,). Files in the order of their names, binary ones left out."""
+    """The training bytes, at most MAX_TEXT: uint8 (n,). Files in the order of their names, without binary ones."""
     if (args.data or "").startswith(RECORDS):
         return read_records(args, parser)
     root, text = Path(args.data or sysconfig.get_path("stdlib")), b""
@@ -41,7 +41,7 @@ def read_text(args, parser) -> np.ndarray:
 
 
 def batch(args, step: int) -> torch.Tensor:
-    """Tokens of a step, int64 (batch, seq): a function of seed and step, so the step is all a resumed run must know."""
+    """Tokens of a step, int64 (batch, seq): a function of seed and step, so a resumed run only needs the step."""
     if args.order is not None:
         rows = runs.rows_of(args, step)
         return torch.from_numpy(np.stack([row["input_ids"][: args.seq] for row in rows])).long().to(args.device)
@@ -50,7 +50,7 @@ def batch(args, step: int) -> torch.Tensor:
 
 
 def build(args, layers: int) -> torch.nn.Module:
-    """An unmodified model of transformers."""
+    """An unmodified transformers model."""
     common = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa"}
     if args.arch == "gpt2":
         shape = {"n_layer": layers, "n_embd": args.width, "n_head": args.heads, "n_positions": args.seq}
@@ -62,7 +62,7 @@ def build(args, layers: int) -> torch.nn.Module:
 
 
 class Run(runs.Run):
-    """A language model in training. layers: other than args.layers, for what a layer keeps."""
+    """A language model in training. layers: replaces args.layers, for measuring what a layer keeps."""
 
     items = "tokens"
 
@@ -77,7 +77,7 @@ class Run(runs.Run):
         return self.forward(input_ids=ids, labels=ids, use_cache=False).loss
 
     def tune(self, first: int) -> None:
-        """Leaves it to `hfnn.tune` how the model runs, from the step `first` on."""
+        """Lets `hfnn.tune` choose how the model runs, from the step `first` on."""
         hfnn.revert(self.model, self.optimizer)
         given = (batch(self.args, first + i) for i in range(5))
         how = {"optimizer": self.optimizer, "loss": lambda model, ids: self.loss(ids)}
@@ -85,9 +85,9 @@ class Run(runs.Run):
 
 
 def kept_per_layer(run: Run, ids: torch.Tensor) -> dict:
-    """What a layer keeps for backward, in all and by op: what two layers keep less what one keeps.
+    """The memory that a layer keeps for backward, in total and by op: that of two layers minus that of one.
 
-    In u, which is batch * seq * width bytes, or twice that where numbers are float32: a tensor is 2 u in any dtype.
+    In u, which is batch * seq * width bytes, or twice that for float32: a tensor is 2 u in any dtype.
     """
     some = (Run(run.name, run.args, layers) for layers in (1, 2))
     one, two = (hfnn.memory.saved_bytes(lambda r=r: r.loss(ids)).by_op for r in some)

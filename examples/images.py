@@ -1,4 +1,4 @@
-"""What train_images.py trains: a ResNet and a ViT in plain torch, its images, and one run with both."""
+"""The models of train_images.py, a ResNet and a ViT in plain torch, its images, and one run with both."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 FOLDER = "folder:"  # --data folder:PATH
-CLASSES = 10  # of the images that are made here
-MEAN, STD = 0.5, 0.25  # what is taken off pixels from 0 to 1, and what they are divided by
+CLASSES = 10  # of the generated images
+MEAN, STD = 0.5, 0.25  # for normalising pixels from 0 to 1
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them.
+    """Two convolutions with a skip connection.
 
     He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
     """
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four stages of `layers` blocks each, of `width` channels and twice as many in each further stage."""
+    """Four stages of `layers` blocks each, with `width` channels, doubled in each further stage."""
 
     def __init__(self, layers: int, width: int, classes: int):
         super().__init__()
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of 4 x 4 pixels as tokens, whose mean is classified.
+    """Patches of 4 x 4 pixels as tokens; their mean is classified.
 
     Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021.
     """
@@ -108,7 +108,7 @@ class Run(runs.Run):
         if args.arch == "vit":
             return ViT(args.layers, args.width, args.heads, args.size, args.dropout, args.classes)
         model = ResNet(args.layers, args.width, args.classes)
-        # Channels last, convolutions add up in another order.
+        # With channels last, convolutions add in another order.
         return model.to(memory_format=torch.channels_last) if self.name == OTHER else model
 
     def loss_of(self, batch) -> torch.Tensor:
@@ -157,7 +157,7 @@ def tensors(args, pixels_BHWC: np.ndarray, labels: np.ndarray) -> tuple[torch.Te
 
 
 def gratings(random: np.random.Generator, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stripes of any wavelength, phase and colours under noise, whose class is their direction.
+    """Stripes with random wavelength, phase and colours, plus noise; the class is their direction.
 
     Returns pixels from 0 to 1 (count, size, size, 3), and labels (count,).
     """
@@ -171,7 +171,7 @@ def gratings(random: np.random.Generator, count: int, size: int) -> tuple[np.nda
 
 
 def scaled(image, size: int) -> np.ndarray:
-    """An image of Pillow as (size, size, 3) from 0 to 1."""
+    """A Pillow image as (size, size, 3) from 0 to 1."""
     return np.asarray(image.convert("RGB").resize((size, size))) / 255
 
 

@@ -1,4 +1,4 @@
-"""What the examples share: a model in training, its settings, and records to train on."""
+"""Common code of the examples: a model in training, its settings, and records as training data."""
 
 import argparse
 import contextlib
@@ -25,12 +25,12 @@ class Run:
     A subclass has `build()`, the model in plain torch, and `loss_of(batch)`.
     """
 
-    items = "samples"  # of which a batch has some
+    items = "samples"  # the name of a batch's items
     rate = 3e-4
 
     def __init__(self, name: str, args: argparse.Namespace):
         self.name, self.args, self.cuda = name, args, args.device != "cpu"
-        torch.manual_seed(args.seed % 2**32)  # weights depend on it alone
+        torch.manual_seed(args.seed % 2**32)  # weights only depend on the seed
         model = self.build().to(args.device, DTYPES[args.dtype]).train()
         if name == HFNN:
             hfnn.convert(model, prefer="memory")
@@ -45,7 +45,7 @@ class Run:
         self.losses, self.ms = [], []
 
     def wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What holds the model in training; another run may share it with other ranks (distributed.py)."""
+        """Wraps the model for training; a subclass may spread it over ranks (distributed.py)."""
         return model
 
     def loss(self, batch) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Run:
 
 
 def random_state() -> dict:
-    """Of every generator, in types that torch.load takes without trusting the file."""
+    """The states of all generators, in types that torch.load accepts without trusting the file."""
     kind, keys, *rest = np.random.get_state()
     states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
     return states | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
@@ -100,7 +100,8 @@ def set_random_state(state: dict) -> None:
 
 
 def train(runs: list[Run], first: int, batch) -> None:
-    """Step i of every run, then step i + 1 of every run, in alternating order. `batch(args, step)`: of a step."""
+    """Step i of every run, then step i + 1 of every run, in alternating order. `batch(args, step)`: the batch of a
+    step."""
     args = runs[0].args
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
@@ -137,7 +138,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--{name} takes a whole number from 1, got {getattr(args, name)}")
 
     def check_place(self, args, folders) -> None:
-        """The device, and (option, folder) that are to be written to."""
+        """Checks the device, and the writable (option, folder) pairs."""
         try:
             assert torch.empty(0, device=args.device).device.type in ("cpu", "cuda"), "takes cpu or cuda"
         except (RuntimeError, AssertionError) as error:
@@ -168,13 +169,13 @@ def records(args, parser, field: str, needs: str, fits) -> hfrecord.FileReader:
 
 
 def records_of(args, step: int) -> np.ndarray:
-    """The records of a step, which goes on in the next epoch where one ends: int64 (batch,)."""
+    """The records of a step, which may continue in the next epoch: int64 (batch,)."""
     places = np.arange(step * args.batch, (step + 1) * args.batch)
     epochs = places // args.order.records
     return np.concatenate([args.order.indices(int(e), places[epochs == e]) for e in np.unique(epochs)])
 
 
 def rows_of(args, step: int) -> list[dict]:
-    """The records themselves; those of the step to come are fetched meanwhile."""
+    """The records themselves; those of the next step are prefetched."""
     args.order.data.advise(records_of(args, step + 1))
     return args.order.data[records_of(args, step)]

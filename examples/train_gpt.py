@@ -1,16 +1,16 @@
-"""Train a byte-level GPT twice, as plain torch and through hfnn, and put the two side by side.
+"""Train a byte-level GPT twice, with plain torch and with hfnn, and compare the two.
 
-The model is an unmodified `GPT2LMHeadModel` of transformers (`--arch llama`: `LlamaForCausalLM`) and reads real text:
-the sources of Python's standard library, or any `--data` file or folder. Both runs start from the same weights and
-take the same batches, in turns, so that whatever slows the machine down slows both. A third run, plain torch with
-another attention kernel and other dropout masks, shows how far two correct runs drift apart: the band.
+The model is an unmodified `GPT2LMHeadModel` of transformers (`--arch llama`: `LlamaForCausalLM`). It reads real text:
+the sources of Python's standard library, or any `--data` file or folder. Both runs start from the same weights and use
+the same batches. They take turns, so other load on the machine affects both. A third run, plain torch with another
+attention kernel and other dropout masks, shows how far two correct runs drift apart: the band.
 
     python examples/train_gpt.py                            # a table, out/train_gpt.json and out/train_gpt.png
     python examples/train_gpt.py --arch llama --steps 100
-    python examples/train_gpt.py --steps 2000 --tune        # the way of running the model that is fastest here
+    python examples/train_gpt.py --steps 2000 --tune        # with the fastest way to run the model here
     python examples/train_gpt.py --save ckpt.pt             # and later, bit for bit from where it stopped:
     python examples/train_gpt.py --resume ckpt.pt --steps 200
-    python examples/train_gpt.py --data records:train       # of hfrecord, with input_ids; goes on within an epoch
+    python examples/train_gpt.py --data records:train       # hfrecord files with input_ids; resumes within an epoch
     python examples/train_gpt.py --dist fsdp --nproc 2 --save runs      # on two ranks, or ddp, or pipeline; to go on
     python examples/train_gpt.py --dist pipeline --nproc 4 --stages 2 --schedule zbv --resume runs --steps 200
 
@@ -32,7 +32,7 @@ from runs import HFNN, Parser, names_of_runs, train
 
 ON_CPU = {"layers": 4, "width": 256, "heads": 4, "seq": 256, "batch": 8, "steps": 43, "dtype": "float32"}
 ON_CUDA = {"layers": 12, "width": 1024, "heads": 16, "seq": 1024, "batch": 16, "steps": 103, "dtype": "autocast"}
-# All the rest stays as it is when a run is resumed: also on other ranks, in another layout.
+# All other settings must not change when a run is resumed; ranks and layout may.
 FREE = {"steps", "save", "resume", "out", "text", "order", "tune", "nproc", "stages", "schedule", "microbatches"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")  # of distributed.py
 
@@ -55,7 +55,7 @@ WHY = {
 
 
 def parse(argv=None) -> tuple[argparse.Namespace, dict | None]:
-    """The settings, and the checkpoint to go on from, or None."""
+    """The settings, and the checkpoint to resume from, or None."""
     parser = arguments()
     args = parser.parse_args(argv)
     checkpoint = load(args.resume, parser) if args.resume else None
@@ -129,19 +129,19 @@ def check_ranks(args, parser) -> None:
 
 
 def save(path: str, runs: list[Run]) -> None:
-    """A whole checkpoint, or whatever was at `path` before."""
+    """Writes a checkpoint atomically: `path` has the new one or its previous content."""
     states = {run.name: run.state() for run in runs}
     write(path, lambda file: torch.save({**description(runs[0].args), "runs": states}, file))
 
 
 def description(args) -> dict:
-    """What a resumed run must know."""
+    """The state for a resumed run."""
     settings = {name: value for name, value in vars(args).items() if name not in FREE}
     return {"settings": settings, "step": args.steps, "text": zlib.crc32(args.text)}
 
 
 def write(path: str, into) -> None:
-    """All of a file or nothing."""
+    """Writes a file completely or not at all."""
     with open(f"{path}.tmp", "wb") as file:
         into(file)
         file.flush()
@@ -150,7 +150,7 @@ def write(path: str, into) -> None:
 
 
 def load(path: str, parser) -> dict:
-    """Of a folder that ranks have saved to, only what describes it."""
+    """Reads a checkpoint; from a folder saved by ranks, only its description."""
     try:
         if os.path.isdir(path):
             return json.loads(Path(path, "settings.json").read_text())
@@ -158,7 +158,7 @@ def load(path: str, parser) -> dict:
         return {key: checkpoint[key] for key in ("settings", "step", "text", "runs")}
     except OSError as error:
         parser.error(f"--resume {error.filename or path}: {error.strerror}")
-    except Exception:  # torch, pickle and zip have many for a file that is something else
+    except Exception:  # torch, pickle and zip raise many kinds for other files
         parser.error(f"--resume {path}: not a checkpoint of this script")
 
 

@@ -1,13 +1,13 @@
-"""Train an image classifier twice, as plain torch and through hfnn, and put the two side by side.
+"""Train an image classifier twice, with plain torch and with hfnn, and compare the two.
 
-The model is a ResNet or a ViT in plain torch (images.py). Its images are stripes in ten directions, which are made as
-they are needed, or those of a folder or of record files. As in train_gpt.py both runs start from the same weights and
-take the same batches, in turns, and a third one shows how far two correct runs drift apart: plain torch with channels
-last, or with another attention kernel and other dropout masks.
+The model is a ResNet or a ViT in plain torch (images.py). Its images are generated stripes in ten directions, or come
+from a folder or from record files. As in train_gpt.py, both runs start from the same weights and use the same batches,
+in turns. A third run shows how far two correct runs drift apart: plain torch with channels last, or with another
+attention kernel and other dropout masks.
 
     python examples/train_images.py                       # a table, out/train_images.json and out/train_images.png
     python examples/train_images.py --arch vit --steps 200
-    python examples/train_images.py --data folder:images  # a folder for each class, as torchvision's ImageFolder
+    python examples/train_images.py --data folder:images  # one folder per class, as in torchvision's ImageFolder
     python -m hfrecord convert images out --format images
     python examples/train_images.py --data records:out
 

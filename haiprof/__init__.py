@@ -1,1 +1,1 @@
-"""A profiler of training runs as they are: `python -m haiprof run -- COMMAND`, or HAIPROF=1 (docs/haiprof.md)."""
+"""A profiler for unchanged training runs: `python -m haiprof run -- COMMAND`, or HAIPROF=1 (docs/haiprof.md)."""

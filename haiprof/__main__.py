@@ -1,7 +1,7 @@
 """Profile training runs without a change to them.
 
 haiprof run -- torchrun --nproc-per-node 8 train.py    # run it, then report
-haiprof attach 4711 --operators                        # a process that runs already
+haiprof attach 4711 --operators                        # a process that is already running
 haiprof report profile
 haiprof diff before after
 """
@@ -28,7 +28,7 @@ def parser():
     commands = found.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser("run", help="run a command with its ranks profiled, and report")
     run.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
-    run.add_argument("--hz", type=float, default=1.0, help="readings of the counters a second, 1 to 10 (default: 1)")
+    run.add_argument("--hz", type=float, default=1.0, help="counter readings per second, 1 to 10 (default: 1)")
     run.add_argument("--port", type=int, help="serve Prometheus metrics on this port + the local rank")
     run.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND...")
     run.set_defaults(do=_run)
@@ -36,14 +36,14 @@ def parser():
     attach.add_argument("target", help="a process id, or the HAIPROF_DIR of a run")
     attach.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
     attach.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
-    attach.add_argument("--seconds", type=float, default=60.0, help="at most; of a process without haiprof, 10 at most")
+    attach.add_argument("--seconds", type=float, default=60.0, help="time limit; at most 10 without haiprof")
     attach.add_argument("--operators", action="store_true", help="torch.profiler: operators, kernels, shapes, memory")
     attach.add_argument("--stacks", action="store_true", help="where its Python threads are, sampled")
     attach.add_argument("--memory", action="store_true", help="a snapshot of torch's CUDA allocator")
     attach.set_defaults(do=_attach)
     report = commands.add_parser("report", help="the verdict on the files in a folder, here and as report.html in it")
     report.add_argument("folder")
-    report.add_argument("--no-html", dest="html", action="store_false", help="the terminal's page alone")
+    report.add_argument("--no-html", dest="html", action="store_false", help="only the report in the terminal")
     report.set_defaults(do=lambda args: _report(args.folder, args.html))
     diff = commands.add_parser("diff", help="two runs side by side")
     diff.add_argument("a")
@@ -69,7 +69,7 @@ def _run(args):
         try:
             status = process.wait()
             break
-        except KeyboardInterrupt:  # the terminal has told the command as well
+        except KeyboardInterrupt:  # the terminal has interrupted the command, too
             continue
     if not list(Path(folder).glob("*.jsonl")):
         print(

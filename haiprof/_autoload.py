@@ -1,4 +1,4 @@
-"""What `import torch` calls at its end: the entry point "haiprof" of the group torch.backends (pyproject.toml)."""
+"""Called at the end of `import torch`: the entry point "haiprof" of the group torch.backends (pyproject.toml)."""
 
 import os
 

@@ -1,11 +1,12 @@
-"""Which rank makes the others wait at collectives, and how long.
+"""Finds which rank makes the others wait at collectives, and for how long.
 
-A rank that has come to a collective is blocked until the last one comes, unless it goes on meanwhile: where it comes
-to the next collective before that, the first one was asynchronous, and only the last of such a burst counts (the
-buckets of DDP). What a rank has waited is the union of these spans; each piece of it is charged to who came last.
+A rank that has arrived at a collective is blocked until the last rank arrives, unless it continues meanwhile. If it
+arrives at the next collective before that, the first one was asynchronous, and only the last of such a burst counts
+(the buckets of DDP). The waiting time of a rank is the union of these spans; each interval is charged to the rank that
+arrived last.
 
-So a rank that is slow in backward is named too: its backward takes as long as everybody's, for the others wait in
-theirs, but it is the one that waits least.
+So a rank that is slow in backward is also identified. Its backward takes as long as on the other ranks, because these
+wait in theirs, but it waits least.
 """
 
 from collections import defaultdict
@@ -13,8 +14,8 @@ from statistics import fmean
 
 
 class Lateness:
-    """charged: seconds that each rank has made the others wait, on average over them. waits: seconds that each rank has
-    waited. covered: seconds from the first of the matched collectives to the last. n: how many were matched.
+    """charged: seconds that each rank has made the others wait, averaged over them. waits: seconds that each rank has
+    waited. covered: seconds from the first to the last matched collective. n: the number of matched collectives.
     """
 
     def __init__(self):
@@ -26,7 +27,7 @@ class Lateness:
 
 
 def lateness(runs, since=0.0) -> Lateness:
-    """Of the collectives that all ranks of a group have written down, from `since` on (seconds since 1970)."""
+    """For the collectives recorded by all ranks of a group, from `since` on (seconds since 1970)."""
     found, spans = Lateness(), []
     for ranks, rows in _groups(runs).items():
         common = sorted(set.intersection(*(set(rows[rank]) for rank in ranks)))
@@ -46,14 +47,14 @@ def _groups(runs):
         for line in run.get("collectives", ()):
             if line["ranks"] and len(line["ranks"]) > 1:
                 own = found[line["backend"], line["group"], tuple(line["ranks"])][run["run"]["rank"]]
-                timed = line["backend"] == "nccl"  # of which the host's times say nothing
+                timed = line["backend"] == "nccl"  # whose host times are not meaningful
                 rows = ((number, (line["wall"] + at, duration)) for number, at, duration, _ in line["rows"])
                 own.update(row for row in rows if row[1][1] is not None or not timed)
     return {ranks: rows for (*_, ranks), rows in sorted(found.items(), key=str) if all(rank in rows for rank in ranks)}
 
 
 def _neighbours(numbers):
-    """Runs of consecutive numbers, of two or more."""
+    """Runs of two or more consecutive numbers."""
     block = []
     for number in numbers:
         if block and number != block[-1] + 1:
@@ -66,12 +67,13 @@ def _neighbours(numbers):
 
 
 def _charge(found, times):
-    """Charges neighbours, but for the first, whose waiting began before; returns the time from its end on."""
+    """Charges consecutive collectives, except the first, whose waiting began before; returns the time from its end
+    on."""
     ranks, n = list(times), len(next(iter(times.values())))
     durations = all(row[1] is not None for rows in times.values() for row in rows)
     lasts, ends = [], []
     for i in range(n):
-        if durations:  # of kernels that wait on the GPU, where the host's times say nothing: who came last waits least
+        if durations:  # of GPU kernels, with meaningless host times: the last rank waits least
             lasts.append(min(ranks, key=lambda rank: times[rank][i][1]))
         else:
             lasts.append(max(ranks, key=lambda rank: times[rank][i][0]))
@@ -84,7 +86,7 @@ def _charge(found, times):
                 waited = duration - times[lasts[i]][i][1]
             else:
                 if i + 1 < n and times[rank][i + 1][0] < ends[i]:
-                    continue  # it has gone on
+                    continue  # it has continued
                 waited = ends[i] - max(begin, reached)
                 reached = max(reached, ends[i])
             if waited > 0 and lasts[i] != rank:
@@ -104,11 +106,11 @@ def _union(spans):
 
 
 def phase_of(rank, late, phases) -> str:
-    """In which phase a rank is late by `late` seconds a step. phases: rank -> phase -> seconds a step, without
+    """The phase in which a rank is late by `late` seconds per step. phases: rank -> phase -> seconds per step, without
     calls that waited for collectives.
 
-    Where it is slow in data, forward, optimizer or other, these take longer than on the others. What does not show so
-    is in backward, at whose end the others wait.
+    If it is slow in data, forward, optimizer or other, these take longer than on the other ranks. Otherwise it is slow
+    in backward, at whose end the others wait.
     """
     others = [own for other, own in phases.items() if other != rank]
     excess = {

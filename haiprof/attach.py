@@ -1,4 +1,4 @@
-"""`attach`: asks running processes through their sockets, or looks at one from outside that was started without any."""
+"""`attach`: profiles running processes through their sockets, or from outside if a process has no socket."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from haiprof import control, record
 from haiprof.counters import Counters
 
-OUTSIDE = 2.0  # seconds for which a process is looked at from outside
-HZ = 5  # readings a second meanwhile
+OUTSIDE = 2.0  # seconds of profiling from outside
+HZ = 5  # readings per second from outside
 
 
 def attach(target, folder, steps, seconds, what) -> str:
-    """Profiles `steps` steps, or as many as come in `seconds`; the folder that the files are in.
+    """Profiles `steps` steps, or as many as run in `seconds`; returns the folder of the files.
 
-    target: a process id, which stands for its children too, or a folder with sockets. ValueError where nobody is there.
+    target: a process id, including its children, or a folder with sockets. Raises ValueError if there is no process.
     """
     paths = [path for each in _processes(target) for path in control.sockets(each)]
     if not paths:
@@ -30,7 +30,7 @@ def attach(target, folder, steps, seconds, what) -> str:
     infos = [control.ask(path, {"do": "start", "folder": folder}) for path in paths]
     request = {"do": "deep", "what": what} if what else {"do": "wait"}
     request |= {"steps": steps, "seconds": seconds}
-    with ThreadPoolExecutor(len(paths)) as pool:  # ranks wait for one another, so all are asked at once
+    with ThreadPoolExecutor(len(paths)) as pool:  # ranks wait for one another, so all are asked in parallel
         answers = list(pool.map(lambda path: _asked(path, request, seconds), paths))
     for path in paths:
         control.ask(path, {"do": "stop"}, timeout=60)
@@ -50,7 +50,7 @@ def _asked(path, request, seconds):
 
 
 def _processes(target) -> list[str]:
-    """A process and those that it has started."""
+    """A process and its descendants."""
     if not target.isdigit():
         return [target]
     import psutil
@@ -63,7 +63,7 @@ def _processes(target) -> list[str]:
 
 
 def outside(pid, folder) -> str:
-    """Stacks by py-spy, where it is installed, and counters by /proc and NVML; nothing in the process changes."""
+    """Stacks from py-spy, if it is installed, and counters from /proc and NVML; the process does not change."""
     import psutil
 
     process = psutil.Process(pid)
@@ -91,7 +91,7 @@ def outside(pid, folder) -> str:
 
 
 def _stacks(pid):
-    """(what py-spy says, None), or (None, why it says nothing)."""
+    """(the output of py-spy, None), or (None, why there is none)."""
     found = Path(sys.executable).with_name("py-spy")
     command = str(found) if found.exists() else shutil.which("py-spy")
     if not command:

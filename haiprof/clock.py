@@ -1,7 +1,7 @@
-"""The clocks of hosts: how far that of this process is from rank 0's, asked by datagrams.
+"""The clocks of hosts: the offset of this process's clock from rank 0's, measured with datagrams.
 
-The method: "Network Time Protocol Version 4" (RFC 5905, chapter 8), of several exchanges the one that took least. Rank
-0 writes its address into the folder that all ranks share; nobody asks where all ranks are on one host.
+Method: "Network Time Protocol Version 4" (RFC 5905, chapter 8); of several exchanges the fastest is used. Rank 0 writes
+its address into the folder that all ranks share. If all ranks are on one host, there are no exchanges.
 """
 
 import bisect
@@ -14,13 +14,13 @@ import threading
 import time
 from pathlib import Path
 
-FILE = "clock.json"  # where rank 0 answers
-ASKED, LOST, PATIENCE, EVERY = 16, 3, 0.2, 60.0  # exchanges, those that may be lost; seconds for one, between times
+FILE = "clock.json"  # has the address of rank 0
+ASKED, LOST, PATIENCE, EVERY = 16, 3, 0.2, 60.0  # exchanges, allowed losses; seconds per exchange, between rounds
 TIME = struct.Struct("!d")
 
 
 def on_several_hosts() -> bool:
-    """Whether the launcher's environment says so."""
+    """Whether there are several hosts, by the launcher's environment."""
     size, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     return size.isdigit() and here.isdigit() and int(here) < int(size)
 
@@ -54,15 +54,15 @@ class Server:
 
 
 class Asker:
-    """offsets: (time, seconds to add to it) as they were found; due: when to ask again, of time.monotonic."""
+    """offsets: measured (time, seconds to add to it); due: the time.monotonic of the next measurement."""
 
     def __init__(self, folder):
         self._file, self.due, self.offsets = Path(folder, FILE), 0.0, []
 
     def ask(self) -> dict | None:
-        """A line for the file: `offset`, what rank 0's clock is ahead, and how wrong that may be, `error`; seconds.
+        """A line for the file: `offset`, by which rank 0's clock is ahead, and its maximum error, `error`; in seconds.
 
-        None where rank 0 has not said yet where it is. OSError where it does not answer.
+        None if rank 0 has not published its address yet. Raises OSError if it does not answer.
         """
         if not self._file.exists():
             return None
@@ -90,7 +90,7 @@ def _exchange(own) -> dict:
     own.send(TIME.pack(begin))
     while True:
         answer = own.recv(64)
-        if answer[: TIME.size] == TIME.pack(begin):  # and not to one that was given up
+        if answer[: TIME.size] == TIME.pack(begin):  # not the answer to an earlier request
             break
     end = time.time()
     (there,) = TIME.unpack(answer[TIME.size :])
@@ -98,12 +98,12 @@ def _exchange(own) -> dict:
 
 
 def shift(line) -> float:
-    """Seconds to add to times of this process: none where the offset is not larger than its error."""
+    """Seconds to add to times of this process: 0 if the offset is not larger than its error."""
     return line["offset"] if abs(line["offset"]) > line["error"] else 0.0
 
 
 def at(offsets, when: float) -> float:
-    """Seconds to add to a time, between those that were found in proportion; 0 where there are none."""
+    """Seconds to add to a time, interpolated between measurements; 0 if there are none."""
     if not offsets:
         return 0.0
     i = bisect.bisect_right(offsets, (when, float("inf")))

@@ -1,11 +1,11 @@
-"""When this rank came to each collective, so that the rank that makes others wait can be named.
+"""When this rank arrived at each collective, to find the rank that makes others wait.
 
-Arrivals come from what is recorded anyway: torch's flight recorder (gloo, NCCL), and hfreduce's. DDP's reducer calls
-its process group from C++, where no hook of Python sees it, and these do. How long the host is blocked is measured in
-the calls of process groups and in `Work.wait`.
+Arrivals come from existing records: torch's flight recorder (gloo, NCCL), and hfreduce's. DDP's reducer calls its
+process group from C++, where Python hooks do not see it, but these recorders do. The time for which the host is blocked
+is measured in the calls of process groups and in `Work.wait`.
 
-A recorder's dump costs microseconds an entry, so it is read so seldom that this stays below a few thousandths of the
-time.
+A recorder's dump costs microseconds per entry. So it is read rarely enough that this stays below a few thousandths of
+the time.
 """
 
 import json
@@ -18,21 +18,21 @@ from time import perf_counter, time
 
 from haiprof.phases import Places
 
-BLOCK = 64  # neighbours that are written together: fewer would miss which of a step's buckets are late
-MOST = 2 * BLOCK  # collectives that are written of a group at a time
-SOONEST, LATEST, SHARE = 2.0, 10.0, 0.003  # seconds between dumps at first and later, the share that they may cost
-RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")  # that of NCCL is another one
+BLOCK = 64  # consecutive collectives written together: fewer would not show which of a step's buckets are late
+MOST = 2 * BLOCK  # collectives written per group at a time
+SOONEST, LATEST, SHARE = 2.0, 10.0, 0.003  # seconds between dumps at first, later; share of time
+RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")  # NCCL has its own
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def prepare():
-    """Asks torch for its flight recorder, unless the user has decided: it reads its size at the first collective."""
+    """Enables torch's flight recorder, unless the user has decided. torch reads its size at the first collective."""
     if not any(name in os.environ for name in RECORDER):
         os.environ[RECORDER[0]] = "2000"
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # durations on GPUs
 
 
-CALLS = (  # of a process group: they block where a backend has no thread of its own for them
+CALLS = (  # calls of a process group: they block if a backend has no thread for them
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "barrier", "send", "recv",
@@ -40,7 +40,7 @@ CALLS = (  # of a process group: they block where a backend has no thread of its
 
 
 class Waits:
-    """Seconds that threads were blocked in collectives: (begin, end) of perf_counter, the newest 20000."""
+    """The times for which threads were blocked in collectives: (begin, end) of perf_counter, the newest 20000."""
 
     def __init__(self, on_destroy):
         """on_destroy(): called before a process group ends."""
@@ -81,7 +81,7 @@ class Waits:
         return destroy_process_group
 
     def within(self, begin, end) -> float:
-        """Seconds between two times; begins from the newest."""
+        """Blocked seconds between two times; iterates from the newest."""
         total = 0.0
         for start, stop in reversed(self.spans):
             if stop <= begin:
@@ -90,7 +90,7 @@ class Waits:
         return total
 
     def by_phase(self, step) -> dict[str, float]:
-        """Seconds in a step, by the phase that they are part of: its name, or "other"."""
+        """Blocked seconds in a step, by phase: its name, or "other"."""
         found, spans = {}, [*reversed(step.spans)]
         for start, stop in reversed(self.spans):
             if start < step.begin:
@@ -104,12 +104,12 @@ class Waits:
 class Arrivals:
     """Lines for the file of this rank: collectives since the last call, by group.
 
-    A row: the collective's number in its group, seconds from `wall` to its arrival, seconds to its end or None, and
-    which of `ops` it is.
+    A row: the collective's number in its group, seconds from `wall` to its arrival, seconds to its end or None, and its
+    index in `ops`.
     """
 
     def __init__(self):
-        self._seen = {}  # by group: the last collective that was written
+        self._seen = {}  # by group: the last written collective
         self._begun, self.due = perf_counter(), 0.0
 
     def read(self) -> list[dict]:
@@ -117,7 +117,7 @@ class Arrivals:
         by_group = {}
         for group, entry in self._entries():
             if group[0] == "nccl" and not entry["retired"]:
-                continue  # its kernel runs, or nobody has read its duration yet: it is written later
+                continue  # its kernel is running, or its duration has not been read yet: it is written later
             if entry["collective_seq_id"] > self._seen.get(group, 0) and not entry["is_p2p"]:
                 by_group.setdefault(group, {}).setdefault(entry["collective_seq_id"], entry)
         lines = [self._line(group, entries) for group, entries in by_group.items()]
@@ -130,7 +130,7 @@ class Arrivals:
         self._seen[group] = last
         stride = 1
         while (last - before) / stride > MOST:
-            stride *= 2  # of powers of two: the blocks of a rank that writes fewer are among those of the others
+            stride *= 2  # powers of two: the blocks of a rank that writes fewer are also written by the others
         wall, ops, rows, bytes_ = math.floor(time()), {}, [], 0
         for number, entry in sorted(entries.items()):
             name = entry["profiling_name"].rpartition(":")[2]
@@ -153,7 +153,7 @@ class Arrivals:
         }
 
     def _entries(self):
-        """((backend, name of the group), entry) of what was recorded."""
+        """((backend, name of the group), entry) for each record."""
         c10d = sys.modules.get("torch._C._distributed_c10d")
         for recorder in RECORDERS if _groups() else ():
             if not hasattr(c10d, recorder):
@@ -180,7 +180,7 @@ def _hfreduce():
 
         try:
             backend = group._get_backend(torch.device("cpu"))
-        except RuntimeError:  # a group for other devices
+        except RuntimeError:  # a group of other devices
             continue
         backend = getattr(backend, "wrapped_pg", backend)
         if isinstance(backend, native.Backend):
@@ -202,7 +202,7 @@ def _bytes(entry) -> int:
 
 
 def _duration(entry):
-    """Seconds from arrival to end, where they are known: of the kernel on GPUs, of the whole operation of hfreduce."""
+    """Seconds from arrival to end, if known: of the kernel on GPUs, of the whole operation in hfreduce."""
     if entry.get("duration_ms"):
         return entry["duration_ms"] / 1e3
     ended = entry.get("time_discovered_completed_ns")

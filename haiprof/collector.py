@@ -1,7 +1,7 @@
-"""The collector of a process: hooks in the thread that trains, and a thread of its own that counts and writes.
+"""The collector of a process: hooks in the training thread, and a separate thread that counts and writes.
 
-It begins with the first module that is called, backward pass or optimizer step, so launchers and workers of loaders,
-which import torch too, leave no files. A failure in it is logged once, and ends it; the training goes on.
+It starts with the first module call, backward pass or optimizer step. So launchers and loader workers, which also
+import torch, write no files. A failure is logged once and ends the collector; the training continues.
 """
 
 import atexit
@@ -25,12 +25,12 @@ from haiprof.phases import BACKWARD, Hooks, Phases
 from haiprof.record import PHASES
 
 log = logging.getLogger("haiprof")
-SAMPLE = 20  # backward passes that are looked at in a reading of collectives
-SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters of the trace
+SAMPLE = 20  # backward passes examined per reading of collectives
+SHOWN = ("process.cpu", "process.memory", "gpu.busy", "gpu.power", "gpu.clock", "gpu.reserved")  # counters in the trace
 
 
 class Collector:
-    """hz: readings of the counters a second. partial: whether it starts within a step, which is then left out."""
+    """hz: counter readings per second. partial: whether it starts within a step, which is then left out."""
 
     def __init__(self, folder, hz=1.0, partial=False):
         self.folder, self.interval = Path(folder), 1 / hz
@@ -38,12 +38,12 @@ class Collector:
         self.phases = Phases(self._on_step, self.fail, self.events.mark if torch.version.cuda else None, self._begin)
         self.hooks, self.waits = Hooks(self.phases), Waits(self._last_arrivals)
         self.arrivals, self.counters, self.writer, self.window = Arrivals(), None, None, None
-        self.done, self.latest = 0, {}  # steps that are over; what the metrics show
+        self.done, self.latest = 0, {}  # finished steps; the values of the metrics
         self._partial, self._steps = partial, deque()
         self._spans, self._timeline, self._readings = deque(maxlen=20000), deque(maxlen=5000), deque(maxlen=20000)
         self._lock, self._over, self._thread, self._failed = self.captures.lock, threading.Event(), None, False
         self._loader = self.metrics = self._time = None
-        self._missing = {}  # as it was written
+        self._missing = {}  # as last written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
 
@@ -58,7 +58,7 @@ class Collector:
         return self
 
     def _begin(self):
-        """In the thread that trains, before its first phase."""
+        """Runs in the training thread, before its first phase."""
         if torch.utils.data.get_worker_info() is not None:
             self._remove()
             return
@@ -72,7 +72,7 @@ class Collector:
         self._thread.start()
 
     def fail(self):
-        """Called where an exception is handled, in any thread: says it once, and stops."""
+        """Called in an exception handler, in any thread: logs once, and stops."""
         if not self._failed:
             self._failed = True
             log.warning("haiprof stops profiling this process; the training goes on", exc_info=True)
@@ -82,18 +82,18 @@ class Collector:
                 self.writer.close()
 
     def _remove(self):
-        self.phases.stopped = True  # wrappers that somebody has kept only hand calls on
+        self.phases.stopped = True  # wrappers that are still held only pass calls on
         self.hooks.remove()
         self.waits.remove()
         self.captures.remove()
 
     def detach(self):
-        """Takes the hooks out of a child of a fork, and leaves the files and the thread to its parent."""
+        """Removes the hooks in a forked child, and leaves the files and the thread to its parent."""
         atexit.unregister(self.stop)
         self._remove()
 
     def stop(self):
-        """Takes the hooks out, writes what is left, and ends the thread."""
+        """Removes the hooks, writes the rest, and ends the thread."""
         atexit.unregister(self.stop)
         if self.window is not None:
             self.window.close()
@@ -121,7 +121,7 @@ class Collector:
         self.writer = None
 
     def flush(self):
-        """Writes what there is by now, and the trace."""
+        """Writes everything collected so far, and the trace."""
         with self.captures.none():
             if self.writer is not None and not self._failed:
                 self.arrivals.due = 0.0
@@ -144,7 +144,7 @@ class Collector:
             self._between.notify_all()
 
     def wait_for(self, steps, timeout) -> bool:
-        """Whether so many more steps were done within `timeout` seconds."""
+        """Waits for this many more steps; returns whether they were done within `timeout` seconds."""
         goal = self.done + steps
         with self._between:
             return self._between.wait_for(lambda: self.done >= goal or self._over.is_set(), timeout)
@@ -165,7 +165,7 @@ class Collector:
             self.fail()
 
     def _tell_missing(self):
-        """What is not measured and why, when that has changed; an empty reason where it has come to be measured."""
+        """What is not measured and why, if this has changed; an empty reason if it is now measured."""
         now = self.counters.missing
         why = {name: reason for name, reason in now.items() if self._missing.get(name) != reason}
         why |= {name: "" for name in self._missing if name not in now}
@@ -174,7 +174,7 @@ class Collector:
             self.writer.write({"kind": "missing", "why": why})
 
     def _serve(self):
-        """Opens the port of the metrics if it is asked for; the reason where it cannot."""
+        """Opens the metrics port if requested; returns the reason if this fails."""
         if "HAIPROF_PORT" not in os.environ:
             return {}
         from haiprof.metrics import Metrics
@@ -186,15 +186,15 @@ class Collector:
         return {}
 
     def _tick(self):
-        """Writes what has come since the last time."""
+        """Writes everything new since the last call."""
         self._ticks += 1
-        if self._ticks & (self._ticks - 1) == 0:  # the 1st, 2nd, 4th, ..., for modules are many
+        if self._ticks & (self._ticks - 1) == 0:  # only at the 1st, 2nd, 4th, ... time, because there are many modules
             self._find_captures()
         if self.phases.loader != self._loader:
             self._loader = self.phases.loader
             self.writer.write({"kind": "loader", **self._loader})
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
-        if steps and steps[0][0] == 0:  # the first one warms up: it has a line of its own
+        if steps and steps[0][0] == 0:  # the first one is a warm-up with a separate line
             self.writer.write(self._line(steps[:1]))
             steps = steps[1:]
         if steps:
@@ -226,7 +226,7 @@ class Collector:
             self.writer.write({**line, **self._exposed(line)})
 
     def _find_captures(self):
-        """Keeps what captured models count: the models may be gone when the process ends."""
+        """Keeps the counts of captured models, which may be gone when the process ends."""
         if "hfnn.capture.captured" not in sys.modules:
             return
         with contextlib.suppress(RuntimeError):  # a module was added meanwhile
@@ -236,7 +236,7 @@ class Collector:
                     self._captures[id(counts)] = type(module).__name__, counts
 
     def _write_captures(self):
-        """What the calls of captured models came to: replays, and how many ran as they are, by reason."""
+        """The calls of captured models: replays, and uncaptured calls by reason."""
         self._find_captures()
         for number, (name, counts) in enumerate(self._captures.values()):
             counts = dict(counts)
@@ -244,7 +244,7 @@ class Collector:
             self.writer.write({"kind": "captures", "wall": time.time(), **line})
 
     def _last_arrivals(self):
-        """Before a process group ends, and its records with it."""
+        """Runs before a process group ends together with its records."""
         try:
             with self._lock:
                 if self.writer is not None and not self._over.is_set():
@@ -253,7 +253,7 @@ class Collector:
             self.fail()
 
     def _line(self, steps):
-        """Sums of steps that are neighbours, seconds."""
+        """Sums over consecutive steps, in seconds."""
         sums = dict.fromkeys((*PHASES, "other"), 0.0)
         for _, step, _ in steps:
             for name, seconds in step.seconds().items():
@@ -282,9 +282,9 @@ class Collector:
         return line
 
     def _exposed(self, line):
-        """Seconds from the last collective that a backward pass began to its end, when nothing else is left to do.
+        """Seconds from the last collective that a backward pass started to its end, when nothing else is left to do.
 
-        Not on GPUs, where the host does not wait. `backwards`: in how many passes there was one.
+        Not on GPUs, where the host does not wait. `backwards`: the number of passes with a collective.
         """
         if torch.cuda.is_initialized():
             return {}

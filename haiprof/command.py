@@ -1,7 +1,7 @@
-"""What the command lines hfnn, hfrecord, haiprof and hfreduce have in common; of the standard library alone.
+"""Common code of the command lines hfnn, hfrecord, haiprof and hfreduce; uses only the standard library.
 
-A command ends with 0 where it did what was asked, with 2 after one line on stderr where it could not, and with 130 if
-it was interrupted. Results go to stdout, progress and errors to stderr.
+A command exits with 0 on success, with 2 after one line on stderr on failure, and with 130 if it was interrupted.
+Results go to stdout, progress and errors to stderr.
 """
 
 import argparse
@@ -24,14 +24,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(prog: str, call: Callable[[], int | None], errors: tuple[type[Exception], ...] = ()) -> int:
-    """Returns the exit status of `call()`; None is 0. ValueError, OSError, ImportError and `errors` are a user's
-    errors: one line is printed. Any other exception is a defect and is raised.
+    """Returns the exit status of `call()`; None is 0. ValueError, OSError, ImportError and `errors` are user errors:
+    one line is printed. Any other exception is a defect and is raised.
     """
     try:
         return call() or 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         sys.stdout = None
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError, *errors) as error:

@@ -1,7 +1,7 @@
-"""The socket by which a running process is asked for something, and both of its ends.
+"""The socket for requests to a running process, and both of its ends.
 
-It is `<pid>.sock` in $HAIPROF_DIR, or else in a folder of this user's in the runtime folder. A request and its answer
-are a line of JSON each: {"do": "info" | "start" | "deep" | "stop"}.
+It is `<pid>.sock` in $HAIPROF_DIR, or else in a folder of this user in the runtime folder. A request and its answer are
+one line of JSON each: {"do": "info" | "start" | "deep" | "stop"}.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ log = logging.getLogger("haiprof")
 
 
 class State:
-    """Of this process: its collector, and whether it was there from the start."""
+    """The state of this process: its collector, and whether it existed from the start."""
 
     collector = server = None
-    folder = None  # where the collector writes
+    folder = None  # output folder of the collector
     always = False
 
 
 def begin(mode: str):
-    """At the end of `import torch`. mode: "idle" for the socket alone; anything else starts the collector too."""
+    """Runs at the end of `import torch`. mode: "idle" only opens the socket; any other value also starts the
+    collector."""
     from haiprof import collectives
 
     place = os.environ.get("HAIPROF_DIR") or default_sockets()
@@ -36,16 +37,14 @@ def begin(mode: str):
     if State.always:
         from haiprof import collector
 
-        State.folder = os.environ.setdefault(
-            "HAIPROF_DIR", collector.new_folder()
-        )  # for processes that this one starts
+        State.folder = os.environ.setdefault("HAIPROF_DIR", collector.new_folder())  # for child processes
         State.collector = collector.Collector(State.folder, float(os.environ.get("HAIPROF_HZ", "1"))).start()
     State.server = Server(place)
     os.register_at_fork(after_in_child=_forked)
 
 
 def _forked():
-    """Threads do not come along into a child, and what its parent has open is not the child's."""
+    """Resets the state in a forked child: threads do not exist there, and open files belong to the parent."""
     State.server = None
     if State.collector is None:
         return
@@ -64,7 +63,7 @@ def default_sockets() -> str:
 
 
 class Server:
-    """A thread that sleeps in accept. folder: made if it is not there, for this user alone."""
+    """A thread that sleeps in accept. folder: created if missing, accessible only to this user."""
 
     def __init__(self, folder):
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -94,14 +93,14 @@ class Server:
                     answer = _answer(json.loads(file.readline()))
                 except Exception as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
-                with contextlib.suppress(OSError):  # who asked has gone
+                with contextlib.suppress(OSError):  # the client has gone
                     file.write(json.dumps(answer) + "\n")
                     file.flush()
 
 
 @contextlib.contextmanager
 def _short(path):
-    """The path of a socket by way of its folder's descriptor: addresses end after 108 bytes."""
+    """The path of a socket through its folder's descriptor, because addresses are limited to 108 bytes."""
     descriptor = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{os.path.basename(path)}"
@@ -154,7 +153,7 @@ def _deep(request):
 
 
 def ask(path, request, timeout=10.0) -> dict:
-    """The answer of the process whose socket this is. OSError where nobody is there, RuntimeError where it fails."""
+    """The answer of the process behind a socket. Raises OSError if there is none, RuntimeError if the request fails."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
         with _short(str(path)) as short:
@@ -169,11 +168,11 @@ def ask(path, request, timeout=10.0) -> dict:
 
 
 def sockets(target: str) -> list[Path]:
-    """Those of a process, by its id, or of all processes that have one in a folder; those of the dead are removed."""
+    """The sockets of a process, by its id, or of all processes in a folder; sockets of dead processes are removed."""
     if target.isdigit():
         try:
             own = environment(int(target)).get("HAIPROF_DIR")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             own = None
         folders = [own, default_sockets()]
         found = [Path(folder, f"{target}.sock") for folder in folders if folder]

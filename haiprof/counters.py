@@ -1,7 +1,7 @@
-"""Counters of the process and its machine, and for those that are missing the reason why.
+"""Counters of the process and its machine, and the reasons for missing ones.
 
-A source is a function that opens it, and returns a function that reads it: names and numbers. Rates are of the time
-since the last reading. Bytes are bytes, shares are from 0 to 1, power is in watts, clocks are in MHz.
+A source is a function that opens it and returns a function that reads names and numbers. Rates refer to the time since
+the last reading. Bytes are bytes, shares are from 0 to 1, power is in watts, clocks are in MHz.
 """
 
 import math
@@ -18,13 +18,13 @@ NODES = Path("/sys/devices/system/node")
 
 
 class Missing(Exception):
-    """A source that is not here; says why."""
+    """A source is not available; the message gives the reason."""
 
 
 class Counters:
-    """All sources that this machine has. `missing`: the reasons of the others, by name.
+    """All sources of this machine. `missing`: the reasons for the others, by name.
 
-    pid: of another process. gpu(): (its index, NVML's name) of this process's, or None as long as it uses none.
+    pid: of another process. gpu(): (index, NVML's name) of this process's GPU, or None while it uses none.
     """
 
     def __init__(self, pid=None, gpu=lambda: None):
@@ -36,7 +36,7 @@ class Counters:
         self._open("infiniband", lambda: _infiniband(self._rates))
         self._open("memory bandwidth", lambda: _resctrl(self._rates))
         self._open("numa", lambda: _numa(self._rates))
-        self._gpu = gpu if pid is None else None  # asked as long as it says None
+        self._gpu = gpu if pid is None else None  # called while it returns None
         if pid is None:
             self.missing["gpu"] = "the process does not use CUDA"
         else:
@@ -56,7 +56,7 @@ class Counters:
             self._open("gpu activity", lambda: _gpm(self.missing, find))
 
     def read(self) -> dict[str, float | list]:
-        """What all sources say now. One that fails is given up, with its reason."""
+        """The present values of all sources. A source that fails is dropped, with its reason."""
         found = {}
         if self._gpu is not None and (device := self._gpu()):
             self._gpu, (index, name) = None, device
@@ -73,7 +73,7 @@ class Counters:
 
 
 class _Rates:
-    """Differences a second of numbers that only grow."""
+    """Rates per second of increasing numbers."""
 
     def __init__(self):
         self._before, self._at = {}, time.monotonic()
@@ -82,7 +82,7 @@ class _Rates:
         self._at = time.monotonic()
 
     def of(self, name, value) -> dict[str, float]:
-        """Since this number was last given, which may be several readings ago."""
+        """The rate since this number was last reported, which may be several readings ago."""
         before, at = self._before.get(name, (value, self._at))
         self._before[name] = value, self._at
         return {name: max(0.0, value - before) / (self._at - at)} if self._at > at else {}
@@ -167,7 +167,7 @@ def _resctrl(rates):
 
 
 def _sum(files):
-    """None where there is none, or a domain says "Unavailable" for now."""
+    """None if there is none, or if a domain reports "Unavailable" at the moment."""
     texts = [path.read_text().strip() for path in files]
     return sum(map(int, texts)) if texts and all(text.isdigit() for text in texts) else None
 
@@ -181,7 +181,8 @@ def _why_no_resctrl():
 
 
 def _numa(rates):
-    """Pages a second that a node gave to processes of other nodes (Documentation/admin-guide/numastat.rst of Linux)."""
+    """Pages per second that a node gave to processes of other nodes (Documentation/admin-guide/numastat.rst of
+    Linux)."""
     nodes = sorted(NODES.glob("node[0-9]*/numastat"))
     if len(nodes) < 2:
         raise Missing("the machine has one NUMA node")
@@ -194,28 +195,28 @@ def _numa(rates):
 
 
 def _torch_memory(device):
-    """What torch's allocator says, which asks nothing of CUDA."""
+    """Statistics of torch's allocator, which need no CUDA calls."""
     torch = sys.modules["torch"]
     return {"gpu.allocated": torch.cuda.memory_allocated(device), "gpu.reserved": torch.cuda.memory_reserved(device)}
 
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down, and not just let it rest.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down, excluding idleness.
 THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat", 0x80: "power brake"}
 
 
 def environment(pid) -> dict[str, str]:
-    """Of another process, as it was when it started. OSError where that is over, or another user's."""
+    """The environment with which another process started. Raises OSError if it has ended or belongs to another user."""
     rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return dict(row.decode(errors="replace").partition("=")[::2] for row in rows if row)
 
 
 def _gpu_named(nvml, index, name):
-    """The handle of the GPU that torch has under this index."""
+    """The handle of the GPU with this index in torch."""
     return nvml.nvmlDeviceGetHandleByUUID(name) if name else nvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _gpu_of(nvml, environment):
-    """That of the local rank, among those that the environment lets it see: numbers or names."""
+    """The GPU of the local rank, among those visible in its environment: numbers or names."""
     rank = int(environment.get("LOCAL_RANK", "0"))
     visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     own = visible[rank] if rank < len(visible) else str(rank)
@@ -223,7 +224,7 @@ def _gpu_of(nvml, environment):
 
 
 def _opened(find):
-    """(NVML, a handle). Missing where there is none, with NVML's words."""
+    """(NVML, a handle). Raises Missing with NVML's message if there is none."""
     import pynvml
 
     try:
@@ -234,7 +235,7 @@ def _opened(find):
 
 
 def _nvml(missing, find):
-    """What the GPU does not know, or may not tell, is given up one by one."""
+    """Values that the GPU does not support or permit are dropped one by one."""
     nvml, device = _opened(find)
 
     def throttled():
@@ -264,7 +265,7 @@ def _nvml(missing, find):
     return read
 
 
-SHORTEST = 0.1  # seconds between two samples of GPM: less is too little to count in
+SHORTEST = 0.1  # minimum seconds between two samples of GPM
 
 
 def _gpm(missing, find):

@@ -1,4 +1,4 @@
-"""A deeper look at a few steps, on request: operators and kernels, Python stacks, the CUDA allocator."""
+"""Detailed profiling of a few steps, on request: operators and kernels, Python stacks, the CUDA allocator."""
 
 import gzip
 import json
@@ -9,15 +9,15 @@ from collections import Counter
 
 from haiprof import record
 
-TOP = 40  # rows of operators and of rooms that are written
+TOP = 40  # number of written rows of operators and of rooms
 INTERVAL = 0.005  # seconds between samples of the Python stacks
 
 
 class Window:
-    """Begins with the next step of the collector's process, and ends `steps` later.
+    """Starts with the next step of the collector's process, and ends after `steps` steps.
 
-    what: some of "operators", "stacks", "memory". torch.profiler is started and stopped in the thread that trains, for
-    it looks at the thread that starts it; the rest is done by who waits.
+    what: some of "operators", "stacks", "memory". torch.profiler is started and stopped in the training thread, because
+    it profiles the thread that starts it. The waiting thread does the rest.
     """
 
     def __init__(self, collector, steps, what):
@@ -33,7 +33,7 @@ class Window:
         collector.window = self
 
     def on_step(self):
-        """In the thread that trains, between two steps."""
+        """Runs in the training thread, between two steps."""
         try:
             if self._sampler is None:
                 self._begin()
@@ -56,7 +56,7 @@ class Window:
                 activities=activities, record_shapes=True, profile_memory=True, with_stack="hfnn" in sys.modules
             )
             self._profiler.start()
-            if not (torch.distributed.is_available() and torch.distributed.is_initialized()):  # else torch says it
+            if not (torch.distributed.is_available() and torch.distributed.is_initialized()):  # otherwise torch sets it
                 rank, size = record.rank_of()
                 self._profiler.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": size}))
         if "memory" in self._what and torch.cuda.is_initialized():
@@ -77,7 +77,7 @@ class Window:
                 self.stacks[";".join(reversed(names))] += 1
 
     def close(self):
-        """Ends it, whoever asks; what has been recorded stays."""
+        """Ends it, from any thread; recorded data stays."""
         if self._collector.window is self:
             self._collector.window = None
             if self._profiler is not None:
@@ -89,7 +89,8 @@ class Window:
             self._over.set()
 
     def wait(self, seconds) -> list[str]:
-        """The files that were written, when it is over. TimeoutError where the steps did not come in `seconds`."""
+        """Waits for the end and returns the written files. Raises TimeoutError if the steps did not run within
+        `seconds`."""
         if not self._over.wait(seconds):
             self.close()
             raise TimeoutError(f"{self._left} steps less than asked for came in {seconds:.0f} s")
@@ -101,7 +102,7 @@ class Window:
         if self._profiler is not None:
             self._operators(f"{stem}.operators.json.gz")
         if self.stacks:
-            path = f"{stem}.stacks.txt"  # "collapsed", as flame graphs are made of
+            path = f"{stem}.stacks.txt"  # "collapsed" format, the input of flame graphs
             with open(path, "w", encoding="utf-8") as file:
                 file.writelines(f"{stack} {count}\n" for stack, count in self.stacks.most_common())
             self._told(path, {"kind": "stacks", "rows": [[_innermost(s), n] for s, n in self.stacks.most_common(TOP)]})
@@ -142,7 +143,7 @@ def _innermost(stack):
 
 
 def _rooms(path) -> list:
-    """[room, calls, seconds] of hfnn's ops: Python functions of hfnn/ops and hfnn/kernels, and nodes of autograd."""
+    """[room, calls, seconds] of hfnn's ops: Python functions of hfnn/ops and hfnn/kernels, and autograd nodes."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     calls, seconds = Counter(), Counter()
@@ -160,7 +161,7 @@ def _rooms(path) -> list:
 
 
 def _hfreduce() -> list[str]:
-    """Who is connected with whom, and by what, of each of hfreduce's groups."""
+    """The connections between ranks and their kinds, for each of hfreduce's groups."""
     from haiprof.collectives import _hfreduce
 
     return [f"{name}: {backend.describe()}" for name, backend in _hfreduce()]

@@ -1,4 +1,4 @@
-"""`diff A B`: two runs side by side, and where the difference of their steps comes from."""
+"""`diff A B`: two runs side by side, and the source of the difference between their steps."""
 
 from statistics import fmean
 
@@ -10,14 +10,15 @@ from haiprof.verdict import PARTS, Verdict, ms
 
 
 def means(verdict: Verdict) -> dict[str, float]:
-    """Seconds a step, of all ranks: by phase, "a step", and "blocked in collectives", which is part of the phases."""
+    """Seconds per step, over all ranks: by phase, "a step", and "blocked in collectives", which is part of the
+    phases."""
     found = {name: fmean(rank.phases[name] for rank in verdict.ranks) for name in PARTS}
     blocked = fmean(rank.communication() for rank in verdict.ranks)
     return {**found, "a step": verdict.step, "blocked in collectives": blocked}
 
 
 def page(a: Verdict, b: Verdict, names=("A", "B")) -> Group:
-    """ValueError where one of the runs has no steps."""
+    """Raises ValueError if one of the runs has no steps."""
     for verdict, name in ((a, names[0]), (b, names[1])):
         if not verdict.ranks:
             raise ValueError(f"{name}: {verdict.findings[0].text}")

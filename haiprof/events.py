@@ -1,8 +1,8 @@
-"""CUDA events between phases, and CUDA graphs that are captured meanwhile.
+"""CUDA events between phases, and concurrent captures of CUDA graphs.
 
-An event is read when the step two later has begun, in the collector's thread. While a graph is captured in torch's
-default mode, a query of an event by another thread ends the capture (cudaStreamCaptureModeGlobal in "Stream Management"
-of the CUDA Runtime API). So the collector's thread does nothing then, and a capture waits until it has done.
+An event is read in the collector's thread, two steps later. While a graph is captured in torch's default mode, an event
+query from another thread would abort the capture (cudaStreamCaptureModeGlobal in "Stream Management" of the CUDA
+Runtime API). So the collector's thread makes no CUDA calls then, and a capture waits until the collector is done.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import torch
 from haiprof.phases import Places
 from haiprof.record import PHASES
 
-LATER = 2  # steps after which events are read: nothing has to wait for them then
+LATER = 2  # number of steps after which events are read, so that nothing waits for them
 
 
 class Events:
-    """Makes events, and gives seconds on the GPU's clock. `device`: (index, NVML's name) once CUDA is in use."""
+    """Creates events, and returns seconds on the GPU's clock. `device`: (index, NVML's name) once CUDA is in use."""
 
     def __init__(self):
         self.device, self._steps = None, deque()
@@ -27,7 +27,7 @@ class Events:
         """An event in the current stream; None before CUDA is used, and while a graph is captured."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return None
-        if self.device is None:  # here, for the collector's thread has a current device of its own
+        if self.device is None:  # set here, because the collector's thread has its own current device
             index = torch.cuda.current_device()
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
             self.device = index, uuid and f"GPU-{uuid}"
@@ -36,14 +36,14 @@ class Events:
         return event
 
     def add(self, number, step):
-        """The step of this number, in the thread that trains; the first one, which warms up, is left out."""
+        """Records the step with this number, in the training thread; the first one is a warm-up and is left out."""
         if number and step.spans and step.spans[0].marks:
             self._steps.append((number, [(span.name, span.marks) for span in step.spans]))
 
     def read(self) -> dict:
-        """Sums over n steps, by phase and from each step's first event to that of the next; {} where there are none.
+        """Sums over n steps, by phase and from each step's first event to that of the next; {} if there are none.
 
-        Left out are steps that go over several devices, or whose next one has no event.
+        Steps that use several devices, or whose next step has no event, are left out.
         """
         sums, n = {}, 0
         while len(self._steps) > LATER:
@@ -60,7 +60,7 @@ class Events:
                     if marks and None not in marks:
                         name = name if name in PHASES else "forward"
                         own[name] = own.get(name, 0.0) + marks[0].elapsed_time(marks[1]) / 1e3
-            except RuntimeError:  # of two devices, or of a stream that is behind
+            except RuntimeError:  # events of two devices, or of a stream that is behind
                 continue
             for name, seconds in own.items():
                 sums[name] = sums.get(name, 0.0) + seconds
@@ -69,7 +69,7 @@ class Events:
 
 
 class Captures:
-    """CUDA graphs that are captured. `lock`: for what must not be done meanwhile."""
+    """Tracks captures of CUDA graphs. `lock`: for work that must not run during a capture."""
 
     def __init__(self):
         self.lock = threading.Condition(threading.RLock())
@@ -86,7 +86,7 @@ class Captures:
 
     @contextlib.contextmanager
     def none(self, seconds=10.0):
-        """Holds the lock while no graph is captured; yields False where that has not come to be in `seconds`."""
+        """Holds the lock while no graph is captured; yields False if this was not possible within `seconds`."""
         with self.lock:
             yield self.lock.wait_for(lambda: not self._under_way, seconds)
 

@@ -1,6 +1,6 @@
-"""Prometheus text on a port, where HAIPROF_PORT asks for it: the port plus the local rank.
+"""Prometheus text on a port, if HAIPROF_PORT is set: this port plus the local rank.
 
-The format: "Exposition formats" of Prometheus, text version 0.0.4.
+Format: "Exposition formats" of Prometheus, text version 0.0.4.
 """
 
 import http.server
@@ -10,7 +10,8 @@ import threading
 
 
 class Metrics:
-    """Serves the collector's last numbers on 127.0.0.1, or on HAIPROF_ADDRESS, until `close`. OSError: no such port."""
+    """Serves the collector's last numbers on 127.0.0.1, or on HAIPROF_ADDRESS, until `close`. OSError: port
+    unavailable."""
 
     def __init__(self, collector, port):
         class Handler(http.server.BaseHTTPRequestHandler):

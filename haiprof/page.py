@@ -1,4 +1,4 @@
-"""`report DIR` as one HTML file that needs nothing else: Bokeh's script is in it."""
+"""`report DIR` as one self-contained HTML file: Bokeh's script is included."""
 
 import html
 from pathlib import Path
@@ -16,11 +16,11 @@ COLORS = {
     "other": "#bbbbbb",
     "wait": "#e7298a",
 }
-SHOWN_STEPS, SHOWN_RANKS = 12, 64  # of the timeline
+SHOWN_STEPS, SHOWN_RANKS = 12, 64  # limits of the timeline
 
 
 def write(verdict: Verdict, path):
-    """ImportError says what to install where Bokeh is missing."""
+    """Raises ImportError that says what to install if Bokeh is missing."""
     try:
         from bokeh.embed import components
         from bokeh.resources import Resources
@@ -74,7 +74,7 @@ def _figure(title, **more):
 
 
 def _timeline(verdict):
-    """The last steps of all ranks: a bar a phase, and waits as narrow bars in it."""
+    """The last steps of all ranks: one bar per phase, with waits as narrow bars inside."""
     ranks = verdict.ranks[:SHOWN_RANKS]
     events = {rank.rank: _events(rank) for rank in ranks}
     steps = [[e for e in own if e["tid"] == trace.STEPS] for own in events.values()]
@@ -122,7 +122,7 @@ def _legend_below(plot):
 
 
 def _shares(verdict):
-    """Milliseconds a step by phase, a bar a rank: the numbers of the table."""
+    """Milliseconds per step by phase, one bar per rank: the numbers of the table."""
     names = [str(rank.rank) for rank in verdict.ranks]
     columns = {"rank": names, **{part: [1e3 * rank.phases[part] for rank in verdict.ranks] for part in PARTS}}
     plot = _figure("a step", height=160 + 30 * len(names), y_range=names[::-1], x_axis_label="ms")
@@ -136,7 +136,7 @@ def _shares(verdict):
 
 
 def _counters(verdict):
-    """Over time, a line a rank; and milliseconds a step over time."""
+    """Counters over time, one line per rank; and milliseconds per step over time."""
     start = min(rank.run["run"]["wall"] for rank in verdict.ranks)
     rows = [("a step", "ms", _steps), *((title, form, name) for name, title, form in COUNTERS)]
     for title, form, name in rows:

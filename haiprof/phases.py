@@ -1,13 +1,13 @@
-"""The phases of a training step: data, forward, backward, optimizer, and what is none of them.
+"""The phases of a training step: data, forward, backward, optimizer, and other.
 
-Nothing is hooked but what a step goes through from outside: the outermost call of a module, the engine of autograd,
-`Optimizer.step` and the iterators of DataLoader. `nn.Module.__call__` is replaced rather than hooked, as torch.fx does:
-hooks would be seen, and conversion, proofs and deferred logits of hfnn go another way where there are any. A call
-inside another phase is handed on at once, so inner modules run as without haiprof.
+Only outer entry points of a step are intercepted: the outermost call of a module, the engine of autograd,
+`Optimizer.step` and the iterators of DataLoader. `nn.Module.__call__` is replaced, as in torch.fx, instead of adding
+hooks. Hooks would change behaviour: hfnn's conversion, proofs and deferred logits take another path if there are any. A
+call inside another phase is passed on at once, so inner modules run as without haiprof.
 
-A step ends with its last `Optimizer.step`: the one before the next batch is fetched, or before one of the same
-optimizer. So micro-batches of accumulation are one step, and so are optimizers that take turns (GANs). What runs
-without gradients between two steps (validation) belongs to neither.
+A step ends with its last `Optimizer.step`: the one before the next batch is fetched, or before another step of the same
+optimizer. So micro-batches of gradient accumulation are one step, and so are optimizers that take turns (GANs). Code
+that runs without gradients between two steps (validation) belongs to neither.
 """
 
 import contextlib
@@ -26,73 +26,73 @@ from haiprof.record import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = PHASES
 LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
-NUMBER = "_haiprof_number"  # of an iterator: ids are used again
-MOST = 20000  # spans that are kept of a program that never steps
-INFERENCE = "inference"  # a module's call without gradients: in a step it is part of its forward
+NUMBER = "_haiprof_number"  # attribute of an iterator, because ids are reused
+MOST = 20000  # number of spans kept for a program that never steps
+INFERENCE = "inference"  # a module's call without gradients; within a step it is part of the forward
 
-# key: the iterator of a data span; of an inference one, whether it looks like validation. marks: two CUDA events.
+# key: the iterator of a data span; for inference, whether it looks like validation. marks: two CUDA events.
 Span = namedtuple("Span", "name start end key marks", defaults=(None, None))
 
 
 class Step(namedtuple("Step", "begin end gap spans")):
-    """Seconds of perf_counter. gap: seconds of validation between the step before and this one."""
+    """Times in seconds of perf_counter. gap: seconds of validation between the previous step and this one."""
 
     def seconds(self) -> dict[str, float]:
-        """By phase; all together they are end - begin."""
+        """Seconds by phase; they add up to end - begin."""
         found = dict.fromkeys(PHASES, 0.0)
         for span in self.spans:
             found[FORWARD if span.name == INFERENCE else span.name] += span.end - span.start
         return {**found, "other": self.end - self.begin - sum(found.values())}
 
     def without_marks(self) -> "Step":
-        """What may be kept for long, and given up in any thread."""
+        """A copy that may be kept for long and freed in any thread."""
         return self._replace(spans=[span._replace(marks=None) for span in self.spans])
 
     def passes(self) -> int:
-        """Backward passes: more than one where gradients are accumulated, or losses are several."""
+        """Number of backward passes: more than one with gradient accumulation or several losses."""
         return sum(span.name == BACKWARD for span in self.spans)
 
 
 class Phases:
-    """Spans of the thread that trains, cut into steps.
+    """Spans of the training thread, split into steps.
 
-    on_step(step): called in that thread when it is known where a step ended, which is in the step after it. mark: makes
-    a CUDA event in the current stream, or None. on_fault(): called where something here raises; the training goes on.
-    on_begin(): called before the first phase that is not data.
+    on_step(step): called in that thread once the end of a step is known, which is during the next step. mark: creates a
+    CUDA event in the current stream, or None. on_fault(): called if something here raises; the training continues.
+    on_begin(): called before the first phase other than data.
     """
 
     def __init__(self, on_step, on_fault, mark=None, on_begin=None):
         self._on_step, self._on_fault, self._mark, self._on_begin = on_step, on_fault, mark, on_begin
         self.thread = threading.main_thread().ident
         self.stopped = False
-        self.inside = False  # whether what begins now is a part of the phase under way
-        self._stack = []  # (phase, key) of the one under way, after that of an optimizer whose closure it is in
-        self._since = self._begin_mark = None  # where the one under way began
-        self._closure = False  # whether the optimizer under way was given one
-        self.spans = []  # since the last cut
-        self._closed = None  # the step before, whose end is known once this one's begin is
-        self._stepped, self._last = set(), 0  # optimizers of this step; spans up to the last step() of one
-        self._within = set()  # optimizers that have stepped in the backward pass under way
-        self._begun = self._settled = None  # where this step began, where it may begin at the earliest
+        self.inside = False  # whether new spans are part of the running phase
+        self._stack = []  # (phase, key) of the running phase, after that of an optimizer around its closure
+        self._since = self._begin_mark = None  # begin of the running phase
+        self._closure = False  # whether the running optimizer step has a closure
+        self.spans = []  # since the last split
+        self._closed = None  # the previous step, whose end is known once the begin of this one is
+        self._stepped, self._last = set(), 0  # optimizers of this step; number of spans up to the last step()
+        self._within = set()  # optimizers that have stepped in the running backward pass
+        self._begun = self._settled = None  # begin of this step, and its earliest possible begin
         self._gap = 0.0
-        self._trained = {}  # weak references to modules that were called with gradients, by their ids
+        self._trained = {}  # weak references to modules called with gradients, by id
         self.steps = 0
-        self.loader = None  # how the loader that was iterated last was made
+        self.loader = None  # arguments of the loader that was iterated last
 
     def enter(self, name, key=None, closure=False) -> bool:
-        """Whether a phase begins here: not inside another one, but for what an optimizer's closure does."""
+        """Whether a phase begins here: not inside another one, except inside an optimizer's closure."""
         if self.stopped:
             return False
         if threading.get_ident() != self.thread:
             if self.steps or name not in (OPTIMIZER, BACKWARD):
                 return False
-            self.thread = threading.get_ident()  # training is not done by the main thread
+            self.thread = threading.get_ident()  # the main thread does not train
         if self.inside or (self._stack and name == OPTIMIZER):
             return False
         try:
             now = perf_counter()
             if self._stack and not self._closure:
-                self._stack.clear()  # a step() that raised: nobody said that it ended
+                self._stack.clear()  # a step() that raised never reported its end
             if self._stack:
                 self._interrupt(now)
             else:
@@ -108,7 +108,7 @@ class Phases:
         return True
 
     def _arrive(self, name, key, now):
-        """What the begin of an outermost phase says of the step."""
+        """Updates the step at the begin of an outermost phase."""
         if self._on_begin is not None and name != DATA:
             begin, self._on_begin = self._on_begin, None
             begin()
@@ -142,7 +142,7 @@ class Phases:
                 self._stepped |= self._within
                 self._within, self._last = set(), len(self.spans)
             if exhausted and self._begun is None and any(span.name == INFERENCE for span in self.spans):
-                self._settled = now  # the data of a validation that is over
+                self._settled = now  # the data of a finished validation
             if len(self.spans) > MOST:
                 del self.spans[: MOST // 2]
                 self._last = max(0, self._last - MOST // 2)
@@ -160,7 +160,7 @@ class Phases:
             self._on_fault()
 
     def inference(self, module):
-        """The key of a call without gradients: whether a trained module is in eval mode, as validation has it."""
+        """The key of a call without gradients: whether a trained module is in eval mode, as in validation."""
         return not getattr(module, "training", True) and id(module) in self._trained
 
     def trains(self, module):
@@ -169,11 +169,11 @@ class Phases:
             self._trained[id(module)] = weakref.ref(module)
 
     def models(self) -> list:
-        """The modules that were called with gradients, from outside."""
+        """The modules that were called with gradients from outside."""
         return [module for module in (known() for known in list(self._trained.values())) if module is not None]
 
     def _cut(self):
-        """The step under way ended with the last optimizer: what came since belongs to the next one."""
+        """Ends the running step at the last optimizer step: later spans belong to the next step."""
         spans, self.spans = self.spans[: self._last], self.spans[self._last :]
         self._closed = (self._begun, spans[-1].end, self._gap, spans)
         self._stepped, self._last, self._begun, self._settled = set(), 0, None, None
@@ -182,7 +182,7 @@ class Phases:
             self._settle(training.start)
 
     def _settle(self, now):
-        """Finds where the step under way began, which the first phase with gradients, at `now`, makes known."""
+        """Finds the begin of the running step, which is known at the first phase with gradients, at `now`."""
         ended = self._closed[1] if self._closed else None
         before = [span for span in self.spans if span.end <= now]
         inference = [span for span in before if span.name == INFERENCE]
@@ -200,9 +200,9 @@ class Phases:
             self._emit(ended if validated else self._begun)
 
     def _after_validation(self, before, inference, ended):
-        """Where a step begins before which modules were called without gradients."""
+        """The begin of a step after calls of modules without gradients."""
         data = [span for span in before if span.name == DATA and span.start >= (self._settled or 0)]
-        if data:  # the loader whose batch came last is the one that is trained on
+        if data:  # the loader of the last batch is the training loader
             return next(span.start for span in data if span.key == data[-1].key)
         validation = [span.end for span in inference if span.key]
         floors = [*validation[-1:], self._settled, ended]
@@ -215,7 +215,7 @@ class Phases:
         self._on_step(Step(begin, end, gap, spans))
 
     def finish(self):
-        """Tells of the steps that are over; called when no more will come."""
+        """Reports finished steps; called when no more will come."""
         if self._stepped and self._begun is not None:
             self._cut()
         if self._closed:
@@ -223,7 +223,7 @@ class Phases:
 
 
 class Places:
-    """Functions of torch that are replaced, and put back."""
+    """Replaces functions of torch, and restores them."""
 
     def __init__(self):
         self._places = []
@@ -239,7 +239,7 @@ class Places:
         _tell_dynamo(name, ours)
 
     def restore(self):
-        """Where somebody else has replaced a function since, ours stays, and only hands calls on."""
+        """If other code has since replaced a function, ours stays and only passes calls on."""
         for owner, name, original, ours in reversed(self._places):
             if vars(owner)[name] is ours:
                 setattr(owner, name, original)
@@ -248,7 +248,7 @@ class Places:
 
 
 class Hooks:
-    """What is put into torch for as long as phases are measured."""
+    """The replacements in torch while phases are measured."""
 
     def __init__(self, phases: Phases):
         self.phases = phases
@@ -335,7 +335,7 @@ class Hooks:
             try:
                 phases.loader = {name: getattr(self, name, None) for name in LOADER}
                 made = make(self)
-                with contextlib.suppress(AttributeError):  # a loader with iterators of its own kind
+                with contextlib.suppress(AttributeError):  # a loader with its own kind of iterator
                     setattr(made, NUMBER, key)
                 return made
             finally:
@@ -345,7 +345,7 @@ class Hooks:
 
     def _optimizer(self):
         phases, compiling = self.phases, torch.compiler.is_compiling
-        entered = []  # for each step() under way, whether it is a phase
+        entered = []  # for each running step(), whether it is a phase
 
         def before(optimizer, args, kwargs):
             if compiling():
@@ -365,7 +365,7 @@ class Hooks:
 
 
 def pass_by(function):
-    """Has TorchDynamo pass the function by: it compiles what is called in it, as it does with torch's own."""
+    """Makes TorchDynamo skip the function and compile the functions called in it, as for torch's own."""
     from torch._C._dynamo import eval_frame
 
     action, strategy = getattr(eval_frame, "_FrameAction", None), getattr(eval_frame, "_FrameExecStrategy", None)
@@ -374,7 +374,7 @@ def pass_by(function):
 
 
 def _tell_dynamo(name, function):
-    """TorchDynamo goes from a module straight to its forward where `Module.__call__` is what it was at its import."""
+    """TorchDynamo goes directly to a module's forward if `Module.__call__` is the one from the time of its import."""
     if name == "__call__":
         for place in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
             if hasattr(sys.modules.get(place), "unpatched_nn_module_call"):

@@ -1,4 +1,4 @@
-"""What a process writes down: a file of JSON lines a rank, `<rank>.<host>.<pid>.jsonl`, and what is kept out of it."""
+"""The output of a process: one file of JSON lines per rank, `<rank>.<host>.<pid>.jsonl`, without secrets."""
 
 import json
 import os
@@ -11,22 +11,23 @@ from pathlib import Path
 from haiprof import clock
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step, in lines and traces; the rest of it is "other"
-HOURLY = 4_000_000  # bytes that a file grows by in an hour, and what it may have at once
+HOURLY = 4_000_000  # bytes by which a file may grow per hour, and its initial allowance
 AT_ONCE = 600_000
 SECRET = re.compile(r"token|secret|key|passw|pwd|credential|auth|cookie|session|private|signature", re.IGNORECASE)
-# Without a telling name: user and password in an address, keys of well-known services, 32 letters and digits in a row.
+# Secrets by their form: user and password in an address, keys of well-known services, 32 consecutive letters and
+# digits.
 LOOKS_SECRET = re.compile(
     r"://[^/\s]*@|\b(hf|sk|pk|ghp|gho|ghs|glpat|xox[abp]|AKIA|AIza|eyJ)[-_A-Za-z0-9]{12,}"
     r"|\b(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{32,}\b"
 )
 HIDDEN = "***"
-TOLD = re.compile(  # the variables that explain a run; of the others not even the names are written
+TOLD = re.compile(  # the variables that explain a run; for others not even the names are written
     r"^(HAIPROF|HFNN|HFREDUCE|TORCH|PYTORCH|NCCL|GLOO|CUDA|OMP|MKL|KMP|MASTER_|RANK$|WORLD_SIZE|LOCAL_|GROUP_|TRITON)"
 )
 
 
 def hidden(name: str, value: str) -> str:
-    """The value, or asterisks where its name or its looks say that it may be a secret."""
+    """The value, or asterisks if its name or form suggests a secret."""
     return HIDDEN if SECRET.search(name) or LOOKS_SECRET.search(value) else value
 
 
@@ -36,7 +37,8 @@ def environment() -> dict[str, str]:
 
 
 def command(arguments) -> list[str]:
-    """A command line without secrets: in `--token X`, `--token=X`, `TOKEN=X`, X is hidden, and what looks like one."""
+    """A command line without secrets: X is hidden in `--token X`, `--token=X`, `TOKEN=X`, and values that look
+    secret."""
     shown, secret_follows = [], False
     for argument in map(str, arguments):
         name, equals, value = argument.partition("=")
@@ -51,7 +53,7 @@ def command(arguments) -> list[str]:
 
 
 def rank_of() -> tuple[int, int]:
-    """(rank, world size) of this process, as torch.distributed or the launcher's environment has it; or (0, 1)."""
+    """(rank, world size) of this process, from torch.distributed or the launcher's environment; or (0, 1)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -67,7 +69,7 @@ def now() -> dict[str, float]:
 
 
 def header(**more) -> dict:
-    """The first line of a file: who runs what, where."""
+    """The first line of a file: process, command, host."""
     import torch
 
     rank, size = rank_of()
@@ -89,7 +91,7 @@ def header(**more) -> dict:
 
 
 class Writer:
-    """Appends lines, and says how many seconds to wait between them so that the file stays bounded."""
+    """Appends lines, and tells how many seconds to wait between them so that the file stays bounded."""
 
     def __init__(self, folder, head: dict):
         folder = Path(folder)
@@ -111,7 +113,7 @@ class Writer:
         self._file.flush()
 
     def full(self) -> bool:
-        """Whether more has been written than the time that has gone by allows."""
+        """Whether more has been written than the elapsed time allows."""
         return self.bytes > AT_ONCE + HOURLY * (time.monotonic() - self._begun) / 3600
 
     def close(self):
@@ -119,7 +121,7 @@ class Writer:
 
 
 def _short(value):
-    """Floats with microseconds, which is what clocks here are good for."""
+    """Floats rounded to microseconds, the precision of the clocks used here."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):
@@ -132,7 +134,7 @@ def _short(value):
 def load(folder) -> list[dict]:
     """The newest file of each rank in the folder, by rank: {"run": its first line, "path", and its lines by kind}.
 
-    FileNotFoundError where there is none. A last line that was cut off is left out.
+    Raises FileNotFoundError if there is none. A truncated last line is left out.
     """
     newest = {}
     for path in Path(folder).glob("*.jsonl"):
@@ -153,7 +155,7 @@ def load(folder) -> list[dict]:
 
 
 def _on_one_clock(run):
-    """Moves its times to rank 0's clock, where that of its host is another one (clock.py)."""
+    """Converts its times to rank 0's clock if its host has another clock (clock.py)."""
     offsets = [(line["wall"], clock.shift(line)) for line in run.get("clock", ())]
     lists = [lines for lines in run.values() if isinstance(lines, list)]
     for line in (run["run"], *(line for lines in lists for line in lines)):

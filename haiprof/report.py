@@ -1,4 +1,4 @@
-"""`report DIR` in the terminal: the verdict, then the numbers it stands on."""
+"""`report DIR` in the terminal: the verdict, then the numbers behind it."""
 
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from haiprof import record
 from haiprof.verdict import PARTS, Verdict, captures
 
-# Counters that are shown: name, title, and how a mean is written.
+# The shown counters: name, title, and format of the mean.
 COUNTERS = [
     ("process.cpu", "CPU of the process", "{:.2f} cores"),
     ("process.memory", "memory of the process", "bytes"),
@@ -35,7 +35,7 @@ def show(verdict: Verdict, console: Console):
 
 
 def page(verdict: Verdict) -> Group:
-    """Everything, as what rich prints."""
+    """The whole report, for printing with rich."""
     parts = [_findings(verdict)]
     if verdict.ranks:
         parts += [_phases(verdict), _counters(verdict), *map(Text, captures(verdict))]

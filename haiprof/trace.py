@@ -1,7 +1,7 @@
-"""A Chrome trace of a rank, as chrome://tracing, Perfetto and HolisticTraceAnalysis read it.
+"""A Chrome trace of a rank, for chrome://tracing, Perfetto and HolisticTraceAnalysis.
 
-The format: "Trace Event Format" of the Chromium project; steps are named as by torch.profiler. Times are microseconds
-since 1970, so that the files of all ranks are on one clock, as far as their hosts agree about the time.
+Format: "Trace Event Format" of the Chromium project; steps are named as in torch.profiler. Times are microseconds since
+1970, so the files of all ranks use one clock, as far as their hosts' clocks agree.
 """
 
 import gzip
@@ -43,7 +43,8 @@ def _micros(seconds):
 
 
 def write(path, head, found):
-    """gzip'd JSON. HolisticTraceAnalysis looks for the rank in the text of `distributedInfo`, blank and all."""
+    """gzip'd JSON. HolisticTraceAnalysis searches for the rank in the text of `distributedInfo`, including the
+    blank."""
     about = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",

@@ -1,4 +1,4 @@
-"""What the numbers of a run say, in words: where its time goes, with the evidence, and what to try."""
+"""The verdict on a run in words: where its time goes, the evidence, and what to try."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -8,29 +8,29 @@ from haiprof.counters import THROTTLED
 from haiprof.record import PHASES
 
 PARTS = (*PHASES, "other")
-# From which share of a step on something is worth a sentence.
+# The share of a step from which something is reported.
 DATA_BOUND, LATE, COMMUNICATION_BOUND, GPU_IDLE, MEMORY_FULL, THROTTLED_SHARE = 0.15, 0.05, 0.2, 0.3, 0.92, 0.1
 
 
 @dataclass
 class Rank:
-    """Means of a rank's steps, the first one left out where there are more. Seconds a step."""
+    """Means of a rank's steps, without the first one if there are more. Seconds per step."""
 
     rank: int
     steps: int
     seconds: float
     phases: dict[str, float]
-    waits: dict[str, float]  # in calls, by the phase that they are part of
+    waits: dict[str, float]  # in calls, by their phase
     exposed: float  # from the last collective of a backward to its end
     slowest: float
     passes: float
-    gap: float  # seconds of validation between steps, in all
+    gap: float  # total seconds of validation between steps
     gpu: dict[str, float]
     counters: dict[str, list[float]]
     run: dict = field(repr=False)
 
     def communication(self) -> float:
-        """Seconds a step that the host was blocked for collectives, in calls and at the end of backward."""
+        """Seconds per step for which the host was blocked by collectives, in calls and at the end of backward."""
         return sum(self.waits.values()) + self.exposed
 
     def mean(self, name):
@@ -43,7 +43,7 @@ class Rank:
 
 @dataclass
 class Finding:
-    """share: of the time of a step, or how near to a limit; they are sorted by it. advice: what to try, in order."""
+    """share: of the time of a step, or of a limit; findings are sorted by it. advice: what to try, in order."""
 
     kind: str
     share: float
@@ -60,12 +60,12 @@ class Verdict:
 
     @property
     def step(self) -> float:
-        """Seconds of a step, mean over the ranks."""
+        """Seconds per step, mean over the ranks."""
         return fmean(rank.seconds for rank in self.ranks) if self.ranks else 0.0
 
 
 def summary(run) -> Rank | None:
-    """Means of a rank; None where it has made no step."""
+    """Means of a rank; None if it has made no step."""
     lines = run.get("steps", [])
     steady = [line for line in lines if line["first"] > 0] or lines
     n = sum(line["n"] for line in steady)
@@ -104,7 +104,7 @@ def _gpu(lines):
 
 
 def judge(runs) -> Verdict:
-    """The verdict on `record.load`'s runs; the first of its findings is the one to look at."""
+    """The verdict on `record.load`'s runs; its first finding is the most important."""
     ranks = [rank for rank in map(summary, runs) if rank is not None]
     warm = max((line["until"] for run in runs for line in run.get("steps", ()) if line["first"] == 0), default=0.0)
     late = arrivals.lateness(runs, warm)
@@ -178,7 +178,7 @@ def _data(verdict):
 
 
 def _communication(verdict):
-    """What collectives take, less the waiting for a rank that is late, which another rule tells of."""
+    """The time of collectives, minus the waiting for a late rank, which another rule covers."""
     step, late = verdict.step, verdict.late
     spent = fmean(rank.communication() for rank in verdict.ranks)
     waiting = sum(late.waits.values()) / len(verdict.ranks) / late.covered * step if late.covered else 0.0
@@ -214,7 +214,7 @@ def _host(verdict):
 
 
 def captures(verdict) -> list[str]:
-    """Of each model captured by hfnn on each rank: replays, and why other calls ran as they are. Equal ones once."""
+    """For each model captured by hfnn on each rank: replays, and why other calls ran uncaptured. Equal ones once."""
     found = []
     for rank in verdict.ranks:
         newest = {line["number"]: line for line in rank.run.get("captures", ())}
@@ -247,7 +247,7 @@ def _memory(verdict):
     share, where, rank = worst
     return Finding(
         "memory near its end",
-        share - MEMORY_FULL,  # a warning, and not where time goes
+        share - MEMORY_FULL,  # a warning, not a use of time
         f"The {where}'s memory is {share:.0%} full on rank {rank.rank}.",
         f"the highest of {len(rank.counters['machine.memory'])} readings",
         ['hfnn.convert(model, prefer="memory")', "haiscale.fsdp.FSDP(model, zero=3)", "torch.utils.checkpoint"],

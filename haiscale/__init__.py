@@ -5,8 +5,8 @@
     dp_group, pp_group = haiscale.make_subgroups(pp_size=2)
     haiscale.checkpoint.save("runs/a", model, optimizer, step=100, keep=3)
 
-The wrappers are `haiscale.ddp.DDP`, `haiscale.fsdp.FSDP` and `haiscale.pipeline`. What is named here is imported when
-it is first used: `haiscale.pipeline`'s schedules and `haiscale.launch` work without torch.
+The wrappers are `haiscale.ddp.DDP`, `haiscale.fsdp.FSDP` and `haiscale.pipeline`. Names are imported at their first
+use: the schedules of `haiscale.pipeline` and `haiscale.launch` work without torch.
 """
 
 import importlib

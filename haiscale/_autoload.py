@@ -1,13 +1,13 @@
-"""What `import torch` calls at its end: the entry point "haiscale" of the group torch.backends (pyproject.toml)."""
+"""Called at the end of `import torch`: the entry point "haiscale" of the group torch.backends (pyproject.toml)."""
 
 import os
 import sys
 
 
 def start():
-    """Makes the backend "hfreduce" known, without importing it, and begins `haiscale.auto` where it is asked for.
+    """Registers the backend "hfreduce" without importing it, and starts `haiscale.auto` if requested.
 
-    HAISCALE_AUTO says so (docs/switch.md). Never raises.
+    HAISCALE_AUTO requests it (docs/switch.md). Never raises.
     """
     try:
         dist = sys.modules["torch.distributed"]

@@ -1,17 +1,17 @@
-"""Switches a script over that knows nothing of haiscale: HAISCALE_AUTO in the environment, or `import haiscale.auto`.
+"""Switches over a script that does not use haiscale: HAISCALE_AUTO in the environment, or `import haiscale.auto`.
 
     HAISCALE_AUTO=1 torchrun --nproc-per-node 2 train.py
 
-Process groups asked for on gloo or nccl run on hfreduce where haiscale.init would have them there, and torch's
-DistributedDataParallel gives haiscale's. HAISCALE_AUTO=convert lets hfnn.convert have what is wrapped, too, and
-HAISCALE_AUTO=capture does so with capture=True. HAISCALE_AUTO=0 switches nothing, whatever is imported. Rank 0 says in
-one line what was switched, and what was not and why. See docs/switch.md.
+Process groups requested on gloo or nccl run on hfreduce, if haiscale.init would create them there. torch's
+DistributedDataParallel creates haiscale's wrapper. HAISCALE_AUTO=convert also converts wrapped models with
+hfnn.convert, and HAISCALE_AUTO=capture does so with capture=True. HAISCALE_AUTO=0 switches nothing, whatever is
+imported. Rank 0 reports in one line what was switched, what was not, and why. See docs/switch.md.
 
-Two places of torch are replaced: the function by which torch.distributed makes every process group, and `__new__` of
+Two functions of torch are replaced: the one that creates every process group in torch.distributed, and `__new__` of
 DistributedDataParallel. So it does not matter which names a script has imported before.
 
-Ranks decide together, by the group's store: each writes down what it could do, the first one decides, and all do so.
-Whatever goes wrong in that is a reason to leave the script alone.
+The ranks decide together through the group's store: each writes what it supports, the first one decides, and all
+follow. If anything goes wrong, the script is left alone.
 """
 
 import contextlib
@@ -34,21 +34,21 @@ _Torch = nn.parallel.DistributedDataParallel
 _make = c10d._new_process_group_helper
 _said: set[str] = set()
 _LATE = "not all ranks came in time, or not all have HAISCALE_AUTO in their environment"
-_mode = ""  # one of _MODES once this is begun
+_mode = ""  # one of _MODES once started
 
 
 class _State:
-    worlds = 0  # default groups so far: a store may live longer than they
-    decisions: Counter = Counter()  # since the last of them, by what they were about
-    gave_up = ""  # why this process makes no more groups on hfreduce: an attempt has failed, which may take long
-    left = False  # the same on all ranks: the default group could not be switched, so nothing is
+    worlds = 0  # number of default groups so far: a store may outlive them
+    decisions: Counter = Counter()  # since the last default group, by subject
+    gave_up = ""  # why this process creates no more groups on hfreduce: a failed attempt may take long
+    left = False  # the same on all ranks: nothing is switched, because the default group could not be
 
 
 _state = _State()
 
 
 def begin() -> None:
-    """Replaces what is replaced, once, as HAISCALE_AUTO says; as by "1" where that is not set."""
+    """Replaces torch's functions, once, according to HAISCALE_AUTO; the default is "1"."""
     global _mode
     asked = os.environ.get("HAISCALE_AUTO") or "1"
     if asked == "0" or _mode:
@@ -65,11 +65,11 @@ def begin() -> None:
 
 
 def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, decide):
-    """What `decide` made of the votes of all `size` ranks, in their order, on the first of them; equal on all of them.
+    """The result of `decide` for the votes of all `size` ranks, in their order; computed by the first, equal on all.
 
-    None where votes, or the decision, did not come in half of `timeout`, which leaves the other half for what torch
-    does then: on all ranks, too, for the first to write an end does so for everybody. Votes and decisions are what JSON
-    can tell.
+    None if votes or the decision did not arrive within half of `timeout`; the other half is left for what torch does
+    then. None is also the same on all ranks, because the first rank to write an end writes it for all. Votes and
+    decisions are JSON values.
     """
     _state.decisions[about] += 1
     store = dist.PrefixStore(f"haiscale.auto {_state.worlds} {about} {_state.decisions[about]}", store)
@@ -82,13 +82,13 @@ def _agree(about: str, store, rank: int, size: int, timeout: timedelta, vote, de
             decided = decide([json.loads(store.get(each)) for each in votes])
         else:
             store.wait(["decided"], timeout / 2)
-    except Exception:  # nobody is waited for any longer
+    except Exception:  # stop waiting
         _log.debug("no decision about %s", about, exc_info=True)
     return json.loads(store.compare_set("decided", "", json.dumps(decided)))
 
 
 def _first(reasons: list[str]) -> str:
-    """Of the reasons of all ranks, "" where there are none."""
+    """The combined reasons of all ranks, "" if there are none."""
     return next((f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
 
@@ -107,14 +107,14 @@ def _new_group(*args, **kwargs):
         given = inspect.signature(_make).bind(*args, **kwargs)
         given.apply_defaults()
         concerned = _concerns(given.arguments)
-    except Exception:  # of what is wrong with the arguments, torch says
+    except Exception:  # torch raises for wrong arguments
         concerned = False
     made = _switch(given) if concerned else None
     return _make(*args, **kwargs) if made is None else made
 
 
 def _switch(given):
-    """What torch's function returns for a switched group; None, on all its ranks, where it is to be as asked for."""
+    """The result of torch's function for a switched group; None, on all its ranks, if it stays as requested."""
     asked, size, others = (given.arguments[name] for name in ("backend", "group_size", "global_ranks_in_group"))
     about = [given.arguments[name] for name in ("group_name", "store", "group_rank", "group_size", "timeout")]
     if not others:
@@ -126,7 +126,7 @@ def _switch(given):
     made, failed = None, ""
     if found["backend"]:
         given.arguments["backend"] = c10d.Backend(found["backend"])
-        # Apart from what torch writes if this fails, and reads then.
+        # A separate prefix: if this fails, torch uses the store itself.
         given.arguments["store"] = dist.PrefixStore("haiscale.auto", given.arguments["store"])
         try:
             made = _make(*given.args, **given.kwargs)
@@ -134,7 +134,7 @@ def _switch(given):
             failed = f"{type(error).__name__}: {error}"
         failed = _agree(*about, failed, _first)
         if failed == "":
-            c10d._world.pg_map[made[0]] = asked, made[1]  # what the script is told, and maybe depends on
+            c10d._world.pg_map[made[0]] = asked, made[1]  # returned to the script, which may depend on it
         else:
             found = {"backend": None, "why": failed or _LATE, "impossible": True}
             if made is not None:
@@ -150,14 +150,14 @@ def _switch(given):
 
 
 def _concerns(given) -> bool:
-    """Whether there is anything to switch in what a group is asked for: by its arguments, equal on all its ranks."""
+    """Whether a requested group can be switched, by its arguments, which are equal on all its ranks."""
     members = given["global_ranks_in_group"]
     if given["group_rank"] in (None, -1) or given["pg_tag"]:
         return False
     if members and (_state.left or dist.get_rank() not in members):
         return False
     if given["backend_options"] is not None:
-        return False  # they are of the backend that was asked for
+        return False  # they belong to the requested backend
     if given["group_name"] in c10d._world.pg_names.values():
         return False  # which is an error
     asked = str(given["backend"])
@@ -167,13 +167,13 @@ def _concerns(given) -> bool:
 
 
 def _devices(asked: str) -> dict[str, str]:
-    """Of what torch is asked for, the backend by device."""
+    """The requested backend by device."""
     return dict(c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map())
 
 
 def _possible() -> dict:
-    """What this rank could do: why not, if it has no hfreduce; whether that takes all its CUDA tensors; its host; and
-    which backend its plan says is the faster one between hosts."""
+    """This rank's vote: the reason if it has no hfreduce; whether hfreduce takes all its CUDA tensors; its host; and
+    which backend is faster between hosts, by its plan."""
     from haiscale import mesh
 
     why = _state.gave_up
@@ -188,7 +188,8 @@ def _possible() -> dict:
 
 
 def _decide(asked: str, votes: list[dict]) -> dict:
-    """backend: what to ask torch for, if anything; why: what of it is as it was asked for; impossible: all of it is."""
+    """backend: the backend to request from torch, if any; why: what stays as requested; impossible: everything
+    stays."""
     from haiscale.mesh import why_nccl
 
     hosts = len({vote["host"] for vote in votes})
@@ -210,7 +211,7 @@ def _decide(asked: str, votes: list[dict]) -> dict:
 
 
 def _forget(group) -> None:
-    """Ends a group that was made on this rank and not on all, so that another can have its name."""
+    """Destroys a group that was created on this rank but not on all, so that its name can be reused."""
     world = c10d._world
     with contextlib.suppress(Exception):
         group.shutdown()
@@ -222,7 +223,7 @@ def _forget(group) -> None:
 
 
 def _line(asked, size, backend, why, impossible, hosts=0) -> str:
-    """What the default group, and so all of them, came to."""
+    """A description of the result for the default group, and so for all groups."""
     asked = "torch's default" if asked == "undefined" else asked
     ranks = f"{size} ranks" + (f" on {hosts} host{'s' * (hosts > 1)}" if hosts else "")
     if impossible:
@@ -243,17 +244,17 @@ def _line(asked, size, backend, why, impossible, hosts=0) -> str:
 
 @functools.wraps(_Torch.__init__)
 def _new_ddp(cls, *args, **kwargs):
-    """haiscale's wrapper, or else an object of `cls`, which Python then initialises as ever."""
+    """haiscale's wrapper, or else an object of `cls`, which Python then initialises as usual."""
     try:
         given = inspect.signature(_Torch.__init__).bind(None, *args, **kwargs).arguments
         del given["self"]
-    except TypeError:  # a copy is made; or the arguments are wrong, which torch will say
+    except TypeError:  # a copy is being made, or the arguments are wrong, for which torch raises
         return object.__new__(cls)
     module = given.get("module")
     if _state.left or not isinstance(module, nn.Module) or not dist.is_initialized():
         return object.__new__(cls)
     if type(module) is nn.ParameterList:
-        return object.__new__(cls)  # a list has no forward: torch's `replicate` calls what is in the wrapper
+        return object.__new__(cls)  # a list has no forward: torch's `replicate` calls the wrapped modules
     if _mode in ("convert", "capture"):
         _convert(module)
     return (_wrapped(given) if cls is _Torch else None) or object.__new__(cls)
@@ -269,7 +270,7 @@ def _convert(module: nn.Module) -> None:
 
 
 def _wrapped(given) -> nn.Module | None:
-    """haiscale's wrapper with these arguments of torch's; None, on all ranks, where some rank cannot have it."""
+    """haiscale's wrapper with torch's arguments; None, on all ranks, if some rank cannot have it."""
     group, mesh = given.get("process_group"), given.get("device_mesh")
     if group is None and mesh is not None and mesh.ndim == 1:
         group = mesh.get_group()
@@ -282,7 +283,7 @@ def _wrapped(given) -> nn.Module | None:
     about, votes, model = f"{group.group_name} DistributedDataParallel", [], None
 
     def agree(why):
-        """Why some rank cannot have it, "" where all can; None if they did not all come in time."""
+        """Why some rank cannot have it, "" if all can; None if not all ranks arrived in time."""
         votes.append(_agree(about, store, group.rank(), group.size(), timeout, why, _first))
         return votes[-1]
 
@@ -293,7 +294,7 @@ def _wrapped(given) -> nn.Module | None:
         model = as_torch.DistributedDataParallel(lambda: agree(""), given)
     except Exception as error:
         objection = str(error)
-    if not votes or votes[-1] == "":  # an objection of this rank before any message; or how the messages went
+    if not votes or votes[-1] == "":  # an objection of this rank before any message, or the result of the messages
         agree(objection)
     if votes[-1] != "":
         name = type(given["module"]).__name__

@@ -1,7 +1,7 @@
-"""Which CPUs a rank of this host gets: those near its GPU, and no other rank's.
+"""Which CPUs a rank of this host gets: those near its GPU, not shared with other ranks.
 
-Linux tells in /sys which CPUs form a core, which cores a NUMA node, and which node a GPU hangs on. Memory follows by
-itself: a page lies on the node of the CPU that writes to it first.
+Linux shows in /sys which CPUs form a core, which cores form a NUMA node, and to which node a GPU is attached. Memory
+needs no binding: a page is on the node of the CPU that writes to it first.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """The CPUs of a rank, and how many threads suit it: one a core."""
+    """The CPUs of a rank, and its number of threads: one per core."""
 
     cpus: frozenset[int]
     threads: int
@@ -21,9 +21,9 @@ class Share(NamedTuple):
 def shares(nprocs: int, root: str | os.PathLike = "/") -> list[Share]:
     """A share for each of `nprocs` ranks of this host, from the CPUs that this process may use.
 
-    Rank i is taken to use the i-th visible GPU; where there are fewer, ranks are spread over the nodes in turn. The
-    ranks of a node split its cores evenly; they share all of them where there are more ranks than cores. `root` is
-    where /sys and /proc are.
+    Rank i is assumed to use the i-th visible GPU. If there are fewer GPUs, ranks are spread over the nodes in turn. The
+    ranks of a node split its cores evenly. If there are more ranks than cores, they share all of them. `root` is the
+    directory with /sys and /proc.
     """
     root, allowed = Path(root), os.sched_getaffinity(0)
     nodes = _nodes(root, allowed)
@@ -42,7 +42,8 @@ def shares(nprocs: int, root: str | os.PathLike = "/") -> list[Share]:
 
 
 def _homes(nprocs: int, nodes: list[int], gpu_nodes: list[int]) -> list[tuple[int, ...]]:
-    """The nodes of each rank: of its GPU; else a part of all nodes, one alone where there are more ranks than nodes."""
+    """The nodes of each rank: that of its GPU, else a part of all nodes; one node if there are more ranks than
+    nodes."""
     if len(gpu_nodes) >= nprocs and all(node in nodes for node in gpu_nodes[:nprocs]):
         return [(node,) for node in gpu_nodes[:nprocs]]
     ends = [rank * len(nodes) // nprocs for rank in range(nprocs + 1)]
@@ -50,7 +51,7 @@ def _homes(nprocs: int, nodes: list[int], gpu_nodes: list[int]) -> list[tuple[in
 
 
 def _nodes(root: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """CPUs by NUMA node, without nodes of which none may be used; one node where Linux knows of none."""
+    """CPUs by NUMA node, without nodes that have no usable CPU; one node if Linux reports none."""
     found = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
         cpus = sorted(allowed & set(_numbers(path.read_text())))
@@ -70,9 +71,9 @@ def _cores(root: Path, cpus: list[int]) -> list[frozenset[int]]:
 
 
 def _gpu_nodes(root: Path) -> list[int]:
-    """The NUMA node of each visible NVIDIA GPU in the order of the PCI bus; -1 for one that Linux does not know.
+    """The NUMA node of each visible NVIDIA GPU in PCI bus order; -1 if Linux does not know it.
 
-    Not asked of the driver: that would make this process one of its users, and takes seconds.
+    The driver is not queried, because this would make the process one of its users and take seconds.
     """
     gpus = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -93,6 +94,6 @@ def _called(name: str, gpus: list[Path]) -> Path | None:
 
 
 def _numbers(text: str) -> list[int]:
-    """Of Linux's lists: "0-3,8" is 0, 1, 2, 3, 8."""
+    """Parses Linux's lists: "0-3,8" is 0, 1, 2, 3, 8."""
     ranges = (part.split("-") for part in text.strip().split(",") if part)
     return [cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)]

@@ -7,14 +7,14 @@
 A checkpoint is a folder `step-00000100` of torch.distributed.checkpoint's files, with the keys
 
     model.<name>                parameters and persistent buffers, by their names in the user's whole model
-    optimizer.<name>.<key>      the optimizer's state of that parameter, as its `state_dict()` has it
+    optimizer.<name>.<key>      the optimizer's state of that parameter, as in its `state_dict()`
     param_group.<checksum>      the options of one of its groups, and the names in it
-    extra.<rank>                what else the rank has given, the step, and its random numbers
+    extra.<rank>                the rank's extras, the step, and its random number states
 
-so any layout reads what any other wrote: what several ranks have is written by one of them, and each reads the parts
-that it needs. It is written into a folder of another name, which is renamed when everything is on disk: a folder of
-the right name is a whole checkpoint, wherever a save was killed. All ranks must see the folder. As with torch.load,
-load only what you trust: extras are pickles.
+So any layout can read what any other wrote. Data that several ranks have is written by one of them, and each rank reads
+the parts that it needs. A checkpoint is written into a folder with another name, which is renamed when everything is on
+disk. So a folder with the right name is a complete checkpoint, even if a save was killed. All ranks must see the
+folder. As with torch.load, load only files that you trust: extras are pickles.
 """
 
 import concurrent.futures
@@ -40,7 +40,7 @@ from haiscale import partial
 from haiscale import state as states
 from haiscale.mesh import sibling
 
-_WHOLE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a step that is saved once more has a number behind it
+_WHOLE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a step that is saved again has a number appended
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
@@ -58,13 +58,13 @@ def save(
 ) -> "Path | concurrent.futures.Future[Path]":
     """Writes a checkpoint of this step; every rank of the group calls it. Returns its path once it is safe on disk.
 
-    optimizer: one, or several. extra: what is to come back from `load` on this rank, such as a scheduler's state and
-    the position in the data; it is pickled. keep: how many checkpoints to keep, this one included; of those of earlier
-    steps the oldest are removed. async_: only copies everything to the host and returns a future; a thread does the
-    rest while training goes on. The next save or load waits for it, and raises what it raised.
+    optimizer: one, or several. extra: values that `load` returns on this rank, such as a scheduler's state and the
+    position in the data; they are pickled. keep: how many checkpoints to keep, including this one; the oldest of those
+    with earlier steps are removed. async_: only copies everything to the host and returns a future; a thread does the
+    rest while training continues. The next save or load waits for it, and raises its error.
 
-    ValueError: arguments that make no sense. RuntimeError: a rank could not write, which is named; what was saved
-    before is as it was. What the backend raises for ranks that died or hang comes as it is.
+    ValueError: invalid arguments. RuntimeError: a rank could not write; the message names it, and earlier checkpoints
+    are unchanged. Errors of the backend for ranks that died or hang are raised unchanged.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
@@ -91,13 +91,14 @@ def load(
 ) -> dict:
     """Reads a checkpoint into the model and the optimizer; every rank calls it. Returns the extras, and "step".
 
-    folder: a checkpoint, or a folder of them, of which the one of the highest step is taken. The model is built and
-    wrapped, and the optimizer made from its parameters, as if to train from the beginning. Parameters are written to in
-    place, in their own dtype. The extras are those that this rank saved, or rank 0 where there was no such rank.
-    random_state: on as many ranks as saved it, also set the generators of Python, numpy, torch and this GPU.
+    folder: a checkpoint, or a folder of checkpoints; then the one with the highest step is used. The model must be
+    built and wrapped, and the optimizer created from its parameters, as for training from the beginning. Parameters are
+    written in place, in their own dtype. The extras are those that this rank saved, or those of rank 0 if this rank did
+    not exist. random_state: if the number of ranks is the same, also set the generators of Python, numpy, torch and
+    this GPU.
 
-    FileNotFoundError: no checkpoint there. ValueError: names or shapes differ; they are named, on all ranks, and
-    nothing was loaded.
+    FileNotFoundError: no checkpoint there. ValueError: names or shapes differ; the message, on all ranks, lists them,
+    and nothing was loaded.
     """
     _finish_pending()
     ranks = _Ranks(process_group)
@@ -127,16 +128,16 @@ def load(
 
 
 def latest(folder: str | os.PathLike) -> Path | None:
-    """The checkpoint of the highest step in a folder; None where there is none."""
+    """The checkpoint with the highest step in a folder, or None."""
     found = _checkpoints(Path(folder))
     return found[-1][1] if found else None
 
 
 def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> Callable[[], bool]:
-    """Takes these signals (SIGTERM, if none is given) as a request to save and end, such as schedulers send.
+    """Treats these signals (SIGTERM by default) as a request to save and exit, as cluster schedulers send them.
 
-    Returns a function that tells whether any rank has got one, the same on all ranks, which call it together: between
-    two steps. It is one all_reduce of a number on the host. haiscale.launch passes signals on to its ranks.
+    Returns a function that tells whether any rank has received one. All ranks call it together, between two steps, and
+    get the same answer. It is one all_reduce of a number on the host. haiscale.launch forwards signals to its ranks.
     """
     got = []
     for number in numbers or (signal.SIGTERM,):
@@ -156,7 +157,7 @@ def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> 
 
 
 def _entries(model: nn.Module, optimizer: Optimizers, copy: bool) -> dict[str, object]:
-    """All that this rank has to write, by key: Pieces, and objects to be pickled."""
+    """Everything that this rank has to write, by key: Pieces, and objects to pickle."""
     tensors = dict(states.named_shards(model))
     found = {f"model.{name}": tensor for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -196,14 +197,14 @@ def _begin(folder: Path, step: int) -> Path:
 
 
 def _finish(folder: Path, written: Path, step: int, keep: int | None) -> Path:
-    """All files are on disk: now the folder gets its name, and is what `latest` finds."""
+    """All files are on disk: give the folder its name, under which `latest` finds it."""
     _sync(written)
     again = [path for found, path in _checkpoints(folder) if found[0] == step]
     path = _rename(folder, written, step)
     _sync(folder)
     older = [old for found, old in _checkpoints(folder) if found[0] < step]
     for old in again + (older[: max(0, len(older) - keep + 1)] if keep else []):
-        # By its name, what is half removed would be a checkpoint.
+        # With its name, a half-removed folder would count as a checkpoint.
         gone = folder / partial.claim(old.name)
         with contextlib.suppress(FileNotFoundError):  # another job was faster
             os.rename(old, gone)
@@ -213,7 +214,7 @@ def _finish(folder: Path, written: Path, step: int, keep: int | None) -> Path:
 
 
 def _rename(folder: Path, written: Path, step: int) -> Path:
-    """Gives a folder the name of its step, with a number behind it where it was saved before."""
+    """Gives a folder the name of its step, with a number appended if the step was saved before."""
     while True:
         numbers = [number for (found, number), _ in _checkpoints(folder) if found == step]
         path = folder / (f"step-{step:08d}.{max(numbers) + 1}" if numbers else f"step-{step:08d}")
@@ -226,7 +227,7 @@ def _rename(folder: Path, written: Path, step: int) -> Path:
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder are on disk after this."""
+    """Syncs the names in a folder to disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
@@ -239,7 +240,7 @@ _writer: concurrent.futures.ThreadPoolExecutor | None = None
 
 
 def _thread() -> concurrent.futures.ThreadPoolExecutor:
-    """One for all saves of this process, which writes one after the other; Python waits for it at exit."""
+    """One executor for all saves of this process, which it writes one after another; Python waits for it at exit."""
     global _writer
     if _writer is None:
         _writer = concurrent.futures.ThreadPoolExecutor(1, "haiscale.checkpoint")
@@ -257,7 +258,7 @@ def _finish_pending() -> None:
 
 
 def _number(path: Path) -> tuple[int, int]:
-    """(step, how often it was saved before), by the name."""
+    """(step, how often it was saved before), from the name."""
     found = _WHOLE.fullmatch(path.name)
     return int(found[1]), int(found[2] or 0)
 
@@ -277,14 +278,14 @@ def _find(folder: str | os.PathLike) -> Path:
 
 
 def _read_groups(path: Path, saved: dict, ranks: "_Ranks") -> list[dict]:
-    """The groups of parameters that optimizers had, each with its names and options."""
+    """The saved parameter groups, each with its names and options."""
     found = dict.fromkeys(key for key in saved if key.startswith("param_group."))
     _dcp(ranks, f"checkpoint {path} was not read", dcp.load, found, checkpoint_id=path, planner=states.ReadPlanner())
     return list(found.values())
 
 
 def _check(path, targets: dict, saved: dict, owned: list | None, groups: list[dict], ranks: "_Ranks") -> None:
-    """Raises ValueError, on all ranks, where what was saved is not what is to be loaded."""
+    """Raises ValueError, on all ranks, if the saved data does not match the data to load."""
     missing, shapes = states.misfits(targets, saved)
     optimized = [f"optimizer.{name}" for of in owned or () for group in of for name in group]
     stepped = {f"optimizer.{name}" for group in groups for name in group["params"]}
@@ -306,7 +307,7 @@ def _check(path, targets: dict, saved: dict, owned: list | None, groups: list[di
 
 
 class _Ranks:
-    """Those that save or load together: of a process group, or this process alone where there is none."""
+    """The ranks that save or load together: a process group, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.many = dist.is_available() and dist.is_initialized()
@@ -322,7 +323,7 @@ class _Ranks:
         return found
 
     def on_first(self, do: Callable[[], str]) -> str:
-        """What rank 0 finds by doing it; what it raises, all raise."""
+        """Runs a function on rank 0 and returns its result on all ranks; its error is raised on all ranks."""
         found = [None]
         if self.rank == 0:
             try:
@@ -343,8 +344,8 @@ class _Ranks:
         return sibling(self.group, "gloo" if dist.get_backend(self.group) == "nccl" else None)
 
     def aside(self) -> "_Ranks":
-        """The same ranks on a group that nobody but the writing thread uses: two threads in one group would take turns
-        in another order on every rank."""
+        """The same ranks on a group that only the writing thread uses: two threads in one group would take turns in a
+        different order on every rank."""
         if self.many:
             known, _ = _aside.get(id(self.group), (None, None))
             if known is not self.group:
@@ -357,7 +358,7 @@ _aside: dict[int, tuple] = {}
 
 
 def _dcp(ranks: _Ranks, failed: str, call: Callable, *args, **options) -> None:
-    """dcp.save or dcp.load; RuntimeError names the ranks that could not, and why."""
+    """dcp.save or dcp.load; RuntimeError names the ranks that failed, and why."""
     try:
         with contextlib.ExitStack() as quiet:
             if not ranks.many:
@@ -373,7 +374,7 @@ def _dcp(ranks: _Ranks, failed: str, call: Callable, *args, **options) -> None:
 
 
 def _random_state() -> dict:
-    """Of every generator that this rank draws from."""
+    """The states of all generators that this rank uses."""
     found = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()

@@ -1,4 +1,4 @@
-"""What must hold before ranks train together, and the names by which messages call modules, parameters and ranks."""
+"""Checks before ranks train together, and the names of modules, parameters and ranks in messages."""
 
 import hashlib
 import socket
@@ -13,8 +13,7 @@ from torch import nn
 def group_of(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The group that a wrapper's `process_group` means: None is the default group.
 
-    Raises ValueError where torch.distributed is not initialised, where this rank is not in the group, and for what is
-    no group at all.
+    Raises ValueError if torch.distributed is not initialised, if this rank is not in the group, and for other types.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -37,9 +36,9 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGrou
 
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small tensors lie that ranks exchange to agree on something: the CPU, wherever the group reaches it.
+    """The device of small tensors that ranks exchange to agree on something: the CPU, if the group supports it.
 
-    So the agreement does not wait for what a GPU has still to do. NCCL has no CPU tensors: there it is the current GPU.
+    So the agreement does not wait for pending GPU work. NCCL does not support CPU tensors: there it is the current GPU.
     """
     if any(device.type == "cpu" for device in group._device_types):
         return torch.device("cpu")
@@ -47,14 +46,14 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def me() -> str:
-    """This rank, as messages name it: "rank 3 (host a)"."""
+    """The name of this rank in messages: "rank 3 (host a)"."""
     return f"rank {dist.get_rank()} (host {socket.gethostname()})"
 
 
 def path(module: nn.Module, parameter: torch.Tensor) -> str:
     """The names of a parameter or buffer within `module`, and the classes that hold it.
 
-    "h.3.mlp.c_fc.weight (of a Conv1D)"; of one that is tied, "wte.weight = lm_head.weight (of an Embedding, a Linear)".
+    "h.3.mlp.c_fc.weight (of a Conv1D)"; for a tied one, "wte.weight = lm_head.weight (of an Embedding, a Linear)".
     """
     names, holders = [], []
     for prefix, part in module.named_modules():
@@ -71,16 +70,16 @@ def path(module: nn.Module, parameter: torch.Tensor) -> str:
 def same_model(module: nn.Module, group: dist.ProcessGroup | None = None, ignored: Collection[str] = ()) -> str:
     """Checks that all ranks of the group wrap the same model; returns a digest of it, equal on all of them.
 
-    Compared are the names, shapes, dtypes and `requires_grad` of parameters and the names, shapes and dtypes of
-    buffers, in their order, but for names in `ignored`; not their values. Every rank of the group must call this. Ranks
-    exchange 32 bytes, and more only where these differ: then ValueError on all of them, with one text that names ranks,
+    It compares the names, shapes, dtypes and `requires_grad` of parameters and the names, shapes and dtypes of buffers,
+    in their order, except names in `ignored`; values are not compared. Every rank of the group must call this. Ranks
+    exchange 32 bytes, and more only if these differ. Then all ranks raise the same ValueError, which names ranks,
     module and parameter.
     """
     group = group_of(group)
     mine = _rows(module, ignored)
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     size = group.size()
-    if size == 1 or dist.get_backend(group) == "fake":  # which has no other ranks to compare with
+    if size == 1 or dist.get_backend(group) == "fake":  # it has no other ranks to compare with
         return digest
     device = host_device(group)
     sent = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8).to(device)
@@ -95,7 +94,7 @@ def same_model(module: nn.Module, group: dist.ProcessGroup | None = None, ignore
 
 
 def no_sparse_gradients(module: nn.Module, parameters: Collection[torch.Tensor]) -> None:
-    """Raises ValueError where an embedding among `parameters`, which are to be averaged, asks for sparse gradients."""
+    """Raises ValueError if an embedding among the averaged `parameters` uses sparse gradients."""
     trained = {id(p) for p in parameters if p.requires_grad}
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and id(part.weight) in trained:
@@ -106,7 +105,7 @@ def no_sparse_gradients(module: nn.Module, parameters: Collection[torch.Tensor])
 
 
 def _rows(module, ignored):
-    """One line for each parameter and buffer, tied ones once under each name."""
+    """One line for each parameter and buffer; tied ones have one line per name."""
     rows = []
     for name, p in module.named_parameters(remove_duplicate=False):
         trained = "trained" if p.requires_grad else "frozen"
@@ -121,7 +120,7 @@ def _dtype(tensor):
 
 
 def _difference(digests, described, ranks):
-    """The usual model against the first that differs from it: the first line in which they do."""
+    """Compares the most common model with the first that differs from it: the first line that differs."""
     usual = digests.index(Counter(digests).most_common(1)[0][0])
     others = [i for i, digest in enumerate(digests) if digest != digests[usual]]
     odd = others[0]

@@ -1,13 +1,13 @@
-"""Starts ranks on this host: from a shell, or a function of a program.
+"""Starts ranks on this host, from a shell or from a program.
 
     python -m haiscale.launch --nproc 4 train.py --lr 1e-4          # or -m package.module
     haiscale.spawn(main, 4, args=(options,))                        # main(local_rank, options), four times
 
-Each rank is a process with the environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), on cores of its own near its GPU (`haiscale.binding`). What ranks print appears with the rank
-before each line. When one fails, the others have a moment to say what they know and are killed; the traceback of the
-first is shown, and its exit code is the launcher's. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on. If
-the launcher itself is killed, Linux kills the ranks.
+Each rank is a process with torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), on its own cores near its GPU (`haiscale.binding`). Each line of output is prefixed with the rank. When
+one fails, the others get a short time to report, and are then killed. The traceback of the first is shown, and the
+launcher exits with its exit code. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. If the launcher itself is
+killed, Linux kills the ranks.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from pathlib import Path
 from haiscale.binding import Share, shares
 from haiscale.output import Output
 
-LAST_WORDS = 10.0  # seconds that the others are given once a rank has failed: to say who it was, in their own words
+LAST_WORDS = 10.0  # seconds that the other ranks get to report after one has failed
 _PASSED_ON = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class RankFailed(RuntimeError):
-    """A rank ended other than with exit code 0. `rank` is the first that did, `why` says how in one line, `exitcode` is
-    as Python's multiprocessing has it: negative, it is the number of a signal."""
+    """A rank ended with an exit code other than 0. `rank` is the first such rank, `why` describes how in one line, and
+    `exitcode` is as in Python's multiprocessing: a negative value is the number of a signal."""
 
     def __init__(self, message: str, rank: int, exitcode: int, why: str):
         super().__init__(message)
@@ -58,11 +58,11 @@ def spawn(
 ) -> "Ranks | None":
     """Runs fn(local_rank, *args) in `nprocs` processes of this host.
 
-    fn and args are pickled, so fn is a function of a module, and a script that calls spawn does so under
-    `if __name__ == "__main__":`. bind_numa: each rank gets cores of its own. join: wait until all have ended; else the
-    running `Ranks` are returned, whose `join` is to be called. prefix: each line that a rank prints begins with its
-    number, and goes through this process; False leaves them this process's own output. grace: seconds that ranks may
-    take to end after a signal that was passed on. RankFailed: a rank failed, and why. ValueError: nprocs is less than
+    fn and args are pickled, so fn must be a function of a module, and a script must call spawn under `if __name__ ==
+    "__main__":`. bind_numa: each rank gets its own cores. join: wait until all have ended; otherwise the running
+    `Ranks` are returned, and the caller must call their `join`. prefix: each output line of a rank begins with its
+    number and passes through this process; with False ranks write to this process's output directly. grace: seconds
+    that ranks have to end after a forwarded signal. RankFailed: a rank failed, and why. ValueError: nprocs is less than
     one.
     """
     ranks = Ranks(fn, args, environment(nprocs), bind_numa=bind_numa, prefix=prefix, grace=grace)
@@ -73,7 +73,8 @@ def spawn(
 
 
 def environment(nprocs: int, nnodes: int = 1, node_rank: int = 0, master: str | None = None) -> list[dict[str, str]]:
-    """What torchrun would set for each rank of this host. master: "host:port" of rank 0, needed for several hosts."""
+    """The environment that torchrun would set for each rank of this host. master: "host:port" of rank 0, for several
+    hosts."""
     if nprocs < 1:
         raise ValueError(f"{nprocs} ranks are not accepted: start at least 1")
     if not 0 <= node_rank < nnodes:
@@ -92,7 +93,7 @@ def environment(nprocs: int, nnodes: int = 1, node_rank: int = 0, master: str | 
 
 
 def _free_port() -> int:
-    """One that Linux gives to nobody who does not ask for it by number: below those of outgoing connections."""
+    """A free port below the range that Linux uses for outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -102,7 +103,7 @@ def _free_port() -> int:
 
 @dataclass
 class _Rank:
-    """One process as its parent sees it."""
+    """One process, seen from its parent."""
 
     number: int
     process: multiprocessing.process.BaseProcess
@@ -113,15 +114,16 @@ class _Rank:
     traceback: str = ""
 
     def listen(self) -> None:
-        """Takes what the rank has reported, if it has."""
+        """Reads the rank's report, if there is one."""
         with contextlib.suppress(EOFError, OSError):
             while self.report.poll():
                 self.failed_at, self.error, self.traceback = self.report.recv()
 
     def look(self) -> None:
-        """Notes when it was last seen alive, if it is dead and did not say itself when it failed.
+        """Records when it was last seen alive, if it is dead and has not reported its failure itself.
 
-        When it died is not known. Whoever failed since may have done so for that, so it comes before them.
+        The time of its death is unknown. Ranks that failed later may have failed because of it, so it comes before
+        them.
         """
         now = time.monotonic()
         self.listen()
@@ -140,7 +142,7 @@ class _Rank:
 
 
 class Ranks:
-    """Running ranks of this host; see `spawn`, which makes them. `processes` has them in order."""
+    """Running ranks of this host, created by `spawn`. `processes` has them in order."""
 
     def __init__(self, fn, args, environments, *, bind_numa=True, prefix=True, grace=30.0):
         self._grace, self._asked, self._deadline, self._killed = grace, None, None, []
@@ -178,9 +180,9 @@ class Ranks:
         self._ranks.append(_Rank(number, process, report))
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until all ranks have ended; False when `timeout` seconds are over. Raises RankFailed.
+        """Waits until all ranks have ended; returns False after `timeout` seconds. Raises RankFailed.
 
-        KeyboardInterrupt: they were ended by SIGINT. Signals are passed on while the main thread is in here.
+        KeyboardInterrupt: SIGINT ended them. Signals are forwarded while the main thread is in this method.
         """
         until = None if timeout is None else time.monotonic() + timeout
         try:
@@ -212,11 +214,11 @@ class Ranks:
             self.kill()
 
     def kill(self) -> None:
-        """Ends all ranks at once, with the processes that they have started."""
+        """Kills all ranks at once, with the processes that they have started."""
         for rank in self._ranks:
             if rank.process.exitcode is None:
                 self._killed.append(rank.number)
-                # Each rank leads a session, unless it has just begun.
+                # Each rank leads a session, unless it has just started.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
@@ -230,7 +232,7 @@ class Ranks:
             self._output.finish()
 
     def _failure(self, failed: list[_Rank]) -> RankFailed:
-        # Whom we killed ourselves is nobody's reason.
+        # Ranks that we killed ourselves are not the cause.
         own = [rank for rank in failed if rank.number not in self._killed or rank.traceback] or failed
         first, *others = sorted(own, key=lambda rank: rank.failed_at or 0)
         after = (first.failed_at or self._begin) - self._begin
@@ -256,7 +258,7 @@ class Ranks:
 
     def _pass_on(self, number: int, frame) -> None:
         if number in _ENDING:
-            if self._asked is not None:  # who asks twice does not want to wait
+            if self._asked is not None:  # a second signal means: do not wait
                 self._deadline = 0.0
                 return
             self._asked, self._deadline = number, time.monotonic() + self._grace
@@ -268,7 +270,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def _on(place: Share | None) -> Iterator[None]:
-    """Binds this thread, from which processes started meanwhile inherit it: before they import anything."""
+    """Binds this thread, so that processes started meanwhile inherit the binding before they import anything."""
     if place is None:
         yield
         return
@@ -286,13 +288,13 @@ def _run(fn, args, local: int, variables: dict, report: Connection, pipes: tuple
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it has died meanwhile
         os._exit(1)
-    os.setsid()  # a signal from the terminal is for the parent, which passes it on
+    os.setsid()  # signals from the terminal go to the parent, which forwards them
     os.environ.update(variables)
     for pipe, stream in zip(pipes, (sys.stdout, sys.stderr), strict=False):
         os.dup2(pipe.fileno(), stream.fileno())
         stream.reconfigure(line_buffering=True)
         pipe.close()
-    if "torch" in sys.modules:  # to unpickle fn has imported it before it could read the environment
+    if "torch" in sys.modules:  # unpickling fn has imported it before the environment was set
         sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))
     try:
         fn(local, *args)
@@ -302,7 +304,7 @@ def _run(fn, args, local: int, variables: dict, report: Connection, pipes: tuple
         sys.exit(1)
     except SystemExit as end:
         if end.code not in (None, 0):
-            report.send((time.monotonic(), "", ""))  # to take the interpreter down takes a while
+            report.send((time.monotonic(), "", ""))  # shutting down the interpreter takes a while
         raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -324,7 +326,7 @@ def _name(number: int) -> str:
 
 
 def _program(local: int, path: str, module: bool, argv: list[str]) -> None:
-    """What `python path *argv` does, or `python -m path *argv`."""
+    """Does the same as `python path *argv`, or `python -m path *argv`."""
     sys.argv = [path, *argv]
     if module:
         runpy.run_module(path, run_name="__main__", alter_sys=True)

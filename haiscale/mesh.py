@@ -1,4 +1,4 @@
-"""Process groups: the one of all ranks, and meshes of them for pipelines, replicas and shards."""
+"""Process groups: the default group, and meshes of groups for pipelines, replicas and shards."""
 
 import datetime
 import hashlib
@@ -25,7 +25,7 @@ _given: torch.device | None = None
 
 
 def _rank_device() -> torch.device:
-    """This rank's: what `init` was given; else the GPU numbered LOCAL_RANK, where this process sees one, or the CPU."""
+    """This rank's device: the argument of `init`; else the GPU numbered LOCAL_RANK if visible, or the CPU."""
     if _given is not None:
         return _given
     local = int(os.environ.get("LOCAL_RANK", 0))
@@ -37,12 +37,12 @@ def _rank_device() -> torch.device:
 def init(
     backend: str | None = None, timeout: float | None = None, device: str | torch.device | None = None
 ) -> torch.device:
-    """Makes the default process group from the environment that haiscale.launch, or torchrun, gives its ranks.
+    """Creates the default process group from the environment that haiscale.launch or torchrun gives its ranks.
 
-    backend: by default "hfreduce". "nccl" where hfreduce was built without CUDA, and for GPUs of several hosts, unless
+    backend: by default "hfreduce". "nccl" if hfreduce was built without CUDA, and for GPUs of several hosts, unless
     `hfreduce tune` has found hfreduce to be faster between them. timeout: seconds that an operation waits for other
-    ranks; torch's own default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU where there is none.
-    Returns it, made the current one. Raises ValueError where the environment is missing.
+    ranks; torch's own default if None. device: by default the GPU numbered LOCAL_RANK, or the CPU if there is none.
+    Returns the device and makes it the current one. Raises ValueError if the environment is missing.
     """
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise ValueError(
@@ -89,10 +89,10 @@ def measured(size: int | None = None) -> tuple[str, str] | None:
 
 
 def why_nccl(one_host: bool, takes_cuda: bool, measured: tuple[str, str] | None) -> str | None:
-    """Why CUDA tensors go by NCCL unless a backend is named; None where they go by hfreduce.
+    """Why CUDA tensors use NCCL unless a backend is named; None if they use hfreduce.
 
-    one_host: whether all ranks are known to be on one. takes_cuda: `hfreduce_takes_cuda` of all ranks. measured: the
-    faster backend between such hosts, and when it was measured.
+    one_host: whether all ranks are known to be on one host. takes_cuda: `hfreduce_takes_cuda` of all ranks. measured:
+    the faster backend between such hosts, and when it was measured.
     """
     if not dist.is_nccl_available():
         return None
@@ -111,15 +111,15 @@ def why_nccl(one_host: bool, takes_cuda: bool, measured: tuple[str, str] | None)
 def backend_of(group: dist.ProcessGroup) -> str:
     """The name of the backend that a group runs on.
 
-    That of torch.distributed.get_backend, but for groups that `haiscale.auto` has switched: of these torch tells the
-    name that the script asked for, and this "hfreduce".
+    The same as torch.distributed.get_backend, except for groups switched by `haiscale.auto`: for these torch returns
+    the name that the script requested, and this function returns "hfreduce".
     """
     names = {pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(",")}
     return names.pop() if len(names) == 1 else dist.get_backend(group)
 
 
 def hfreduce_takes_cuda() -> bool:
-    """Whether this installation of hfreduce has CUDA kernels; without, CUDA tensors go by way of the host."""
+    """Whether this installation of hfreduce has CUDA kernels; without them, CUDA tensors go through the host."""
     try:
         return importlib.import_module("hfnn._build").cuda.startswith("nvcc")
     except ImportError:
@@ -127,7 +127,7 @@ def hfreduce_takes_cuda() -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long operations of a group wait for other ranks; None where it does not say, as in torch's debug mode."""
+    """How long operations of a group wait for other ranks; None if unknown, as in torch's debug mode."""
     kind = "cpu" if any(device.type == "cpu" for device in group._device_types) else "cuda"
     return getattr(getattr(group._get_backend(torch.device(kind)), "options", None), "_timeout", None)
 
@@ -135,15 +135,15 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 def sibling(
     group: dist.ProcessGroup, backend: str | None = None, options=None, ranks: list[int] | None = None
 ) -> dist.ProcessGroup:
-    """A new group of the same ranks, and they alone call this: a channel whose operations wait for none of the other's.
+    """A new group of the same ranks; only they call this. Its operations do not wait for those of the first group.
 
-    With the backend and the timeout of `group`, which torch's new_group does not take over. backend: another one.
-    options: of the backend, as `pg_options`. ranks: some of `group` instead of all, by their numbers in the world.
+    It has the backend and the timeout of `group`, which torch's new_group does not take over. backend: another backend.
+    options: of the backend, as `pg_options`. ranks: a subset of `group`, as global ranks.
     """
     ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
-    order = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.13's way to another one
-    # Not with the whole world, of which other ranks may make other groups at this time. torch would name the group by
-    # how many groups this process has: where these are unequally many, its ranks would wait for each other in vain.
+    order = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.13's option for another order
+    # Not with the whole world, because other ranks may create other groups at this time. torch would name the group by
+    # the number of groups of this process. If these numbers differ, its ranks would wait for each other for ever.
     with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: _sibling_name(ranks)):
         return dist.new_group(
             ranks,
@@ -155,20 +155,20 @@ def sibling(
         )
 
 
-_siblings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by default group: how many of the same ranks
+_siblings: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by default group: how many per ranks
 
 
 def _sibling_name(ranks: list[int]) -> str:
-    """The same on all of these ranks, which alone make siblings of them, all in the same order."""
+    """A name that is the same on all of these ranks: only they create these siblings, all in the same order."""
     made = _siblings.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
     return hashlib.sha1(f"haiscale {ranks} {made[tuple(ranks)]}".encode(), usedforsecurity=False).hexdigest()
 
 
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """The ranks of `group` on this rank's host, and those of its place on all hosts. All of `group` call this.
+    """The ranks of `group` on this rank's host, and those with its position on all hosts. All of `group` call this.
 
-    None where there is one host, or one rank on each, or not equally many: `hosts` of hfreduce.wire.
+    None if there is one host, or one rank per host, or unequal numbers: the argument `hosts` of hfreduce.wire.
     """
     names: list[str] = [""] * group.size()
     dist.all_gather_object(names, _host(), group=group)
@@ -184,7 +184,7 @@ def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
 
 
 def _host() -> str:
-    """Equal for ranks that share memory: the machine's boot and the network namespace, which hfreduce goes by, too."""
+    """Equal for ranks that share memory: the machine's boot id and network namespace, as in hfreduce."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{boot.strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -193,7 +193,7 @@ def _host() -> str:
 
 
 def assisted(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A sibling on hfreduce, whose collectives on CUDA tensors take copy engines and host cores: no multiprocessor."""
+    """A sibling on hfreduce whose collectives on CUDA tensors use copy engines and host cores, no multiprocessors."""
     import hfreduce
     from hfreduce import plan
 
@@ -204,12 +204,12 @@ def assisted(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Subgroups:
-    """What `make_subgroups` returns; `dp_group, pp_group = make_subgroups(...)` works as well.
+    """The result of `make_subgroups`; `dp_group, pp_group = make_subgroups(...)` also works.
 
     pp_group: ranks that hold the stages of one pipeline. dp_group: ranks that hold the same parameters and read
-    different batches, of which gradients are averaged. fsdp_group: ranks that hold shards of the same parameters.
-    mesh: all of them, a DeviceMesh with the dimensions "pp", "dp", "fsdp"; `mesh["dp", "fsdp"]` is what FSDP takes for
-    replicas of shards.
+    different batches; their gradients are averaged. fsdp_group: ranks that hold shards of the same parameters. mesh: a
+    DeviceMesh of all ranks with the dimensions "pp", "dp", "fsdp"; pass `mesh["dp", "fsdp"]` to FSDP for replicas of
+    shards.
     """
 
     mesh: DeviceMesh
@@ -233,10 +233,10 @@ class Subgroups:
 def make_subgroups(pp_size: int = 1, dp_size: int | None = None, fsdp_size: int = 1) -> Subgroups:
     """Splits all ranks into pipelines of `pp_size` stages, `dp_size` replicas and `fsdp_size` shards.
 
-    All ranks call it. dp_size: by default what is left of the world. Neighbouring ranks, which are likely on one host,
-    are shards first, then replicas: pipelines, which send least, go between hosts, and each rank of a host is in a
-    pipeline of its own (as in Fire-Flyer, arXiv 2408.14158, section 5). Raises ValueError where the sizes do not
-    multiply to the number of ranks.
+    All ranks call it. dp_size: by default computed from the world size. Neighbouring ranks, which are probably on one
+    host, are first shards, then replicas. So pipelines, which send least, cross hosts, and each rank of a host is in a
+    different pipeline (as in Fire-Flyer, arXiv 2408.14158, section 5). Raises ValueError if the product of the sizes is
+    not the number of ranks.
     """
     if not dist.is_initialized():
         raise ValueError("there is no process group: call haiscale.init() first, in ranks started by haiscale.launch")
@@ -255,6 +255,6 @@ def make_subgroups(pp_size: int = 1, dp_size: int | None = None, fsdp_size: int 
 
 
 def _subgroup(ranks: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's of the groups that are the rows of `ranks`. DeviceMesh would make them with torch's own timeout."""
+    """This rank's group among the rows of `ranks`. DeviceMesh would create them with torch's own timeout."""
     rows = ranks.reshape(-1, ranks.shape[-1]).tolist()
     return dist.new_subgroups_by_enumeration(rows, timeout=timeout_of(dist.group.WORLD))[0]

@@ -1,4 +1,4 @@
-"""What ranks print, as their parent shows it."""
+"""The output of ranks, shown by their parent."""
 
 import os
 import sys
@@ -9,16 +9,16 @@ from multiprocessing.connection import Connection, wait
 
 
 class Output(threading.Thread):
-    """Shows what ranks print, each line with its rank."""
+    """Shows the output of ranks, each line with its rank."""
 
     def __init__(self):
         super().__init__(name="output of ranks", daemon=True)
-        self._ends: dict[Connection, tuple[str, int]] = {}  # by the end to read from: what stands before a line, 1 or 2
+        self._ends: dict[Connection, tuple[str, int]] = {}  # by pipe end: the prefix of a line, 1 or 2
         self._parts: dict[Connection, bytes] = {}
         self._until: float | None = None
 
     def pipes(self, rank: int) -> tuple[Connection, Connection]:
-        """Where a rank is to write what it prints: its standard output and error."""
+        """The descriptors for a rank's standard output and error."""
         made = []
         for target in (1, 2):
             mine, theirs = Pipe(duplex=False)
@@ -27,7 +27,7 @@ class Output(threading.Thread):
         return tuple(made)
 
     def run(self) -> None:
-        # The pipes end with the last process that holds them, which may be one that a rank has left behind.
+        # The pipes end with the last process that holds them, which may be a process left behind by a rank.
         while self._ends and (self._until is None or time.monotonic() < self._until):
             for end in wait(list(self._ends), 0.1):
                 chunk = os.read(end.fileno(), 1 << 16)
@@ -47,6 +47,6 @@ class Output(threading.Thread):
             stream.flush()
 
     def finish(self) -> None:
-        """All ranks have ended: shows what is left."""
+        """All ranks have ended: shows the remaining output."""
         self._until = time.monotonic() + 1
         self.join()

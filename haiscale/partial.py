@@ -1,7 +1,7 @@
-"""Folders that are being written or removed, and by whom: `.partial-WHAT-HOST-MACHINE-PROCESS-START-RANDOM`.
+"""Folders that are being written or removed, with their owner: `.partial-WHAT-HOST-MACHINE-PROCESS-START-RANDOM`.
 
-Several jobs may save into one folder. So one removes such a part only where nobody is at work on it any more: where the
-process named has ended, or, if that cannot be seen from here, where nothing in it has changed for a day.
+Several jobs may save into one folder. So a job removes such a part only if nothing uses it any more: if the named
+process has ended, or, if this cannot be seen from here, if nothing in it has changed for a day.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ import uuid
 from pathlib import Path
 
 PREFIX = ".partial-"
-STALE = 24 * 3600  # seconds without a change, after which a part of another machine is nobody's
+STALE = 24 * 3600  # seconds without a change after which a part of another machine counts as abandoned
 
 _OWNED = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<start>\d+)-[0-9a-f]{8}")
-_claimed: set[str] = set()  # names that this process is at work on
+_claimed: set[str] = set()  # names in use by this process
 
 
 def claim(what: str) -> str:
-    """A new name for something that this process is about to write or to remove, until it calls `release`."""
+    """A new name for a folder that this process will write or remove, until it calls `release`."""
     process = os.getpid()
     host = re.sub(r"[^\w.]", "_", socket.gethostname())
     name = f"{PREFIX}{what}-{host}-{_machine()}-{process}-{_start(process)}-{uuid.uuid4().hex[:8]}"
@@ -30,12 +30,12 @@ def claim(what: str) -> str:
 
 
 def release(name: str) -> None:
-    """What has this name, if it is still there, has been given up."""
+    """Releases a name: what is left under it may be removed."""
     _claimed.discard(name)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes what saves that were killed have left."""
+    """Removes leftovers of killed saves."""
     for path in folder.glob(f"{PREFIX}*"):
         if _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -52,14 +52,14 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _machine() -> str:
-    """Of the processes that see each other under the same numbers: a boot of a host, and a container on it."""
+    """Identifies processes that share process numbers: a boot of a host, and a container on it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     numbers = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(f"{boot} {numbers}".encode()).hexdigest()[:8]
 
 
 def _start(process: int) -> int | None:
-    """When it began, in ticks since the machine did; None if it has ended."""
+    """Its start time, in ticks since the machine booted; None if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -68,11 +68,11 @@ def _start(process: int) -> int | None:
 
 
 def _changed(path: Path) -> float:
-    """When something in a folder was written to last."""
+    """The last modification time in a folder."""
     times = []
     for one in (path, *path.rglob("*")):
         try:
             times.append(one.stat().st_mtime)
-        except OSError:  # somebody removes it
+        except OSError:  # it is being removed
             times.append(time.time())
     return max(times)

@@ -1,9 +1,9 @@
-"""What models and optimizers keep, by name: what `haiscale.checkpoint` writes and reads.
+"""The states of models and optimizers by name, which `haiscale.checkpoint` writes and reads.
 
-Names are those of parameters in the user's own whole model, whatever wraps it. A wrapper that has other names, or holds
-parts of parameters, offers `named_shards()`: (name, live tensor or DTensor) of every parameter and persistent buffer it
-has, a tied one once, under its first name; and, if it keeps copies of them, `shards_loaded()`, which is called once
-the tensors have been written to.
+Names are those of parameters in the user's whole model, regardless of wrappers. A wrapper with other names, or with
+parts of parameters, implements `named_shards()`: (name, live tensor or DTensor) for each of its parameters and
+persistent buffers, tied ones once under their first name. If it keeps copies of them, it also implements
+`shards_loaded()`, which is called after the tensors have been written to.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch's wrappers of single modules put into names
+_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes that torch's wrappers of single modules add to names
 _SHOWN = 6  # names in an error
 
 
 class Piece:
-    """A part of a whole tensor, at its place: what a rank writes. tensor: plain; offsets and size: of the whole.
+    """A part of a whole tensor that a rank writes. tensor: plain; offsets and size: within the whole.
 
-    It has what torch.distributed.checkpoint asks of those who know by themselves what to write.
+    It implements torch.distributed.checkpoint's protocol for objects that plan their own writes.
     """
 
     def __init__(self, value: Tensor, is_buffer: bool = False):
@@ -44,7 +44,7 @@ class Piece:
         self.tensor = tensor
 
     def copy(self) -> None:
-        """To the host; on CUDA, the copy is on its way on the current stream."""
+        """Copies to the host; on CUDA, the copy is asynchronous on the current stream."""
         source = self.tensor
         if source.is_cuda:
             pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -53,7 +53,7 @@ class Piece:
             self.tensor = source.clone()
 
     def __create_write_items__(self, key: str, _) -> list[WriteItem]:
-        # Of a DTensor of few rows, some ranks have none; a whole tensor without elements is there all the same.
+        # Some ranks have no rows of a small DTensor; a whole tensor without elements is still written.
         if not self.here or (self.tensor.numel() == 0 and self.size.numel() > 0):
             return []
         offsets = torch.Size(self.offsets) if self.size.numel() else torch.Size([0] * len(self.size))
@@ -66,8 +66,8 @@ class Piece:
 
 
 class WritePlanner(DefaultSavePlanner):
-    """torch's, for Pieces. Of what replicas have alike, each writes a part; buffers, which may differ where every rank
-    has batches of its own, are those of the first rank, as in DDP."""
+    """torch's planner, for Pieces. Each replica writes a part of the common data. Buffers, which may differ if every
+    rank has its own batches, are those of the first rank, as in DDP."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -90,7 +90,7 @@ class WritePlanner(DefaultSavePlanner):
 
 
 class ReadPlanner(DefaultLoadPlanner):
-    """torch's, for keys as they are."""
+    """torch's planner, with unchanged keys."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -100,7 +100,7 @@ class ReadPlanner(DefaultLoadPlanner):
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """The user's module, or what has `named_shards`: without torch's DDP and torch.compile around it."""
+    """The user's module, or the object with `named_shards`: without torch's DDP and torch.compile around it."""
     while not hasattr(type(model), "named_shards"):
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -160,7 +160,7 @@ def owned_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
 
 
 def optimizer_entries(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, object]]:
-    """(key, value) of all that an optimizer keeps: states, and the options of its groups with the names in them."""
+    """(key, value) of everything that an optimizer keeps: states, and the options of its groups with their names."""
     packed = optimizer.state_dict()
     for owned, group in zip(owned_names(optimizer, names), packed["param_groups"], strict=True):
         if not owned:
@@ -174,8 +174,8 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
 
 
 def wanted_states(owned: Iterable[str], parameters: dict[str, Tensor], saved: dict) -> dict[str, dict[str, object]]:
-    """For each parameter named, the states that were saved of it, as empty tensors to be read into, or None for what
-    is no tensor. saved: the checkpoint's description of every key."""
+    """For each named parameter, its saved states, as empty tensors to read into, or None for values that are not
+    tensors. saved: the checkpoint's description of every key."""
     keys: dict[str, list[str]] = {}
     for key in saved:
         if key.startswith("optimizer."):
@@ -190,13 +190,14 @@ def wanted_states(owned: Iterable[str], parameters: dict[str, Tensor], saved: di
 def _to_read_into(entry, parameter: Tensor) -> Tensor | None:
     if isinstance(entry, BytesStorageMetadata):
         return None
-    if entry.size == parameter.shape:  # laid out as its parameter, on however many ranks that is
+    if entry.size == parameter.shape:  # in its parameter's layout, on any number of ranks
         return torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 
 def load_optimizer(optimizer, owned: list[list[str]], states: dict, groups: list[dict]) -> None:
-    """Gives an optimizer what was read. groups: all that were saved. ValueError: they differ inside one of its own."""
+    """Loads the read states into an optimizer. groups: all saved groups. ValueError: they differ within one of its
+    own."""
     of = {name: group["options"] for group in groups for name in group["params"]}
     packed, number = {"state": {}, "param_groups": []}, 0
     for names, group in zip(owned, optimizer.param_groups, strict=True):
@@ -223,7 +224,7 @@ def _differ(a: dict, b: dict) -> bool:
 
 
 def misfits(wanted: dict[str, Tensor], saved: dict) -> tuple[list[str], list[str]]:
-    """(keys that were not saved, sentences about those that were with another shape)."""
+    """(keys that were not saved, sentences about keys saved with another shape)."""
     missing = [key for key in wanted if key not in saved]
     shapes = [
         f"{key.partition('.')[2]} is {tuple(saved[key].size)} there and {tuple(tensor.shape)} here"
@@ -234,7 +235,7 @@ def misfits(wanted: dict[str, Tensor], saved: dict) -> tuple[list[str], list[str
 
 
 def misfit_message(path, missing: list[str], surplus: list[str], shapes: list[str]) -> str | None:
-    """One sentence that names them, or None."""
+    """One sentence that lists them, or None."""
     said = []
     if missing:
         said.append(f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} not in it")

@@ -3,9 +3,9 @@
     with hfnn.patch_torch():
         loss = model(batch)             # nn.functional.gelu(x) in whatever code is now hfnn.functional.gelu(x)
 
-While anybody is in such a block, the attributes of torch.nn.functional and of torch hold functions that ask, call by
-call, whether this very thread wants the call routed. So other threads see torch's behaviour, a call from inside an
-hfnn op reaches torch's original, and what remains after the last block is torch as it was.
+While any thread is in such a block, the attributes of torch.nn.functional and of torch hold functions that check at
+each call whether this thread routes it. So other threads see torch's behaviour, and a call from inside an hfnn op
+reaches torch's original. After the last block, torch is as it was before.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from hfnn.core.context import compiling
 from hfnn.core.kernel import PREFERENCES
 
 _getframe, _current_backward = sys._getframe, torch._C._current_graph_task_id
-_KEY = "hfnn.patch"  # of the routing, in the state that torch hands on to the threads of a backward pass
+_KEY = "hfnn.patch"  # key of the routing, in the state that torch passes to the threads of a backward pass
 
 
 class _Here(threading.local):
-    """What a thread wants routed.
+    """The routing of a thread.
 
-    state: None, or (names to be routed wherever they are called, with their `prefer`; code in which every name is, and
-    the `prefer` for that). patches: those that this thread has started, in order.
+    state: None, or (names routed everywhere, with their `prefer`; code in which every name is routed, and its
+    `prefer`). patches: those that this thread has started, in order.
     """
 
     state: tuple[dict[str, str], frozenset, str] | None = None
@@ -44,9 +44,9 @@ class _Here(threading.local):
         self._shared: list | None = None
 
     def share(self, state) -> None:
-        """Have it hold in the threads of backward passes started here, where torch hands on what is stashed.
+        """Make it effective in the threads of backward passes started here, to which torch passes stashed objects.
 
-        Stashed is one list for each thread, once and for good: torch before 2.12 keeps it without counting a reference.
+        One list per thread is stashed, permanently, because torch before 2.12 keeps it without counting a reference.
         """
         if self._shared is None:
             self._shared = [None]
@@ -62,7 +62,7 @@ _lock = threading.Lock()
 
 @dataclass(eq=False)
 class Place:
-    """An attribute of a module of torch that holds a function; users: how many blocks want it routed right now."""
+    """An attribute of a torch module that holds a function; users: the number of blocks that route it at present."""
 
     owner: types.ModuleType
     name: str
@@ -72,11 +72,11 @@ class Place:
 
 
 def _routed(name: str, original: Callable, ours: Callable) -> Callable:
-    """What stands in torch's place: `ours` where the call is to be routed, else `original`."""
+    """The replacement for torch's function: calls `ours` if the call is routed, else `original`."""
     has_prefer = "prefer" in inspect.signature(getattr(functional, name)).parameters
 
     def routed(*args, **kwargs):
-        if compiling():  # Dynamo inlines this: the original is what it sees
+        if compiling():  # Dynamo inlines this, so it sees the original
             return original(*args, **kwargs)
         before = here.state
         state = _of_backward() if before is None else before
@@ -84,14 +84,14 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
             return _as_torch(original, args, kwargs)
         prefer, caller = state[0].get(name), _getframe(1)
         if prefer is not None:
-            # The backward of an hfnn op, which torch's engine runs; its formulas are in terms of torch's functions.
+            # The backward of an hfnn op, run by torch's engine; its formulas use torch's functions.
             own = caller.f_globals.get("__name__", "").startswith("hfnn.")
         elif caller.f_code in state[1]:
             prefer, own = state[2], False
         else:
             return _as_torch(original, args, kwargs)
         own = own or "out" in kwargs or _is_overridden(args, kwargs)
-        # What is called from within is torch's: rooms fall back to it, and torch's functions call one another.
+        # Calls from inside must reach torch: rooms fall back to it, and torch's functions call one another.
         here.state = _NOTHING
         try:
             if own:
@@ -107,14 +107,14 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
 
 
 def _is_overridden(args, kwargs) -> bool:
-    """Whether an argument is of a subclass of Tensor with functions of its own."""
+    """Whether an argument is a Tensor subclass with its own functions."""
     given = (*args, *kwargs.values())
     return has_torch_function(given) and bool(_get_overloaded_args(given))  # the former is true in a mode as well
 
 
 def _as_torch(original, args, kwargs):
-    """torch's own call. What torch hands to subclasses of Tensor is the function that stands in its place, `routed`;
-    their tables know the original.
+    """torch's own call. torch would pass the replacement, `routed`, to subclasses of Tensor, but their tables have the
+    original.
     """
     if type(original) is types.FunctionType and has_torch_function((*args, *kwargs.values())):
         return handle_torch_function(original, (*args, *kwargs.values()), *args, **kwargs)
@@ -132,7 +132,7 @@ def _takes(ours: Callable, original: Callable) -> bool:
     """Whether hfnn's function takes whatever torch's takes."""
     try:
         theirs = list(inspect.signature(original).parameters.values())
-    except ValueError:  # in C, without a signature: the rooms' tests call them by torch's
+    except ValueError:  # in C, without a signature: the rooms' tests use torch's arguments
         return True
     known = list(inspect.signature(ours).parameters)
     positional = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -140,14 +140,14 @@ def _takes(ours: Callable, original: Callable) -> bool:
     return known[: len(positional)] == positional and named <= set(known)
 
 
-# Functions of torch itself, where their arguments are not those of torch.nn.functional's.
+# Functions of torch itself whose arguments differ from torch.nn.functional's.
 _ARGUMENTS = {
     "dropout": lambda ours: lambda input, p, train, **how: ours(input, p, train, **how),
     "layer_norm": lambda ours: lambda *args, cudnn_enable=True, **how: ours(*args[:5], **how),
     "log_softmax": lambda ours: lambda input, dim, dtype=None, **how: ours(input, dim, dtype=dtype, **how),
     "softmax": lambda ours: lambda input, dim, dtype=None, **how: ours(input, dim, dtype=dtype, **how),
 }
-# Those whose arguments are a beginning of torch.nn.functional's.
+# Functions whose arguments are the first ones of torch.nn.functional's.
 _TWINS = ("celu", "prelu", "relu", "rms_norm", "selu", "sigmoid", "tanh")
 
 
@@ -170,7 +170,7 @@ def install(places) -> None:
     with _lock:
         for place in places:
             place.users += 1
-            # What somebody else has put there is theirs.
+            # Functions that were replaced by others are left alone.
             if place.users == 1 and getattr(place.owner, place.name) is place.original:
                 setattr(place.owner, place.name, place.routed)
 
@@ -185,7 +185,7 @@ def uninstall(places) -> None:
 
 @contextlib.contextmanager
 def unrouted() -> Iterator[None]:
-    """Inside the `with` block torch's functions, whatever this thread has started: for comparisons with them."""
+    """Use torch's functions inside the `with` block, whatever this thread has started: for comparisons with them."""
     before, here.state = here.state, _NOTHING
     try:
         yield
@@ -194,7 +194,7 @@ def unrouted() -> Iterator[None]:
 
 
 class Patch:
-    """What `patch_torch` returns: for `with`, as a decorator, or to be started and stopped."""
+    """The result of `patch_torch`: for `with`, as a decorator, or with start and stop."""
 
     def __init__(self, names: tuple[str, ...], prefer: str):
         self.names, self.prefer = dict.fromkeys(names, prefer), prefer
@@ -212,7 +212,7 @@ class Patch:
         _renew()
 
     def stop(self) -> None:
-        """Undo one `start` of this thread. Raises ValueError where there was none."""
+        """Undo one `start` of this thread. Raises ValueError if there was none."""
         if compiling():
             return
         if not any(patch is self for patch in here.patches):
@@ -243,7 +243,7 @@ class Patch:
 
 
 def _renew() -> None:
-    """The thread's state of the patches it has started, later ones first."""
+    """The combined state of the patches that the thread has started, later ones first."""
     names = {}
     for patch in here.patches:
         names |= patch.names
@@ -253,15 +253,15 @@ def _renew() -> None:
 
 
 def patch_torch(only: str | Iterable[str] | None = None, prefer: str = "auto") -> Patch:
-    """Route torch.nn.functional's functions, and their twins in torch (torch.softmax, ...), to hfnn.functional's.
+    """Route torch.nn.functional's functions, and their equivalents in torch (torch.softmax, ...), to hfnn.functional's.
 
     For code that cannot be converted: `with hfnn.patch_torch(): ...`, `@hfnn.patch_torch()` on a function, or
-    `patch = hfnn.patch_torch(); patch.start(); ...; patch.stop()`. Counts for this thread alone, and for backward
-    passes started in it; may be nested. Reached is what is looked up when it is called: `nn.functional.gelu(x)`,
-    `F.gelu(x)`, torch's own modules; not `x.softmax(-1)`, nor a name imported before (`from ... import gelu`). A
-    function that somebody else has replaced is left alone; under torch.compile, torch's own run.
-    Where activations are checkpointed, backward must run inside as well: what it computes again must be computed by
-    the same functions. only: one or several names; prefer: as in `hfnn.convert`. Raises ValueError for what is neither.
+    `patch = hfnn.patch_torch(); patch.start(); ...; patch.stop()`. It applies only to this thread and to backward
+    passes started in it, and may be nested. It affects functions that are looked up when they are called:
+    `nn.functional.gelu(x)`, `F.gelu(x)`, torch's own modules; but not `x.softmax(-1)`, nor a name imported before
+    (`from ... import gelu`). A function that other code has replaced is left alone. Under torch.compile, torch's own
+    functions run. With activation checkpointing, backward must also run inside, because it must recompute with the same
+    functions. only: one or several names; prefer: as in `hfnn.convert`. Raises ValueError for unknown names and values.
     """
     names = NAMES if only is None else (only,) if isinstance(only, str) else tuple(only)
     unknown = [name for name in names if name not in NAMES]

@@ -1,4 +1,4 @@
-"""`report`: every module of a model, or an optimizer: what it was swapped for or why it was left alone."""
+"""`report`: for every module of a model, or an optimizer, what it was swapped for or why it was left alone."""
 
 import io
 import re
@@ -19,17 +19,15 @@ from hfnn.optim import swap
 from hfnn.patterns.subclass import is_converted, op_of, original, title
 from hfnn.tune import explain
 
-OPTIMIZER = "(optimizer)"  # in the place of a name
-OF_NOTE = (
-    0.005  # a share of the bytes or of the time for which a module gets a row though hfnn has nothing to say of it
-)
+OPTIMIZER = "(optimizer)"  # used instead of a name
+OF_NOTE = 0.005  # share of the bytes or of the time from which a module gets a row although hfnn does not concern it
 
 
 @dataclass(frozen=True)
 class ModuleRow:
     """One module. to: what it was swapped for, or None; kernel: what runs for inputs of its parameters' device and
-    dtype; why: the reason it was left alone, or what else there is to know. kept, time: what it takes, without the
-    modules inside, of the bytes that a forward keeps and of its time, where `report` was given inputs.
+    dtype; why: the reason it was left alone, or further information. kept, time: its share, without the modules inside,
+    of the bytes that a forward keeps and of its time, if `report` was given inputs.
     """
 
     name: str
@@ -43,9 +41,9 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Report:
-    """`rows` in the order of the model; printed with rows alike but for numbers in their names folded into one.
+    """`rows` in the order of the model. When printed, rows that differ only in the numbers in their names are combined.
 
-    captured: what became of the calls of a captured model, in a line, or None; tuned: what `hfnn.tune` chose, likewise.
+    captured: one line about the calls of a captured model, or None; tuned: the choice of `hfnn.tune`, likewise.
     """
 
     rows: list[ModuleRow]
@@ -86,15 +84,15 @@ class Report:
 
 
 def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
-    """Every module without modules inside, and of the others those that are converted, or nearly were; or an optimizer.
+    """Every module without modules inside, and other modules that are converted or almost matched; or an optimizer.
 
-    Print it, or read its `rows`. Kernels are those for contiguous inputs of the device and dtype of the module's
-    parameters (of the model's first parameter where it has none), outside torch.compile. Works on models that are
-    converted, partly or not at all.
+    Print it, or read its `rows`. Kernels are those for contiguous inputs with the device and dtype of the module's
+    parameters (or of the model's first parameter), outside torch.compile. Works on models that are converted, partly
+    converted or not converted.
 
-    With inputs, `model(*inputs, **kwargs)` runs twice, forward only, and each row says what the module takes of it: of
-    the bytes kept for backward, and of the time. So what is left alone can be told by what it costs. The model, its
-    buffers and torch's generators are afterwards as they were. Raises what the forward raises.
+    With inputs, `model(*inputs, **kwargs)` runs twice, forward only, and each row shows the module's share of the bytes
+    kept for backward and of the time. So the cost of modules that were left alone is visible. The model, its buffers
+    and torch's generators do not change. Raises what the forward raises.
     """
     if isinstance(model, Optimizer):
         return Report([ModuleRow(OPTIMIZER, *swap.explain(model))])
@@ -113,7 +111,7 @@ def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
 
 
 def _is_of_note(site) -> bool:
-    """Whether there is more to say of a module than that it holds others."""
+    """Whether a module needs a row, rather than only containing others."""
     verdict = None if is_converted(site.module) else examine(site)
     return verdict is None or verdict.room is not None or verdict.why != NO_OP
 
@@ -136,9 +134,9 @@ def _row(site, first) -> ModuleRow:
 
 
 def _kernel(module, op, weight) -> tuple[str, str]:
-    """(the kernel, from which size of input on)."""
+    """(the kernel, the input size from which it runs)."""
     if op is linear.OP or op in conv.OPS:
-        if is_fsdp(module):  # fully_shard hands it a view of its input, which has no recipe
+        if is_fsdp(module):  # fully_shard passes it a view of its input, which has no recipe
             return "torch", "keeps its input: wrap the block around it instead of the module itself"
         if op in conv.OPS and weight.is_cuda and module.prefer == "auto":
             return "torch", "keeps a recipe of an input from 2^23 elements on, where there is one"
@@ -147,7 +145,7 @@ def _kernel(module, op, weight) -> tuple[str, str]:
         return "torch", "keeps a recipe of its input where there is one"
     if not op.kernels:
         return "torch", "keeps less than torch's module"
-    # A norm's weight is a row of its input; what works along another length says so.
+    # A norm's weight is a row of its input; ops along another length state it.
     device, cols = weight.device.type, getattr(module, "_hfnn_cols", weight.numel() if module._parameters else 0)
     kernel = next((k for k in op.kernels if not k.refusals(device, weight.dtype, cols, weight.dtype)), None)
     if kernel is None:

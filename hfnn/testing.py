@@ -1,11 +1,11 @@
 """The accuracy rule, written once.
 
 Against a float64 reference, the error of a result is at most `at_most` times the error of torch's own op in the same
-dtype, or half an ulp of the result where torch's is smaller (an ulp, for a result of one number). Errors are measured
-twice: in the L2 norm relative to the reference, which sees a bias, and as the largest one relative to the largest
-value, which sees a single wrong element. A single sum of n terms may also err by sqrt(n) halves, as n roundings do in
-whatever order (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SISC 2019): torch's order,
-and so the luck of one element, are others on each processor.
+dtype, or half an ulp of the result if torch's error is smaller (one ulp for a result of one number). Errors are
+measured twice: in the L2 norm relative to the reference, which detects a bias, and as the largest error relative to the
+largest value, which detects a single wrong element. A single sum of n terms may also have an error of sqrt(n) half
+ulps, as n roundings have in any order (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SISC
+2019). torch's order of summation, and so the chance error of one element, differs between processors.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Error:
 
 
 def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
-    """How far `result` is from `reference` (float64, same shape); infinite where NaNs or infinities do not match."""
+    """The distance of `result` from `reference` (float64, same shape); infinite if NaNs or infinities do not match."""
     result, reference = result.detach().cpu().double(), reference.detach().cpu().double()
     finite = reference.isfinite()
     if result.shape != reference.shape or not torch.equal(
@@ -51,17 +51,17 @@ def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
 def assert_close(result, reference, of, at_most: float = OUTPUTS, name: str = "result", terms: int = 1) -> None:
     """Raise AssertionError unless `result` keeps the accuracy rule; `of` is torch's own result in the same dtype.
 
-    terms: of each sum that the result is made of, where they are added up in the result's own dtype.
+    terms: the number of terms of each sum in the result, if they are added in the result's own dtype.
     """
     assert result.dtype is of.dtype, f"{name} is {result.dtype}, torch's is {of.dtype}"
     assert result.shape == reference.shape, f"{name} has shape {tuple(result.shape)}, wanted {tuple(reference.shape)}"
     mine, torchs = error(result, reference), error(of, reference)
     held = mine
-    if result.numel() == 1:  # torch's is a matter of luck, and maybe none at all: it counts as half an ulp
+    if result.numel() == 1:  # torch's error is random and may be zero: it counts as half an ulp
         half_ulp = torch.finfo(result.dtype).eps / 2
         torchs = Error(max(torchs.l2, half_ulp), max(torchs.largest, half_ulp))
-        # Of one element the norm is the element, which is a sum of `terms`: over 60 draws of linear_distillation the
-        # loss of torch was off by 0.8 half ulps in the median and 3.2 at most, ours by 0.8 and 3.1.
+        # For one element the norm is the element, which is a sum of `terms`. Over 60 draws of linear_distillation, the
+        # error of torch's loss was 0.8 half ulps in the median and 3.2 at most, ours 0.8 and 3.1.
         held = Error(0.0, mine.largest)
     assert held.within(torchs, result.dtype, at_most, terms), (
         f"{name} {result.dtype} {tuple(result.shape)}: error {mine.l2:.3g} (largest {mine.largest:.3g}), torch's own "

@@ -1,13 +1,13 @@
-"""`tune`: which way of running a model trains it fastest, measured on batches of yours.
+"""`tune`: measures on your batches which way of running a model trains it fastest.
 
 Candidates are the model as it is, converted, captured, compiled, compiled and converted, and each of them with the
 weights of its convolutions in channels_last. Each runs in turn, in place. It is accepted if loss, gradients and buffers
-agree with stock's after one batch and after two whose gradients add up, if its peak fits, and if it does not compile at
-step after step.
+agree with stock's after one batch and after two accumulated batches, if its peak memory fits, and if it does not
+recompile at every step.
 
-How far a result may be from stock's is in hfnn/tuning/agreement.py. All candidates begin with the same states of the
-generators. Dropout is off for the comparison, as masks of hfnn and Inductor are others than torch's for the same seed;
-a model that draws random numbers all the same is compared in eval mode. For the times everything is as in training.
+hfnn/tuning/agreement.py defines how far a result may be from stock's. All candidates begin with the same generator
+states. Dropout is off for the comparison, because masks of hfnn and Inductor differ from torch's for the same seed. A
+model that still draws random numbers is compared in eval mode. For the timing everything is as in training.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _tuned: weakref.WeakKeyDictionary[nn.Module, tuple[Candidate, Tuning]] = weakref
 
 
 def explain(model: nn.Module) -> str | None:
-    """What was chosen for a model, for `hfnn.report`, or None."""
+    """The choice for a model, for `hfnn.report`, or None."""
     if model not in _tuned:
         return None
     candidate, found = _tuned[model]
@@ -53,29 +53,29 @@ def tune(
     cache: bool = True,
     show: bool = True,
 ) -> Tuning:
-    """Run the model in each way that there is, print a table, and leave the model in the one that is fastest.
+    """Run the model in each available way, print a table, and leave the model in the fastest one.
 
-    batches: two or more of those that the model is to be trained on, on its device; no more than five are taken. loss:
-    a function of model and batch, with autocast in it where you train so; without it the model is called with the
-    batch (its items, if it is a dict, tuple or list) and returns the loss, or something with a `loss`. steps: how many
-    calls of the model are to come: what takes long to compile must save that in them. optimizer: becomes hfnn's, as by
-    `hfnn.convert`, where the choice is a converted model; its own step is not timed.
+    batches: two or more training batches, on the model's device; at most five are used. loss: a function of model and
+    batch, including autocast if you train with it. Without it, the model is called with the batch (its items, if it is
+    a dict, tuple or list) and must return the loss, or an object with a `loss`. steps: the number of calls of the model
+    still to come; compile time must be saved within them. optimizer: becomes hfnn's, as by `hfnn.convert`, if the
+    choice is a converted model; its own step is not timed.
 
-    budget: seconds for all candidates but stock (default: 300, or 2 % of what the steps to come take as stock, if that
-    is less); what does not fit is not tried, and a candidate that has begun is interrupted, in the main thread. memory:
-    bytes that a step may need at its peak above what is allocated before (default: what is free on the GPU, where
-    states that an optimizer is yet to make count as free; on the CPU no limit). among: names of candidates, or
-    `Candidate`s; stock is always one. backend: torch.compile's.
+    budget: seconds for all candidates except stock (default: 300, or 2 % of stock's time for the remaining steps, if
+    that is less). Candidates that do not fit are not tried, and a running candidate is interrupted, in the main thread
+    only. memory: the peak bytes that a step may need above what is allocated before (default: the free memory of the
+    GPU, where optimizer states that do not exist yet count as free; no limit on the CPU). among: names of candidates,
+    or `Candidate`s; stock is always included. backend: torch.compile's.
 
-    Afterwards parameters, gradients, buffers, modes, and the generators of torch, numpy and Python are what they were,
-    and the optimizer has made no step. With torch.distributed, call it on all ranks, before wrapping: a candidate must
-    do on each of them, the slowest counts, and rank 0 decides. The choice is kept in $XDG_CACHE_HOME/hfnn/tune.json for
-    models, batches, versions and GPUs alike (cache=False: neither read nor written); one of an earlier run is compared
-    with stock again, but not timed. A compiled candidate ends with `torch._dynamo.reset()`: whatever else is compiled
-    in the process compiles again when it is called.
+    Afterwards parameters, gradients, buffers, modes, and the generators of torch, numpy and Python are unchanged, and
+    the optimizer has made no step. With torch.distributed, call it on all ranks, before wrapping: a candidate must work
+    on each rank, the slowest rank counts, and rank 0 decides. The choice is kept in $XDG_CACHE_HOME/hfnn/tune.json for
+    equal models, batches, versions and GPUs (cache=False: neither read nor written). A choice of an earlier run is
+    compared with stock again, but not timed. A compiled candidate ends with `torch._dynamo.reset()`: everything else
+    compiled in the process is recompiled when it is called.
 
-    Raises ValueError for a model that is converted or compiled already (but by `tune`), sharded or wrapped, whose
-    gradients have hooks, or whose loss is not one finite number; and what stock itself raises.
+    Raises ValueError for a model that is already converted or compiled (except by `tune`), sharded or wrapped, whose
+    gradients have hooks, or whose loss is not one finite number. Raises what stock itself raises.
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: takes how many steps are to come, one at least")

@@ -1,4 +1,4 @@
-"""`verify`: a converted model against its original and against itself in float64, on inputs of yours."""
+"""`verify`: compares a converted model with its original and with float64, on your inputs."""
 
 import copy
 import dataclasses
@@ -18,18 +18,19 @@ from hfnn.patch import unrouted
 from hfnn.patterns.subclass import is_converted
 from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
 
-# Where torch itself is off by half or more, in float32 by a tenth (a gradient that is zero in theory), its error is
-# noise, not a yardstick.
+# If torch's own error is half or more, or a tenth in float32 (a gradient that is zero in theory), it is noise and
+# cannot serve as a reference.
 NOISE = 10.0
-# One element may be right by luck, of which each processor has its own: its yardstick is at least the median of the
-# tensors' largest errors. So may a tensor of so few elements, a loss above all: its is the greatest error but noise.
+# One element may be exact by chance, which differs between processors: its reference error is at least the median of
+# the tensors' largest errors. The same holds for a tensor of so few elements, above all a loss: its reference is the
+# greatest error except noise.
 FEW = 64
 
 
 @dataclass(frozen=True)
 class ErrorRow:
     """One output or gradient. difference: largest between the two versions; converted, original: their errors against
-    float64 (the original's is the yardstick); at_most: how many times the yardstick is allowed.
+    float64 (the original's is the reference); at_most: the allowed multiple of the reference.
     """
 
     name: str
@@ -46,7 +47,7 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """`ok` where every row keeps the accuracy rule; print it, or read its `rows`, outputs first."""
+    """`ok` if every row keeps the accuracy rule; print it, or read its `rows`, outputs first."""
 
     rows: list[ErrorRow]
 
@@ -73,14 +74,14 @@ class Verification:
 
 
 def verify(model: nn.Module, *inputs, **kwargs) -> Verification:
-    """Run the model as it is and with its original classes, and compare outputs and gradients.
+    """Run the model converted and with its original classes, and compare outputs and gradients.
 
-    Both are held against a float64 copy: relative error at most 2 times (outputs) or 3 times (gradients) the
+    Both are compared with a float64 copy: the relative error is at most 2 times (outputs) or 3 times (gradients) the
     original's, or half an ulp. Gradients are of a sum of all floating outputs with fixed random signs, with respect to
-    the parameters and to inputs that require grad. Everything runs on copies without hooks, so the model, its
-    gradients and torch's generators stay as they are; it takes the memory of another model, in float64. A model that
-    is not converted is converted for the comparison. Raises ValueError where dropout is active, for the two versions
-    draw other masks.
+    the parameters and to inputs that require grad. Everything runs on copies without hooks, so the model, its gradients
+    and torch's generators do not change. This takes the memory of another model in float64. A model that is not
+    converted is converted for the comparison. Raises ValueError if dropout is active, because the two versions draw
+    different masks.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
@@ -119,7 +120,7 @@ def _row(name, ours, theirs, exact, of, least) -> ErrorRow:
 
 
 def _run(model, inputs, kwargs) -> dict[str, torch.Tensor]:
-    """Outputs by path and gradients by name, on the CPU. Leaves the model's buffers as they were."""
+    """Outputs by path and gradients by name, on the CPU. Does not change the model's buffers."""
     inputs, kwargs = _nest_map(_leaf, inputs), _nest_map(_leaf, kwargs)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -145,7 +146,7 @@ def _signs(y, generator):
 
 
 def _copy(model):
-    """A deep copy without hooks: they are another's code, and may hold half a program by reference."""
+    """A deep copy without hooks, because hooks are foreign code and may hold large parts of a program."""
     names = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict)]
     memo = {id(vars(module).get(name)): OrderedDict() for module in model.modules() for name in names}
     return adapters.without_hooks(copy.deepcopy(model, memo))

@@ -1,8 +1,8 @@
 """Compile the GPU kernels before training does: `hfnn warmup [--widths 768 3072] [--dtypes bfloat16]`.
 
 Triton compiles a kernel at its first use, once for each dtype and block of columns, and keeps the result on disk
-(TRITON_CACHE_DIR, ~/.triton otherwise). This runs every op forward, rebuilt and backward at common widths, so that the
-first training step finds its kernels there. And it measures which of torch's backends is the fastest for attention.
+(TRITON_CACHE_DIR, otherwise ~/.triton). This runs every op's forward, rebuild and backward at common widths, so the
+first training step finds its kernels there. It also measures which of torch's backends is the fastest for attention.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROWS = 4096  # enough that the kernels divide the work as they do in training
 
 
 def cases(op: Op, rows: int, width: int) -> Iterator[tuple]:
-    """A case of (rows, width) for each way of calling the op: what its own cases hold besides sizes."""
+    """A case of (rows, width) for each set of options in the op's own cases."""
     ways = dict.fromkeys(tuple(entry for entry in case if not isinstance(entry, int)) for case in op.cases)
     return ((rows, width, *way) for way in ways)
 
@@ -31,7 +31,7 @@ def cases(op: Op, rows: int, width: int) -> Iterator[tuple]:
 def step(op: Op, case: tuple, dtype: torch.dtype, params: torch.dtype, device: str) -> None:
     """The op with a consumer that rebuilds its output, forward and backward; parameters in the dtype `params`."""
     (x, *others), options = op.sample(case, dtype, device)
-    # A matrix goes by the dtype of x, as torch wants it.
+    # A matrix has the dtype of x, as torch requires.
     others = [t.to(params if t.dim() == 1 else dtype).requires_grad_() if is_float(t) else t for t in others]
     y = getattr(functional, op.name)(x.requires_grad_(), *others, **options)
     if not op.recipe:
@@ -46,7 +46,8 @@ def is_float(t) -> bool:
 
 
 def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int = ROWS) -> int:
-    """Run the kernel at each width and dtype that it takes, with parameters of that dtype and of float32: how many."""
+    """Run the kernel at each width and dtype that it supports, with parameters of that dtype and of float32; returns
+    the number of runs."""
     runs = 0
     for width in widths:
         for dtype, params in dict.fromkeys((d, p) for d in dtypes for p in (d, torch.float32)):
@@ -61,7 +62,7 @@ def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds what `run` takes."""
+    """Adds the arguments of `run`."""
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="columns of a row")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=("float32", "bfloat16", "float16"))
 

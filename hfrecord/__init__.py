@@ -1,4 +1,4 @@
-"""Record files for training that reads random batches: written once, read at the speed of the disk.
+"""Record files for training with random batches: written once, read at the speed of the disk.
 
     with hfrecord.FileWriter("train.hfr") as writer:
         writer.write(b"a record")
@@ -6,7 +6,7 @@
     reader = hfrecord.FileReader("train.hfr")  # or a folder, or a list, also of FFRecord's .ffr files
     reader[-1], reader[[5, 2, 5]], len(reader)
 
-Needs numpy; torch, zstandard, pyarrow and Pillow where they are asked for.
+Needs numpy; torch, zstandard, pyarrow and Pillow only where they are used.
 """
 
 from hfrecord.ffr import FfrWriter

@@ -1,7 +1,7 @@
-"""Record files: made of other data, looked at, read through.
+"""Record files: make them from other data, inspect them, verify them.
 
-hfrecord convert images out --format images     # a folder for each class
-hfrecord verify out                             # reads all
+hfrecord convert images out --format images     # a folder per class
+hfrecord verify out                             # reads everything
 """
 
 import os
@@ -24,13 +24,13 @@ from hfrecord.sampler import Permutation
 
 
 def bar(what: str) -> Progress:
-    """Of things that are done, where a person looks at it."""
+    """A progress bar, shown only in a terminal."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, disable=not sys.stderr.isatty())
 
 
 def tracked(items: Iterator, total: int, what: str) -> Iterator:
-    """The items, with a bar of them."""
+    """The items, with a progress bar."""
     with bar(what) as progress:
         yield from progress.track(items, total)
 
@@ -53,7 +53,7 @@ def verify(args) -> None:
 
 
 def unpack(args) -> None:
-    """A folder that was packed, or else a file for each record."""
+    """Restores a packed folder, or writes one file per record."""
     reader = FileReader(args.path)
     for number in tracked(iter(range(len(reader))), len(reader), "records"):
         record = reader[number]
@@ -76,7 +76,7 @@ def write(args) -> None:
 
 
 def bench(args) -> None:
-    """Random batches of one pass: out of the page cache and in it, with the next one advised and without."""
+    """Times the random batches of one pass: outside the page cache and in it, with and without prefetching."""
     records = len(FileReader(args.path))
     order = Permutation(records, args.seed)(np.arange(records))
     order = [order[at : at + args.batch] for at in range(0, len(order), args.batch)][: args.batches]
@@ -105,8 +105,8 @@ def parser() -> Parser:
     calls = {"info": info, "verify": verify, "bench": bench, "unpack": unpack}
     does = {
         "info": "what is in the files",
-        "verify": "read all, and tell the first record that is damaged",
-        "bench": "time random batches, out of the page cache and in it",
+        "verify": "read everything, and report the first damaged record",
+        "bench": "time random batches, outside the page cache and in it",
         "unpack": "write each record as a file",
         "pack": "the files of a folder, by their names",
         "convert": "images, tar (webdataset), parquet, jsonl, npy, text or other record files",
@@ -116,20 +116,20 @@ def parser() -> Parser:
         sub.add_argument("path", help="a .hfr or .ffr file, or a folder of them")
         sub.set_defaults(call=calls[name])
     subs["unpack"].add_argument("out", help="folder for the files")
-    subs["bench"].add_argument("--batch", type=int, default=64, help="records of a batch")
+    subs["bench"].add_argument("--batch", type=int, default=64, help="records per batch")
     subs["bench"].add_argument("--batches", type=int, default=1000, help="at most")
     subs["bench"].add_argument("--seed", type=int, default=0)
     for name in ("pack", "convert"):
         sub = commands.add_parser(name, help=does[name])
         sub.add_argument("source", help="a folder" if name == "pack" else "what is converted")
-        sub.add_argument("out", help="folder of the records; what is there of a run that was killed is gone on with")
+        sub.add_argument("out", help="folder of the records; continues a run that was killed")
         sub.add_argument("--part-bytes", type=int, default=1 << 30)
         sub.add_argument("--compression", choices=("zstd",))
         sub.add_argument("--jobs", type=int, default=1, help="processes that read and encode")
         sub.set_defaults(call=write, format="folder", length=1, tokenizer=None)
     sub.set_defaults(format=None)
-    sub.add_argument("--format", choices=convert.FORMATS, help="told by the source's name by default")
-    sub.add_argument("--length", type=int, default=1024, help="tokens of a record, or at most")
+    sub.add_argument("--format", choices=convert.FORMATS, help="by default from the source's name")
+    sub.add_argument("--length", type=int, default=1024, help="tokens per record (documents: at most)")
     sub.add_argument("--tokenizer", help="of documents, for transformers' AutoTokenizer; bytes without one")
     return found
 

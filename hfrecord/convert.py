@@ -1,8 +1,8 @@
 """Other data as records: folders, folders of images by class, tar (webdataset), parquet, jsonl, numpy, text as tokens.
 
-A source has units (files, rows, documents) in an order that is the same each time, and any of them may be asked for: so
-processes share the work, and a conversion that was killed goes on behind the units of its last commit. What is written
-does not depend on the number of processes.
+A source has units (files, rows, documents) in a fixed order, with random access. So processes share the work, and a
+conversion that was killed continues after the units of its last commit. The output does not depend on the number of
+processes.
 """
 
 import collections
@@ -29,9 +29,9 @@ COMMIT = 256 << 20  # bytes of records between two commits
 
 @dataclass
 class Source:
-    """`read(begin, end)`: the records of these units. schema: of the records. chunk: units that are asked for at once.
+    """`read(begin, end)`: the records of these units. schema: of the records. chunk: number of units read at once.
 
-    It is pickled to other processes, and so is `read`.
+    It is pickled to other processes, including `read`.
     """
 
     schema: dict | None
@@ -66,7 +66,8 @@ def _read_images(files, begin, end):
 
 
 def _tar(path: Path) -> Source:
-    """Samples of webdataset: files of one name up to its first dot behind the last slash, fields by what follows."""
+    """Samples of webdataset: files with the same name up to the first dot after the last slash; the rest names the
+    field."""
     samples, fields = [], None
     with tarfile.open(path) as archive:
         named = ((member, *_key(member.name)) for member in archive if member.isfile())
@@ -91,7 +92,7 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def _read_tar(path, samples, begin, end):
-    with tarfile.open(path) as archive:  # its file is of plain bytes, whatever the archive is compressed with
+    with tarfile.open(path) as archive:  # its file has plain bytes, even if the archive is compressed
         for key, places in samples[begin:end]:
             record = {"key": key}
             for field, (offset, size) in places.items():
@@ -107,7 +108,7 @@ def _jsonl(path: Path) -> Source:
 
 
 def _lines(path: Path) -> np.ndarray:
-    """Where lines that are not empty begin, int64."""
+    """The starts of non-empty lines, int64."""
     places, at = [], 0
     with path.open("rb") as file:
         for line in file:
@@ -125,7 +126,7 @@ def _read_jsonl(path, lines, begin, end):
 
 
 def _parquet(path: Path) -> Source:
-    """Each row, as JSON: what JSON has no word for is an error."""
+    """Each row, as JSON; values that JSON cannot represent are an error."""
     optional("pyarrow")
     import pyarrow.parquet
 
@@ -143,7 +144,7 @@ def _read_parquet(path, starts, begin, end):
         begin = last
 
 
-@functools.lru_cache(maxsize=1)  # chunks of one come behind one another
+@functools.lru_cache(maxsize=1)  # consecutive chunks come from one
 def _row_group(path, group):
     import pyarrow.parquet
 
@@ -152,7 +153,7 @@ def _row_group(path, group):
 
 
 def _numpy(path: Path) -> Source:
-    """Each row of an array, which is mapped."""
+    """Each row of a memory-mapped array."""
     rows = np.load(path, mmap_mode="r", allow_pickle=False)
     if rows.ndim == 0:
         raise ValueError(f"{path} is a single number: give an array with a row for each record")
@@ -165,9 +166,9 @@ def _read_numpy(path, begin, end):
 
 
 def _tokens(path: Path, length: int) -> Source:
-    """The bytes of a text file, or of a folder's one after the other, in records of `length` of them, as input_ids.
+    """The bytes of a text file, or of all files of a folder, in records of `length` bytes, as input_ids.
 
-    What is left over at the end is left out. A token is a byte: the vocabulary is of 256.
+    The remainder at the end is left out. A token is a byte: the vocabulary has 256 entries.
     """
     files = _files(path) if path.is_dir() else [path]
     ends = np.cumsum([0] + [file.stat().st_size for file in files])
@@ -190,10 +191,10 @@ def _read_tokens(files, ends, length, begin, end):
 
 
 def _documents(path: Path, length: int, tokenizer: str | None) -> Source:
-    """Documents in records of up to `length` tokens, as input_ids: what hfnn.data.PackedCollator makes batches of.
+    """Documents in records of up to `length` tokens, as input_ids, for batches by hfnn.data.PackedCollator.
 
-    They are the files of a folder, or the "text" of each line of a .jsonl file; a long one is several records.
-    tokenizer: a folder or a name for transformers' AutoTokenizer; without one a token is a byte of UTF-8.
+    They are the files of a folder, or the "text" of each line of a .jsonl file; a long document becomes several
+    records. tokenizer: a folder or a name for transformers' AutoTokenizer; without one a token is a byte of UTF-8.
     """
     if tokenizer is not None:
         _tokenizer(tokenizer)
@@ -219,7 +220,7 @@ def _tokenizer(name: str):
 
 
 def _records(path: Path) -> Source:
-    """Record files, FFRecord's too."""
+    """Record files, including FFRecord's."""
     reader = FileReader(path)
     return Source(reader.schema and reader.schema.fields, len(reader), functools.partial(_read_records, reader))
 
@@ -235,10 +236,10 @@ FORMATS: dict[str, Callable] = {
 
 
 def source(path, format: str | None = None, length: int = 1024, tokenizer: str | None = None) -> Source:
-    """A source; format: one of FORMATS, told by the path's name by default.
+    """A source; format: one of FORMATS, by default from the path's name.
 
-    length: of records of tokens. tokenizer: of documents. Raises ValueError for a format that there is not, OSError for
-    what cannot be read.
+    length: of records of tokens. tokenizer: of documents. Raises ValueError for an unknown format, OSError if the
+    source cannot be read.
     """
     path = Path(path)
     format = format or ("folder" if path.is_dir() else path.suffix[1:])
@@ -253,13 +254,13 @@ def source(path, format: str | None = None, length: int = 1024, tokenizer: str |
 
 
 def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, progress=lambda units: None) -> int:
-    """Appends to the data set `out` what it has not yet of a source; how many records it then has.
+    """Appends the missing part of a source to the data set `out`; returns its number of records.
 
-    jobs: processes that read and encode. progress: called with the number of units that are written.
+    jobs: processes that read and encode. progress: called with the number of written units.
     """
     options = {"part_bytes": part_bytes, "compression": compression, "append": True}
     with DatasetWriter(os.fspath(out), source.schema, **options) as writer:
-        # Who has written without saying how far has made a record of each unit.
+        # A writer that did not record its progress has made one record per unit.
         done, since = len(writer) if writer.source is None else writer.source, 0
         progress(done)
         for end, records in _chunks(source, writer.packer, done, jobs):
@@ -276,7 +277,7 @@ def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, pro
 
 
 def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[tuple[int, list]]:
-    """(where a chunk ends, its records as they are stored), in order."""
+    """(end of a chunk, its records as stored), in order."""
     spans = ((at, min(at + source.chunk, source.units)) for at in range(begin, source.units, source.chunk))
     if jobs == 1:
         yield from ((end, _packed(source, packer, at, end)) for at, end in spans)
@@ -309,7 +310,7 @@ def _run(begin: int, end: int) -> list[tuple[bytes, int]]:
 
 
 def _begin(source: Source, packer: Packer) -> None:
-    """In a process that converts: what, and that it ends when the one that has started it is killed."""
+    """Initialises a converting process: its source, and that it ends if its parent is killed."""
     global _work
     _work = source, packer
 

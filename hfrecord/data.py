@@ -1,4 +1,4 @@
-"""Records for torch: a Dataset, which torch's own DataLoader takes, and a DataLoader that knows where it is."""
+"""Records for torch: a Dataset for torch's own DataLoader, and a DataLoader that knows its position."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +10,11 @@ from hfrecord.sampler import ElasticSampler
 
 
 class Dataset(torch.utils.data.Dataset):
-    """A map-style dataset whose batches are read at once; also a RandomAccessDataSource of Grain.
+    """A map-style dataset that reads whole batches at once; also a RandomAccessDataSource of Grain.
 
-    data: a FileReader, or paths for one. fields: names of the schema's fields; a sample is then a tuple of them, as of
-    torchvision's ImageFolder with ("image", "label"). transform: of a sample. Workers may be forked or spawned.
+    data: a FileReader, or paths for one. fields: names of the schema's fields; a sample is then a tuple of them, as in
+    torchvision's ImageFolder with ("image", "label"). transform: a function of a sample. Workers may be forked or
+    spawned.
     """
 
     def __init__(self, data, transform: Callable | None = None, *, fields: Sequence[str] | None = None):
@@ -33,7 +34,7 @@ class Dataset(torch.utils.data.Dataset):
         return [self._sample(record) for record in self.reader.__getitems__(indices)]
 
     def advise(self, indices: Sequence[int]) -> None:
-        """Starts to read records that will be asked for."""
+        """Prefetches records that will be read."""
         self.reader.advise(indices)
 
     def _sample(self, record):
@@ -46,10 +47,11 @@ class DataLoader(torch.utils.data.DataLoader):
     """torch's DataLoader with an ElasticSampler, and with `state_dict` and `load_state_dict`.
 
         loader = hfrecord.DataLoader(dataset, batch_size=64, num_workers=4, seed=0)
-        loader.load_state_dict(state)  # goes on in the middle of an epoch, on any number of ranks and workers
+        loader.load_state_dict(state)  # resumes in the middle of an epoch, on any number of ranks and workers
 
-    The state counts batches that the loop has received, whatever workers have fetched ahead. dataset: a Dataset, or
-    paths for one. seed, shuffle, window, mix, rank, world_size, tail: of ElasticSampler. options: of torch's class.
+    The state counts the batches that the loop has received, not those that workers have prefetched. dataset: a Dataset,
+    or paths for one. seed, shuffle, window, mix, rank, world_size, tail: as in ElasticSampler. options: of torch's
+    class.
     """
 
     def __init__(self, dataset, batch_size: int = 1, *, num_workers: int = 0, **options):
@@ -66,18 +68,18 @@ class DataLoader(torch.utils.data.DataLoader):
         for batch in super().__iter__():
             self._received += 1
             yield batch
-        self._received = len(self.batch_sampler.data)  # all, also where other ranks have a batch more
+        self._received = len(self.batch_sampler.data)  # all, even if other ranks have one more batch
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration."""
+        """Sets the epoch of the next iteration."""
         self.batch_sampler.set_epoch(epoch)
         self._received = 0
 
     def state_dict(self) -> dict:
-        """All that a run must keep: a dict of integers."""
+        """Everything that a run must keep: a dict of integers."""
         return self.batch_sampler.state_dict(self._received)
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on behind the batches of a state."""
+        """Resumes after the batches of a state."""
         self.batch_sampler.load_state_dict(state)
         self._received = 0

@@ -1,8 +1,8 @@
 """Files of FFRecord (https://github.com/HFAiLab/ffrecord, README.md and fileio.h there): `.ffr`, read and written.
 
-Little-endian: crc of what follows up to the samples u32 (0 in old files, which have none), n i64, crc of each sample
-u32 (n), offset of each sample i64 (n), samples. A sample ends where the next one begins, the last at the end of the
-file. There is no commit: a file that is not whole is damaged, so it gets its name when it is.
+Little-endian: crc of the following bytes up to the samples u32 (0 in old files, which have none), n i64, crc of each
+sample u32 (n), offset of each sample i64 (n), samples. A sample ends where the next one begins, the last at the end of
+the file. There is no commit: an incomplete file is damaged, so a file gets its name only when it is complete.
 """
 
 import os
@@ -17,10 +17,10 @@ START = struct.Struct("<IQ")
 
 
 class Table:
-    """The index of an .ffr file that is mapped: `records`, and `entries(numbers)` as of the own format.
+    """The memory-mapped index of an .ffr file: `records`, and `entries(numbers)` as for hfrecord's own format.
 
     fd: a file descriptor. size: bytes of the file. mapped(offset, length): a view of bytes of the file. check: whether
-    the checksum of the index is compared. Raises RecordError where the head does not fit the file.
+    the checksum of the index is compared. Raises RecordError if the head does not fit the file.
     """
 
     meta: dict = {}
@@ -34,13 +34,13 @@ class Table:
         if self.begin > size:
             what = f"{self.records} samples need {self.begin} bytes of index, the file has {size}: it was cut off"
             raise format.RecordError(path, what, None, 4)
-        self.view = view = mapped(START.size, 12 * self.records)  # of the index, checksums and then offsets
+        self.view = view = mapped(START.size, 12 * self.records)  # of the index: checksums, then offsets
         if check and crc and native.crc32(view, native.crc32(start[4:])) != crc:
             raise format.RecordError(path, "the checksum of the index does not match", None, 0)
         self._crcs = np.frombuffer(view, "<u4", self.records)
         self._offsets = np.frombuffer(view, "<u8", self.records, 4 * self.records)
         first = int(self._offsets[0]) if self.records else size
-        if first != self.begin:  # told also of old files, which have no checksum
+        if first != self.begin:  # also checked for old files, which have no checksum
             raise format.RecordError(path, f"the first sample at {first}, behind the index is {self.begin}", None, 4)
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ class Table:
         ends = np.full(len(numbers), self.size, np.uint64)
         inner = numbers + 1 < self.records
         ends[inner] = self._offsets[numbers[inner] + 1]
-        found["length"] = ends - found["offset"]  # of a record that ends before it begins: more than there is
+        found["length"] = ends - found["offset"]  # for a record that ends before it begins: larger than the file
         return found
 
     @staticmethod
@@ -61,8 +61,8 @@ class Table:
 class FfrWriter:
     """Writes an .ffr file; `write(data)` appends a sample, `close()` gives the file its name, at `path`.
 
-    The index stands before the samples and has their number: they are kept in an unnamed file until then. In a `with`
-    block that raises nothing is left.
+    The index comes before the samples and contains their number, so samples are kept in an unnamed file until `close`.
+    A `with` block that raises leaves nothing behind.
     """
 
     def __init__(self, path):

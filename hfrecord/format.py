@@ -1,4 +1,4 @@
-"""The record file of hfrecord, version 1: what stands where, and when it counts.
+"""The record file of hfrecord, version 1: its layout, and its commit rule.
 
 All numbers are little-endian, all checksums CRC-32 (zlib's). A file is
 
@@ -6,15 +6,16 @@ All numbers are little-endian, all checksums CRC-32 (zlib's). A file is
     byte 512     commit: sequence u64, records u64, offset of the index u64, crc of the index u32, crc of these 28 u32
     byte 1024    another commit; of the two, the one with the larger sequence counts
     byte 4096    meta: JSON with the schema, the compression and its dictionary
-    behind it    records and indices, in the order in which they were written
+    after it     records and indices, in the order in which they were written
 
-An index has an entry for every record: offset u64, length u64, crc u32, codec u32 (0 as it is, 1 zstd). The crc is that
-of number, offset, length and codec, and then of the record as it is stored: neither can be taken for another's.
+An index has an entry for every record: offset u64, length u64, crc u32, codec u32 (0 uncompressed, 1 zstd). The crc
+covers number, offset, length and codec, and then the stored record. So neither an entry nor a record can be mistaken
+for another.
 
 The commit rule: records and an index of all of them are written and flushed, then the older commit is overwritten, in
-one sector. Whoever is killed before leaves the newer commit, and behind what it knows bytes that the next writer
-overwrites. A file that is made has two commits without records before it gets its name, so both are always whole: a
-commit that is not is damage, and never taken for an older state.
+one sector. A writer killed before that leaves the newer commit intact, and after its data some bytes that the next
+writer overwrites. A new file has two commits without records before it gets its name, so both are always complete. An
+incomplete commit is damage, and is never treated as an older state.
 """
 
 import json
@@ -35,9 +36,10 @@ PLAIN, ZSTD = 0, 1
 
 
 class RecordError(ValueError):
-    """Damage or misuse of a record file; `path`, `record` (its number in the file) and `offset` say where, or None.
+    """Damage or misuse of a record file; `path`, `record` (its number in the file) and `offset` give the place, or
+    None.
 
-    Of one argument, it is the whole message: so a DataLoader raises again what a worker has raised.
+    A single argument is the whole message, so a DataLoader can re-raise a worker's error.
     """
 
     def __init__(self, path, what: str | None = None, record: int | None = None, offset: int | None = None):
@@ -52,12 +54,12 @@ class RecordError(ValueError):
 
 
 def seed(number: int, offset: int, length: int, codec: int) -> int:
-    """What a record's checksum begins with."""
+    """The first part of a record's checksum."""
     return zlib.crc32(NUMBER.pack(number, offset, length, codec))
 
 
 def head(meta: bytes) -> bytes:
-    """The first `META` bytes of a new file, with two commits of no records. meta: of a length that is aligned."""
+    """The first `META` bytes of a new file, with two commits of no records. meta: has an aligned length."""
     start = HEAD.pack(MAGIC, VERSION, zlib.crc32(meta), len(meta), 0)[:-4]
     page = bytearray(META)
     page[: HEAD.size] = start + struct.pack("<I", zlib.crc32(start))
@@ -73,14 +75,14 @@ def commit(sequence: int, records: int, index: int, crc: int) -> bytes:
 
 
 def aligned(offset: int) -> int:
-    """Where an index may begin at or behind `offset`."""
+    """The first valid position of an index at or after `offset`."""
     return -(-offset // 8) * 8
 
 
 class Head:
-    """What a file says of itself: `meta` (dict), and of its last commit `sequence`, `records`, `index` and `crc`.
+    """The head of a file: `meta` (dict), and `sequence`, `records`, `index` and `crc` of its last commit.
 
-    fd: a file descriptor. size: bytes of the file. Raises RecordError where a part is damaged or beyond the end.
+    fd: a file descriptor. size: bytes of the file. Raises RecordError if a part is damaged or beyond the end.
     """
 
     def __init__(self, path, fd: int, size: int):
@@ -119,7 +121,7 @@ class Head:
 
 
 def parsed(path, text: bytes, offset: int) -> dict:
-    """A JSON object; RecordError for what is none."""
+    """A JSON object; raises RecordError otherwise."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -142,7 +144,7 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
 
 
 def replace(path, content: bytes) -> None:
-    """All of a file or nothing, on disk when it returns."""
+    """Writes a whole file or nothing; it is on disk when this returns."""
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as file:
@@ -153,7 +155,7 @@ def replace(path, content: bytes) -> None:
 
 
 def rename(temporary, path) -> None:
-    """Gives a finished file its name, on disk when it returns."""
+    """Gives a finished file its name; it is on disk when this returns."""
     os.replace(temporary, path)
     folder = os.open(Path(path).parent, os.O_RDONLY)
     try:

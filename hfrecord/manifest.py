@@ -1,8 +1,8 @@
-"""Which files are a data set, and how many records of each: `manifest.json` in their folder.
+"""The files of a data set and their numbers of records: `manifest.json` in their folder.
 
-It is written behind the files, by rename. Files are `part-000000.hfr` and so on, so a manifest of a million of them is
-numbers alone. A file may have more records than the manifest says, by a writer that was killed between the two: they do
-not belong to the data set, and the next writer overwrites them.
+It is written after the files, by rename. Files are `part-000000.hfr` and so on, so a manifest of a million files only
+has numbers. If a writer was killed between the two, a file may have more records than the manifest. These do not belong
+to the data set, and the next writer overwrites them.
 """
 
 import json
@@ -16,13 +16,13 @@ import numpy as np
 from hfrecord.format import RecordError, parsed, replace
 
 NAME = "manifest.json"
-MOST = 1 << 48  # records of a file
+MOST = 1 << 48  # maximum number of records of a file
 
 
 class Manifest(Sequence):
     """The paths of a folder's files, with `counts`, int64 (files,): the records of each.
 
-    source: how much of what the records are made from is in them, where their writer has said so.
+    source: how much of the source is in the records, if their writer has recorded it.
     """
 
     def __init__(self, folder, counts, suffix: str = ".hfr", source: int | None = None):

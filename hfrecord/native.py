@@ -1,5 +1,5 @@
-"""hfrecord._C, reads and checksums in C++: `extension` is the module, or None where it is not built or switched off by
-HFRECORD_NATIVE=0. Python then does the same.
+"""hfrecord._C, reads and checksums in C++: `extension` is the module, or None if it is not built, or switched off by
+HFRECORD_NATIVE=0. Then Python does the same.
 """
 
 import os

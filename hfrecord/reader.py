@@ -1,8 +1,8 @@
-"""Random batches of records: one `pread` a record, and `posix_fadvise` for the batch to come.
+"""Random batches of records: one `pread` per record, and `posix_fadvise` for the next batch.
 
-`advise(indices)` tells the kernel which records will be read. It starts their reads and returns, on every file system
-of Linux: a batch that was advised one batch ahead is in the page cache when it is read, and the disk has many reads to
-choose from. The page cache belongs to all processes, so one may advise what others will read.
+`advise(indices)` tells the kernel which records will be read. On every Linux file system it starts their reads and
+returns. So a batch that was advised one batch ahead is in the page cache when it is read, and the disk has many reads
+at once. All processes share the page cache, so one process may advise what others will read.
 """
 
 import base64
@@ -25,20 +25,20 @@ from hfrecord.schema import Schema, optional
 try:
     import resource
 
-    OPEN = max(16, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20) // 4)  # files, of two descriptors each
+    OPEN = max(16, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20) // 4)  # files, with two descriptors each
 except ImportError:
     OPEN = 128
-LARGEST_RATIO, SMALL = 64, 16 << 20  # a record expands to 64 times its stored length at most, or to 16 MiB
-PIECE = 128 << 10  # Linux cuts advice off behind its read-ahead, which is at least this by default
-STARTED = 1024  # records of one read that are advised before the first of them is read
+LARGEST_RATIO, SMALL = 64, 16 << 20  # a record may expand to at most 64 times its stored length, or to 16 MiB
+PIECE = 128 << 10  # Linux limits advice to its read-ahead, which is at least this by default
+STARTED = 1024  # number of records of a read that are advised before the first is read
 _advise = getattr(os, "posix_fadvise", None)
 
 
 class File:
-    """One open file of either format, which a thread or a forked process may share: `records`, `meta`, `size`, `end`.
+    """One open file of either format, which threads and forked processes may share: `records`, `meta`, `size`, `end`.
 
-    records: how many of the file's there are for the reader, where a manifest knows of fewer. check: whether checksums
-    are compared. Raises RecordError for a file that is damaged, OSError for one that is not there.
+    records: the number of records for the reader, if a manifest has fewer. check: whether checksums are compared.
+    Raises RecordError for a damaged file, OSError for a missing one.
     """
 
     def __init__(self, path, check: bool = True, records: int | None = None):
@@ -47,7 +47,7 @@ class File:
         self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self.fd).st_size
         if _advise:
-            _advise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # a read brings what it asks for, and no pages behind it
+            _advise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # a read fetches only what it requests, without read-ahead
         own = not self.path.endswith(".ffr")
         if not own:
             self.table = ffr.Table(self.path, self.fd, self.size, self._mapped, check)
@@ -62,14 +62,14 @@ class File:
         self.native = None
         if native.extension is not None:
             self.native = native.extension.File(self.fd, self.end, own, self.table.view, self.table.records)
-        self._local = threading.local()  # a decompressor of zstandard's serves one thread at a time
+        self._local = threading.local()  # a zstandard decompressor serves one thread at a time
 
     def __del__(self):
         if self.fd >= 0:
             os.close(self.fd)
 
     def _mapped(self, offset: int, length: int) -> memoryview:
-        """Bytes of the file, without memory of this process: pages that are looked at are the page cache's."""
+        """Bytes of the file without own memory: accessed pages belong to the page cache."""
         if not length:
             return memoryview(b"")
         begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -77,8 +77,8 @@ class File:
         return memoryview(found)[offset - begin :]
 
     def entries(self, numbers: np.ndarray) -> np.ndarray:
-        """The index at `numbers`, int64 (k,), in range: format.INDEX (k,), each of a record that lies in the file."""
-        if os.fstat(self.fd).st_size < self.end:  # a look at what is mapped and gone would end the process
+        """The index at `numbers`, int64 (k,), in range: format.INDEX (k,), each of a record inside the file."""
+        if os.fstat(self.fd).st_size < self.end:  # access to mapped data that is gone would end the process
             raise RecordError(
                 self.path, f"fewer than {self.end} bytes: it was cut off while it was open", None, self.end
             )
@@ -92,7 +92,7 @@ class File:
         return found
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """The records of these numbers, int64 (k,), in range. Raises RecordError for one that is damaged."""
+        """The records with these numbers, int64 (k,), in range. Raises RecordError for a damaged one."""
         entries = self.entries(numbers)
         found = self._read(numbers, entries)
         if entries["codec"].any():
@@ -119,7 +119,7 @@ class File:
         return found
 
     def advise(self, numbers: np.ndarray) -> None:
-        """Starts to read the records of these numbers, int64 (k,), in range, and returns."""
+        """Starts to read the records with these numbers, int64 (k,), in range, and returns."""
         if _advise:
             entries = self.entries(numbers)
             for offset, length in zip(entries["offset"].tolist(), entries["length"].tolist(), strict=True):
@@ -129,15 +129,15 @@ class File:
                     _advise(self.fd, at, min(PIECE, end - at), os.POSIX_FADV_WILLNEED)
 
     def cached(self, number: np.ndarray) -> bool:
-        """Whether a record, int64 (1,), in range, is in memory: at its middle, for its ends may come with others."""
+        """Whether a record, int64 (1,), in range, is in memory: checks its middle, because its ends may share pages."""
         offset, length = self.entries(number)[["offset", "length"]][0].item()
         try:
             return not length or os.preadv(self.fd, [bytearray(1)], offset + length // 2, os.RWF_NOWAIT) == 1
-        except (OSError, AttributeError):  # not there, or no system that could tell
+        except (OSError, AttributeError):  # not in memory, or the system cannot tell
             return False
 
     def decompressed(self, data: bytes, codec: int, number: int, offset: int) -> bytes:
-        """A record as it was before it was compressed; number, offset: for an error's text."""
+        """A decompressed record; number, offset: for error messages."""
         if codec != format.ZSTD:
             raise RecordError(self.path, f"codec {codec}, this hfrecord knows 0 and 1", number, offset)
         zstandard = optional("zstandard")
@@ -152,14 +152,14 @@ class File:
             raise RecordError(self.path, f"zstd: {error}", number, offset) from None
 
     def verify(self) -> None:
-        """Reads the index and all records. Raises RecordError for the first that is damaged."""
+        """Reads the index and all records. Raises RecordError for the first damaged one."""
         self.table.verify()
         for begin in range(0, self.records, 64):
             self.read(np.arange(begin, min(begin + 64, self.records)))
 
 
 def dictionary(path: str, meta: dict):
-    """The dictionary of a file's records for zstandard, or None. Raises RecordError for what is none."""
+    """The dictionary of a file's records for zstandard, or None. Raises RecordError if it is invalid."""
     packed = meta.get("dictionary")
     if packed is None:
         return None
@@ -170,7 +170,7 @@ def dictionary(path: str, meta: dict):
 
 
 class _Table(format.Head):
-    """The index of a file of the own format, mapped."""
+    """The memory-mapped index of a file of hfrecord's own format."""
 
     def __init__(self, path, fd, size, mapped):
         super().__init__(path, fd, size)
@@ -188,13 +188,13 @@ class _Table(format.Head):
 class FileReader:
     """The records of files, as a sequence: `len(reader)`, `reader[-1]`, `reader[2:9]`, and `reader[[5, 2, 5]]`.
 
-    paths: a file (.hfr or .ffr), a folder (of which a manifest says what belongs to it; without one all its .hfr and
-    .ffr files in the order of their names), or a list of these. check: whether checksums are compared. Opened by a
-    thread, forked, spawned or unpickled: all may read at once. Files are opened when they are read, and a quarter as
-    many stay open as the process may have descriptors.
+    paths: a file (.hfr or .ffr), a folder (with the files of its manifest; without a manifest all its .hfr and .ffr
+    files in the order of their names), or a list of these. check: whether checksums are compared. Threads and forked,
+    spawned or unpickled copies may all read at once. Files are opened when they are read; at most a quarter of the
+    process's descriptor limit stay open.
 
-    A record is bytes, or a dict where the files have a schema (schema.py). `read` gives bytes in any case. Raises
-    IndexError and TypeError as a list, RecordError for a file that is damaged, with its path, record and offset.
+    A record is bytes, or a dict if the files have a schema (schema.py). `read` always returns bytes. Raises IndexError
+    and TypeError like a list, and RecordError for a damaged file, with its path, record and offset.
     """
 
     def __init__(self, paths, check: bool = True):
@@ -205,7 +205,7 @@ class FileReader:
         sources = [_source(path) for path in (self._given if many else [self._given])]
         self._paths = sources[0] if len(sources) == 1 else [path for source in sources for path in source]
         counts = [source.counts if isinstance(source, Manifest) else self._count(source) for source in sources]
-        self._starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)  # the last: of all
+        self._starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)  # last: the total
         self._known = np.diff(self._starts)
         self.schema = self._schema()
 
@@ -239,14 +239,14 @@ class FileReader:
     def _slice(self, places: range) -> list:
         if not places:
             return []
-        # Files first, whether they have what the manifest says, and then memory for so many.
+        # First check that the files have the records of the manifest, then allocate memory.
         first, last = np.searchsorted(self._starts, sorted((places[0], places[-1])), side="right") - 1
         for file in range(first, last + 1):
             self._file(file)
         return self.__getitems__(places)
 
     def __getitems__(self, indices) -> list:
-        """The records at `indices`, a sequence of integers, in this order; DataLoader fetches a batch by it."""
+        """The records at `indices`, a sequence of integers, in this order; DataLoader fetches batches with it."""
         places = self._places(indices)
         self._start(places)
         return self._decoded(self._read(places), places)
@@ -254,22 +254,22 @@ class FileReader:
     def read(self, indices, ahead=None) -> list[bytes]:
         """The bytes of the records at `indices`, in this order. ahead: indices that are advised before."""
         places = self._places(indices)
-        self._start(places)  # before others, for these are waited for
+        self._start(places)  # before `ahead`, because these are waited for
         if ahead is not None:
             self.advise(ahead)
         return self._read(places)
 
     def advise(self, indices) -> None:
-        """Starts to read the records at `indices` and returns as soon as the disk has room for them in its queue."""
+        """Starts to read the records at `indices`, and returns as soon as they fit into the disk's queue."""
         self._advise(self._places(indices), self._looks)
 
     def _start(self, places: np.ndarray) -> None:
-        """Advises what is about to be read, for the disk to have many reads at once, unless the first is in memory."""
+        """Advises the records of this read, so that the disk has many reads at once, unless the first is in memory."""
         if len(places) < 2 or (self._looks and self._looks.warm):
             return
         file, number, _ = next(self._groups(places[:1]))
         if not file.cached(number):
-            # Looks of its own: what somebody has advised a moment ago says nothing of the files.
+            # Separate checks: records advised a moment ago are no evidence about the files.
             self._advise(places[:STARTED], self._looks and native.extension.Looks())
 
     def _advise(self, places: np.ndarray, looks) -> None:
@@ -279,7 +279,7 @@ class FileReader:
             file.advise(numbers)
 
     def sizes(self) -> np.ndarray:
-        """Bytes of all records as they are stored, int64 (n,): of those that are not compressed, their length."""
+        """Stored bytes of all records, int64 (n,): for uncompressed records, their length."""
         found = [file.entries(np.arange(file.records))["length"] for file in self.files()]
         return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
 
@@ -304,13 +304,13 @@ class FileReader:
                 file = files[which[begin + k]]
                 part[k] = file.decompressed(part[k], codec, int(numbers[begin + k]), offset)
             found += part
-            if len(found) < len(places):  # one that is damaged is told by Python in any case
+            if len(found) < len(places):  # Python raises the error for a damaged one
                 at = len(found)
                 found += files[which[at]].read(numbers[at : at + 1])
         return found
 
     def _located(self, places: np.ndarray) -> tuple[list[File], list, np.ndarray, np.ndarray]:
-        """Files of these records, what the extension knows of them, for each record which of them, and its number."""
+        """The files of these records, the extension's data for them, and for each record its file and number."""
         if len(self._known) == 1:
             file = self._file(0)
             return [file], [file.native], np.zeros(len(places), np.int64), places
@@ -338,7 +338,7 @@ class FileReader:
             raise RecordError(file.path, str(error), int(numbers[0]), offset) from None
 
     def _places(self, indices) -> np.ndarray:
-        """Of the records, int64 (k,), from 0. Raises IndexError, TypeError."""
+        """The record numbers, int64 (k,), from 0. Raises IndexError, TypeError."""
         given = np.asarray(indices)
         if given.ndim != 1:
             raise TypeError(f"indices of shape {given.shape}: give a sequence of integers")
@@ -350,7 +350,7 @@ class FileReader:
         if given.dtype.kind not in "iu":
             raise TypeError(f"indices of {given.dtype}: give integers")
         n = len(self)
-        if given.dtype == np.int64 and given.view(np.uint64).max() < n:  # none negative, for those are large then
+        if given.dtype == np.int64 and given.view(np.uint64).max() < n:  # negative ones are large as unsigned
             return np.ascontiguousarray(given)
         outside = (given >= n) | (given < -n) if given.dtype.kind == "i" else given >= n
         if outside.any():
@@ -359,7 +359,7 @@ class FileReader:
         return np.where(places < 0, places + n, places)
 
     def _groups(self, places: np.ndarray) -> Iterator[tuple[File, np.ndarray, list[int]]]:
-        """For each file of them: the file, numbers in it, and where they stand in `places`."""
+        """For each file: the file, the numbers in it, and their positions in `places`."""
         if len(self._known) == 1:
             yield self._file(0), places, range(len(places))
             return
@@ -369,7 +369,8 @@ class FileReader:
             yield self._file(file), places[at] - self._starts[file], at.tolist()
 
     def _file(self, number: int) -> File:
-        """Opened here or by another thread; two at once is harmless. One that goes is closed when nobody reads it."""
+        """Opens a file, unless another thread has; opening it twice is harmless. A dropped file is closed after its
+        last read."""
         file = self._open.get(number)
         if file is None:
             file = self._open[number] = File(self._paths[number], self._check, int(self._known[number]))
@@ -379,11 +380,11 @@ class FileReader:
         return file
 
     def files(self) -> Iterator[File]:
-        """All files, one after the other; what opens or checks them raises for the first that is damaged."""
+        """All files, one after another; opening or checking raises for the first damaged one."""
         return map(self._file, range(len(self._known)))
 
     def close(self) -> None:
-        """Files are closed as soon as no thread reads them; another read opens them again."""
+        """Closes the files as soon as no thread reads them; another read opens them again."""
         self._open.clear()
 
     def __enter__(self):

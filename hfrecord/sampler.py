@@ -1,9 +1,9 @@
-"""Orders of records that are computed, not kept: a place in an epoch is enough to go on from.
+"""Orders of records that are computed, not stored: a position in an epoch is enough to resume.
 
-The order is a permutation in closed form: a Feistel network over the least power of two that holds all records, walked
-on until it gives one of them (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its keys depend on the
-seed and the epoch. It takes no memory, and any place of it is found at once; so ranks need no communication, and all
-that a run must keep is (seed, epoch, consumed).
+The order is a permutation in closed form: a Feistel network over the smallest power of two that holds all records,
+iterated until the result is in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its keys
+depend on the seed and the epoch. It takes no memory, and any position can be computed directly. So ranks need no
+communication, and a run only keeps (seed, epoch, consumed).
 """
 
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import numpy as np
 
 ROUNDS = 8
-BLOCK = 4096  # places that are computed at once
+BLOCK = 4096  # positions computed at once
 
 
 class Permutation:
     """A permutation of range(n), by seed and epoch: `permutation(places)` -> records, int64 arrays of one shape.
 
-    window: records that stand behind one another in the files stay together, in windows of so many, of which `mix` at a
-    time are shuffled with each other: a disk then reads long stretches. Where the first window begins changes with the
-    epoch, and so do the few records behind the last whole group of windows, which are shuffled on their own.
-    Raises ValueError for numbers below 1 (n: below 0).
+    window: consecutive records of the files stay together in windows of this size, and `mix` windows at a time are
+    shuffled with each other, so a disk reads long ranges. The start of the first window changes with the epoch. So do
+    the few records after the last whole group of windows, which are shuffled separately. Raises ValueError for numbers
+    below 1 (n: below 0).
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0, window: int | None = None, mix: int = 16):
@@ -29,7 +29,7 @@ class Permutation:
         self.n, self.window, self.group = n, window, (window or 0) * mix
         self._keys = _keys(seed, epoch)
         if window is not None:
-            self._groups = n // self.group  # whole ones
+            self._groups = n // self.group  # whole groups
             self._shift = int(self._keys[-1]) % max(n, 1)
 
     def __call__(self, places) -> np.ndarray:
@@ -41,7 +41,7 @@ class Permutation:
         found = np.empty_like(places)
         found[last] = self._groups * self.group + self._shuffled(within[last], group[last], self.n % self.group)
         inner = self._shuffled(within[~last], group[~last], self.group)
-        # Which windows a group has is one permutation, of all windows.
+        # One permutation of all windows decides which windows a group has.
         mix = self.group // self.window
         windows = _permuted(group[~last] * mix + inner // self.window, self._groups * mix, self._keys)
         found[~last] = windows * self.window + inner % self.window
@@ -60,7 +60,7 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _permuted(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Records for places, int64, in range(n)."""
+    """Records for positions, int64, in range(n)."""
     found = places.astype(np.uint64)
     todo = np.arange(found.size)
     flat, bits = found.reshape(-1), max(2, (max(n, 1) - 1).bit_length())
@@ -86,24 +86,25 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 class ElasticSampler:
-    """Indices for DataLoader: a `sampler`, or with `batch_size` a `batch_sampler`, that goes on where another stopped.
+    """Indices for DataLoader: a `sampler`, or with `batch_size` a `batch_sampler`, that can resume where another
+    stopped.
 
         sampler = ElasticSampler(dataset, batch_size=64, seed=0)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
 
-    data: has a length; where it has `advise` too (FileReader, Dataset), each batch is advised one batch before it is
-    given out. shuffle, window, mix: as of Permutation, or the order of the files. rank, world_size: of
-    torch.distributed by default, where it is initialised.
+    data: has a length; if it also has `advise` (FileReader, Dataset), each batch is advised one batch before it is
+    returned. shuffle, window, mix: as in Permutation, or the order of the files. rank, world_size: by default from
+    torch.distributed if it is initialised.
 
-    The rule: in step s, ranks together take places consumed + [0, batch_size * world_size) of the epoch's order, rank r
-    those of them that are r modulo world_size. So the records of a step do not depend on how many ranks share them.
-    tail: what ranks do with places at the end that do not go round. "repeat": places from the epoch's beginning fill
-    up, so that all have as many; "drop": places of an incomplete step are left out; "keep": ranks get what there is,
-    and some may have a batch less.
+    The rule: in step s, the ranks together take positions consumed + [0, batch_size * world_size) of the epoch's order;
+    rank r takes those that are r modulo world_size. So the records of a step do not depend on the number of ranks that
+    share them. tail: how to treat the last positions if they do not divide evenly. "repeat": positions from the epoch's
+    beginning fill up, so all ranks have equally many; "drop": positions of an incomplete step are left out; "keep":
+    ranks get what is left, and some may have one batch less.
 
-    An iteration begins at `consumed`, and after its end the next epoch is due. The state is that of what was given out:
-    workers of a DataLoader fetch ahead, so hand `state_dict` the number of batches that were trained on, or use
-    hfrecord.DataLoader. Raises ValueError for a rank outside the world, and a state of other data.
+    An iteration begins at `consumed`, and the next epoch follows after its end. The state refers to the returned
+    batches. Workers of a DataLoader prefetch, so pass `state_dict` the number of batches that were trained on, or use
+    hfrecord.DataLoader. Raises ValueError for a rank outside the world, and for a state of other data.
     """
 
     def __init__(
@@ -122,33 +123,33 @@ class ElasticSampler:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} of world_size={self.world_size}: give a rank from 0 to world_size - 1")
         self.epoch = self.consumed = 0  # where the next iteration begins
-        self._given, self._at = 0, (0, 0)  # batches of the last iteration, and where that began
+        self._given, self._at = 0, (0, 0)  # batches of the last iteration, and its start
         Permutation(self.records, window=window, mix=mix)
 
     @property
     def _step(self) -> int:
-        """Places that all ranks together take at once."""
+        """Number of positions that all ranks together take at once."""
         return (self.batch_size or 1) * self.world_size
 
     def _own(self, begin: int) -> int:
-        """Places of this rank from `begin` to the end of the epoch."""
+        """Number of positions of this rank from `begin` to the end of the epoch."""
         left = self.records - begin
         if self.tail == "drop":
             return left // self._step * (self.batch_size or 1)
         return -(-left // self.world_size) if self.tail == "repeat" else (left - self.rank - 1) // self.world_size + 1
 
     def __len__(self) -> int:
-        """Batches (or indices) of this rank in the next iteration."""
+        """Number of batches (or indices) of this rank in the next iteration."""
         return -(-self._own(self.consumed % max(self.records, 1)) // (self.batch_size or 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration; where that is another one than is due, it begins at its beginning."""
+        """Sets the epoch of the next iteration; a different epoch than the present one starts from its beginning."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
             self._at, self._given = (epoch, 0), 0
 
     def indices(self, epoch: int, places) -> np.ndarray:
-        """Records at these places of an epoch's order, which goes round: int64."""
+        """Records at these positions of an epoch's order, which wraps around: int64."""
         places = np.asarray(places, np.int64) % max(self.records, 1)
         if not self.shuffle:
             return places
@@ -174,7 +175,7 @@ class ElasticSampler:
                 yield from (found[at : at + size] for at in range(0, len(found), size))
 
     def _ahead(self, items: Iterator) -> Iterator:
-        """The same items, each advised when the one before it is given out."""
+        """The same items, each advised when the previous one is returned."""
         advise = getattr(self.data, "advise", None)
         held = []
         for item in items:
@@ -186,7 +187,8 @@ class ElasticSampler:
         yield from held
 
     def state_dict(self, batches: int | None = None) -> dict:
-        """All that a run must keep. batches: how many of the last iteration's count; by default all it gave out."""
+        """Everything that a run must keep. batches: how many batches of the last iteration count; by default all
+        returned."""
         epoch, begin = self._at
         consumed = begin + (self._given if batches is None else batches) * self._step
         left = self.records - consumed
@@ -195,7 +197,7 @@ class ElasticSampler:
         return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "records": self.records}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from a state, on any number of ranks and with any batch size."""
+        """Resumes from a state, on any number of ranks and with any batch size."""
         if state["records"] != self.records:
             raise ValueError(f"a state of {state['records']} records, these are {self.records}: give the same data")
         self.seed, self.epoch, self.consumed = state["seed"], state["epoch"], state["consumed"]
@@ -203,7 +205,7 @@ class ElasticSampler:
 
 
 def _distributed() -> tuple[int, int]:
-    """Rank and size of torch.distributed, where this process has joined one."""
+    """Rank and size of torch.distributed, if this process has joined a group."""
     import sys
 
     distributed = sys.modules.get("torch.distributed")

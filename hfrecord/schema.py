@@ -1,10 +1,10 @@
-"""What a record holds: fields with names and kinds, in bytes and back.
+"""The content of a record: fields with names and kinds, converted to bytes and back.
 
     schema = Schema({"image": "image", "label": "int64", "boxes": "float32[?,4]", "caption": "text"})
 
-A kind is "bytes", "text" (UTF-8), "json", "image" (of a format that Pillow knows), or a dtype of numpy with a shape, in
-which "?" is a length that each record has for itself. A record is the fields behind one another. Arrays are
-little-endian in C order, behind the lengths of their "?", u64 each; before the others their length in bytes, u64.
+A kind is "bytes", "text" (UTF-8), "json", "image" (in a format that Pillow knows), or a numpy dtype with a shape, in
+which "?" is a length that varies between records. A record is the concatenation of its fields. Arrays are little-endian
+in C order, preceded by the lengths of their "?", u64 each. Other kinds are preceded by their length in bytes, u64.
 """
 
 import io
@@ -21,7 +21,7 @@ ARRAY = re.compile(r"(\w+?)(?:\[((?:\d+|\?)(?:,(?:\d+|\?))*)?\])?")
 
 
 def optional(name: str):
-    """A package that only some records need; ImportError says how to install it."""
+    """An optional package; ImportError says how to install it."""
     try:
         return __import__(name)
     except ImportError as error:
@@ -30,7 +30,7 @@ def optional(name: str):
 
 
 class Schema:
-    """Fields by name. Raises ValueError for a kind that there is not, and for what does not fit its kind."""
+    """Fields by name. Raises ValueError for an unknown kind, and for values that do not fit their kind."""
 
     def __init__(self, fields: dict[str, str]):
         if not isinstance(fields, dict) or not fields:
@@ -39,14 +39,14 @@ class Schema:
         self._codecs = {name: _codec(name, kind) for name, kind in fields.items()}
 
     def encode(self, record: dict) -> bytes:
-        """record: a value for each field. bytes: bytes; text: str; json: what json.dumps takes; image: the bytes of
-        an image file, or a PIL image or uint8 array (h, w[, 3]), which becomes a PNG; arrays: what np.asarray takes."""
+        """record: a value for each field. bytes: bytes; text: str; json: values for json.dumps; image: the bytes of an
+        image file, or a PIL image or uint8 array (h, w[, 3]), which becomes a PNG; arrays: values for np.asarray."""
         if record.keys() != self._codecs.keys():
             raise ValueError(f"a record with {', '.join(record) or 'nothing'}: give {', '.join(self._codecs)}")
         return b"".join(codec.encode(record[name]) for name, codec in self._codecs.items())
 
     def decode(self, data: bytes) -> dict:
-        """The record's values. Arrays are the caller's own; those of shape () are Python's numbers."""
+        """The record's values. Arrays belong to the caller; those of shape () are Python numbers."""
         view, at, found = memoryview(data), 0, {}
         for name, codec in self._codecs.items():
             found[name], at = codec.decode(view, at)
@@ -138,7 +138,7 @@ class _Array:
         part = _part(self.name, view, at, nbytes)
         try:
             array = np.frombuffer(part, self.dtype).reshape(shape)
-        except (ValueError, OverflowError) as error:  # an empty array of lengths that numpy has no room for
+        except (ValueError, OverflowError) as error:  # an empty array with lengths too large for numpy
             raise ValueError(f"field {self.name!r}: {error}") from None
         return (array.copy() if shape else array.item()), at + nbytes
 

@@ -1,4 +1,4 @@
-"""Writing record files: one, or parts of a data set with a manifest."""
+"""Writes record files: a single one, or the parts of a data set with a manifest."""
 
 import base64
 import fcntl
@@ -19,7 +19,7 @@ BUFFER = 1 << 20  # bytes
 
 
 class Packer:
-    """Records as a file stores them, by its meta: `packer(record)` -> (bytes, codec). May be pickled."""
+    """Encodes records as a file with this meta stores them: `packer(record)` -> (bytes, codec). May be pickled."""
 
     def __init__(self, path, meta: dict):
         self._path, self._meta, self._compressor = path, meta, None
@@ -41,15 +41,15 @@ class Packer:
 
 
 class FileWriter:
-    """Appends records to a file of the own format: `write(record)`, `commit()`, `close()`, which commits.
+    """Appends records to a file of hfrecord's own format: `write(record)`, `commit()`, `close()`, which commits.
 
-    path: a new file (FileExistsError for one that is there); with append=True it may be there, and is gone on with.
-    schema: the fields of records (schema.py); without one a record is bytes. compression: None or "zstd". dictionary:
-    bytes of `train_dictionary`. These three belong to the file: ValueError where one that is given for a file that is
-    there is another. keep: how many records stay of such a file, all by default.
+    path: a new file (FileExistsError if it exists); with append=True an existing file is continued. schema: the fields
+    of records (schema.py); without one a record is bytes. compression: None or "zstd". dictionary: bytes of
+    `train_dictionary`. These three belong to the file: ValueError if an argument differs from those of an existing
+    file. keep: how many records of an existing file stay, all by default.
 
-    What is committed stays, whoever is killed later. What was written since is lost then, and when a `with` block
-    raises. A commit writes the index of all records, 24 bytes each, and waits for the disk.
+    Committed records survive a later kill. Records written since the last commit are lost if the process is killed or a
+    `with` block raises. A commit writes the index of all records, 24 bytes each, and waits for the disk.
     """
 
     def __init__(self, path, schema=None, *, compression=None, dictionary=None, append=False, keep=None):
@@ -63,7 +63,7 @@ class FileWriter:
             text += b" " * (format.aligned(len(text)) - len(text))
             if len(text) > format.LARGEST_META:
                 raise ValueError(f"schema and dictionary take {len(text)} bytes: at most {format.LARGEST_META}")
-            format.replace(self.path, format.head(text) + text)  # without records, and whole from its first moment
+            format.replace(self.path, format.head(text) + text)  # without records, and complete from the start
         self._open(keep)
         for name, value in given.items():
             if self.meta.get(name) != value:
@@ -86,20 +86,20 @@ class FileWriter:
         self.packer = Packer(self.path, self.meta)
         self._index = bytearray(old.entries(np.arange(old.records)).tobytes())
         self._records = old.records
-        self._committed = table.records if keep is None else None  # where some do not stay, a commit has to say so
+        self._committed = table.records if keep is None else None  # None: a commit must record the drop
         self._at = self._flushed = table.end
         self._pending, self._pending_bytes = [], 0
 
     def __len__(self) -> int:
-        """Records of the file, those not yet committed among them."""
+        """Number of records of the file, including uncommitted ones."""
         return self._records
 
     def write(self, record) -> None:
-        """record: bytes, or anything with a buffer; a dict where the file has a schema. ValueError for what is else."""
+        """record: bytes, or anything with a buffer; a dict if the file has a schema. Raises ValueError otherwise."""
         self.append(*self.packer(record))
 
     def append(self, data: bytes, codec: int) -> None:
-        """A record as a packer of this file's meta has made it."""
+        """Writes a record encoded by a packer with this file's meta."""
         if self._fd < 0:
             raise ValueError(f"{self.path} is closed")
         offset, length = self._at, len(data)
@@ -110,13 +110,13 @@ class FileWriter:
 
     def _put(self, data: bytes) -> None:
         if self._pending_bytes >= BUFFER:
-            self._flush()  # first: where that raises, the new bytes were not taken
+            self._flush()  # first: if this raises, the new bytes were not accepted
         self._pending.append(data)
         self._pending_bytes += len(data)
         self._at += len(data)
 
     def _flush(self) -> None:
-        """After an OSError (no space left) the same bytes are still to be written, to the same place."""
+        """After an OSError (no space left) the same bytes remain to be written, to the same place."""
         view, place = memoryview(b"".join(self._pending)), self._flushed
         while view:
             done = os.pwrite(self._fd, view, place)
@@ -126,11 +126,11 @@ class FileWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, when what was written is flushed."""
+        """The size of the file after a flush."""
         return self._at
 
     def commit(self) -> None:
-        """What was written is there for good, and for readers that open the file from now on."""
+        """Makes everything written durable, and visible to readers that open the file from now on."""
         if self._records == self._committed:
             return
         index = format.aligned(self._at)
@@ -147,11 +147,11 @@ class FileWriter:
     def close(self) -> None:
         if self._fd >= 0:
             self.commit()
-            os.ftruncate(self._fd, self._at)  # what a killed writer left behind the last commit
+            os.ftruncate(self._fd, self._at)  # leftovers of a killed writer after the last commit
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file as it was at the last commit."""
+        """Closes the file in the state of the last commit."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -166,7 +166,7 @@ class FileWriter:
 
 
 def _meta(schema, compression, dictionary) -> dict:
-    """What a new file says of its records."""
+    """The meta of a new file."""
     if compression not in (None, "zstd"):
         raise ValueError(f"compression={compression!r}: give None or 'zstd'")
     if dictionary is not None and compression is None:
@@ -182,16 +182,16 @@ def _meta(schema, compression, dictionary) -> dict:
 
 
 def train_dictionary(samples: list[bytes], size: int = 112640) -> bytes:
-    """A dictionary of `size` bytes for zstd, from records like those to be written: some thousand of them."""
+    """A zstd dictionary of `size` bytes, trained on some thousand records like those to be written."""
     return optional("zstandard").train_dictionary(size, list(samples)).as_bytes()
 
 
 class DatasetWriter:
     """Writes a folder of files of about `part_bytes`, and their manifest: `write(record)`, `commit()`, `close()`.
 
-    folder: a new or empty one (FileExistsError for a data set that is there); with append=True it may be there, and is
-    gone on with. Other arguments are those of FileWriter. What is committed stays: the manifest is replaced behind the
-    files. `source` is a number that the last commit was given, such as that of the documents that are in the records.
+    folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
+    Other arguments are those of FileWriter. Committed records are durable: the manifest is replaced after the files.
+    `source` is a number passed to the last commit, such as the number of documents in the records.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
@@ -204,16 +204,16 @@ class DatasetWriter:
         manifest = Manifest.load(folder) if there else Manifest(folder, [])
         self._counts, self.source = manifest.counts.tolist(), manifest.source
         if not there:
-            manifest.save()  # from here on files count by the manifest alone
+            manifest.save()  # from here on only the manifest decides which files count
         self._writer = self._next(self._counts.pop() if self._counts else None)
         if not there:
             self.commit()
 
     def _next(self, keep: int | None = None) -> FileWriter:
-        """Of the last part, where it has `keep` records, or of a new one."""
+        """The writer of the last part, with `keep` records, or of a new part."""
         path = self.folder / part(len(self._counts))
         if keep is None:
-            path.unlink(missing_ok=True)  # of a writer that was killed before the manifest knew of it
+            path.unlink(missing_ok=True)  # left by a writer that was killed before the manifest was updated
         return FileWriter(path, append=True, keep=keep, **self._options)
 
     def __len__(self) -> int:
@@ -227,7 +227,7 @@ class DatasetWriter:
         self.append(*self.packer(record))
 
     def append(self, data: bytes, codec: int) -> None:
-        """A record as the packer of these files has made it."""
+        """Writes a record encoded by the packer of these files."""
         if self._writer.nbytes >= self.part_bytes and len(self._writer):
             self._writer.close()
             self._counts.append(len(self._writer))
@@ -236,7 +236,7 @@ class DatasetWriter:
         self._writer.append(data, codec)
 
     def commit(self, source: int | None = None) -> None:
-        """What was written is there for good, and for readers that open the folder from now on."""
+        """Makes everything written durable, and visible to readers that open the folder from now on."""
         self.source = self.source if source is None else source
         self._writer.commit()
         Manifest(self.folder, [*self._counts, len(self._writer)], source=self.source).save()
@@ -246,14 +246,14 @@ class DatasetWriter:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Closes the files as they were at the last commit."""
+        """Closes the files in the state of the last commit."""
         self._writer.abandon()
 
     __enter__, __exit__ = FileWriter.__enter__, FileWriter.__exit__
 
 
 def _options(meta: dict) -> dict:
-    """The arguments of a FileWriter for another file like one with this meta."""
+    """The arguments of a FileWriter for another file with this meta."""
     packed = meta.get("dictionary")
     found = {"schema": meta.get("schema"), "compression": meta.get("compression")}
     return found | {"dictionary": None if packed is None else base64.b64decode(packed)}

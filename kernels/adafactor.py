@@ -1,7 +1,7 @@
-"""Adafactor; csrc/adafactor.h holds the contract, optim.py how formats are told apart.
+"""Adafactor; csrc/adafactor.h has the contract, and optim.py explains how formats are distinguished.
 
-A program has one tile or block, and goes through it by spans of ROWS x SIDE places: of a large matrix that many rows
-and columns, else so many elements in a row, of a vector or of small matrices, whose statistics are looked up.
+A program has one tile or block, and processes it in spans of ROWS x SIDE elements: rows and columns of a large matrix,
+or consecutive elements of a vector or of small matrices, whose statistics are looked up.
 """
 
 import triton
@@ -53,7 +53,7 @@ from .optim import (  # noqa: F401
     prepare,
 )
 
-ADDED = tl.constexpr(512)  # sums that a program adds up at a time
+ADDED = tl.constexpr(512)  # sums that a program adds at a time
 
 
 @triton.jit
@@ -76,13 +76,13 @@ def _mean(means, m, R):
 def _estimate(
     columns, first, at, inside, means, R, C, eps1, S: tl.constexpr, LOOK_UP: tl.constexpr, VECTOR: tl.constexpr
 ):  # fmt: skip
-    """V of elements in a row: variance, or (where there are small matrices at all) looked up."""
+    """V of consecutive elements: the variance, or looked up (if there are small matrices)."""
     if not LOOK_UP:  # noqa: SIM114  which the compiler knows
         v = get(columns[STATE], first, at, inside, S, VECTOR)
     elif R == 0:
         v = get(columns[STATE], first, at, inside, S, VECTOR)
     else:
-        # Of matrices so small, whatever is counted from the first one's beginning has few bits.
+        # For such small matrices, indices relative to the first one's start need few bits.
         rows, cols = R.to(tl.int32), C.to(tl.int32)
         m0 = first // (R * C)
         at += (first - m0 * (R * C)).to(tl.int32)
@@ -99,7 +99,7 @@ def _span(
     columns, start, at, inside, v, numbers, ema_rate, seed, counter, CODE: tl.constexpr, MASTER: tl.constexpr,
     HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, UPDATE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p^2 and u^2 over a span, or (UPDATE) its step; factor: of the gradients, or of what p loses."""
+    """The sums of p^2 and u^2 over a span, or (UPDATE) its step; factor: of the gradients, or of the decay of p."""
     factor, least, left = numbers
     P: tl.constexpr = CODE & 15
     p = get_parameter(columns, start, at, inside, P, MASTER, VECTOR)
@@ -167,7 +167,7 @@ def _tile(
     CODE: tl.constexpr, MASTER: tl.constexpr, HAS_EMA: tl.constexpr, STOCHASTIC: tl.constexpr, UPDATE: tl.constexpr,
     LOOK_UP: tl.constexpr,
 ):  # fmt: skip
-    """What the program's tile adds to the norms of its row, or (UPDATE) the step of the tile."""
+    """The contribution of the program's tile to the norms of its row, or (UPDATE) the step of the tile."""
     tile = tl.program_id(0)
     n = tl.load(row_T + tile).to(tl.int64)
     row, shape = rows_N + n * COLUMNS, shapes_N + n * SHAPE
@@ -270,7 +270,7 @@ def update_kernel(
 
 def norms(rows, shapes, tile_row, hyper, control, squares, work, pairs, queue, features, small):
     if tile_row.numel():
-        # Told no limit, the assembler aims at fewer registers and spills one.
+        # Without a limit, the assembler uses fewer registers and spills one.
         launch(
             norms_kernel, (tile_row.numel(),),
             rows, shapes, tile_row, hyper, control, squares, work, pairs, count_of(squares),

@@ -27,7 +27,7 @@ from .lamb import addresses, aligned
 from .launch import launch
 from .optim import CODES, COLUMNS, FOUND_INF, GRAD, GROUP, HYPER, STATE, _coefficient
 
-LANES = tl.constexpr(8)  # that share the partial sums of a statistic
+LANES = tl.constexpr(8)  # lanes that share the partial sums of a statistic
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def sums_kernel(
 
 @triton.jit
 def _average(address, at, inside, sums, b, S: tl.constexpr):
-    """Moves statistics by b towards others; what is kept of them, float32."""
+    """Moves statistics by b towards others; returns the stored values, float32."""
     kept = rounded((1 - b) * get(address, 0, at, inside, S, 0) + b * sums, S)
     put(kept, address, 0, at, inside, S, 0)
     return tl.where(inside, kept, 0.0)
@@ -106,7 +106,7 @@ def _large_block(columns, block, means, M, R, C, b, S: tl.constexpr):
 
 @triton.jit
 def _small_block(columns, block, means, M, R, C, factor, b, G: tl.constexpr, S: tl.constexpr):
-    """A lane has a matrix."""
+    """Each lane has one matrix."""
     m = block * SIDE + tl.arange(0, SIDE)
     inside = m < M
     total = tl.zeros([SIDE], tl.float32)

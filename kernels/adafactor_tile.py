@@ -1,4 +1,4 @@
-"""What the kernels of Adafactor share: numbers in any format, at 32-bit places behind a 64-bit start."""
+"""Common functions of the Adafactor kernels: numbers in any format, at 32-bit offsets from a 64-bit start."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ FIRST_TILE, FIRST_BLOCK, WORK, SHAPE = (tl.constexpr(i) for i in (2, 3, 4, 5))
 
 @triton.jit
 def _pointer(address, start, at, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """For the compiler: each VECTOR numbers begin at a multiple of their bytes."""
+    """A hint for the compiler: each group of VECTOR numbers is aligned to its size."""
     SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = (address + start * SIZE).to(tl.pointer_type(KIND)) + at
     if VECTOR:
@@ -27,7 +27,7 @@ def _pointer(address, start, at, KIND: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def get(address, start, at, inside, FORMAT: tl.constexpr, VECTOR: tl.constexpr):
-    """The float32 numbers start + at, zeros where there is nothing inside."""
+    """The float32 numbers at start + at, zeros outside."""
     KIND: tl.constexpr = tl.float32 if FORMAT == FLOAT32 else tl.bfloat16 if FORMAT == BFLOAT16 else tl.float16
     return tl.load(_pointer(address, start, at, KIND, VECTOR), inside, 0.0).to(tl.float32)
 
@@ -40,7 +40,7 @@ def put(x, address, start, at, inside, FORMAT: tl.constexpr, VECTOR: tl.constexp
 
 @triton.jit
 def rounded(x, FORMAT: tl.constexpr):
-    """x as a format keeps it, float32."""
+    """x rounded to a format, as float32."""
     KIND: tl.constexpr = tl.float32 if FORMAT == FLOAT32 else tl.bfloat16 if FORMAT == BFLOAT16 else tl.float16
     return x.to(KIND).to(tl.float32)
 
@@ -94,14 +94,14 @@ def corner(tile, R, C):
 
 @triton.jit
 def square(m, first, c0, R, C):
-    """A span of a large matrix: where it starts, the places of its elements behind that, and which of them exist."""
+    """A span of a large matrix: its start, the offsets of its elements, and which of them exist."""
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, SIDE)[None, :]
     return (m * R + first) * C + c0, r * C.to(tl.int32) + c, (r < R - first) & (c < C - c0)
 
 
 @triton.jit
 def run(left):
-    """Places of elements in a row, and which of them exist."""
+    """Offsets of consecutive elements, and which of them exist."""
     at = tl.arange(0, ROWS)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
     return at, at < left
 
@@ -122,7 +122,7 @@ def power(row, hyper):
 
 @triton.jit
 def factor_of(hyper, coefficient):
-    """What gradients are multiplied by, float32."""
+    """The factor for gradients, float32."""
     options = tl.load(hyper + OPTIONS).to(tl.int32)
     return tl.where((options & MAXIMIZE) != 0, -coefficient, coefficient).to(tl.float32)
 

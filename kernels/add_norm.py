@@ -1,8 +1,8 @@
-"""A norm of a sum with dropout in one pass; csrc/add_norm.h holds the contract, rows.py what a tile of rows is.
+"""A norm of a sum with dropout in one pass; csrc/add_norm.h has the contract, and rows.py defines tiles of rows.
 
     sum = residual + dropped x,    y = norm(sum)
 
-Letters as in rows.py. Rows too wide for a tile take two kernels: the sum, then the norm.
+Letters as in rows.py. Rows too wide for a tile need two kernels: the sum, then the norm.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .dropout import _four, pair_of
 from .launch import launch
 from .rows import _norm_tile, _tile
 
-# As rows.FORWARD, with more threads: the words of a tile take registers besides its elements.
+# As rows.FORWARD, with more threads, because the random words of a tile need registers in addition to its elements.
 TABLE = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16))
 
 
@@ -21,7 +21,7 @@ TABLE = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16))
 def _tile_words(seed, offset, row, col, C, UNIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """The random words of a tile, (BLOCK_R, BLOCK_C)."""
     if UNIT % 4 == 0:
-        # Four elements in a row share a counter.
+        # Four consecutive elements share a counter.
         group = tl.arange(0, BLOCK_C // 4)[None, :]
         w0, w1, w2, w3 = _four(seed, offset + row.to(tl.int64) * (C // 4) + group)
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_R, BLOCK_C])
@@ -46,7 +46,7 @@ def add_norm_kernel(
         seed, first = pair_of(pair_2, seed, first)
         words = _tile_words(seed.to(tl.int64), first.to(tl.int64), row, col, C, UNIT, BLOCK_R, BLOCK_C)
         x = tl.where(words >= threshold.to(tl.uint32), x, 0.0) * scale
-    # The norm is of the sum as it is stored: what backward rebuilds y from.
+    # The norm uses the sum as it is stored, because backward rebuilds y from that.
     stored = (residual + x).to(sum_RC.dtype.element_ty)
     tl.store(sum_RC + start + inside, stored, mask=exists & in_row)
     s = stored.to(tl.float32)
@@ -58,7 +58,7 @@ def add(x, residual, sum, weight, bias, y, mean, rstd, eps, offset, center, thre
     if R == 0:
         return
     plan = rows.plan_for(C, TABLE)
-    if plan.wide or threshold == 1 << 32:  # one more than a word can hold
+    if plan.wide or threshold == 1 << 32:  # one more than the largest word
         dropout.add(x, residual, sum, threshold, scale, seed, first, pair, 0)
         rows.forward(sum, weight, bias, y, mean, rstd, eps, offset, center)
         return

@@ -1,11 +1,12 @@
-"""Attention; csrc/attention.h is the contract, attention_tile.py what the kernels share.
+"""Attention; csrc/attention.h is the contract, attention_tile.py has the common parts of the kernels.
 
-Forward: a program for a block of queries of one head, over the keys it sees with an online softmax. Backward: programs
-for blocks of keys give dk and dv, over the queries (of all heads that share the keys) that see them; others, for blocks
-of queries, give dq; others a tile of dbias, over what shares it. The scores are computed again by each: seven products
-where five would do, for no sum is shared between programs, so one run's bits are the next one's.
+Forward: one program per block of queries of one head, over the keys that it sees, with an online softmax. Backward:
+programs for blocks of keys compute dk and dv, over the queries (of all heads that share the keys) that see them;
+programs for blocks of queries compute dq; programs for tiles of dbias sum over everything that shares a tile. Each
+computes the scores again: seven products instead of five. No sum is shared between programs, so results are bitwise
+equal from run to run.
 
-Of the blocks that a program goes through, those in which every pair counts go without a mask.
+Blocks in which every pair counts are processed without a mask.
 """
 
 import functools
@@ -41,7 +42,7 @@ from .launch import launch
 FORWARD = ((64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (256, 64, 32, 4, 2))
 BACKWARD_KEYS = ((64, 32, 128, 4, 2), (128, 32, 64, 4, 2), (256, 32, 64, 8, 2))
 BACKWARD_QUERIES = ((64, 64, 64, 4, 3), (128, 128, 64, 8, 3), (256, 64, 32, 8, 2))
-# The same for float32, of which every product is three of tf32: small, for all operands pass through registers.
+# The same for float32, where every product is three tf32 products: small, because all operands pass through registers.
 FORWARD_32 = ((64, 64, 32, 4, 1), (128, 16, 32, 4, 1), (256, 16, 16, 4, 1))
 BACKWARD_KEYS_32 = ((64, 32, 16, 4, 1), (256, 16, 16, 4, 1))
 BACKWARD_QUERIES_32 = ((64, 64, 16, 4, 1), (256, 16, 16, 4, 1))
@@ -62,7 +63,7 @@ def _online(
     j = n + tl.arange(0, N)[None, :]
     PLAIN: tl.constexpr = not SOFTCAP and bias is None and slope is None and not MASKED
     if PLAIN:
-        # Scaled by the fused multiply-add that subtracts, so the largest product is scaled, not each.
+        # The fused multiply-add that subtracts also scales, so only the largest product is scaled separately.
         scaled = scale * LOG2E
         new = tl.maximum(top, tl.max(qk, 1) * scaled)
         p = tl.exp2(qk * scaled - new[:, None])
@@ -73,7 +74,7 @@ def _online(
             seen = visible(i, j, bits, bits_t, bits_s, mixed, T, first, last, left, right, shift, LEFT, RIGHT)
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
-        at = tl.where(new == float("-inf"), 0.0, new)  # no key so far
+        at = tl.where(new == float("-inf"), 0.0, new)  # no key yet
         p = tl.exp2(s - at[:, None])
         alpha = tl.exp2(top - at)
     norm = norm * alpha + tl.sum(p, 1)
@@ -96,7 +97,7 @@ def forward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     S *= UNIT
-    # Causal blocks of late queries take longest: they go first.
+    # Causal blocks of late queries take longest, so they run first.
     block, b, h = place(tl.program_id(0), blocks, H)
     block = blocks - 1 - block
     g = h // GROUP
@@ -194,13 +195,13 @@ def _padded(width: int) -> int:
 
 
 def _strides(x, count: int) -> tuple[int | None, ...]:
-    """None for what is absent: a launch costs by the number of arguments that are not."""
+    """None for absent arguments, because the cost of a launch grows with the number of arguments that are not None."""
     return (None,) * count if x is None else x.stride()[:count]
 
 
 @functools.cache
 def _approximates(dtype) -> bool:
-    """Whether an instruction of low precision will do for tanh."""
+    """Whether a low-precision instruction is enough for tanh."""
     return dtype != torch.float32 and not triton.knobs.runtime.interpret
 
 
@@ -214,7 +215,7 @@ def _has_tma(index: int) -> bool:
 
 
 class _Place(NamedTuple):
-    """What a descriptor asks of its tensor: one that is kept would keep the memory."""
+    """The tensor properties that a descriptor needs, without the tensor, which would keep the memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -225,17 +226,17 @@ class _Place(NamedTuple):
 
 @functools.lru_cache(1024)
 def _descriptor(place: _Place, shape, strides, rows: int) -> TensorDescriptor | None:
-    """Blocks of so many rows, or None where no descriptor can hold the tensor.
+    """A descriptor for blocks of this many rows, or None if no descriptor can describe the tensor.
 
-    It can hold rows and heads that begin at multiples of 16 bytes, none of them twice. Making one costs more than
-    finding the one of the last step, which mostly has the same addresses.
+    It can describe rows and heads that begin at multiples of 16 bytes, without repetition. Making one is slower than
+    looking up the one of the last step, which mostly has the same addresses.
     """
     unit = 16 // place.dtype.itemsize
     sizes = list(zip(shape[:3], strides[:3], strict=True))
     placed = all(size == 1 or (step > 0 and step % unit == 0) for size, step in sizes)
     if not placed or 0 in shape or place.address % 16:
         return None
-    # The stride of a dimension of one is anybody's, but a descriptor wants a multiple of 16 bytes.
+    # The stride of a dimension of size 1 is arbitrary, but a descriptor needs a multiple of 16 bytes.
     steps = [16 if size == 1 else step for size, step in sizes]
     return TensorDescriptor(place, list(shape), [*steps, 1], [1, 1, rows, _padded(shape[-1])])
 
@@ -243,8 +244,8 @@ def _descriptor(place: _Place, shape, strides, rows: int) -> TensorDescriptor | 
 def _operands(starts, *pairs) -> tuple[list, list, bool]:
     """Descriptors for (tensor, rows of a block), or the tensors; their strides; and whether they are descriptors.
 
-    Behind a sequence lie the rows of the next one, which a descriptor would read: a NaN among them is one in products
-    with 0, too.
+    After a sequence come the rows of the next one, which a descriptor would read: a NaN among them stays NaN in
+    products with 0.
     """
     if starts is None and _has_tma(pairs[0][0].get_device()):
         found = [_descriptor(_Place(x.data_ptr(), x.dtype), x.shape, x.stride(), rows) for x, rows in pairs]
@@ -254,7 +255,7 @@ def _operands(starts, *pairs) -> tuple[list, list, bool]:
 
 
 def _blocks(T: int, starts, size: int) -> int:
-    """How many blocks of rows there are at most."""
+    """The maximum number of blocks of rows."""
     return -(-T // size) if starts is None else T // size + starts.numel() - 1
 
 
@@ -264,7 +265,7 @@ def _flags(q, k, v, bias, left, right, softcap, threshold) -> dict:
         "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "E": v.shape[3], "BLOCK_D": _padded(q.shape[3]),
         "BLOCK_E": _padded(v.shape[3]), "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": softcap > 0,
         "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0, "PRECISION": _precision(q.dtype),
-        # S is given in units: so the compiler sees that it ends where 16 bytes of a bias end, and loads these at once.
+        # S is passed in units, so the compiler knows that it is a multiple of 16 bytes of a bias, and uses wide loads.
         "UNIT": 16 if bias is not None and k.shape[2] % 16 == 0 else 1,
     }  # fmt: skip
 

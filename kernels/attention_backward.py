@@ -28,7 +28,7 @@ def _probabilities(
     left, right, shift,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, CHEAP: tl.constexpr,
 ):  # fmt: skip
-    """(p, du / ds) of a tile; lse in units of log 2. p is that of forward, before dropout."""
+    """(p, du / ds) of a tile; lse in units of log 2. p is the value of forward, before dropout."""
     s, slope_of_cap = scores(qk, i, j, bias, bias_t, bias_s, slope, scale, softcap, shift, T, S, SOFTCAP, CHEAP)
     p = tl.exp2(s - lse)
     if MASKED:
@@ -39,7 +39,7 @@ def _probabilities(
 
 @triton.jit
 def _lse(lse, i, T):
-    """lse of queries, in units of log 2. Where there is no key, or no query, p is to be 0."""
+    """lse of queries, in units of log 2. Without a key or a query, p must be 0."""
     lse_M = tl.load(lse + i, mask=i < T, other=float("inf"))
     return tl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
 
@@ -54,7 +54,7 @@ def _add_keys(
     DROPOUT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) with what queries m to m + M add."""
+    """(dk / scale, dv) with the contribution of queries m to m + M added."""
     q_MD = rows(q, b, h, q0 + m, q0 + T, q_b, q_h, q_t, D, M, BLOCK_D, MASKED, TMA)
     qk_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION)
     i = m + tl.arange(0, M)
@@ -123,7 +123,7 @@ def keys_kernel(
             for m in tl.range(low, high, M):
                 kind = tl.load(tiles_ + (m // TILE) * tiles_t)
                 whole = (kind == 2) & (m >= full) & (m < full_end)
-                if DROPOUT:  # two bodies would spill, and its random numbers cost more than a mask
+                if DROPOUT:  # two loop bodies would spill registers, and random numbers cost more than a mask
                     whole = False
                 if whole:
                     dk_ND, dv_NE = _add_keys(
@@ -168,7 +168,7 @@ def _add_queries(
     DROPOUT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq / scale with what keys n to n + N add."""
+    """dq / scale with the contribution of keys n to n + N added."""
     k_ND = rows(k, b, g, k0 + n, k0 + S, k_b, k_h, k_t, D, N, BLOCK_D, MASKED, TMA)
     qk = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
     v_NE = rows(v, b, g, k0 + n, k0 + S, v_b, v_h, v_t, E, N, BLOCK_E, MASKED, TMA)
@@ -274,7 +274,7 @@ def bias_kernel(
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dbias, over the batches (unless OF_BATCH) and heads (unless OF_HEAD) that share it."""
+    """A tile of dbias, summed over the batches (unless OF_BATCH) and heads (unless OF_HEAD) that share it."""
     S *= UNIT
     column, z, row_of_tiles = place(tl.program_id(0), across, down)
     m, n = row_of_tiles * M, column * N

@@ -1,7 +1,8 @@
-"""What the attention kernels share: which keys a block of queries sees, and the scores of a tile (csrc/attention.h).
+"""Common parts of the attention kernels: the keys that a block of queries sees, and the scores of a tile.
 
-Letters: M queries and N keys of a tile, D and E the padded widths of keys and values. Scores are in units of log 2, for
-exp2 is the instruction. A tile is (M, N), or (N, M) where `i` and `j` are given as a row and a column.
+csrc/attention.h has the contract. Letters: M queries and N keys of a tile, D and E the padded widths of keys and
+values. Scores are in units of log 2, because exp2 is the hardware instruction. A tile is (M, N), or (N, M) if `i` and
+`j` are given as a row and a column.
 """
 
 import triton
@@ -16,7 +17,7 @@ TILE = tl.constexpr(128)  # the side of a tile of `tiles`
 
 @triton.jit
 def place(program, blocks, heads):
-    """(block, batch, head) of a program. One dimension of programs, for the others of a grid end at 65535."""
+    """(block, batch, head) of a program. The grid is one-dimensional, because other dimensions are limited to 65535."""
     row = program // blocks
     return program % blocks, row // heads, row % heads
 
@@ -25,8 +26,8 @@ def place(program, blocks, heads):
 def sequence(block, starts, n, BLOCK: tl.constexpr):
     """The sequence to which a block of rows belongs, and its first row there.
 
-    Sequence s has blocks from starts[s] // BLOCK + s on, which are as many as it needs, or one more: so the place of a
-    block needs no table. Its first row may lie behind the sequence's end.
+    Sequence s has blocks from starts[s] // BLOCK + s on: as many as it needs, or one more. So the position of a block
+    needs no table. Its first row may be after the sequence's end.
     """
     low, high = 0, n - 1
     while low < high:
@@ -40,7 +41,7 @@ def sequence(block, starts, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def lengths(starts_q, starts_k, s):
-    """The first query and key of sequence s, and how many it has of each."""
+    """The first query and key of sequence s, and the number of each."""
     q0 = tl.load(starts_q + s)
     k0 = tl.load(starts_k + s)
     return q0, k0, tl.load(starts_q + s + 1) - q0, tl.load(starts_k + s + 1) - k0
@@ -48,7 +49,7 @@ def lengths(starts_q, starts_k, s):
 
 @triton.jit
 def span(bounds, b, S):
-    """The first key of a batch that counts, and the end of those that do."""
+    """The first key of a batch that counts, and the end of the keys that count."""
     if bounds is not None:
         return tl.maximum(tl.load(bounds + 2 * b), 0), tl.minimum(tl.load(bounds + 2 * b + 1), S)
     else:
@@ -57,7 +58,7 @@ def span(bounds, b, S):
 
 @triton.jit
 def stretch(part: tl.constexpr, low, full, full_end, high):
-    """Where a part of what a block goes through begins and ends: before (0) and behind (2) what needs no mask (1)."""
+    """Begin and end of a part of a block's range: before (0) and after (2) the part that needs no mask (1)."""
     if part == 0:
         return low, tl.minimum(full, high)
     elif part == 1:
@@ -73,7 +74,7 @@ def rows(
 ):  # fmt: skip
     """Rows `first` to `first + BLOCK` of head h of batch b, of width C; 0 from `count` on.
 
-    TMA: x is a descriptor, which knows where the tensor ends.
+    TMA: x is a descriptor, which knows the end of the tensor.
     """
     if TMA:
         return tl.reshape(x.load([b, h, first, 0]), [BLOCK, BLOCK_C])
@@ -101,7 +102,7 @@ def store_rows(
 
 @triton.jit
 def tanh(x, CHEAP: tl.constexpr):
-    """CHEAP: an instruction with a relative error of 2^-11, a quarter of what bfloat16 leaves of a score."""
+    """CHEAP: an instruction with a relative error of 2^-11, a quarter of bfloat16's rounding error of a score."""
     if CHEAP:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -119,7 +120,7 @@ def keeps(seed, counter, row, j, threshold, M: tl.constexpr, N: tl.constexpr, gr
     )  # fmt: skip
     a, b, c, d = w0 & 0xFFFF, w1 & 0xFFFF, w2 & 0xFFFF, w3 & 0xFFFF
     e, f, g, h = w0 >> 16, w1 >> 16, w2 >> 16, w3 >> 16
-    # Each join appends an axis of 2, the fastest: key 2 w + half of a group of 8 is [w // 2, w % 2, half].
+    # Each join appends a fastest axis of 2: key 2 w + half of a group of 8 is [w // 2, w % 2, half].
     even = tl.join(tl.join(a, c), tl.join(b, d))
     odd = tl.join(tl.join(e, g), tl.join(f, h))
     return tl.reshape(tl.join(even, odd), [M, N]) >= threshold
@@ -148,7 +149,7 @@ def visible(
     i, j, bits, bits_t, bits_s, mixed, T, first, last, left, right, shift,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of a tile count, but for queries that do not exist. mixed: whether its bits are to be read."""
+    """Which pairs of a tile count, ignoring whether queries exist. mixed: whether to read its bits."""
     seen = (j >= first) & (j < last)
     if LEFT:
         seen = seen & (j >= i + (shift - left))
@@ -166,7 +167,7 @@ def seen_keys(m, T, shift, left, right, first, last, LEFT: tl.constexpr, RIGHT: 
               M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """(low, full, end of full, high): the keys that queries m to m + M see, and those that all of them see.
 
-    Multiples of N, but for high.
+    Multiples of N, except high.
     """
     low, high, full, full_end = first, last, first, last
     end = tl.minimum(m + M, T)
@@ -187,7 +188,7 @@ def seeing_queries(n, T, shift, left, right, first, last, LEFT: tl.constexpr, RI
                    M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """(low, full, end of full, high): the queries that see keys n to n + N, and those that see all of them.
 
-    Multiples of M, but for high.
+    Multiples of M, except high.
     """
     low, high, full, full_end = 0, T, 0, T
     end = tl.minimum(n + N, last)

@@ -1,10 +1,10 @@
-"""Batch normalisation with a sum and an activation behind it; csrc/batch_norm.h holds the contract.
+"""Batch normalisation followed by a sum and an activation; csrc/batch_norm.h has the contract.
 
-A tile is a matrix. LAST, the channels are last in memory: rows are positions, columns are channels. Else rows are
-planes and columns their elements: those of one channel where there are sums, all planes in their order elsewhere.
+A tile is a matrix. With LAST, channels are last in memory: rows are positions, columns are channels. Otherwise rows are
+planes and columns are their elements: for sums the planes of one channel, elsewhere all planes in order.
 
-Statistics and sums: Q programs a channel, or a block of channels, each over tiles a grid apart, with a sum or a mean in
-each lane; then one kernel makes of Q partial results those of a channel. Nothing is added atomically.
+Statistics and sums: Q programs per channel or block of channels, each over tiles that are one grid apart, with a sum or
+a mean in each lane. Then one kernel combines the Q partial results of a channel. There are no atomic additions.
 """
 
 import triton
@@ -15,7 +15,7 @@ from .launch import launch
 IDENTITY, RELU, LEAKY_RELU, RELU6, SILU, HARDSWISH = (tl.constexpr(k) for k in range(6))
 ELEMENTS = 4096  # of a tile
 WARPS = 8
-PROGRAMS = 1024  # about as many as sums are split over; more than fit at once on any GPU
+PROGRAMS = 1024  # approximate number of programs for sums; more than any GPU runs at once
 MERGE_Q, MERGE_C = 32, 32
 
 
@@ -81,7 +81,7 @@ def _numbers(w_C, b_C, mean_C, rstd_C, channel, exists):
 
 @triton.jit
 def _bytes(row, column, exists, rows_of_bytes, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the flags of a tile are, (BLOCK_R, BLOCK_N / 8), and whether they are there."""
+    """Pointers to the flags of a tile, (BLOCK_R, BLOCK_N / 8), and whether they exist."""
     byte = column // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
     return row.to(tl.int64) * rows_of_bytes + byte, exists & (byte < rows_of_bytes)
 
@@ -91,7 +91,7 @@ def _gradient(
     dy, x, mean, scale, bias, slope, bits, at_bits, there, KIND: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """dy f'(z), told from the flags where there are any."""
+    """dy f'(z), from the flags if there are any."""
     if bits is not None:
         packed = tl.load(bits + at_bits, mask=there, other=0).to(tl.int32)
         flags = (packed[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
@@ -113,8 +113,8 @@ def _channels(block, C, LAST: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _place(tile, block, P, C, S, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a tile of a channel, or of a block of channels: first column, rows of flags, which exist; where its elements
-    are, and which exist."""
+    """For a tile of a channel or a block of channels: first column, rows of flags, which exist; pointers to its
+    elements, and which exist."""
     if LAST:
         channel, known = _channels(block, C, LAST, BLOCK_N)
         row = tile * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
@@ -143,7 +143,7 @@ def moments_kernel(
     for tile in tl.range(q, tiles, Q):
         _column, _row, there, at, exists = _place(tile, block, P, C, S, LAST, BLOCK_R, BLOCK_N)
         value = tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
-        counts = there if LAST else exists  # a column that is no channel is of no account
+        counts = there if LAST else exists  # columns that are no channels do not matter
         count += counts.to(tl.float32)
         delta = value - mean
         mean += tl.where(counts, delta * (1.0 / tl.maximum(count, 1.0)), 0.0)
@@ -152,7 +152,7 @@ def moments_kernel(
     if LAST:
         n = tl.sum(count, 0)[None, :]
         all = tl.sum(mean * count, 0)[None, :] / tl.maximum(n, 1.0)
-        all += tl.sum((mean - all) * count, 0)[None, :] / tl.maximum(n, 1.0)  # what the sum's rounding left
+        all += tl.sum((mean - all) * count, 0)[None, :] / tl.maximum(n, 1.0)  # corrects the rounding of the sum
         squares = tl.sum(squares + count * (mean - all) * (mean - all), 0)[None, :]
         channel, known = _channels(block, C, LAST, BLOCK_N)
         tl.store(partials + q * C + channel, all, mask=known)
@@ -170,7 +170,7 @@ def moments_kernel(
 
 @triton.jit
 def _sum_q(values, Q, C, column, exists, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The sum of (Q, C) over its rows, in an order that Q decides."""
+    """The sum of (Q, C) over its rows, in an order that depends on Q."""
     total = tl.zeros([BLOCK_Q, BLOCK_C], tl.float64)
     for first in tl.range(0, Q, BLOCK_Q):
         q = first + tl.arange(0, BLOCK_Q)[:, None]
@@ -185,13 +185,13 @@ def _move(running_C, column, exists, momentum, value):
     tl.store(running_C + column, moved.to(running_C.dtype.element_ty), mask=exists)
 
 
-# In float64, which for so few numbers costs nothing: a rounding of rstd is one of all of y.
+# In float64, which is free for so few numbers: a rounding error of rstd would affect all of y.
 @triton.jit
 def settle_kernel(
     partials, mean_C, rstd_C, running_mean, running_var, momentum: tl.float32, eps: tl.float32, Q, C,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """mean and rstd of each channel, and what they do to the running ones."""
+    """mean and rstd of each channel, and the update of the running statistics."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     exists = column < C
     n = tl.maximum(_sum_q(partials + 2 * Q * C, Q, C, column, exists, BLOCK_Q, BLOCK_C), 1.0)
@@ -221,8 +221,8 @@ def settle_kernel(
 
 @triton.jit
 def _tile(rows, columns, C, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of this program's tile of all elements, in their order: rows, which exist; first column; channels, which exist;
-    where the elements are, and which exist."""
+    """For this program's tile of all elements, in order: rows, which exist; first column; channels, which exist;
+    pointers to the elements, and which exist."""
     blocks = tl.cdiv(columns, BLOCK_N)
     column = tl.program_id(0) % blocks * BLOCK_N
     row = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
@@ -285,7 +285,7 @@ def sums_kernel(
 
 @triton.jit
 def finish_kernel(partials, dweight, dbias, Q, C, BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The whole sums, into the first rows of partials and the gradients of the parameters."""
+    """The total sums, written to the first rows of partials and to the gradients of the parameters."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     exists = column < C
     with_x = _sum_q(partials, Q, C, column, exists, BLOCK_Q, BLOCK_C).to(tl.float32)
@@ -324,7 +324,7 @@ def _power(n: int) -> int:
 
 
 def _blocks(size: int, most: int) -> tuple[int, int]:
-    """(rows, columns) of a tile, for rows of so many elements; bits want eight columns."""
+    """(rows, columns) of a tile, for rows of this many elements; bits need eight columns."""
     columns = min(most, max(8, _power(size)))
     return ELEMENTS // columns, columns
 
@@ -387,7 +387,7 @@ def backward(
             num_warps=WARPS
         )  # fmt: skip
         launch(finish_kernel, (-(-C // MERGE_C),), partials, dweight, dbias, Q, C, MERGE_Q, MERGE_C, num_warps=4)
-        if dresidual is not None:  # it is g, but for the rounding that torch's has too
+        if dresidual is not None:  # it equals g, except for the rounding, which torch's also has
             dy, bits, kind, dresidual = dresidual, None, 0, None
     if dx is not None or dresidual is not None:
         programs, rows, columns, block_r, block_n = _elements(P, C, S)

@@ -1,11 +1,11 @@
-"""Packed bits; csrc/bits.h holds the format. `joined` and `parted` are for kernels that make codes themselves."""
+"""Packed bits; csrc/bits.h has the format. `joined` and `parted` are for kernels that make codes themselves."""
 
 import triton
 import triton.language as tl
 
 from .launch import launch
 
-BLOCK = 4096  # codes of a program
+BLOCK = 4096  # codes per program
 WARPS = 4
 
 
@@ -27,12 +27,12 @@ def parted(packed, W: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block(codes_N, packed_B, n, PER: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's codes and bytes begin, both numbered, and how many codes there are from there on."""
+    """The first code and byte of a program, both as indices, and the number of remaining codes."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     return codes_N + start, packed_B + start // PER, tl.arange(0, BLOCK), tl.arange(0, BLOCK // PER), n - start
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
+# Only the last program is masked, so the others load whole vectors for any n.
 @triton.jit(do_not_specialize=["n"])
 def pack_kernel(codes_N, packed_B, n, W: tl.constexpr, BLOCK: tl.constexpr):
     PER: tl.constexpr = 8 // W
@@ -56,7 +56,7 @@ def unpack_kernel(packed_B, codes_N, n, W: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(codes_N + i, parted(packed, W, BLOCK).to(tl.uint8), mask=i < left)
 
 
-# Five bits divide no byte: eight codes are a number of 40 bits, and five bytes.
+# Five bits do not divide a byte: eight codes form a number of 40 bits, five bytes.
 @triton.jit(do_not_specialize=["n"])
 def pack5_kernel(codes_N, packed_B, n, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK

@@ -1,7 +1,7 @@
-"""Maps whose slope is told by the order of two numbers; csrc/compare.h holds the contract.
+"""Maps whose slope depends on the order of two numbers; csrc/compare.h has the contract.
 
-A program works on a tile of 8 codes a row: those of a row are two bytes, stored as one number of 16 bits, and at 16
-bits an element a row is one 16-byte load. The last program, which may end anywhere, has 4 codes a row, and stores
+A program works on a tile with 8 codes per row. The codes of a row are two bytes, stored as one 16-bit number; with
+16-bit elements a row is one 16-byte load. The last program, which may end anywhere, has 4 codes per row and stores
 bytes.
 """
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .launch import launch
 
-BLOCK = 2048  # elements of a program
+BLOCK = 2048  # elements per program
 WARPS = 4
 
 ABS, MAXIMUM, MINIMUM, CODES = (tl.constexpr(kind) for kind in range(4))
@@ -28,7 +28,7 @@ def _choose(a, b, KIND: tl.constexpr):
 
 @triton.jit
 def _forward_tile(a_N, b_N, y_N, codes_B, rest, KIND: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of WORD codes a row; `rest` elements exist, None where all do."""
+    """A tile with WORD codes per row; `rest` elements exist, None if all do."""
     PACKED: tl.constexpr = tl.int16 if WORD == 8 else tl.int8
     row, place = tl.arange(0, BLOCK // WORD), tl.arange(0, WORD)
     i = row[:, None] * WORD + place[None, :]
@@ -49,7 +49,7 @@ def _forward_tile(a_N, b_N, y_N, codes_B, rest, KIND: tl.constexpr, WORD: tl.con
             tl.store(codes_B + row, words.to(tl.uint8), mask=row * WORD < rest)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
+# Only the last program is masked, so the others load whole vectors for any n.
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(a_N, b_N, y_N, codes_B, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK

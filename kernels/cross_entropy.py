@@ -1,9 +1,9 @@
-"""Cross-entropy of rows of logits; csrc/cross_entropy.h holds the contract, logits.py the arithmetic.
+"""Cross-entropy of rows of logits; csrc/cross_entropy.h has the contract, logits.py the arithmetic.
 
-Triton has no assertion that costs nothing: a class outside 0..C-1 that is not ignore_index makes the loss, the share
-and the gradient of its row NaN.
+Triton has no free assertions. So a class outside 0..C-1 that is not ignore_index makes the loss, the share and the
+gradient of its row NaN.
 
-Letters: R rows, C columns, T rows of a tile; a wide row goes by blocks of G groups of L lanes. With a class t,
+Letters: R rows, C columns, T rows of a tile; a wide row is processed in blocks of G groups of L lanes. With a class t,
 
     loss = (1 - smoothing) w_t (lse - z_t) + smoothing / C * sum_c w_c (lse - z_c) + z_loss lse^2
 
@@ -28,18 +28,19 @@ from .logits import (
     tile_at,
 )
 
-# (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile. Fused, blocks of
-# a wide row are read again for the gradient: one program of 32 warps a multiprocessor leaves its row in the L2 cache.
+# (columns up to, elements of a tile, warps). Rows wider than the last line are processed in blocks of its tile. Fused,
+# blocks of a wide row are read again for the gradient: with one program of 32 warps per multiprocessor, its row stays
+# in the L2 cache.
 FORWARD = ((1024, 2048, 4), (4096, 4096, 4), (8192, 8192, 8))
 FUSED = ((1024, 2048, 4), (4096, 4096, 4), (8192, 8192, 8), (16384, 16384, 32))
-SUMS = ((1024, 2048, 4), (8192, 8192, 16))  # either, with b to sum up or a soft cap, which take more registers
+SUMS = ((1024, 2048, 4), (8192, 8192, 16))  # either, with b to sum or a soft cap, which need more registers
 BACKWARD = ((4096, 4096, 4),)
-REGISTERS = 128  # of a thread with those, at most: left to itself, the compiler takes fewer and spills
+REGISTERS = 128  # maximum per thread for those: by default the compiler uses fewer and spills
 
 
 @triton.jit
 def _class(target_R, weight_C, row, exists, ignore_index, C):
-    """Of rows (any shape): the class, as int32; whether the row counts; the class's weight, NaN out of bounds."""
+    """For rows (any shape): the class, as int32; whether the row counts; the class's weight, NaN out of bounds."""
     given = tl.load(target_R + row, mask=exists, other=0)
     counts = exists & (given != ignore_index)
     valid = (given >= 0) & (given < C)
@@ -52,7 +53,7 @@ def _class(target_R, weight_C, row, exists, ignore_index, C):
 
 @triton.jit
 def _target(target, weight_C, start, row, exists, ignore_index, C, PROBS: tl.constexpr):
-    """Of rows that begin at `start`: their targets, and what _class says of them, as if probabilities were class 0."""
+    """For rows that begin at `start`: their targets, and the result of _class, treating probabilities as class 0."""
     if PROBS:
         return target + start, 0, exists, tl.where(exists, 1.0, 0.0)
     else:
@@ -62,7 +63,8 @@ def _target(target, weight_C, start, row, exists, ignore_index, C, PROBS: tl.con
 
 @triton.jit
 def _coefficients(target, weight_C, col, read, spread, keep, PROBS: tl.constexpr):
-    """What of b is spread over the row, (a block): all of it for probabilities, (1, 1) ones for classes unweighted."""
+    """The part of b that is spread over the row, (a block): all of it for probabilities, (1, 1) ones for unweighted
+    classes."""
     b = 1.0
     if weight_C is not None:
         b = tl.load(weight_C + col, mask=read, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -77,7 +79,7 @@ def _store_row(
     row, exists, counts, w, z_t, anchor, m, s, bsum, bz, loss_R, share_R, lse_R, slope_R, keep, spread, z_loss,
     PROBS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
-    """What forward stores of rows (any shape); their lse, and slope0."""
+    """The values that forward stores for rows (any shape); their lse, and slope0."""
     log_s = tl.log(s)
     lse = m.to(tl.float64) + tl.log(s.to(tl.float64))
     slope = w
@@ -121,7 +123,7 @@ def tile_kernel(
     PROBS: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, CHEAP: tl.constexpr,
     FACTORS: tl.constexpr, UNIT: tl.constexpr, T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Forward, and the gradient where dx_RC is given, of a tile of whole rows, which stay in registers."""
+    """Forward, and the gradient if dx_RC is given, of a tile of whole rows, which stay in registers."""
     C = units * UNIT
     row, exists, col, in_row, start, inside = tile_at(tl.program_id(0), 0, R, C, T, BLOCK_C)
     x_RC += start
@@ -158,7 +160,7 @@ def _add(
     PROBS: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, CHEAP: tl.constexpr,
     EVEN: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a wide row with the block of columns from `column` on."""
+    """The sums of a wide row with the block of columns from `column` on added."""
     col, in_row = columns(column, C, EVEN, L, G)
     x = tl.load(x_C + col, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     z, _ = logits(x, scale, softcap, SCALED, CAPPED, CHEAP)
@@ -198,7 +200,7 @@ def wide_kernel(
     PROBS: tl.constexpr, SMOOTH: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, CHEAP: tl.constexpr,
     FACTORS: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Forward of one row, read once; where dx_RC is given the gradient too, for which it is read from the caches."""
+    """Forward of one row, read once; if dx_RC is given also the gradient, for which it is read from the caches."""
     C = units * UNIT
     row = tl.program_id(0)
     start = row.to(tl.int64) * C
@@ -272,7 +274,7 @@ def backward_kernel(
 
 
 def _options(x, target, smoothing, z_loss, logit_scale, softcap):
-    """What every kernel takes of the options: the numbers, and what is compiled in."""
+    """The options for every kernel: numbers, and compile-time constants."""
     scale = logit_scale / softcap if softcap else logit_scale
     numbers = 1.0 - smoothing, smoothing / x.shape[1], z_loss, scale, softcap
     return numbers, (

@@ -1,12 +1,12 @@
-"""Divergence of a student's softmax p from a teacher's q; csrc/distillation.h holds the contract.
+"""Divergence of a student's softmax p from a teacher's q; csrc/distillation.h has the contract.
 
-With d = log q - log p, of which no large numbers are left to cancel, and a = log p - log m,
+With d = log q - log p, in which no large numbers cancel, and a = log p - log m,
 
     beta = 0:  a = -d,  KL(q | p) = sum_c q d          beta = 1:  a = -d,  KL(p | q) = sum_c p a
     between:   a = -log(1 - beta + beta exp(d)),  KL(p | m) = sum_c p a,  KL(q | m) = sum_c q (d + a)
 
-Letters: R rows, C columns; a program has one row and goes by blocks of G groups of L lanes. Both rows are read for
-their lse, again for the sums, and again for the gradient unless beta is 0, from the caches where they still are.
+Letters: R rows, C columns; a program has one row and processes it in blocks of G groups of L lanes. Both rows are read
+for their lse, again for the sums, and again for the gradient unless beta is 0, from the caches if they are still there.
 """
 
 import triton
@@ -15,9 +15,9 @@ import triton.language as tl
 from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, columns, exp, plan_for
 
-# (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile.
+# (columns up to, elements of a tile, warps). Rows wider than the last line are processed in blocks of its tile.
 FUSED = ((1024, 1024, 2), (8192, 8192, 16))
-REGISTERS = 128  # of a thread, at most: left to itself, the compiler takes fewer and spills
+REGISTERS = 128  # maximum per thread: by default the compiler uses fewer and spills
 
 FORWARD_KL, REVERSE_KL, BETWEEN = (tl.constexpr(kind) for kind in range(3))
 
@@ -44,13 +44,13 @@ def _log(v):
 
 @triton.jit
 def _compare(z, u, m, log_s, teacher_m, teacher_log_s, beta, rest, KIND: tl.constexpr, CHEAP: tl.constexpr):
-    """p, q, d and a; d and a are finite where they are multiplied by 0."""
+    """p, q, d and a; d and a are finite if they are multiplied by 0."""
     log_p = (z - m) - log_s
     log_q = (u - teacher_m) - teacher_log_s
     p, q = exp(log_p, CHEAP), exp(log_q, CHEAP)
     d = log_q - log_p
     if KIND == BETWEEN:
-        # Beyond the bounds one of p and q is nothing beside the other, and its terms are the same to the last bit.
+        # Beyond the bounds one of p and q is negligible against the other, and its terms do not change.
         d = tl.where((p == 0) & (q == 0), 0.0, tl.where(d < -80.0, -80.0, tl.where(d > 80.0, 80.0, d)))
         a = -_log(tl.fma(exp(d, False), beta, rest))
     elif KIND == FORWARD_KL:

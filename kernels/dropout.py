@@ -1,11 +1,11 @@
-"""Dropout; csrc/dropout.h defines the bits. Its own backward: call it again on dy with the same pair."""
+"""Dropout; csrc/dropout.h defines the bits. It is its own backward: call it again on dy with the same pair."""
 
 import triton
 import triton.language as tl
 
 from .launch import launch
 
-BLOCK = 2048  # elements of a program
+BLOCK = 2048  # elements per program
 WARPS = 4
 
 
@@ -13,8 +13,8 @@ WARPS = 4
 def _philox(c0, c1, c2, c3, k0, k1):
     """The four words of Philox4x32-10 (Salmon et al., SC 2011), all uint32.
 
-    Products are written in 64 bits because one wide multiplication gives both halves; Triton's own philox asks for
-    them one by one.
+    Products are written in 64 bits because one wide multiplication gives both halves; Triton's own philox computes them
+    separately.
     """
     for _ in tl.static_range(10):
         p = c0.to(tl.uint64) * 0xD2511F53
@@ -43,8 +43,8 @@ def _four(seed, c):
 def _words(seed, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """BLOCK random words in the order of the elements; `first` is the counter of the first four.
 
-    A thread makes the words of as many consecutive elements as one 16-byte load brings it (WIDE: 8, else 4), so that
-    none has to change threads. Each join appends an axis of 2, the fastest in the flattened order.
+    A thread makes the words of as many consecutive elements as one 16-byte load provides (WIDE: 8, else 4), so no word
+    has to change threads. Each join appends an axis of 2, the fastest in the flattened order.
     """
     if WIDE:
         c = first + 2 * tl.arange(0, BLOCK // 8)
@@ -58,7 +58,7 @@ def _words(seed, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def pair_of(pair_2, seed, offset):
-    """Seed and offset: those in memory, which a captured graph reads anew, or the ones given."""
+    """Seed and offset: from memory, which a captured graph reads anew, or the given ones."""
     if pair_2 is not None:
         return tl.load(pair_2), tl.load(pair_2 + 1)
     else:
@@ -67,18 +67,18 @@ def pair_of(pair_2, seed, offset):
 
 @triton.jit
 def _tile(x_N, residual_N, y_N, mask, threshold, scale, seed, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    x = tl.load(x_N, mask=mask)  # on its way while the words are made
+    x = tl.load(x_N, mask=mask)  # loads while the words are made
     if residual_N is not None:
         residual = tl.load(residual_N, mask=mask).to(tl.float32)
     keep = _words(seed, first, BLOCK, WIDE) >= threshold
-    # Dropped before it is scaled: after, the compiler would select among packed 16-bit numbers, one by one.
+    # Drop before scaling: otherwise the compiler would select among packed 16-bit numbers one by one.
     y = tl.where(keep, x.to(tl.float32), 0.0) * scale
     if residual_N is not None:
         y = residual + y
     tl.store(y_N, y.to(y_N.dtype.element_ty), mask=mask)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
+# Only the last program is masked, so the others load whole vectors for any n.
 @triton.jit
 def _program(x_N, residual_N, y_N, n, threshold, scale, seed, offset, pair_2, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     seed, offset = pair_of(pair_2, seed, offset)
@@ -114,7 +114,7 @@ def add_kernel(
 
 def forward(x, y, threshold, scale, seed, offset, pair, queue):
     n = x.numel()
-    if threshold == 1 << 32:  # one more than a word can hold: nothing is kept
+    if threshold == 1 << 32:  # one more than the largest word: nothing is kept
         y.zero_()
     elif n:
         wide = x.element_size() == 2

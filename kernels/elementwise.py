@@ -1,4 +1,4 @@
-"""What kernels of functions of one element share."""
+"""Common code of kernels for functions of one element."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,10 @@ def _store(dy_N, x_N, out_N, i, mask, f: tl.constexpr, options):
     tl.store(out_N + i, out.to(out_N.dtype.element_ty), mask=mask)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
+# Only the last program is masked, so the others load whole vectors for any n.
 @triton.jit
 def apply(dy_N, x_N, out_N, n, f: tl.constexpr, options, BLOCK: tl.constexpr):
-    """f(dy, x, *options), or f(x, *options) where there is no dy, of a program's BLOCK elements in float32."""
+    """f(dy, x, *options), or f(x, *options) without dy, of a program's BLOCK elements in float32."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     if dy_N is not None:

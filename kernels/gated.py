@@ -1,10 +1,10 @@
-"""Gated products; csrc/gated.h holds the contract.
+"""Gated products; csrc/gated.h has the contract.
 
     y = f(gate) * up,   dgate = dy up f'(gate),   dup = dy f(gate)
 
-The functions f are those of silu.py and gelu.py, relu and the sigmoid. A program takes a tile of (R, C) elements. Where
-no tensor has gaps all of it is one row; where rows lie apart, as the halves of a packed tensor do, a tile has as many
-columns as divide a row, so that hardly any program has a mask.
+The functions f are those of silu.py and gelu.py, relu and the sigmoid. A program processes a tile of (R, C) elements.
+If no tensor has gaps, everything is one row. If rows are apart, as the halves of a packed tensor, the number of columns
+of a tile divides the row, so few programs need a mask.
 """
 
 import triton
@@ -14,8 +14,8 @@ from .gelu import _normal, _sigmoid_2u
 from .launch import launch
 from .silu import _sigmoid
 
-TILE = 2048  # elements of a program: 16 a thread, two 16-byte loads of each tensor at 16 bits
-NARROW = 256  # columns of the narrowest tile, where a row has as many: 16 bytes a thread of a warp at 16 bits
+TILE = 2048  # elements per program: 16 per thread, two 16-byte loads of each tensor at 16 bits
+NARROW = 256  # columns of the narrowest tile, if a row has as many: 16 bytes per thread of a warp at 16 bits
 WARPS = 4
 
 SILU = tl.constexpr(0)
@@ -27,7 +27,7 @@ SIGMOID = tl.constexpr(4)
 
 @triton.jit
 def _curve(x, KIND: tl.constexpr, CHEAP: tl.constexpr):
-    """f(x) and f'(x) of a float32 block; what a caller does not use costs nothing."""
+    """f(x) and f'(x) of a float32 block; unused results cost nothing."""
     if KIND == GELU_ERF:
         cdf, pdf = _normal(x, CHEAP)
         return x * cdf, tl.fma(x, pdf, cdf)
@@ -66,7 +66,7 @@ def _backward_tile(
     if dgate_RC is not None:
         by_up = dy * tl.load(up_RC + u, mask=mask).to(tl.float32)
         dgate = by_up * slope
-        if KIND == RELU:  # where it is flat the gradient is 0, whatever dy and up are
+        if KIND == RELU:  # in the flat part the gradient is 0, for any dy and up
             dgate = tl.where(x <= 0, 0.0, by_up)
         tl.store(dgate_RC + dg, dgate.to(dgate_RC.dtype.element_ty), mask=mask)
     if dup_RC is not None:
@@ -85,7 +85,7 @@ def _place(rows, cols, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _within(r, c, S, R: tl.constexpr):
-    """Offsets in a tile of rows that are S apart. One row has none to add, which the compiler would not find out."""
+    """Offsets in a tile with row stride S. For one row nothing is added, which the compiler would not detect."""
     if R == 1:
         return c
     else:
@@ -132,11 +132,11 @@ def backward_kernel(
 
 
 def _plan(tensors):
-    """(rows, cols, the tensors' strides, R, C, number of programs) for what may be one long row."""
+    """(rows, cols, the tensors' strides, R, C, number of programs), where everything may be one long row."""
     rows, cols = tensors[0].shape
     if all(t is None or t.is_contiguous() for t in tensors):
         rows, cols, strides = 1, rows * cols, [0] * len(tensors)
-        # Where Triton 3.6 knows that there is one column, it fails to lay out a wider tile of one row.
+        # If Triton 3.6 knows that there is one column, it fails to lay out a wider tile of one row.
         C = TILE if cols > 1 else 1
     else:
         strides = [0 if t is None else t.stride(0) for t in tensors]
@@ -146,7 +146,7 @@ def _plan(tensors):
     return rows, cols, strides, R, C, -(-rows // R) * -(-cols // C)
 
 
-# Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.
+# Fused multiply-adds are explicit and the compiler adds none, so running forward again gives the same bits.
 def forward(gate, up, y, kind, queue):
     rows, cols, strides, R, C, programs = _plan((gate, up, y))
     if programs:

@@ -1,4 +1,4 @@
-"""Gaussian error linear unit; csrc/gelu.h holds the contract.
+"""Gaussian error linear unit; csrc/gelu.h has the contract.
 
     y = x Phi(x),   dx = dy (Phi(x) + x phi(x)),   Phi(x) = (1 + erf(x / sqrt 2)) / 2,   phi = Phi'
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from .elementwise import apply
 from .launch import launch
 
-BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
+BLOCK = 2048  # elements per program: 16 per thread, two 16-byte loads at 16 bits
 WARPS = 4
 
 
@@ -85,7 +85,7 @@ def backward_kernel(dy_N, x_N, dx_N, n, TANH: tl.constexpr, CHEAP: tl.constexpr,
     apply(dy_N, x_N, dx_N, n, _gradient, (TANH, CHEAP), BLOCK)
 
 
-# Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.
+# Fused multiply-adds are explicit and the compiler adds none, so running forward again gives the same bits.
 def forward(x, y, tanh, queue):
     _launch(x, y, tanh, y.element_size() == 2)
 

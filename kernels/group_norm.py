@@ -1,7 +1,7 @@
-"""Group normalisation with an activation behind it; csrc/group_norm.h holds the contract, without `last`.
+"""Group normalisation followed by an activation; csrc/group_norm.h has the contract, without `last`.
 
-A group's elements are side by side: its statistics are those of a channel of kernels/batch_norm.py, whose only plane it
-is. Elsewhere a row is a channel of a sample, and a tile has rows and columns, their elements.
+A group's elements are contiguous, so its statistics are those of a channel of kernels/batch_norm.py with a single
+plane. Elsewhere a row is a channel of a sample, and a tile has rows and columns, their elements.
 """
 
 import triton
@@ -23,13 +23,13 @@ from .batch_norm import (
 )
 from .launch import launch
 
-COLUMNS = 4096  # of a tile where there are sums
-CHANNELS = 64  # of a group at a time
+COLUMNS = 4096  # of a tile, for sums
+CHANNELS = 64  # channels of a group processed at a time
 
 
 @triton.jit
 def _tile(rows, S, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of this program's tile: rows, which exist; where the elements are, and which exist."""
+    """For this program's tile: rows, which exist; pointers to the elements, and which exist."""
     blocks = tl.cdiv(S, BLOCK_N)
     row = tl.program_id(0) // blocks * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     i = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -80,10 +80,10 @@ def sums_kernel(
     tl.store(sums + rows + row, tl.sum(alone, 1)[:, None], mask=there)
 
 
-# In float64, which for so few numbers costs nothing.
+# In float64, which is free for so few numbers.
 @triton.jit
 def centre_kernel(sums, w_C, rstd_G, rows, C, D, n: tl.float32, BLOCK_D: tl.constexpr):
-    """What dx of a group subtracts from scale * g: shift + (x - mean) * slope, behind the sums."""
+    """The term that dx of a group subtracts from scale * g: shift + (x - mean) * slope, computed from the sums."""
     group, groups = tl.program_id(0), tl.num_programs(0)
     with_x = tl.zeros([BLOCK_D], tl.float64)
     alone = tl.zeros([BLOCK_D], tl.float64)
@@ -114,7 +114,7 @@ def backward_kernel(
 
 
 def _split(groups: int, size: int) -> tuple[int, int]:
-    """(programs that share the statistics of a group of so many elements, columns of their tiles)."""
+    """(programs that share the statistics of a group of this many elements, columns of their tiles)."""
     columns = min(COLUMNS, max(8, _power(size)))
     return max(1, min(-(-size // columns), -(-PROGRAMS // groups))), columns
 

@@ -1,4 +1,4 @@
-"""LAMB; csrc/lamb.h holds the contract, optim.py how a tile of a row is read and written."""
+"""LAMB; csrc/lamb.h has the contract, and optim.py reads and writes tiles of rows."""
 
 import triton
 import triton.language as tl
@@ -39,7 +39,7 @@ from .optim_formats import BLOCK, FLOAT32, index, load, store
 
 BIAS_CORRECTION, SUM, ALWAYS = tl.constexpr(16), tl.constexpr(32), tl.constexpr(64)
 SPAN = tl.constexpr(1024)  # elements in registers at a time
-ADDED = tl.constexpr(1024)  # partial sums that a program adds up at a time
+ADDED = tl.constexpr(1024)  # partial sums that a program adds at a time
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def moments_kernel(
 
 @triton.jit
 def add_pairs(partials_T2, first, tiles):
-    """Both sums of the partials of so many tiles, float64."""
+    """Both sums of the partials of this many tiles, float64."""
     total_p, total_u = tl.zeros([ADDED], tl.float64), tl.zeros([ADDED], tl.float64)
     for start in range(0, tiles, ADDED):
         i = start + tl.arange(0, ADDED)

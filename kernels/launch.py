@@ -1,12 +1,12 @@
-"""Launching a Triton kernel for less of the host's time; docs/notes/launch.md says how much, and what was measured.
+"""Launching a Triton kernel with less host time; docs/notes/launch.md has the measurements.
 
-At each launch `kernel[grid](...)` specialises its arguments by a call each, asks for the compiled kernel by all that it
-found, checks the globals that were compiled in, builds a dict for profilers and has each tensor asked for its address
-again. Here what Triton specialises on is read straight from the arguments, and what it compiled is handed to the
-launcher that it wrote, in C, for this signature. The first launch of every kind is Triton's own.
+At each launch, `kernel[grid](...)` specialises each argument by a separate call, looks up the compiled kernel by the
+results, checks the globals that were compiled in, builds a dict for profilers, and reads each tensor's address again.
+Here the values that Triton specialises on are read directly from the arguments, and the compiled kernel is passed to
+Triton's C launcher for this signature. Triton itself does the first launch of every kind.
 
-`recorded` calls a function of a module of kernels and says what it launched, so that csrc/autograd/triton.cpp can do
-the same without Python.
+`recorded` calls a function of a kernel module and records its launches, so that csrc/autograd/triton.cpp can repeat
+them without Python.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 RUNTIME, COMPILATION = knobs.runtime, knobs.compilation
 RUN, ENTER, EXIT = JITFunction.run, RUNTIME.launch_enter_hook, RUNTIME.launch_exit_hook
-# What the launcher takes is nobody's promise: with other versions every launch is Triton's own.
+# The launcher's interface is not stable: with other versions Triton does every launch.
 KNOWN = triton.__version__.startswith("3.6.") and RUN.__qualname__ == "JITFunction.run"
 TENSORS = Tensor, Parameter
 LITERAL, POINTER, FRESH = range(3)  # as in csrc/autograd/triton.cpp
@@ -34,7 +34,7 @@ _recordings = {}  # by thread
 
 
 class Form:
-    """What a kernel is specialised on, if its arguments have the types of args.
+    """The specialisation of a kernel for arguments with the types of args.
 
     variants: by key, the compiled function and the launcher with the arguments between the stream and the kernel's own.
     """
@@ -42,9 +42,9 @@ class Form:
     def __init__(self, kernel, args):
         params = kernel.params
         self.variants = {}
-        self.kernel = kernel  # whose id is in the key of _forms must live
-        self.given = sum(not p.is_constexpr for p in params)  # at run time; constants follow
-        self.constants = (None,) * (len(params) - self.given)  # the launcher passes over them
+        self.kernel = kernel  # kept alive, because its id is in the key of _forms
+        self.given = sum(not p.is_constexpr for p in params)  # number of run-time arguments; constants follow
+        self.constants = (None,) * (len(params) - self.given)  # the launcher ignores them
         kinds = [type(x) for x in args[: self.given]]
         self.tensors = [i for i, kind in enumerate(kinds) if kind in TENSORS]
         self.descriptors = [i for i, kind in enumerate(kinds) if kind is TensorDescriptor]
@@ -57,7 +57,7 @@ class Form:
 
 
 def watched() -> bool:
-    """Whether every launch is Triton's own: someone watches, or this is no version that is known here."""
+    """Whether Triton must do every launch: a hook is set, or this version is not known here."""
     return bool(
         JITFunction.run is not RUN or not KNOWN
         or ENTER.calls or EXIT.calls
@@ -67,8 +67,8 @@ def watched() -> bool:
 
 
 def watch():
-    """What C++ looks at without the GIL: lists that stay empty, dicts that do not grow and types that do not change
-    while `watched()` stays what it is; or None where it can change although they do not."""
+    """The objects that C++ checks without the GIL: lists that stay empty, dicts that do not grow and types that do not
+    change while `watched()` is unchanged; None if it can change although they do not."""
     instances = vars(RUNTIME), vars(COMPILATION)
     names = {"launch_enter_hook", "launch_exit_hook", "debug", "instrumentation_mode"}
     if not names.isdisjoint((*instances[0], *instances[1])):  # an assignment would not be seen
@@ -79,8 +79,8 @@ def watch():
 def launch(kernel, grid: tuple, *args, **options):
     """`kernel[grid](*args, **options)`, for a kernel whose globals do not change and tensors of the current device.
 
-    What is no constant is given by position and comes first. Where someone watches (a profiler's hooks, debugging),
-    or an argument is of a type that is not known here, Triton launches.
+    Arguments that are not constants are positional and come first. If a hook is set (by a profiler or for debugging),
+    or if an argument has a type that is not known here, Triton launches.
     """
     recording = _recordings.get(get_ident()) if _recordings else None
     if (
@@ -106,7 +106,7 @@ def launch(kernel, grid: tuple, *args, **options):
     device = active.get_current_device()
     given = form.given
     key, values = [device, *options.values(), *args[given:]], list(args[:given])
-    # One entry for each argument: a tuple for what is rare, and for nothing else.
+    # One entry per argument; tuples are used only for rare cases.
     for i in form.tensors:
         x = args[i]
         values[i] = address = x.data_ptr()
@@ -139,7 +139,7 @@ def launch(kernel, grid: tuple, *args, **options):
 
 
 def _remember(form, key, compiled):
-    # Another type where Triton compiles in the background, None where a hook of its compiler refused.
+    # Another type if Triton compiles in the background, None if a hook of its compiler refused.
     if type(compiled) is not CompiledKernel:
         return
     run = compiled.run
@@ -154,11 +154,11 @@ class _Refused(Exception):
 
 
 class Recording:
-    """What one call of a function launches.
+    """The launches of one call of a function.
 
-    args: of the function; fresh: where among them numbers are that differ at each call; dry: nothing is launched.
-    launches: (function, grid, threads, bytes of shared memory, list of hooks or None, parameters), and a parameter is
-    (LITERAL, size, its bits), (POINTER, number of the argument, bytes behind its address), (FRESH, number, size).
+    args: of the function; fresh: the positions of numbers that differ at each call; dry: nothing is launched. launches:
+    (function, grid, threads, bytes of shared memory, list of hooks or None, parameters), and a parameter is (LITERAL,
+    size, its bits), (POINTER, index of the argument, byte offset from its address), (FRESH, index, size).
     """
 
     def __init__(self, args, fresh, dry):
@@ -173,7 +173,7 @@ class Recording:
             raise _Refused
 
     def add(self, function, grid, threads, shared, types, values, hooks=None):
-        """types: Triton's names for those of the parameters that reach the kernel."""
+        """types: Triton's names for the types of the parameters that reach the kernel."""
         params = [self._param(kind, value) for kind, value in zip(types, values, strict=True)]
         grid = (*grid, 1, 1)[:3]
         if 0 not in grid and not self.refusal:
@@ -207,7 +207,7 @@ class Recording:
         for i, y in self.tensors:
             if x is y:
                 return POINTER, i, 0
-        # A view that the function made. Whoever shares an address shares it at each call of the same key.
+        # A view that the function made. Arguments that share an address share it at each call with the same key.
         storage, address = x.untyped_storage()._cdata, x.data_ptr()
         near = [(i, address - y.data_ptr(), y) for i, y in self.tensors if y.untyped_storage()._cdata == storage]
         for i, offset, _ in near:
@@ -225,7 +225,7 @@ class Recording:
 
 
 class _Operators(TorchDispatchMode):
-    """Operators of torch would be lost where only launches are repeated. A view is nothing but an address."""
+    """Refuses torch operators, which would be lost if only launches are repeated. A view is only an address."""
 
     def __init__(self, recording):
         super().__init__()
@@ -283,14 +283,14 @@ def _call(function, args, fresh, dry):
 
 
 def _bits(value, size):
-    """Those of a fresh number as a parameter."""
+    """The bytes of a fresh number as a parameter."""
     if type(value) is float:
         return int.from_bytes(bytes(ctypes.c_float(value)), "little")
     return value & ((1 << 8 * size) - 1)
 
 
 def _same(launch, other, args):
-    """Whether both are one launch, but for the fresh numbers that `other` names and `launch` has."""
+    """Whether both are the same launch, except for fresh numbers."""
     (*rest, params), (*other_rest, other_params) = launch, other
     return rest == other_rest and params == [
         (LITERAL, p[2], _bits(args[p[1]], p[2])) if p[0] == FRESH else p for p in other_params
@@ -298,9 +298,9 @@ def _same(launch, other, args):
 
 
 def recorded(function, args: tuple, fresh: tuple):
-    """Call function(*args); returns what it launched, as in Recording, or None, why not, and whether to try again.
+    """Call function(*args); returns its launches, as in Recording, or None, why not, and whether to try again.
 
-    A second call, in which nothing is launched, has others in place of fresh numbers and tells where they go.
+    A second, dry call with other fresh numbers shows where they are used.
     """
     real = _call(function, args, (), dry=False)
     if real.refusal:

@@ -1,4 +1,4 @@
-"""Layer normalisation; csrc/layer_norm.h holds the contract, rows.py the kernels."""
+"""Layer normalisation; csrc/layer_norm.h has the contract, rows.py the kernels."""
 
 from . import add_norm, rows
 

@@ -1,14 +1,14 @@
-"""Log-probabilities of rows of logits; csrc/log_probs.h holds the contract, logits.py the arithmetic.
+"""Log-probabilities of rows of logits; csrc/log_probs.h has the contract, logits.py the arithmetic.
 
     mean = m + sum_c e_c (z_c - m) / s,   e_c = exp(z_c - m),   s = sum_c e_c
 
-where a new maximum n turns the sum of a lane, v, into exp(m - n) (v + s (m - n)).
+where a new maximum n changes the sum of a lane, v, to exp(m - n) (v + s (m - n)).
 
-Letters: R rows, C columns, T rows of a tile; forward goes by blocks of G groups of L lanes of one row.
+Letters: R rows, C columns, T rows of a tile; forward processes one row in blocks of G groups of L lanes.
 
-The functions of columns take logits stored the other way round, x_CR: token r has column r. A program has L of them
-and goes down G lines of D rows at a time, S programs sharing the height; a thread keeps to the columns of one vector,
-and so has its own maxima and sums until the end.
+The functions of columns take transposed logits, x_CR: token r has column r. A program has L columns and processes G
+lines of D rows at a time; S programs share the height. A thread stays in the columns of one vector, so it has its own
+maxima and sums until the end.
 """
 
 import functools
@@ -22,12 +22,12 @@ from . import rows
 from .launch import launch
 from .logits import LOWEST, add_block, add_lanes, block_of_tile, columns, exp, logits, plan_for, split
 
-# (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile.
+# (columns up to, elements of a tile, warps). Rows wider than the last line are processed in blocks of its tile.
 FORWARD = ((1024, 1024, 2), (8192, 8192, 8))
 BACKWARD = ((4096, 4096, 4),)
-# (R up to, lanes of R at most, vectors of 16 bytes that a thread loads at a time, warps, stages, n). n: in forward the
-# programs of a multiprocessor, in backward the steps of a program. More tokens than the last line has go by it. With
-# one stage, forward loads one tile ahead in registers; with none, no tile; with more, both go through shared memory.
+# (R up to, maximum lanes of R, 16-byte vectors that a thread loads at a time, warps, stages, n). n: in forward the
+# programs per multiprocessor, in backward the steps of a program. The last line is also used for more tokens. With one
+# stage, forward loads one tile ahead in registers; with none, no tile; with more, both use shared memory.
 COLUMNS_FORWARD = ((512, 256, 4, 8, 1, 3), (1 << 30, 512, 4, 4, 1, 8))
 COLUMNS_BACKWARD = ((1 << 30, 256, 4, 4, 3, 8),)
 SPLITS = (128, 32)  # a tile of partial sums: splits, tokens
@@ -35,7 +35,7 @@ SPLITS = (128, 32)  # a tile of partial sums: splits, tokens
 
 @triton.jit
 def _bounded(d):
-    """d <= 0 without -inf, for products with exp(d), which is 0 there. NaN stays."""
+    """d <= 0 with -inf replaced, for products with exp(d), which is 0 there. NaN stays."""
     return tl.where(d < -128.0, -128.0, d)
 
 
@@ -45,7 +45,7 @@ def _add(
     MEAN: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, CHEAP: tl.constexpr,
     EVEN: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum of e and sum of e (z - m) of each lane with the block of columns from `column` on."""
+    """Maximum, sum of e and sum of e (z - m) of each lane, with the block of columns from `column` on added."""
     col, in_row = columns(column, C, EVEN, L, G)
     x = tl.load(x_C + col, mask=in_row, other=0.0, eviction_policy="evict_first").to(tl.float32)
     z, _ = logits(x, scale, softcap, SCALED, CAPPED, CHEAP)
@@ -116,7 +116,7 @@ def backward_kernel(
     p = exp(z - near, CHEAP) * rest
     if b_R is not None:
         b = tl.load(b_R + row, mask=exists, other=0.0)
-        # A logit of -inf takes no part, though -inf * 0 would.
+        # A logit of -inf is excluded, because -inf * 0 would be NaN.
         slope = tl.fma(b, tl.where(p == 0.0, 0.0, z), slope)
     dx = tl.fma(p, slope, tl.where(col == target, own, 0.0)) * dz
     tl.store(dx_RC + start + inside, dx.to(dx_RC.dtype.element_ty), mask=exists & in_row)
@@ -124,7 +124,7 @@ def backward_kernel(
 
 @triton.jit
 def _lanes(block, R, D: tl.constexpr, L: tl.constexpr):
-    """Of the lanes of a program, D rows of L columns in one line: the row, the column, and whether there is one."""
+    """For the lanes of a program, D rows of L columns in one line: the row, the column, and whether it exists."""
     lane = tl.arange(0, D * L)[None, :]
     r = block * L + lane % L
     return lane // L, r, r < R
@@ -148,7 +148,7 @@ def forward_columns_kernel(
     m_L = tl.full([D * L], LOWEST, tl.float32)
     s_L = tl.zeros([D * L], tl.float32)
     if STAGES == 1:
-        # A tile ahead in registers: its loads are on their way while the one before it is added.
+        # One tile ahead in registers: its loads run while the previous one is added.
         start = tl.cast(part, tl.int64) * (G * D) * R
         ahead = tl.load(
             x_CR + start + inside, mask=exists & (part < tiles), other=0.0, eviction_policy="evict_first"
@@ -211,7 +211,7 @@ def backward_columns_kernel(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, CHEAP: tl.constexpr,
     UNIT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, L: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """L columns of STEPS tiles of G * D rows, programs in the order of memory."""
+    """L columns of STEPS tiles of G * D rows, with programs in memory order."""
     R = units * UNIT
     blocks = tl.cdiv(R, L)
     row, r, exists = _lanes(tl.program_id(0) % blocks, R, D, L)
@@ -264,10 +264,10 @@ def backward(x, target, lse, a, b, t, dx, logit_scale, softcap, queue):
 
 
 class ColumnPlan(NamedTuple):
-    """How R columns of tokens are dealt out, and the height of a tile, G * D rows."""
+    """How R columns of tokens are distributed, and the height of a tile, G * D rows."""
 
     stages: int
-    n: int  # programs of a multiprocessor, or steps of a program
+    n: int  # programs per multiprocessor, or steps of a program
     warps: int
     blocks: int  # of columns
     height: int
@@ -280,7 +280,7 @@ def columns_plan(R, size, table):
     """The plan for R columns of elements of `size` bytes."""
     _, most, vectors, warps, stages, n = next((line for line in table if line[0] >= R), table[-1])
     unit = math.gcd(R, 16)
-    # As in plan_for: a thread's vector is what of 16 bytes the alignment of the rows leaves, and there are more then.
+    # As in plan_for: a thread's vector has 16 bytes, or less for lower alignment of rows; then there are more vectors.
     vector = min(unit, 16 // size)
     lanes = min(triton.next_power_of_2(R), most, 32 * warps * vector)
     depth = 32 * warps * vector // lanes
@@ -291,7 +291,8 @@ def columns_plan(R, size, table):
 
 
 def column_splits(C, R):
-    """How many programs share the height of the columns of x_CR: partials for forward_columns are (2, S, R)."""
+    """The number of programs that share the height of the columns of x_CR: partials for forward_columns are (2, S,
+    R)."""
     if R == 0 or C == 0:
         return 0
     plan = columns_plan(R, 2, COLUMNS_FORWARD)

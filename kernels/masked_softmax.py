@@ -1,10 +1,10 @@
-"""Softmax of masked scores; csrc/masked_softmax.h holds the contract, logits.py the arithmetic, softmax.py the plans.
+"""Softmax of masked scores; csrc/masked_softmax.h has the contract, logits.py the arithmetic, softmax.py the plans.
 
     y = exp(z - m) / s,   z = scale x + mask,   m = max_c z_c,   s = sum_c exp(z_c - m)
     dx = scale y (dy - sum_c dy_c y_c)
 
-Letters: R rows, C columns; a wide row goes by blocks of G groups of L lanes. Row r is (n, h, t) of (N, H, T), and
-step_n, step_h, step_t are what the mask's elements lie apart along these. What a row leaves out by CAUSAL is not read.
+Letters: R rows, C columns; a wide row is processed in blocks of G groups of L lanes. Row r is (n, h, t) of (N, H, T),
+and step_n, step_h, step_t are the mask's strides along these. Elements that CAUSAL excludes are not read.
 """
 
 import triton
@@ -13,14 +13,14 @@ import triton.language as tl
 from .logits import LOWEST, add_block, add_lanes, columns, exp, launch_rows, plan_for, tile_at
 from .softmax import BACKWARD
 
-# As there, with more threads: each has a mask's elements besides. The last line is for blocks of wider rows.
+# As there, with more threads, because each also has elements of the mask. The last line is for blocks of wider rows.
 FORWARD = ((1024, 2048, 4), (4096, 4096, 8), (8192, 8192, 8), (16384, 4096, 8))
-REGISTERS = 128  # of a thread: left to itself, ptxas takes fewer in some variants, and spills a few bytes
+REGISTERS = 128  # per thread: by default ptxas uses fewer in some variants, and spills a few bytes
 
 
 @triton.jit
 def _limit(row, T, shift, C, CAUSAL: tl.constexpr):
-    """How many columns of a row count, as far as CAUSAL goes."""
+    """The number of columns of a row that count under CAUSAL."""
     if CAUSAL:
         return tl.minimum(tl.maximum(row % T + shift + 1, 0), C)
     else:
@@ -29,7 +29,7 @@ def _limit(row, T, shift, C, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _before(row, H, T, step_n, step_h, step_t):
-    """What a row of the mask lies behind its first."""
+    """The offset of a row of the mask."""
     head = row // T
     n, h, t = (head // H).to(tl.int64), (head % H).to(tl.int64), (row % T).to(tl.int64)
     return n * step_n + h * step_h + t * step_t
@@ -37,7 +37,7 @@ def _before(row, H, T, step_n, step_h, step_t):
 
 @triton.jit
 def _scores(x, mask, before, col, counts, scale, BOOL: tl.constexpr, STEP: tl.constexpr):
-    """z in float32, -inf where nothing counts. `before` belongs to a row, or to each of several; STEP is 0 or 1."""
+    """z in float32, -inf for masked elements. `before` belongs to a row, or to each of several; STEP is 0 or 1."""
     z = x.to(tl.float32) * scale
     if mask is not None:
         add = tl.load(mask + before + col * STEP, mask=counts, other=0)
@@ -50,14 +50,14 @@ def _scores(x, mask, before, col, counts, scale, BOOL: tl.constexpr, STEP: tl.co
 
 @triton.jit
 def _of_sum(s):
-    # Without any column that counts all exponentials are 0, and stay so.
+    # In a fully masked row all exponentials are 0, and stay 0.
     return tl.div_rn(1.0, tl.where(s == 0.0, 1.0, s))
 
 
 @triton.jit
 def _value(z, m, s, of_sum, CHEAP: tl.constexpr):
     e = exp(z - m, CHEAP)
-    # A product with the inverse is rounded once more, which 16 bits do not show.
+    # A product with the inverse is rounded once more, which is invisible in 16 bits.
     return e * of_sum if CHEAP else tl.div_rn(e, tl.where(s == 0.0, 1.0, s))
 
 
@@ -109,7 +109,7 @@ def forward_wide_kernel(
 
 @triton.jit
 def _load_both(dy_C, y_C, at, counts):
-    """y, and dy where y is not 0, in float32."""
+    """y, and dy if y is not 0, in float32."""
     y = tl.load(y_C + at, mask=counts, other=0.0).to(tl.float32)
     dy = tl.load(dy_C + at, mask=counts, other=0.0).to(tl.float32)
     return tl.where(y == 0.0, 0.0, dy), y

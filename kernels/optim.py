@@ -1,8 +1,9 @@
-"""A step of an optimizer over a table of parameters; csrc/optim.h holds the contract, optim_formats.py the formats.
+"""A step of an optimizer over a table of parameters; csrc/optim.h has the contract, optim_formats.py the formats.
 
-Nothing is fused but what says so: an element comes out the same wherever in a tile, a shard or a format's body it is.
-A program has a tile of a row, and goes through it by spans. What formats occur is known on the host, in `Features`, so
-that a kernel is compiled for just these: each combination has a body without a choice in it, and a row picks its own.
+Only explicit multiply-adds are fused, so an element's result does not depend on its position in a tile, its shard or
+the format's loop body. A program has a tile of a row, and processes it in spans. The host knows which formats occur, in
+`Features`, so a kernel is compiled for just these: each combination has a body without branches, and a row selects its
+own.
 """
 
 from typing import NamedTuple
@@ -28,14 +29,14 @@ from .optim_formats import (
     store_master,
 )
 
-TILE = tl.constexpr(4096)  # elements of a program, as everyone who makes a table counts them
-SPAN = 2048  # that are in registers at a time
-PIECE = tl.constexpr(512)  # the same where elements are masked, which takes more registers
+TILE = tl.constexpr(4096)  # elements per program, also assumed by the code that makes tables
+SPAN = 2048  # elements in registers at a time
+PIECE = tl.constexpr(512)  # the same for masked elements, which need more registers
 WARPS = 4
-# Where states are codes, arithmetic counts too: more and smaller programs at a time hide what each waits for.
+# For coded states arithmetic counts too: more and smaller concurrent programs hide latency.
 CODED_SPAN, CODED_WARPS, CODED_REGISTERS = 1024, 2, 96
-PARTIALS = tl.constexpr(1024)  # at most, for each program of update adds them up
-STEPS = tl.constexpr(128)  # counted by a program at a time
+PARTIALS = tl.constexpr(1024)  # maximum, because each program of update adds them up
+STEPS = tl.constexpr(128)  # step counters updated per program at a time
 
 PARAM, GRAD, STATE, SCALE, REMAINDER, EMA = (tl.constexpr(i) for i in (0, 1, 2, 5, 8, 9))
 STEP, NUMEL, FIRST_TILE, CODES, GROUP, FLAGS, COLUMNS = (tl.constexpr(i) for i in range(10, 17))
@@ -47,9 +48,9 @@ ADAM, SGD, LION = (tl.constexpr(i) for i in range(3))
 
 
 class Features(NamedTuple):
-    """What occurs in a table, for kernels that are compiled for just that."""
+    """The features that occur in a table, for kernels specialised on them."""
 
-    codes: tuple[int, ...]  # the different values of the column CODES, ascending
+    codes: tuple[int, ...]  # the distinct values of the column CODES, ascending
     amsgrad: bool
     remainder: bool
     ema: bool
@@ -106,7 +107,7 @@ def prepare_kernel(rows_N, owner_T, control_C, squares_P, n, tiles):
 
 @triton.jit
 def _powers(a, b, exponent):
-    """a^exponent and b^exponent, float64, of a whole exponent."""
+    """a^exponent and b^exponent, float64, for an integer exponent."""
     a_power, b_power = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     while exponent > 0:
         if exponent & 1:
@@ -120,10 +121,10 @@ def _powers(a, b, exponent):
 
 @triton.jit
 def _numbers(row, hyper, RULE: tl.constexpr):
-    """What is the same for all elements of a row, as a tuple of float32.
+    """The values that are the same for all elements of a row, as a tuple of float32.
 
-    rate: lr, or lr / (1 - beta1^t); root: 1 / sqrt(1 - beta2^t); shrink and pull: what of p is taken from p, and added
-    to g; then beta1, 1 - beta1, beta2, 1 - beta2 and eps.
+    rate: lr, or lr / (1 - beta1^t); root: 1 / sqrt(1 - beta2^t); shrink and pull: the fractions of p subtracted from p
+    and added to g; then beta1, 1 - beta1, beta2, 1 - beta2 and eps.
     """
     lr, b1, b2 = tl.load(hyper + LR), tl.load(hyper + BETA1), tl.load(hyper + BETA2)
     weight_decay, eps = tl.load(hyper + WEIGHT_DECAY), tl.load(hyper + EPS)
@@ -161,7 +162,7 @@ def _store_state(
     x, at, k: tl.constexpr, start, left, FORMAT: tl.constexpr, SIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """What later steps will read of it."""
+    """The value that later steps will read."""
     if FORMAT == INT8:
         return store_codes(x, at[STATE + k], at[SCALE + k], start, left, 8, SIGNED, BLOCKS, VECTOR)
     elif FORMAT == INT4:
@@ -179,7 +180,7 @@ def _store_state(
 def _halves(seed, counter, BLOCKS: tl.constexpr):
     """16 random bits for each element, uint32."""
     w0, w1, w2, w3 = _four(seed, counter + tl.arange(0, BLOCKS * BLOCK // 8))
-    # Each join appends an axis of 2, the fastest in the flattened order.
+    # Each join appends an axis of 2, which is the fastest in flattened order.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCKS, BLOCK])
 
@@ -201,7 +202,7 @@ def _store_parameter(
     p, at, start, left, seed, counter, P: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """p as it is kept, float32."""
+    """The stored p, float32."""
     kept = p
     if MASTER and P == BFLOAT16:
         if at[REMAINDER] != 0:
@@ -226,7 +227,7 @@ def _span(
     RULE: tl.constexpr, CODE: tl.constexpr, HAS_W: tl.constexpr, MASTER: tl.constexpr, HAS_EMA: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The step of the elements of a row from start. at: what stands in the row's columns."""
+    """The step of the elements of a row from start. at: the values of the row's columns."""
     P: tl.constexpr = CODE & 15
     S: tl.constexpr = CODE >> 8 & 15
     rate, root, shrink, pull, b1, c1, b2, c2, eps = numbers
@@ -270,7 +271,7 @@ def _span(
 
 @triton.jit
 def _coefficient(control_C, squares_P, count):
-    """What gradients are multiplied by, float64. The first program writes down their norm."""
+    """The factor for gradients, float64. The first program stores their norm."""
     coefficient = 1.0 / tl.load(control_C + GRAD_SCALE).to(tl.float64)
     if squares_P is not None:
         i = tl.arange(0, PARTIALS)
@@ -288,8 +289,8 @@ def update_kernel(
     RULE: tl.constexpr, CODE: tl.constexpr, HAS_W: tl.constexpr, MASTER: tl.constexpr, HAS_EMA: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """CODE: a tuple of what occurs in the column kCodes, each with the elements that are moved together, and those that
-    are in registers at a time."""
+    """CODE: a tuple of the values in the column kCodes, each with the number of elements that are moved together, and
+    the number in registers at a time."""
     coefficient = _coefficient(control_C, squares_P, count)
     tile = tl.program_id(0)
     if (tl.load(control_C + FOUND_INF) == 0) & (tile < tiles):
@@ -329,7 +330,7 @@ def update_kernel(
 
 
 def partials(tiles):
-    """How many sums `prepare` leaves of so many tiles."""
+    """The number of sums that `prepare` leaves for this many tiles."""
     return max(1, min(tiles, PARTIALS.value))
 
 
@@ -345,9 +346,9 @@ def _formats(code):
 
 
 def _vector(code, ema):
-    """How many elements of a row of this code a thread moves at once.
+    """The number of elements of a row with this code that a thread moves at once.
 
-    16 bytes of its widest numbers. But of blocks of codes a warp has whole lines, so that a scale is found within it.
+    16 bytes of its widest numbers. For blocks of codes, a warp has whole lines, so a scale is found within the warp.
     """
     formats = _formats(code)
     return 4 if (ema or FLOAT32.value in formats) and formats.isdisjoint({INT8.value, INT4.value}) else 8
@@ -359,7 +360,7 @@ def update(rows, owner, hyper, control, squares, rule, ema_decay, seed, offset, 
     assert count <= PARTIALS.value
     codes, how = [(code, _vector(code, features.ema), SPAN) for code in features.codes], {"num_warps": WARPS}
     if any(code >> 8 & 15 in (INT8.value, INT4.value) for code in features.codes):
-        # Numbers of 32 bits would take more registers: of these there are half as many.
+        # 32-bit numbers would need more registers, so half as many elements are used.
         codes = [(code, vector, CODED_SPAN >> (FLOAT32.value in _formats(code))) for code, vector, _ in codes]
         how = {"num_warps": CODED_WARPS}
         if not (features.amsgrad or features.remainder or features.ema or seed >= 0):  # which would spill

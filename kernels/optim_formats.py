@@ -1,8 +1,8 @@
-"""How a step of an optimizer keeps its numbers; csrc/optim.h defines the formats. Device functions for optim.py.
+"""The storage formats of an optimizer step; csrc/optim.h defines them. Device functions for optim.py.
 
-Tensors are (BLOCKS, BLOCK): the elements of a row of the table from `start`, of which `left` exist, a block of codes a
-line. VECTOR: how many elements a thread moves at once, where all exist and all addresses are multiples of 16 bytes;
-elsewhere 0, and they go one by one, zeros for what does not exist.
+Tensors are (BLOCKS, BLOCK): the elements of a row of the table from `start`, of which `left` exist, with one block of
+codes per line. VECTOR: the number of elements that a thread moves at once, if all exist and all addresses are multiples
+of 16 bytes; otherwise 0, and elements are moved one by one, with zeros for missing ones.
 """
 
 import triton
@@ -12,7 +12,7 @@ BLOCK = tl.constexpr(256)  # elements that share a scale
 FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 INT8, INT4 = tl.constexpr(4), tl.constexpr(5)
 
-LEAST = tl.constexpr(2.0**-100)  # of a scale but 0: no subnormal number ever occurs
+LEAST = tl.constexpr(2.0**-100)  # the smallest scale except 0: subnormal numbers never occur
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def index(BLOCKS: tl.constexpr):
 
 @triton.jit
 def _get(address, start, i, left, KIND: tl.constexpr, VECTOR: tl.constexpr):
-    """Elements start + i, of the type KIND, of what begins at address."""
+    """Elements start + i, of the type KIND, of the array at address."""
     pointer = (address + start * (KIND.primitive_bitwidth // 8)).to(tl.pointer_type(KIND))
     if VECTOR:
         return tl.load(tl.multiple_of(pointer, VECTOR * KIND.primitive_bitwidth // 8) + i)
@@ -70,16 +70,16 @@ def _four_values(code, BITS: tl.constexpr, SIGNED: tl.constexpr):
     """4 times the value of each code, exactly, of int32."""
     ZERO: tl.constexpr = (1 << BITS - 1) - 1 if SIGNED else -1
     S: tl.constexpr = BITS + (83 if SIGNED else 84)
-    # The code becomes the last bits of a number, of which the last one stands for 2^-S.
+    # The code becomes the last bits of a number; the lowest bit represents 2^-S.
     m = (code | (127 + 23 - S << 23)).to(tl.float32, bitcast=True) - (2.0**23 + ZERO) * 2.0**-S
     return (m.to(tl.int32, bitcast=True) * 3).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale(x, SIGNED: tl.constexpr):
-    """Of each block x. Where there is no sign, x may be NaN of either sign, but not -0."""
-    # As whole numbers, magnitudes are in their own order, infinity above and NaN above that; negative numbers, of the
-    # opposite order, are above all others or below them.
+    """The scale of each block x. Without a sign, x may be NaN of either sign, but not -0."""
+    # As integers, magnitudes keep their order, with infinity above and NaN above that. Negative numbers have the
+    # opposite order, and are all above or all below the others.
     most = tl.max(x.to(tl.uint32, bitcast=True), 1)
     if SIGNED:
         positive = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
@@ -91,18 +91,18 @@ def _scale(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def _code(x, scale, BITS: tl.constexpr, SIGNED: tl.constexpr):
-    """The codes, int32, of blocks x: the bits of 4 |x / scale| by 3 are m 2^-S, which is rounded."""
+    """The codes, int32, of blocks x: the bits of 4 |x / scale| divided by 3 are m 2^-S, which is rounded."""
     ZERO: tl.constexpr = (1 << BITS - 1) - 1 if SIGNED else -1
     S: tl.constexpr = BITS + (83 if SIGNED else 84)
     size = tl.abs(scale)
     inverse = tl.where(size >= LEAST, tl.div_rn(4.0, size), 0.0)
     y = tl.abs(x) * inverse[:, None]
-    m = tl.umulhi(y.to(tl.uint32, bitcast=True), 0x55555556)  # by 3, rounded down
+    m = tl.umulhi(y.to(tl.uint32, bitcast=True), 0x55555556)  # divided by 3, rounded down
     factor = tl.full([1, 1], 2.0**S, tl.float32)
     if SIGNED:
         m |= x.to(tl.uint32, bitcast=True) & 0x80000000
         factor = tl.where(scale < 0, -(2.0**S), 2.0**S)[:, None]
-    # Numbers lie 1 apart here, and are whole. What falls below is -1, or 0 where that has no code.
+    # Numbers here are integers. Values below the range become -1, or 0 if that has no code.
     whole = tl.maximum(tl.fma(m.to(tl.float32, bitcast=True), factor, 2.0**23 + ZERO), 2.0**23)
     return whole.to(tl.int32, bitcast=True) & ((1 << BITS) - 1)
 
@@ -128,7 +128,7 @@ def load_codes(
 def store_codes(
     x, address, scale, start, left, BITS: tl.constexpr, SIGNED: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Chooses the scales and codes of the blocks x, and returns what they stand for."""
+    """Chooses the scales and codes of the blocks x, and returns the values that they represent."""
     i = index(BLOCKS)
     if not VECTOR:
         x = tl.where(i < left, x, 0.0)
@@ -152,11 +152,11 @@ def store_codes(
 
 @triton.jit
 def round_stochastically(x, halves, FORMAT: tl.constexpr):
-    """x with as many random bits added as its 16-bit format has no room for, and those then cut off."""
+    """x with random bits added below the precision of its 16-bit format, then truncated."""
     mask: tl.constexpr = 0xFFFF if FORMAT == BFLOAT16 else 0x1FFF
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + (halves & mask)) & (0xFFFFFFFF - mask)).to(tl.float32, bitcast=True)
-    # Infinity and NaN are left, and what float16 has no implied bit for.
+    # Infinity and NaN stay, and so do values that are subnormal in float16.
     plain = (tl.abs(x) < float("inf")) == 0
     if FORMAT == FLOAT16:
         plain = plain | (tl.abs(x) < 2.0**-14)
@@ -165,7 +165,7 @@ def round_stochastically(x, halves, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_master(address, remainder, start, left, BLOCKS: tl.constexpr, VECTOR: tl.constexpr):
-    """The float32 number of which a bfloat16 parameter is the upper half."""
+    """The float32 number whose upper half is a bfloat16 parameter."""
     i = index(BLOCKS)
     upper = _get(address, start, i, left, tl.int16, VECTOR).to(tl.int32)
     lower = _get(remainder, start, i, left, tl.int16, VECTOR).to(tl.int32)
@@ -177,6 +177,6 @@ def store_master(x, address, remainder, start, left, BLOCKS: tl.constexpr, VECTO
     i = index(BLOCKS)
     bits = x.to(tl.uint32, bitcast=True)
     upper = tl.where(x == x, (bits + 0x8000) >> 16, 0x7FC0)
-    lower = tl.where(x == x, bits, 0)  # of which the lower half is kept
+    lower = tl.where(x == x, bits, 0)  # the lower half is kept
     _put(upper, address, start, i, left, tl.int16, VECTOR)
     _put(lower, remainder, start, i, left, tl.int16, VECTOR)

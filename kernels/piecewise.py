@@ -1,4 +1,4 @@
-"""Piecewise linear maps and their bits; csrc/piecewise.h holds the contract."""
+"""Piecewise linear maps and their bits; csrc/piecewise.h has the contract."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from hfnn.kernels import bits
 
 from .launch import launch
 
-BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits, two bytes of bits
+BLOCK = 2048  # elements per program: 16 per thread, two 16-byte loads at 16 bits, two bytes of bits
 WARPS = 4
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = (tl.constexpr(k) for k in range(8))
@@ -14,7 +14,7 @@ RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOI
 
 @triton.jit
 def _between(x, a, b):
-    """min(max(x, a), b), in which a NaN stays."""
+    """min(max(x, a), b), where a NaN stays NaN."""
     x = tl.where(x < a, a, x)
     return tl.where(x > b, b, x)
 
@@ -37,7 +37,7 @@ def _value(x, a, b, KIND: tl.constexpr):
         return _between(x, a, b)
 
 
-# What is true of a NaN is written as a comparison, what is false of it as the opposite of one.
+# Conditions that hold for a NaN are written as negated comparisons, others as comparisons.
 @triton.jit
 def _flag(x, a, b, KIND: tl.constexpr):
     if KIND == RELU:
@@ -58,7 +58,7 @@ def _flag(x, a, b, KIND: tl.constexpr):
         return (x > -3) & (x < 3)
 
 
-# Only the last program is masked, so that the others load whole vectors whatever n is.
+# Only the last program is masked, so the others load whole vectors for any n.
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(x_N, y_N, bits_B, n, a: tl.float32, b: tl.float32, KIND: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK

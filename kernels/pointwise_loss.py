@@ -1,7 +1,7 @@
-"""Sums of one function over all elements, with its derivative; csrc/pointwise_loss.h holds the contract.
+"""Sums of one function over all elements, with its derivative; csrc/pointwise_loss.h has the contract.
 
-A program sums a run of blocks: BLOCKS of them, or that many times the least number that leaves no more than PROGRAMS
-runs. The length depends on numel alone, and so do the partial sums.
+A program sums a run of blocks: BLOCKS of them, or the smallest multiple of BLOCKS that needs at most PROGRAMS runs. The
+length of a run, and so the partial sums, depend only on numel.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .launch import launch
 
-# Elements of a program at a time, blocks of a run, runs at most, warps.
+# Elements per program at a time, blocks per run, maximum number of runs, warps.
 BLOCK, BLOCKS, PROGRAMS, WARPS = 2048, 4, 1 << 16, 8
 
 SQUARED, HUBER, SMOOTH_L1, BINARY = (tl.constexpr(kind) for kind in range(4))
@@ -17,7 +17,7 @@ SQUARED, HUBER, SMOOTH_L1, BINARY = (tl.constexpr(kind) for kind in range(4))
 
 @triton.jit
 def _log1p(e):
-    """log(1 + e) for 0 <= e <= 1, as 2 atanh(w) with w = e / (2 + e): a minimax fit, off by 1e-10 of itself."""
+    """log(1 + e) for 0 <= e <= 1, as 2 atanh(w) with w = e / (2 + e): a minimax fit with a relative error of 1e-10."""
     w = e / (2.0 + e)
     v = w * w
     poly = tl.fma(v, 0.121447809, 0.107153698)
@@ -29,7 +29,7 @@ def _log1p(e):
 
 @triton.jit
 def _value(x, target, parameter, KIND: tl.constexpr):
-    """The function and its derivative by x."""
+    """The function and its derivative with respect to x."""
     d = x - target
     a = tl.abs(d)
     if KIND == SQUARED:
@@ -39,7 +39,7 @@ def _value(x, target, parameter, KIND: tl.constexpr):
         r = 1.0 / (1.0 + e)
         return tl.fma(-x, target, tl.maximum(x, 0.0)) + _log1p(e), tl.where(x < 0, e * r, r) - target
     else:
-        # Of torch's two scalings, smooth L1's is Huber's divided by the parameter.
+        # torch scales these two differently: smooth L1 is Huber divided by the parameter.
         near, far, half = 0.5 * d * d, a - 0.5 * parameter, tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
         if KIND == HUBER:
             return tl.where(a < parameter, near, parameter * far), tl.where(a < parameter, d, parameter * half)
@@ -57,7 +57,7 @@ def _add_block(x_N, target_N, dx_N, i, parameter, mask, KIND: tl.constexpr):
     return value
 
 
-# Only the last block is masked, so that the others load whole vectors whatever n is.
+# Only the last block is masked, so the others load whole vectors for any n.
 @triton.jit(do_not_specialize=["n", "blocks"])
 def forward_kernel(
     x_N, target_N, sums_P, dx_N, parameter: tl.float32, n, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr

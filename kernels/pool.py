@@ -1,8 +1,8 @@
-"""Max pooling over three dimensions; csrc/pool.h holds the contract.
+"""Max pooling over three dimensions; csrc/pool.h has the contract.
 
-A lane makes one output in forward and one input in backward: it goes through the windows that hold that input, in their
-order, and adds dy where a window's code leads to it. The geometry is compiled in, for divisions by constants are cheap;
-the sizes are not.
+A lane computes one output in forward and the gradient of one input in backward: it iterates over the windows that
+contain this input, in order, and adds dy if the window's code points to it. The geometry is compiled in, because
+divisions by constants are cheap; the sizes are not.
 """
 
 import triton
@@ -10,14 +10,14 @@ import triton.language as tl
 
 from .launch import launch
 
-BLOCK = 512  # elements of a program
+BLOCK = 512  # elements per program
 WARPS = 4
-UNROLLED = 16  # positions, at most, whose loads are written out one after another
+UNROLLED = 16  # maximum number of positions with unrolled loads
 
 
 @triton.jit
 def _place(i, H, W, C):
-    """(d, h, w, c) of the number of an element of a plane."""
+    """(d, h, w, c) from the index of an element of a plane."""
     c = i % C
     w = i // C % W
     h = i // C // W % H
@@ -33,7 +33,7 @@ def _better(x_N, at, d, h, w, D, H, W, here, k, best, code):
     return tl.where(better, x, best), tl.where(better, k, code)
 
 
-# Offsets within the planes that a program touches have 32 bits; where its first plane begins has 64.
+# Offsets within the planes of a program have 32 bits; the start of its first plane has 64.
 @triton.jit(do_not_specialize=["n", "D", "H", "W", "C", "outD", "outH", "outW"])
 def forward_kernel(
     x_N, y_N, codes_N, n, D, H, W, C, outD, outH, outW,
@@ -70,7 +70,7 @@ def forward_kernel(
 
 @triton.jit
 def _window(i, back, out, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, L: tl.constexpr):
-    """The window that is `back` before the last one that may hold position i, i's number in it, whether it is one."""
+    """The window `back` steps before the last one that may contain position i, i's index in it, whether it is valid."""
     o = (i + P) // S - back
     k = (i + P - o * S) // L
     return o, k, (o >= 0) & (o < out) & (k < K) & (i + P - o * S == k * L)
@@ -83,7 +83,7 @@ def _add(
     PD: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, LD: tl.constexpr, LH: tl.constexpr, LW: tl.constexpr,
     RD: tl.constexpr, RH: tl.constexpr, RW: tl.constexpr
 ):  # fmt: skip
-    """What window number j of the RD * RH * RW that may hold an input adds to its gradient."""
+    """The contribution to an input's gradient of window j among the RD * RH * RW that may contain it."""
     od, kd, holds_d = _window(d, RD - 1 - j // (RH * RW), outD, KD, SD, PD, LD)
     oh, kh, holds_h = _window(h, RH - 1 - j // RW % RH, outH, KH, SH, PH, LH)
     ow, kw, holds_w = _window(w, RW - 1 - j % RW, outW, KW, SW, PW, LW)
@@ -134,7 +134,7 @@ def forward(x, y, codes, window, stride, padding, dilation, queue):
 
 def backward(dy, codes, dx, window, stride, padding, dilation, queue):
     n = dx.numel()
-    # Windows, at most, that hold one position of a dimension.
+    # Maximum number of windows that contain one position of a dimension.
     reach = [((k - 1) * dil) // s + 1 for k, dil, s in zip(window, dilation, stride, strict=True)]
     if n:
         launch(

@@ -1,8 +1,8 @@
-"""RMS norm of each head and rotary position embedding in one launch; csrc/qk_norm_rope.h holds the contract.
+"""RMS norm of each head and rotary position embedding in one launch; csrc/qk_norm_rope.h has the contract.
 
-Letters as in rope.py. A tile has BLOCK_S rows of one head, whole: they stay in registers between the sum of their
-squares and the turn. Backward adds up the gradients of the weights in registers, over a program's tokens and heads, and
-leaves a row of partial sums per program: which tokens a program takes follows from the shape alone.
+Letters as in rope.py. A tile has BLOCK_S whole rows of one head, which stay in registers between the sum of squares and
+the rotation. Backward adds up the gradients of the weights in registers, over a program's tokens and heads, and leaves
+one row of partial sums per program. The tokens of a program depend only on the shape.
 """
 
 import triton
@@ -12,14 +12,14 @@ from . import rows
 from .launch import launch
 from .rope import WARPS, _pair, _store_pair, _tokens_and_angles, _turn, batch_stride, cut, dealt_out, strides
 
-BACKWARD_PROGRAMS = 3  # of one multiprocessor, which all run at once
-BACKWARD_REGISTERS = 168  # of a thread, at most, for that
-BACKWARD_ELEMENTS = 512  # pairs of a tile: sums, weights and angles take registers, too
+BACKWARD_PROGRAMS = 3  # programs per multiprocessor, all running at once
+BACKWARD_REGISTERS = 168  # maximum per thread for this
+BACKWARD_ELEMENTS = 512  # pairs of a tile: sums, weights and angles need registers, too
 
 
 @triton.jit
 def _rest(base, inside, exists, N: tl.constexpr, D: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """The columns that are not turned, in float32; a 0 for them where there are none."""
+    """The columns that are not rotated, in float32; 0 if there are none."""
     if 2 * N < D:
         col = tl.arange(0, BLOCK_REST)[None, :]
         return tl.load(base + 2 * N + inside + col, mask=exists & (col < D - 2 * N), other=0.0).to(tl.float32)
@@ -43,7 +43,7 @@ def _weights(w_D, offset, N: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
 
 @triton.jit
 def _mean(a, b, rest, N: tl.constexpr, D: tl.constexpr):
-    """Of the D numbers of each row, (BLOCK_S, 1)."""
+    """rstd of the D numbers of each row, (BLOCK_S, 1)."""
     total = tl.sum(a + b, 1)
     if 2 * N < D:
         total += tl.sum(rest, 1)
@@ -82,7 +82,7 @@ def forward_kernel(
     N: tl.constexpr, D: tl.constexpr, NARROW: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """y of x; GIVEN: by the rstd that forward left."""
+    """y of x; GIVEN: with the rstd from forward."""
     batch, token, exists, cos_a, cos_b, sin_a, sin_b = _tokens_and_angles(
         tl.program_id(0), S, positions_S, batch_positions, P, cos, sin, batch_table,
         N, NARROW, PAIRS, False, BLOCK_S, BLOCK_N,
@@ -108,7 +108,7 @@ def _backward_heads(
     cos_a, cos_b, sin_a, sin_b, dw_a, dw_b, dw_rest, DW: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """dx, and dw with what these rows add to it."""
+    """dx, and dw with the contribution of these rows added."""
     for head in tl.range(0, heads):
         wide = tl.cast(head, tl.int64)
         dy_a, dy_b = _pair(dy + wide * dy_head, dy_start, exists, N, PAIRS, BLOCK_S, BLOCK_N)
@@ -119,7 +119,7 @@ def _backward_heads(
         a *= r
         b *= r
         rest = _rest(x + wide * x_head, x_start, exists, N, D, BLOCK_REST) * r
-        if DW:  # rows that do not exist have angles of NaN
+        if DW:  # missing rows have NaN angles
             dw_a += tl.where(exists, g_a * a, 0.0)
             dw_b += tl.where(exists, g_b * b, 0.0)
             if 2 * N < D:

@@ -1,6 +1,7 @@
-"""Codes of 16-bit numbers, looked up and packed five bits each; csrc/recode.h holds the contract.
+"""Codes of 16-bit numbers, looked up and packed in five bits each; csrc/recode.h has the contract.
 
-Eight codes are a number of 40 bits, and five bytes. The tables stay in the caches. Numbers go by their bit patterns.
+Eight codes form a 40-bit number, five bytes. The tables stay in the caches. Numbers are identified by their bit
+patterns.
 """
 
 import torch
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from .launch import launch
 
-BLOCK = 2048  # elements of a program
+BLOCK = 2048  # elements per program
 WARPS = 4
 
 
@@ -33,13 +34,13 @@ def decode_kernel(y_N, packed_B, start_P, table_P, x_N, n, BLOCK: tl.constexpr):
     left = n - start
     inside = i < left
     y = tl.load(y_N + start + i, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    # A code lies in one byte or in two; 5 start / 8 is whole, for a block is a multiple of eight.
+    # A code is in one byte or in two; 5 start / 8 is an integer, because a block is a multiple of eight.
     low = packed_B + start // 8 * 5 + (5 * i >> 3)
     shift = 5 * i & 7
     pair = tl.load(low, mask=inside, other=0).to(tl.int32)
     pair |= tl.load(low + 1, mask=inside & (shift > 3), other=0).to(tl.int32) << 8
     place = tl.load(start_P + y, mask=inside, other=0) + (pair >> shift & 31)
-    # A pattern that no x gives has no place in the table; a code added to it must not lead out of it.
+    # A pattern that no x gives has no entry in the table; adding a code to it must not leave the table.
     x = tl.load(table_P + (place & 0xFFFF), mask=inside, other=0)
     tl.store(x_N + start + i, x, mask=inside)
 

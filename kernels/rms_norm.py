@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation; csrc/rms_norm.h holds the contract, rows.py the kernels."""
+"""Root-mean-square normalisation; csrc/rms_norm.h has the contract, rows.py the kernels."""
 
 from . import add_norm, rows
 

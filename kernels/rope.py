@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries and keys in one launch; csrc/rope.h holds the contract.
+"""Rotary position embedding of queries and keys in one launch; csrc/rope.h has the contract.
 
-Letters: B batches, H heads of queries, G of keys, S tokens, D columns of a head, of which R are turned, in N = R / 2
-pairs. A program has BLOCK_S tokens of one batch: it loads their angles once, and turns the heads of a group of both
-tensors, one after the other. Everything is elementwise, so that no bit depends on how the work is cut.
+Letters: B batches, H heads of queries, G of keys, S tokens, D columns of a head, of which R are rotated, in N = R / 2
+pairs. A program has BLOCK_S tokens of one batch: it loads their angles once, and rotates a group of heads of both
+tensors, one after another. Everything is elementwise, so no bit depends on how the work is divided.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .launch import launch
 
-ELEMENTS, WARPS = 1024, 4  # pairs of a tile: 8 a thread, two 16-byte loads at 16 bits
-PROGRAMS = 2048  # from here on all multiprocessors of the largest GPUs are full
+ELEMENTS, WARPS = 1024, 4  # pairs of a tile: 8 per thread, two 16-byte loads at 16 bits
+PROGRAMS = 2048  # enough to fill all multiprocessors of the largest GPUs
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _tokens(block, S, positions_S, batch_positions, P, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _pair(base, inside, exists, N: tl.constexpr, PAIRS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Both columns of each pair of some rows, (BLOCK_S, BLOCK_N), as stored; `inside` is where the rows begin."""
+    """Both columns of each pair of some rows, (BLOCK_S, BLOCK_N), as stored; `inside` is the start of the rows."""
     if PAIRS:
         col = tl.arange(0, 2 * BLOCK_N)[None, :]
         x = tl.load(base + inside + col, mask=exists & (col < 2 * N), other=0.0)
@@ -98,7 +98,7 @@ def _tokens_and_angles(
 
 @triton.jit
 def _turn(a, b, cos_a, cos_b, sin_a, sin_b):
-    """Compiled without fusing: the bits of torch's formula in float32."""
+    """Compiled without fusing: bitwise equal to torch's formula in float32."""
     return a * cos_a - b * sin_a, b * cos_b + a * sin_b
 
 
@@ -149,7 +149,7 @@ def forward_kernel(
 
 
 class Blocks(NamedTuple):
-    """How the tokens and the columns of a call are cut."""
+    """How the tokens and the columns of a call are divided."""
 
     tokens: int
     pairs: int
@@ -167,13 +167,13 @@ def strides(t):
 
 
 def batch_stride(t):
-    """Of a table or of positions, (B or 1, ...)."""
+    """The batch stride of a table or of positions, (B or 1, ...)."""
     return 0 if t is None or t.shape[0] == 1 else t.stride(0)
 
 
 def dealt_out(programs, heads):
-    """Of so many heads, how many a program has: as many as leave enough programs; with fewer than four, angles would
-    be most of the loads."""
+    """The number of heads per program: as many as leave enough programs. With fewer than four, angles would be most of
+    the loads."""
     groups = min(-(-heads // 4), -(-PROGRAMS // programs))
     return -(-heads // groups)
 

@@ -1,15 +1,15 @@
-"""What layer_norm and rms_norm share: kernels over the rows of a matrix, and how its rows are dealt out.
+"""Common parts of layer_norm and rms_norm: kernels over the rows of a matrix, and the distribution of its rows.
 
-Letters: R rows, C columns, P rows of partial sums. CENTER is layer norm, with a mean; without it, RMS norm, whose
-weight is offset + w. Absent tensors are None, and the kernel is compiled without them.
+Letters: R rows, C columns, P rows of partial sums. With CENTER it is layer norm, with a mean; without it, RMS norm,
+whose weight is offset + w. Absent tensors are None, and the kernel is compiled without them.
 
-Forward and rebuild: one program, one tile of BLOCK_R whole rows, C padded to the power of two BLOCK_C. It stays in
-registers between its reductions, so each element is read once, or, where that is faster, is read again from the caches.
-Many small programs in the order of the rows keep every multiprocessor loading, reducing and storing at the same time.
+Forward and rebuild: one program per tile of BLOCK_R whole rows, with C padded to the power of two BLOCK_C. The tile
+stays in registers between its reductions, so each element is read once, or is read again from the caches where that is
+faster. Many small programs in row order keep every multiprocessor loading, reducing and storing at the same time.
 
-Backward adds up parameter gradients: as many programs as fit at once, each over tiles a grid apart, the next tile on
-its way to shared memory (`num_stages`) while this one is reduced. Nothing is dealt out by arrival: one shape always
-adds in one order.
+Backward adds up parameter gradients: as many programs as fit at once, each over tiles that are one grid apart. The next
+tile is loaded to shared memory (`num_stages`) while this one is reduced. The distribution is static, so one shape
+always adds in the same order.
 """
 
 import functools
@@ -22,14 +22,14 @@ import triton.language as tl
 
 from .launch import launch
 
-MAX_COLS = 1 << 20  # no kernel here has a limit; wider rows than this are not tested
+MAX_COLS = 1 << 20  # the kernels have no limit; wider rows than this are not tested
 
 
-# C arrives as UNIT * units, UNIT a constant, so that the compiler knows by what rows are aligned and loads whole
-# vectors, and does not compile anew for every C.
+# C is passed as UNIT * units, with UNIT constant. So the compiler knows the alignment of rows and loads whole vectors,
+# and does not recompile for every C.
 @triton.jit
 def _columns(column, C, EVEN: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Columns from `column` on, (1, BLOCK_C), and which of them exist: a constant, and so free, when all do."""
+    """Columns from `column` on, (1, BLOCK_C), and which of them exist: a constant, and so free, if all do."""
     col = column + tl.arange(0, BLOCK_C)[None, :]
     return col, tl.full([1, BLOCK_C], True, tl.int1) if EVEN else col < C
 
@@ -43,7 +43,7 @@ def _rows(tile, R, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _tile(tile, column, R, C, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """_rows and _columns of a tile, the element where it begins, and the elements (BLOCK_R, BLOCK_C) from there on."""
+    """_rows and _columns of a tile, its first element, and the offsets (BLOCK_R, BLOCK_C) from it."""
     row, exists = _rows(tile, R, BLOCK_R)
     col, in_row = _columns(column, C, EVEN, BLOCK_C)
     return row, exists, col, in_row, tile.to(tl.int64) * BLOCK_R * C, tl.arange(0, BLOCK_R)[:, None] * C + col
@@ -68,7 +68,7 @@ def _load_bias(b_C, col, exists):
 
 @triton.jit
 def _mean(sum, C):
-    # Rounded as it is stored: a multiplication by 1 / C could melt into the subtraction that follows.
+    # Rounded as stored: a multiplication by 1 / C could be fused with the following subtraction.
     return tl.div_rn(sum, C.to(tl.float32))
 
 
@@ -79,14 +79,14 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_both(a, b):
-    """Row sums of both, (BLOCK_R, 1), over one exchange between the warps."""
+    """Row sums of both, (BLOCK_R, 1), with one exchange between the warps."""
     a, b = tl.reduce((a, b), 1, _add_pairs)
     return a[:, None], b[:, None]
 
 
 @triton.jit
 def _normalise(x, mean, rstd, scale, bias, CENTER: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr):
-    """y in float32: the one expression behind forward and rebuild, compiled without further fusing."""
+    """y in float32: the single expression used by forward and rebuild, compiled without further fusing."""
     if not CENTER:
         xhat = x * rstd
         return xhat * scale if SCALE else xhat
@@ -173,7 +173,7 @@ def rebuild_kernel(
     CENTER: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     C = units * UNIT
-    # Column blocks of a tile before the next tile: programs in the order of memory.
+    # Column blocks of a tile before the next tile: programs in memory order.
     blocks = tl.cdiv(C, BLOCK_C)
     tile, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_C
     row, exists, col, in_row, start, inside = _tile(tile, column, R, C, EVEN, BLOCK_R, BLOCK_C)
@@ -193,7 +193,7 @@ def backward_kernel(
     CENTER: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx, and in row p of sums_2PC what the rows of program p add to dweight and dbias."""
+    """dx, and in row p of sums_2PC the contribution of the rows of program p to dweight and dbias."""
     C = units * UNIT
     p = tl.program_id(0)
     P = tl.num_programs(0)
@@ -270,7 +270,7 @@ def backward_wide_kernel(
 
 @triton.jit(do_not_specialize=["P", "planes", "C"])
 def sum_kernel(sums_2PC, dw_C, db_C, P, planes, C, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Partial rows to dweight (plane 0) or dbias (plane 1), in order and in the parameter's dtype."""
+    """Sums partial rows to dweight (plane 0) or dbias (plane 1), in order, and casts to the parameter's dtype."""
     plane = tl.program_id(1)
     if dw_C is None:
         plane += 1
@@ -288,23 +288,23 @@ def sum_kernel(sums_2PC, dw_C, db_C, P, planes, C, BLOCK_P: tl.constexpr, BLOCK_
 
 
 class Plan(NamedTuple):
-    """How the tiles of one C look."""
+    """The tiles for one C."""
 
     wide: bool  # block_c columns of a row at a time
     rows: int
     block_c: int
     warps: int
-    stages: int  # tiles in flight, the one being reduced included
-    programs: int  # of one multiprocessor
+    stages: int  # tiles in flight, including the one being reduced
+    programs: int  # per multiprocessor
     blocks: int  # of columns
     even: bool  # cols == blocks * block_c
     unit: int
     units: int
 
 
-# (columns up to, elements of a tile, warps[, stages, programs of one multiprocessor]) for 16 bits, as measured on an
-# H200; forward has more warps for more bits. Rows wider than their tile, or than a table's last line, go by blocks.
-# A backward program keeps its sums for dweight and dbias in registers: as many run as fit at once.
+# (columns up to, elements of a tile, warps[, stages, programs per multiprocessor]) for 16 bits, as measured on an H200;
+# forward uses more warps for wider dtypes. Rows wider than their tile, or than a table's last line, are processed in
+# blocks. A backward program keeps its sums for dweight and dbias in registers: as many run as fit at once.
 FORWARD = {  # by CENTER
     True: ((2048, 2048, 2), (4096, 4096, 4), (8192, 8192, 4), (16384, 4096, 16), (8192, 8192, 32)),
     False: ((1024, 2048, 2), (2048, 1024, 4), (4096, 2048, 8), (16384, 4096, 16), (8192, 8192, 32)),
@@ -314,7 +314,7 @@ BACKWARD = {
     for CENTER in (True, False)
 }
 REBUILD = ((2048, 2048, 4),)  # no row is needed whole
-COLUMNS = ((1024, 2048, 4, 2, 8),)  # parameter gradients alone
+COLUMNS = ((1024, 2048, 4, 2, 8),)  # only parameter gradients
 SUM_P, SUM_C = (8, 4096) if triton.knobs.runtime.interpret else (256, 16)  # a tile of partial sums
 
 
@@ -330,7 +330,7 @@ def plan_for(cols, table):
 
 @functools.cache
 def device():
-    """Multiprocessors, and bytes of shared memory of each."""
+    """Number of multiprocessors, and bytes of shared memory of each."""
     if triton.knobs.runtime.interpret:
         return 1, 1 << 17
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -338,23 +338,23 @@ def device():
 
 
 def _programs(plan, rows):
-    """How many programs share the rows: no more than there are tiles."""
+    """The number of programs that share the rows, at most the number of tiles."""
     return min(-(-rows // plan.rows), max(1, device()[0] * plan.programs // plan.blocks))
 
 
 def _registers(plan):
-    """Of a thread, at most, for all programs of a multiprocessor to fit into its 65536."""
+    """Maximum registers per thread, so that all programs of a multiprocessor fit into its 65536."""
     return min(255, 65536 // (32 * plan.warps * plan.programs)) // 8 * 8
 
 
 def _stages(plan, dy, x):
-    """As planned, for 16 bits and 228 KiB of shared memory, or as many as fit into it."""
+    """Stages as planned for 16 bits and 228 KiB of shared memory, or as many as fit."""
     tile = plan.rows * plan.block_c * (dy.element_size() + x.element_size())
     return max(2, min(plan.stages, device()[1] // (plan.programs * tile)))
 
 
 def partials(rows, cols):
-    plan = plan_for(cols, BACKWARD[True])  # or False: what is in flight differs, not how rows are shared
+    plan = plan_for(cols, BACKWARD[True])  # or False: only the tiles in flight differ, not the distribution of rows
     return _programs(plan_for(cols, COLUMNS) if plan.wide else plan, rows)
 
 

@@ -1,4 +1,4 @@
-"""A tensor times a number on the device; csrc/scale.h holds the contract."""
+"""A tensor times a number on the device; csrc/scale.h has the contract."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 from . import rows
 from .launch import launch
 
-BLOCK = 2048  # elements of a program at a time
+BLOCK = 2048  # elements per program at a time
 WARPS = 4
-PROGRAMS = 16  # of a multiprocessor: no more, for they have nothing to do where the factor is 1, as it mostly is
+PROGRAMS = 16  # per multiprocessor: not more, because they do nothing in the usual case of a factor of 1
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _scale_block(x_N, y_N, i, factor, mask):
     tl.store(y_N + i, (x * factor).to(y_N.dtype.element_ty), mask=mask)
 
 
-# Only the last block is masked, so that the others load whole vectors whatever n is.
+# Only the last block is masked, so the others load whole vectors for any n.
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(x_N, factor_1, y_N, n, SAME: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor_1)

@@ -1,8 +1,8 @@
-"""Sigmoid linear unit; csrc/silu.h holds the contract.
+"""Sigmoid linear unit; csrc/silu.h has the contract.
 
     y = x s,   dx = dy (s + x s (1 - s)),   s = 1 / (1 + exp(-x))
 
-Where exp overflows, below -88.7, s is 0, as torch's is.
+Where exp overflows, below -88.7, s is 0, as in torch.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from .elementwise import apply
 from .launch import launch
 
-BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
+BLOCK = 2048  # elements per program: 16 per thread, two 16-byte loads at 16 bits
 WARPS = 4
 
 
@@ -24,8 +24,8 @@ def _sigmoid(x, CHEAP: tl.constexpr):
         r = tl.rsqrt(1.0 + e)
         s = r * r
     else:
-        # What the exponent is rounded by would cost |x| half ulps of e: it goes into a factor beside exp2. The bounds,
-        # where e is 0 or infinite already, keep infinity minus infinity out of it.
+        # The rounding error of the exponent would cost |x| half ulps of e, so it becomes a separate factor of exp2. The
+        # bounds, beyond which e is 0 or infinite, prevent infinity minus infinity.
         z = tl.minimum(tl.maximum(x, -128.0), 128.0)
         t = z * -1.4426950408889634
         rest = tl.fma(z, -1.925963e-8, tl.fma(z, -1.4426950408889634, -t))
@@ -57,7 +57,7 @@ def backward_kernel(dy_N, x_N, dx_N, n, CHEAP: tl.constexpr, BLOCK: tl.constexpr
     apply(dy_N, x_N, dx_N, n, _gradient, (CHEAP,), BLOCK)
 
 
-# Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.
+# Fused multiply-adds are explicit and the compiler adds none, so running forward again gives the same bits.
 def forward(x, y, queue):
     n = x.numel()
     if n:

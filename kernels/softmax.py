@@ -1,9 +1,10 @@
-"""Softmax of rows, or its logarithm; csrc/softmax.h holds the contract, logits.py the arithmetic.
+"""Softmax of rows, or its logarithm; csrc/softmax.h has the contract, logits.py the arithmetic.
 
     y = exp(x - m) / s   or   (x - m) - log(s),   m = max_c x_c,   s = sum_c exp(x_c - m)
     dx = y (dy - sum_c dy_c y_c)   or   dy - exp(y) sum_c dy_c
 
-Letters: R rows, C columns, T rows of a tile; a wide row goes by blocks of G groups of L lanes. A row all -inf is NaN.
+Letters: R rows, C columns, T rows of a tile; a wide row is processed in blocks of G groups of L lanes. A row of only
+-inf gives NaN.
 """
 
 import triton
@@ -11,8 +12,8 @@ import triton.language as tl
 
 from .logits import LOWEST, add_block, add_lanes, columns, exp, launch_rows, plan_for, tile_at
 
-# (columns up to, elements of a tile, warps). Rows wider than the last line go by blocks of its tile, and are read
-# twice: one program of 32 warps a multiprocessor finds its row in the L2 cache the second time.
+# (columns up to, elements of a tile, warps). Rows wider than the last line are processed in blocks of its tile and read
+# twice: with one program of 32 warps per multiprocessor, the row is in the L2 cache the second time.
 FORWARD = ((1024, 2048, 4), (4096, 4096, 4), (8192, 8192, 8), (16384, 16384, 32))
 BACKWARD = ((1024, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (16384, 16384, 32))
 
@@ -27,13 +28,13 @@ def _value(x, m, s, of_sum, LOG: tl.constexpr, CHEAP: tl.constexpr):
     if LOG:
         return (x - m) - of_sum
     e = exp(x - m, CHEAP)
-    # A product with the inverse is rounded once more, which 16 bits do not show.
+    # A product with the inverse is rounded once more, which is invisible in 16 bits.
     return e * of_sum if CHEAP else tl.div_rn(e, s)
 
 
 @triton.jit
 def _part(dy, y, LOG: tl.constexpr):
-    """What a column adds to the row's sum in backward."""
+    """The contribution of a column to the row's sum in backward."""
     return dy if LOG else dy * y
 
 

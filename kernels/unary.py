@@ -9,7 +9,7 @@ from .logits import _tanh, exp
 from .pointwise_loss import _log1p
 from .silu import _sigmoid
 
-BLOCK = 2048  # elements of a program: 16 a thread, two 16-byte loads at 16 bits
+BLOCK = 2048  # elements per program: 16 per thread, two 16-byte loads at 16 bits
 WARPS = 4
 
 SIGMOID, TANH, SOFTPLUS, LOGSIGMOID, ELU, SOFTSIGN, EXP, SQRT, MISH, HARDSWISH, QUICK_GELU, RELU_SQUARED = (
@@ -46,7 +46,7 @@ def _split(z):
 
 @triton.jit
 def _exp(x, CHEAP: tl.constexpr):
-    """exp(x) for every x. Where a cheap one will do, for 16 bits, its relative error grows by |x| half ulps."""
+    """exp(x) for every x. The cheap version, for 16 bits, has a relative error that grows by |x| half ulps."""
     if CHEAP:
         return tl.exp2(x * 1.4426950408889634)
     else:
@@ -73,7 +73,7 @@ def _softplus(z, CHEAP: tl.constexpr):
     """log(1 + exp(-|z|)): softplus(z) - max(z, 0)."""
     e = exp(-tl.abs(z), CHEAP)
     if CHEAP:
-        near = e * tl.fma(e, tl.fma(e, 0.33333333, -0.5), 1.0)  # the hardware's logarithm is poor about 1
+        near = e * tl.fma(e, tl.fma(e, 0.33333333, -0.5), 1.0)  # the hardware's logarithm is inaccurate near 1
         return tl.where(e < 0.03125, near, tl.log2(1.0 + e) * 0.6931471805599453)
     else:
         return _log1p(e)
@@ -141,7 +141,7 @@ def _value(x, a, b, c, KIND: tl.constexpr, CHEAP: tl.constexpr):
 
 @triton.jit
 def _gradient(dy, kept, a, b, c, limit, KIND: tl.constexpr, CHEAP: tl.constexpr):
-    """limit: what elu tends to, as the dtype of y has it."""
+    """limit: the limit of elu, rounded to the dtype of y."""
     if KIND == SIGMOID:
         return dy * (kept * (1.0 - kept))
     elif KIND == TANH:
@@ -193,7 +193,7 @@ def backward_kernel(
     apply(dy_N, kept_N, dx_N, n, _gradient, (a, b, c, limit, KIND, CHEAP), BLOCK)
 
 
-# Fused multiply-adds are written out and the compiler adds none: forward run again gives the same bits.
+# Fused multiply-adds are explicit and the compiler adds none, so running forward again gives the same bits.
 def forward(x, y, kind, a, b, c, queue):
     n = x.numel()
     if n:

@@ -1,8 +1,8 @@
-"""All-reduce in a narrower format on the wire: encode, add up, decode, each in one pass; hfreduce/wire.py holds the
-contract, and has the same in torch's operations.
+"""All-reduce in a narrower format on the wire: encode, add up, decode, each in one pass; hfreduce/wire.py has the
+contract, and the same in torch's operations.
 
-N elements of a tensor in slices of `length`, one for each of R ranks. A row of W is a slice as it travels: codes in
-bfloat16, or codes of 8 bits and behind them the exponents of scales, one for each block of B. K blocks to a program.
+N elements of a tensor in slices of `length`, one for each of R ranks. A row of W is an encoded slice: bfloat16 codes,
+or 8-bit codes followed by the exponents of scales, one per block of B. K blocks per program.
 """
 
 import torch
@@ -12,11 +12,11 @@ import triton.language as tl
 from .launch import launch
 
 BLOCK = 128
-BLOCKS = 8  # of a program
+BLOCKS = 8  # per program
 WARPS = 8
-SMALLEST = tl.constexpr(2.0**-6)  # normal number of float8_e4m3fn
+SMALLEST = tl.constexpr(2.0**-6)  # smallest normal number of float8_e4m3fn
 STEP = tl.constexpr(2.0**-9)  # between the numbers below
-MAGIC = tl.constexpr(2.0**14)  # float32 from here on is in such steps, too
+MAGIC = tl.constexpr(2.0**14)  # float32 has the same step size from here on
 MAGIC_BITS = tl.constexpr((127 + 14) << 23)
 NAN = tl.constexpr(0x7F)
 
@@ -33,14 +33,15 @@ def _power(exponent_K):
 
 @triton.jit
 def _encode(value_KB):
-    """Codes, and the exponents of scales. Not by the hardware's cast, which GPUs before compute capability 8.9 lack."""
+    """Codes, and the exponents of scales. Does not use the hardware's cast, which GPUs before compute capability 8.9
+    lack."""
     finite = tl.abs(value_KB) < float("inf")
     size = tl.where(finite, tl.abs(value_KB), 0.0)
     # 448 is 1.75 * 2**8: a mantissa above 1.75 carries over into the exponent.
     exponent_K = tl.maximum(((_bits(tl.max(size, 1)) + 0x1FFFFF) >> 23) - 8, 1)
     size *= _power(254 - exponent_K)
-    # Rounded to even by an addition in float32 below the smallest normal number, and by bits above: one of the two
-    # summands is the code, the other that of the smallest normal number, 8.
+    # Rounded to even by an addition in float32 below the smallest normal number, and by bits above it: one of the two
+    # summands is the code, the other is the code of the smallest normal number, 8.
     below = _bits(tl.minimum(size, SMALLEST) + MAGIC) - MAGIC_BITS
     above = _bits(tl.maximum(size, SMALLEST))
     above = ((above + 0x7FFFF + ((above >> 20) & 1)) >> 20) - (120 << 3)
@@ -59,7 +60,7 @@ def _decode(code_KB, exponent_K):
 
 @triton.jit
 def _put(value_KB, row_W, start, length, SCALED: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
-    """Writes blocks from `start` of a slice on. Returns what they are after a journey."""
+    """Writes blocks from `start` of a slice on. Returns their values after encoding and decoding."""
     k, i_KB = tl.arange(0, K), tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
     inside_K = k < tl.minimum((length - start) // B, K).to(tl.int32)
     if SCALED:
@@ -75,7 +76,7 @@ def _put(value_KB, row_W, start, length, SCALED: tl.constexpr, B: tl.constexpr, 
 
 @triton.jit
 def _get(rows_RW, r, width, start, length, SCALED: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
-    """Blocks from `start` of a slice on, as they are after their journey."""
+    """Decoded blocks from `start` of a slice on."""
     row_W = rows_RW + tl.cast(r, tl.int64) * width
     k, i_KB = tl.arange(0, K), tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
     inside_K = k < tl.minimum((length - start) // B, K).to(tl.int32)
@@ -89,7 +90,7 @@ def _get(rows_RW, r, width, start, length, SCALED: tl.constexpr, B: tl.constexpr
 
 @triton.jit
 def _elements(r, start, length, n, B: tl.constexpr, K: tl.constexpr):
-    """Of blocks from `start` of slice r on: where they begin, their elements from there, and which of these exist."""
+    """For blocks from `start` of slice r on: their begin, the offsets of their elements, and which of these exist."""
     at = tl.cast(r, tl.int64) * length + start
     i_KB = tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
     left = tl.minimum(tl.minimum(n - at, length - start), K * B).to(tl.int32)
@@ -151,7 +152,7 @@ def decode_kernel(x_N, rows_RW, n, length, width, SCALED: tl.constexpr, B: tl.co
 
 
 def _form(rows, length):
-    """The programs for a slice, and the constants."""
+    """The number of programs per slice, and the constants."""
     return -(-length // (BLOCK * BLOCKS)), (rows.dtype == torch.uint8, BLOCK, BLOCKS)
 
 

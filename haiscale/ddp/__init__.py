@@ -1,4 +1,4 @@
-"""`from haiscale.ddp import DDP`: torch's DistributedDataParallel with another engine. See docs/ddp.md."""
+"""`from haiscale.ddp import DDP`: a replacement for torch's DistributedDataParallel. See docs/ddp.md."""
 
 from haiscale.ddp.hooks import GradBucket
 from haiscale.ddp.wrapper import DDP, DistributedDataParallel

@@ -1,7 +1,8 @@
-"""Which gradients of a backward are there: a hook of each parameter counts them, and `collect` brings them together.
+"""Tracks which gradients of a backward have arrived: a hook of each parameter counts them, and `collect` collects them.
 
-`native()` is the module to use: in C++ (csrc/hfreduce/torch/arrivals.cpp) where hfreduce's backend is built, or this.
-Backward of a small batch waits for the host: docs/notes/parallel.md tells what C++ and larger buckets saved together.
+`native()` returns the module to use: the C++ one (csrc/hfreduce/torch/arrivals.cpp) if hfreduce's backend is built, or
+this one. Backward of a small batch waits for the host: docs/notes/parallel.md shows what C++ and larger buckets saved
+together.
 """
 
 import functools
@@ -20,8 +21,9 @@ _log = logging.getLogger("haiscale.ddp")
 class Arrivals:
     """Gradients since `arm`, of `parameters` parameters.
 
-    begin() is called at the first one; whole(bucket) when a bucket has all that it expects; late(i) at a gradient of a
-    parameter that is in no bucket, or whose bucket is running. counts: by parameter; order: of arrival, before `watch`.
+    begin() is called at the first one; whole(bucket) when a bucket has all expected gradients; late(i) at a gradient of
+    a parameter that is in no bucket, or whose bucket is already running. counts: by parameter; order: order of arrival,
+    before `watch`.
     """
 
     def __init__(self, parameters: int, begin: Callable, whole: Callable, late: Callable):
@@ -54,38 +56,38 @@ class Arrivals:
                 self._whole(bucket)
 
     def watch(self, bucket_of: Sequence[int], expected: Sequence[int]) -> None:
-        """From now on buckets are told: by parameter, its bucket (-1: none) and how many gradients it expects."""
+        """Start to track buckets: for each parameter, its bucket (-1: none) and its expected number of gradients."""
         self._bucket_of, self._expected = bucket_of, expected
         count = 1 + max(bucket_of, default=-1)
         self._sizes = [sum(of == bucket for of in bucket_of) for bucket in range(count)]
         self._waiting, self._dirty, self._running = list(self._sizes), [False] * count, [False] * count
 
     def arm(self) -> None:
-        """No gradient has come."""
+        """Reset: no gradient has arrived."""
         self.begun, self.counts, self.order = False, [0] * len(self.counts), []
         self._waiting, self._dirty = list(self._sizes), [False] * len(self._sizes)
 
     def clean(self, bucket: int) -> None:
-        """What came to the bucket has been averaged."""
+        """Mark the bucket's gradients as averaged."""
         self._dirty[bucket] = False
 
     def run(self, bucket: int, running: bool) -> None:
-        """Whether the bucket's average is under way."""
+        """Whether the bucket's average is in progress."""
         self._running[bucket] = running
 
     def is_whole(self, bucket: int) -> bool:
-        """Whether all that it expects is there."""
+        """Whether all expected gradients have arrived."""
         return not self._waiting[bucket]
 
     def is_dirty(self, bucket: int) -> bool:
-        """Whether it has a gradient that was not averaged."""
+        """Whether it has a gradient that is not averaged."""
         return self._dirty[bucket]
 
 
 def collect(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Makes gradients the `views`, with their values; 0 where there was none, which stays None.
+    """Moves gradients into the `views`, which become the gradients; a missing gradient stays None, and its view is 0.
 
-    Where a parameter has another dtype than its view for now, its gradient is None afterwards.
+    If a parameter temporarily has another dtype than its view, its gradient is None afterwards.
     """
     away, grads, missing = [], [], []
     for i, (p, view) in enumerate(zip(parameters, views, strict=True)):
@@ -107,7 +109,7 @@ def collect(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
 
 @functools.cache
 def native():
-    """The module that has `Arrivals` and `collect`: hfreduce._c10d, or this one where there is none for this torch."""
+    """The module with `Arrivals` and `collect`: hfreduce._c10d, or this one if there is none for this torch."""
     try:
         return hfreduce.backend.native()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The wrapper under torch's name, with what torch's has besides: what `haiscale.auto` gives for torch's."""
+"""The wrapper that `haiscale.auto` creates instead of torch's, with further attributes of torch's wrapper."""
 
 import torch.distributed as dist
 from torch import nn
@@ -13,15 +13,15 @@ _BUILTIN = {
 
 
 class NotOnAllRanks(Exception):
-    """Some rank cannot have the wrapper; the ranks know."""
+    """Some rank cannot have the wrapper; all ranks know this."""
 
 
 class DistributedDataParallel(wrapper.DDP):
-    """haiscale.ddp.DDP for a script that was written for torch's wrapper, whose instances count as torch's.
+    """haiscale.ddp.DDP for a script written for torch's wrapper; `isinstance` treats it as torch's.
 
-    Gradients are in memory of their own unless gradient_as_bucket_view asks otherwise, and what is unfrozen later is
-    not averaged, both as torch has them. agree() is called once this rank has no objection; NotOnAllRanks is raised
-    unless it returns "". given: torch's arguments by their names.
+    As in torch, gradients have their own memory unless gradient_as_bucket_view is set, and parameters unfrozen later
+    are not averaged. agree() is called if this rank has no objection; NotOnAllRanks is raised unless it returns "".
+    given: torch's arguments by name.
     """
 
     def __init__(self, agree, given):
@@ -42,11 +42,11 @@ class DistributedDataParallel(wrapper.DDP):
     def _set_up(self, parameters):
         super()._set_up(parameters)
         self.reducer.frozen = []
-        # Of torch.distributed.pipelining, before the last microbatch's backward; forwards are in no_sync there.
+        # Used by torch.distributed.pipelining before the last microbatch's backward; forwards are in no_sync there.
         self.reducer.prepare_for_backward = lambda outputs: self.reducer.arm(True)
 
     def _set_static_graph(self):
-        """The deprecated way to static_graph=True, before the first forward."""
+        """The deprecated form of static_graph=True, before the first forward."""
         self.static_graph = self.reducer.static = self.reducer.lenient = True
 
     def _register_builtin_comm_hook(self, kind):

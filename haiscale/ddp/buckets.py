@@ -1,8 +1,8 @@
-"""Where gradients lie: one flat buffer for each device and dtype, and its pieces, the buckets.
+"""The memory of gradients: one flat buffer per device and dtype, and its slices, the buckets.
 
-All gradients of one device and dtype are in one buffer, in the order in which they got ready in the first step. A
-bucket is a piece of it. So another bucket size moves no gradient: optimizers that keep pointers keep them, and sizes
-can be tried out during training.
+All gradients of one device and dtype are in one buffer, in the order in which they became ready in the first step. A
+bucket is a slice of it. So a change of the bucket size moves no gradient: pointers in optimizers stay valid, and sizes
+can be tried during training.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from haiscale.ddp import arrivals
 
-ALIGNMENT = 64  # bytes, of each gradient in its buffer
-CODES = torch.float8_e4m3fn  # as `wire_dtype`: gradients only travel in it, and are averaged in their own dtype
+ALIGNMENT = 64  # bytes, for each gradient in its buffer
+CODES = torch.float8_e4m3fn  # as `wire_dtype`: gradients are only sent in it, and averaged in their own dtype
 
 
 class Bucket:
-    """A piece of a flat buffer that is averaged in one operation; `places` are its parameters' numbers.
+    """A slice of a flat buffer that is averaged in one operation; `places` are the indices of its parameters.
 
-    error: what rounding on the way has left out of it so far, float32, where that is kept.
+    error: the accumulated rounding error of the transfers, float32, if it is kept.
     """
 
     def __init__(self, flat: Tensor, places: list[int], parameters: list[Tensor], views: list[Tensor], error=None):
         self.flat, self.places, self.parameters, self.views, self.error = flat, places, parameters, views, error
-        self.dtypes = [p.dtype for p in parameters]  # which mixed precision changes for as long as a step runs
+        self.dtypes = [p.dtype for p in parameters]  # mixed precision changes them during a step
         self.done = False  # whether its average began since the last forward
-        self.work = None  # the operation that averages it, while that is under way
+        self.work = None  # the operation that averages it, while in progress
 
     def collect(self, attach: bool) -> None:
-        """Brings gradients that are not in the buffer yet there; 0 for those that are missing.
+        """Copies gradients that are not in the buffer yet into it; 0 for missing ones.
 
-        attach: `.grad` becomes the view in the buffer. Autograd then adds to it, and nothing is to be copied.
+        attach: `.grad` becomes the view in the buffer. Autograd then adds to it, and nothing needs copying.
         """
         if attach:
             arrivals.native().collect(self.parameters, self.views)
@@ -45,12 +45,12 @@ class Bucket:
                 torch._foreach_zero_(missing)
         for p, dtype in zip(self.parameters, self.dtypes, strict=True):
             if p.grad is not None and p.grad.dtype != dtype:
-                p.grad = None  # until `release`, when the parameter has its own dtype again
+                p.grad = None  # until `release`, when the parameter has its original dtype again
 
     def release(self, attach: bool, has_gradient: Sequence[bool] | None = None) -> None:
-        """Gives the averages to the parameters: as views, or copied into the gradients that they have.
+        """Gives the averages to the parameters: as views, or copied into their gradients.
 
-        has_gradient, by the parameters' numbers: where it is False, and there was no gradient, there is none after.
+        has_gradient, by parameter index: if False and there was no gradient, there is none afterwards.
         """
         targets, sources = [], []
         for place, p, view, dtype in zip(self.places, self.parameters, self.views, self.dtypes, strict=True):
@@ -70,10 +70,10 @@ class Bucket:
 
 
 class Flat:
-    """The buffer of all gradients of one device and dtype; `order`: the numbers of its parameters.
+    """The buffer of all gradients of one device and dtype; `order`: the indices of its parameters.
 
-    error: of each element, what rounding on the way has left out of it so far; None where that is not kept. It stays
-    with its element however the buffer is cut.
+    error: the accumulated rounding error per element; None if it is not kept. It belongs to its element, however the
+    buffer is divided.
     """
 
     def __init__(self, order: list[int], parameters: list[Tensor], dtype: torch.dtype, feedback: bool = False):
@@ -88,14 +88,14 @@ class Flat:
         self.error = torch.zeros_like(self.buffer, dtype=torch.float32) if keeps else None
 
     def _view(self, p, offset):
-        """Laid out as the parameter is, where it fills its memory: autograd makes such gradients."""
+        """In the layout of the parameter, if that is dense, as autograd makes gradients."""
         contiguous = torch.empty_like(p, device="meta").stride()  # of what is dense, its own strides
         return self.buffer.as_strided(p.size(), contiguous, offset)
 
     def cut(self, full_bytes: int, used: Sequence[bool]) -> list[Bucket]:
-        """Pieces, each full with the parameter that brings it to `full_bytes`, as torch's wrapper cuts them.
+        """Slices; each ends with the parameter that brings it to `full_bytes`, as in torch's wrapper.
 
-        What was unused in the first step is not among others.
+        Parameters unused in the first step are not mixed with others.
         """
         buckets, first, size = [], 0, self.buffer.element_size()
         for end in range(1, len(self.order) + 1):
@@ -114,7 +114,7 @@ def flats(
 ) -> list[Flat]:
     """The buffers of all parameters, in the order given; `wire_dtype`: of all floating-point ones, if not their own.
 
-    feedback: they keep what rounding on the way leaves out.
+    feedback: they keep the rounding error of transfers.
     """
     kinds: dict[tuple, list[int]] = {}
     for i in order:
@@ -123,17 +123,17 @@ def flats(
 
 
 def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
-    """Of all gradients, as they are averaged."""
+    """Bytes of all gradients, in the dtype of the average."""
     return sum(p.numel() * dtype_of(p, wire_dtype).itemsize for p in parameters)
 
 
 def dtype_of(p: Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """In which a parameter's gradient is averaged."""
+    """The dtype in which a parameter's gradient is averaged."""
     return wire_dtype if wire_dtype not in (None, CODES) and p.dtype.is_floating_point else p.dtype
 
 
 def cut(buffers: list[Flat], order: list[int], full_bytes: int, used: Sequence[bool]) -> list[Bucket]:
-    """All buckets in the order in which their last gradients got ready."""
+    """All buckets in the order in which their last gradients became ready."""
     ready = {place: i for i, place in enumerate(order)}
     buckets = [bucket for flat in buffers for bucket in flat.cut(full_bytes, used)]
     return sorted(buckets, key=lambda bucket: max(ready[place] for place in bucket.places))

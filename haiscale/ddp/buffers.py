@@ -1,4 +1,4 @@
-"""Buffers, and what else is the same on all ranks because one of them sends it: in one flat message."""
+"""Broadcasts buffers and other tensors from one rank to all, in one flat message."""
 
 import torch
 import torch.distributed as dist
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from haiscale import checks
 
 MESSAGE = 256 << 20  # bytes that are sent at a time, or one tensor
-ALIGNMENT = 16  # bytes, of each tensor in a message
+ALIGNMENT = 16  # bytes, for each tensor in a message
 
 
 def broadcast(tensors: list[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Gives `tensors` the values that they have on the group's rank `source`, without a trace for autograd."""
+    """Gives `tensors` the values of the group's rank `source`, invisible to autograd."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -45,7 +45,7 @@ def _broadcast(tensors, size, device, group, source):
 
 
 class Buffers:
-    """The buffers of a module, broadcast before a forward if some rank has written to some since the last time."""
+    """The buffers of a module, broadcast before a forward if any rank has written to one since the last broadcast."""
 
     def __init__(self, module: nn.Module, ignored: set[str], group: dist.ProcessGroup):
         self.group = group
@@ -60,7 +60,7 @@ class Buffers:
         self.seen: list[tuple[Tensor, int]] = self._state()
 
     def all(self) -> list[Tensor]:
-        """As they are now, a shared one once: a module may put other tensors in their places."""
+        """The present buffers, shared ones once: a module may replace its buffers."""
         buffers = (part._buffers.get(name) for part, name in self.places)
         return list({id(buffer): buffer for buffer in buffers if buffer is not None}.values())
 
@@ -73,7 +73,8 @@ class Buffers:
             a is b and version is not None and version == before
             for (a, version), (b, before) in zip(state, self.seen, strict=True)
         )
-        # One byte tells whether any has changed anywhere. Where it would wait for a GPU, broadcasting is cheaper.
+        # One byte tells whether any buffer has changed on any rank. If this would wait for a GPU, broadcasting is
+        # cheaper.
         if self.device.type == "cpu" and not self._any(not same):
             return False
         broadcast([buffer for buffer, _ in state], self.group, source)

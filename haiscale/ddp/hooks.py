@@ -1,4 +1,5 @@
-"""What a communication hook gets to see of a bucket: torch.distributed.GradBucket, which Python cannot make."""
+"""The bucket that a communication hook gets: a replacement for torch.distributed.GradBucket, which Python cannot
+create."""
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ class GradBucket:
         self._views, self._parameters = views, parameters
 
     def index(self) -> int:
-        """Of the bucket in the order of reduction; the same in every step."""
+        """The index of the bucket in the order of reduction; the same in every step."""
         return self._index
 
     def is_last(self) -> bool:
@@ -19,11 +20,11 @@ class GradBucket:
         return self._index == self._count - 1
 
     def buffer(self) -> Tensor:
-        """All gradients of this rank, flat, with the alignment's zeros between them."""
+        """All gradients of this rank, flat, with zeros between them for alignment."""
         return self._flat
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts other values in the place of the gradients."""
+        """Replaces the gradients."""
         self._flat.copy_(buffer.view(-1))
 
     def gradients(self) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Uneven inputs: what a rank without any does while others still train, for torch.distributed.algorithms.Join."""
+"""Uneven inputs: the actions of a rank without inputs while others still train, for
+torch.distributed.algorithms.Join."""
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def common_rank(group: dist.ProcessGroup, candidate: bool) -> int:
 
 
 class Shadow(JoinHook):
-    """Begins what the others begin, in each of their steps; in the end all take the model that trained longest."""
+    """Starts the same collectives as the others in each of their steps. At the end all get the model that trained
+    longest."""
 
     def __init__(self, ddp, divide_by_initial_world_size: bool):
         self.ddp, self.divide_by_initial = ddp, divide_by_initial_world_size

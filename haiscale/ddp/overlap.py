@@ -1,7 +1,7 @@
-"""Averages that end in the next forward: each layer waits for its own bucket only, and is stepped then.
+"""Averages that end in the next forward: each layer waits only for its own bucket, and is stepped then.
 
-    backward     | begins the averages, waits for none
-    step()       | notes the learning rate and the like
+    backward     | starts the averages, waits for none
+    step()       | records the learning rate and other options
     next forward | before a layer runs: waits for the buckets of its parameters, steps them, frees their gradients
 
 After Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
@@ -17,7 +17,7 @@ from hfnn.optim.fused import Fused
 
 
 class Overlap:
-    """What `DDP.overlap_forward` returns; `remove()` undoes it."""
+    """The handle of `DDP.overlap_forward`; `remove()` undoes it."""
 
     def __init__(self, module: nn.Module, reducer, optimizer):
         if not isinstance(optimizer, Fused):
@@ -29,9 +29,9 @@ class Overlap:
         self.module, self.reducer, self.optimizer = module, reducer, optimizer
         self._check_no_norm()
         self.mine = {p for group in optimizer.param_groups for p in group["params"]}
-        self.options: list[dict] | None = None  # of the step that is still to be made
+        self.options: list[dict] | None = None  # options of the pending step
         self.called: set[nn.Module] = set()
-        self.needs: dict[nn.Module, list[int]] | None = None  # numbers of the parameters that a module's forward reads
+        self.needs: dict[nn.Module, list[int]] | None = None  # indices of the parameters that a module's forward reads
         self.hooks = [m.register_forward_pre_hook(self._before) for m in module.modules()]
         self.hooks.append(optimizer.register_step_pre_hook(self._step))
         self.hooks.append(optimizer.register_state_dict_pre_hook(lambda optimizer: self.flush()))
@@ -39,15 +39,15 @@ class Overlap:
         reducer.defer = True
 
     def remove(self) -> None:
-        """Ends what is under way; from then on backward waits for its averages. May be called more than once."""
+        """Finishes pending work; from then on backward waits for its averages. May be called more than once."""
         self.flush()
-        self.reducer.settle()  # of a backward that no step came after: gradients are there
+        self.reducer.settle()  # of a backward without a following step: its gradients stay
         self.reducer.defer = False
         while self.hooks:
             self.hooks.pop().remove()
 
     def flush(self) -> None:
-        """Ends the step that was asked for, for all parameters."""
+        """Finishes the requested step for all parameters."""
         if self.options is not None:
             for bucket in self.reducer.buckets or ():
                 self._finish(bucket)
@@ -64,7 +64,7 @@ class Overlap:
 
     @torch._disable_dynamo
     def _before(self, module, args):
-        """A module's forward is about to read its parameters."""
+        """Called before a module's forward reads its parameters."""
         if self.options is None:
             self.called.add(module)
             return
@@ -76,7 +76,8 @@ class Overlap:
                 self._finish(bucket)
 
     def _readers(self):
-        """A module's own parameters, and those of parts that it does not call but reads, as MultiheadAttention does."""
+        """A module's own parameters, and those of parts that it reads without calling them, as MultiheadAttention
+        does."""
         place, needs = {p: i for i, p in enumerate(self.reducer.parameters)}, {}
         for name, part in self.module.named_modules():
             names = name.split(".") if name else []
@@ -98,7 +99,7 @@ class Overlap:
 
     @contextlib.contextmanager
     def _noted_options(self):
-        """A learning rate that a scheduler has set since belongs to the next step."""
+        """Applies the recorded options: a learning rate that a scheduler has set since belongs to the next step."""
         groups = self.optimizer.param_groups
         now = [{key: group[key] for key in group if key != "params"} for group in groups]
         try:
@@ -110,7 +111,7 @@ class Overlap:
                 group.update(options)
 
     def _step(self, optimizer, args, kwargs):
-        """Before every optimizer.step(), which finds no gradients of parameters whose averages are under way."""
+        """Called before every optimizer.step(), which finds no gradients for parameters whose averages are pending."""
         self._check_no_norm()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None

@@ -1,7 +1,8 @@
-"""Mixed precision: forward and backward in narrow copies of the parameters, which themselves stay as they are.
+"""Mixed precision: forward and backward use narrow copies of the parameters, which themselves do not change.
 
 From the beginning of forward to the end of backward `parameter.data` is the copy. Gradients arrive in its dtype, are
-averaged in `reduce_dtype`, and end in the parameter's own. What accumulates over several backwards does so in that.
+averaged in `reduce_dtype`, and end in the parameter's own dtype. Accumulation over several backwards uses the
+parameter's dtype.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from haiscale.ddp.buckets import CODES
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of parameters in forward and backward, and inputs; of gradients while averaged; of buffers. None: as they are."""
+    """Dtypes: of parameters and inputs in forward and backward; of gradients while averaged; of buffers. None:
+    unchanged."""
 
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -43,7 +45,7 @@ class Dtypes:
 
 
 class Narrow:
-    """Puts narrow copies in the parameters' places, and the parameters back."""
+    """Replaces parameters by narrow copies, and restores them."""
 
     def __init__(self, module: nn.Module, parameters: list[Tensor], dtypes: Dtypes):
         self.dtype = dtypes.param
@@ -67,7 +69,7 @@ class Narrow:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After backward, or a forward that none follows."""
+        """After backward, or after a forward without a backward."""
         if self.own is None:
             return
         for p, data in zip(self.parameters, self.own, strict=True):
@@ -83,9 +85,10 @@ class Narrow:
 
 
 def feedback(wire_dtype: torch.dtype | None, given: bool | None) -> bool:
-    """Whether what the wire's format leaves out is fed back; given: as the user said.
+    """Whether the rounding error of the wire format is fed back; given: the user's argument.
 
-    Raises ValueError where the dtype is none for the wire, and where it leaves out nothing that could be fed back.
+    Raises ValueError if the dtype is not a wire format, or if feedback is requested for a format without error
+    feedback.
     """
     if wire_dtype is not None and not getattr(wire_dtype, "is_floating_point", False):
         raise ValueError(f"wire_dtype must be a floating-point dtype such as torch.bfloat16, got {wire_dtype!r}")

@@ -1,14 +1,15 @@
 """Averages gradients over ranks while backward still runs.
 
-A hook of each parameter counts its gradients (haiscale/ddp/arrivals.py). When all gradients of a bucket are there, and
-the buckets before it have begun, the bucket's average begins. At the end of backward what is left is begun, and all is
-waited for.
+A hook of each parameter counts its gradients (haiscale/ddp/arrivals.py). When all gradients of a bucket have arrived,
+and the buckets before it have started, the bucket's average starts. At the end of backward the remaining averages are
+started, and all are waited for.
 
-The first backward learns: in which order gradients get ready (rank 0's order is everybody's), how many of them a
-parameter gets in one backward (several under reentrant checkpoints), and, where some may be unused, which are. Nothing
-is averaged before its end. Only then do buckets exist.
+The first backward learns the order in which gradients become ready (all ranks use rank 0's order), how many gradients a
+parameter gets in one backward (several under reentrant checkpoints), and, if parameters may be unused, which are.
+Nothing is averaged before its end; buckets exist only then.
 
-An average of averages is the average: so a second backward of the same forward may just average again what it added to.
+An average of averages is the average. So a second backward of the same forward can average again the gradients that it
+added to.
 
 After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -33,11 +34,11 @@ NAMES = 8  # parameters that a message lists
 
 
 class Reducer:
-    """See above. `lenient`: parameters may be without gradients; `static`: they are the same ones in every step.
+    """See above. `lenient`: parameters may have no gradients; `static`: these are the same ones in every step.
 
-    parameters: those to be trained, each once. attach: gradients are views of buckets. wire_dtype: in which gradients
-    are averaged, if not in their own, or CODES, and then feedback: what those leave out is added to the next ones.
-    restore: called at the end of backward before gradients are looked at.
+    parameters: the trained ones, each once. attach: gradients are views of buckets. wire_dtype: the dtype in which
+    gradients are averaged, if not their own, or CODES. feedback, for CODES: the rounding error is added to the next
+    gradients. restore: called at the end of backward before gradients are read.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Reducer:
     ):
         self.module, self.parameters, self.group, self.sizes = module, parameters, group, sizes
         self.wire_dtype, self.attach, self.restore = wire_dtype, attach, restore
-        self.feedback, self.wire = feedback, None  # or, once there are buckets, what carries them in CODES
+        self.feedback, self.wire = feedback, None  # once there are buckets, the object that sends them in CODES
         self.lenient, self.static = lenient or static, static
         self.device = checks.host_device(group)
         self.averages = backend_of(group) in ("nccl", "hfreduce", "fake")  # others have no ReduceOp.AVG
@@ -57,8 +58,8 @@ class Reducer:
         self.defer = False  # averages are waited for in the next forward, by `settle`
         self.fault: BaseException | None = None
         self.sync = False  # whether the next backward averages
-        self.next = 0  # of the buckets, to begin
-        self.lock = threading.Lock()  # devices have threads of their own in backward
+        self.next = 0  # the next bucket to start
+        self.lock = threading.Lock()  # each device has its own thread in backward
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         told = (_weakly(method) for method in (self._queue_end, self._whole, self._late))
         self.arrivals = native().Arrivals(len(parameters), *told)
@@ -67,14 +68,15 @@ class Reducer:
         weakref.finalize(self, _remove, self.handles)
 
     def stop(self) -> None:
-        """Waits for what is under way and leaves the parameters alone from now on. May be called more than once."""
+        """Waits for pending work and leaves the parameters alone from now on. May be called more than once."""
         self.settle()
         _remove(self.handles)
 
     # Forward
 
     def prepare(self, sync: bool) -> None:
-        """At the beginning of a forward that backward may follow. Raises what made an earlier step fail."""
+        """Called at the beginning of a forward that a backward may follow. Raises the error that made an earlier step
+        fail."""
         if self.fault is not None:
             raise self.fault
         self._check_finished()
@@ -87,18 +89,18 @@ class Reducer:
         self.arm(sync)
 
     def arm(self, sync: bool) -> None:
-        """The next backward averages, or does not; no gradient has come so far."""
+        """Sets whether the next backward averages; no gradient has arrived so far."""
         self.sync, self.next = sync, 0
         self.arrivals.arm()
         for bucket in self.buckets or ():
             bucket.done = False
 
     def _check_finished(self):
-        """A backward that left out parameters was not averaged."""
+        """Raises for a backward that left out parameters and so was not averaged."""
         counts = self.arrivals.counts if self.sync else ()
         if not any(counts) or (self.buckets and all(bucket.done for bucket in self.buckets)):
             return
-        self.sync = False  # the model may be used on after the error
+        self.sync = False  # the model may still be used after the error
         self.settle()
         missing = [p for p, count in zip(self.parameters, counts, strict=True) if not count and p.requires_grad]
         if not missing:
@@ -117,7 +119,8 @@ class Reducer:
     # Backward
 
     def begin(self, gradient=None) -> None:
-        """In a backward: its end is `_end`. As a hook of an output, it is the end of the outermost one."""
+        """Called in a backward: registers `_end` for its end. As a hook of an output, for the end of the outermost
+        backward."""
         if not self.arrivals.begun:
             self.arrivals.begun = True
             self._queue_end()
@@ -126,7 +129,7 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _late(self, i):
-        """Parameter i got a gradient that no average will have."""
+        """Parameter i got a gradient that no average will include."""
         if i not in self.bucket_of:
             why = "and no rank had one for it in the first step: do without static_graph=True"
         else:
@@ -142,7 +145,7 @@ class Reducer:
             self._advance(self.buckets[index])
 
     def _advance(self, bucket):
-        """Begins the buckets that are whole, in their order; without averages, gradients are only brought together."""
+        """Starts the complete buckets, in their order; without averages, gradients are only collected."""
         if not self.sync:
             if self.restore is None:
                 bucket.collect(self.attach)
@@ -155,7 +158,7 @@ class Reducer:
         """The end of a backward."""
         self.arrivals.begun, counts = False, self.arrivals.counts
         if not any(counts):
-            return  # of torch.autograd.grad, which leaves .grad alone
+            return  # from torch.autograd.grad, which does not change .grad
         if self.restore is not None:
             self.restore()
         if not self.sync:
@@ -166,7 +169,7 @@ class Reducer:
         whole = all(count or not p.requires_grad for count, p in zip(counts, self.parameters, strict=True))
         if self.buckets is None:
             if not (self.lenient or whole):
-                return  # another backward of this forward may bring the rest; if not, the next forward complains
+                return  # another backward of this forward may provide the rest; otherwise the next forward raises
             self._build(counts)
         for index, bucket in enumerate(self.buckets):
             if bucket.work is None and self._due(index, bucket, counts):
@@ -182,7 +185,7 @@ class Reducer:
 
     def _due(self, index, bucket, counts):
         if self.lenient:
-            return True  # so on all ranks, whatever each has used
+            return True  # the same on all ranks, whatever each has used
         came = all(counts[i] or not self.parameters[i].requires_grad for i in bucket.places)
         return came and (self.arrivals.is_dirty(index) or not bucket.done)
 
@@ -199,8 +202,8 @@ class Reducer:
     # Buckets
 
     def _build(self, counts: list[int]) -> None:
-        """After the first backward, which made so many gradients: rank 0's order and size of buckets, for all."""
-        ready = {i: at for at, i in enumerate(self.arrivals.order)}  # of several gradients, the last
+        """After the first backward, which made this many gradients: all ranks get rank 0's order and bucket size."""
+        ready = {i: at for at, i in enumerate(self.arrivals.order)}  # the last one, if there are several gradients
         count = len(self.parameters)
         order = sorted(range(count), key=lambda i: ready.get(i, count))
         numbers = torch.tensor([*order, len(ready), *self.sizes.numbers()], device=self.device)
@@ -249,7 +252,7 @@ class Reducer:
                 p.grad = None
 
     def _average(self, flat, index):
-        """Begins it. What it returns has `wait`."""
+        """Starts it. The result has `wait`."""
         if self.hook is not None:
             hook, state = self.hook
             bucket = self.buckets[index]
@@ -265,7 +268,7 @@ class Reducer:
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
     def settle(self, has_gradient: list[bool] | None = None, only: Bucket | None = None) -> list[Bucket]:
-        """Waits for the averages that are under way (or one of them) and gives them to the parameters."""
+        """Waits for the pending averages (or one of them) and gives them to the parameters."""
         settled = []
         for index, bucket in enumerate(self.buckets or ()):
             if bucket.work is None or only not in (None, bucket):
@@ -283,7 +286,7 @@ class Reducer:
         return settled
 
     def shadow(self) -> None:
-        """What the other ranks' backward begins, with nothing to add: of a rank that has no inputs left."""
+        """For a rank without inputs: starts the same averages as the other ranks' backward, contributing zeros."""
         self.arm(False)
         if self.buckets is None:
             self._build([0] * len(self.parameters))
@@ -301,7 +304,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def _noting_faults(self):
-        """The backend's errors reach the user as they are, and again at the next forward: their group is of no use."""
+        """The backend's errors are raised unchanged, and again at the next forward, because the group is unusable."""
         try:
             yield
         except Exception as fault:
@@ -312,7 +315,7 @@ class Reducer:
             raise
 
     def explain(self) -> list[str]:
-        """Lines about the buckets, and how they came about."""
+        """Lines about the buckets and the reason for their size."""
         if self.buckets is None:
             return ["  buckets: none before the end of the first backward, which tells the order of gradients"]
         sizes = [bucket.flat.nbytes / 2**20 for bucket in self.buckets]
@@ -331,7 +334,7 @@ class Reducer:
 
 
 def _weakly(method):
-    """Calls it, without keeping the reducer alive."""
+    """Calls a method without keeping the reducer alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args):

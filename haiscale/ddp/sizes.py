@@ -1,9 +1,9 @@
-"""How large buckets are: measured in the first steps of a model on a machine, and kept for the next time.
+"""The size of buckets: measured in the first steps of a model on a machine, and stored for the next run.
 
-Small buckets begin to travel sooner, large ones travel better. Each candidate is timed for ROUNDS steps, in turns so
-that a machine that warms up favours none. Rank 0 takes the one with the shortest step, by its median, where that is
-shorter than each of the steps with the default, and all ranks follow. The file, `path()`, keeps what was found by
-model, number of ranks, backend and device.
+Small buckets can be sent earlier; large ones use the connection better. Each candidate is timed for ROUNDS steps, in
+turns, so that warm-up favours none. Rank 0 takes the size with the shortest median step, if that is shorter than every
+step with the default, and all ranks follow. The file, `path()`, stores results by model, number of ranks, backend and
+device.
 """
 
 import datetime
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 CANDIDATES = tuple(mib << 20 for mib in (1, 5, 25, 125))  # bytes
-DEFAULT = 25 << 20  # where nothing may be tried: torch's
+DEFAULT = 25 << 20  # torch's; used if sizes cannot be tried
 WARM_UP, ROUNDS = 3, 4  # steps
 VERSION = 1
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("haiscale.ddp")
 
 
 class Sizes:
-    """The size of the current step's buckets, in bytes: `now`; `why` tells where it comes from."""
+    """The size of the current step's buckets, in bytes: `now`; `why` is the reason for it."""
 
     def __init__(self, key: str, total: int, given: int | None, device: torch.device):
         self.key, self.device, self.why = key, device, "as given"
@@ -50,11 +50,11 @@ class Sizes:
             self.candidates, self.why = candidates, "being measured"
 
     def numbers(self) -> list[int]:
-        """What rank 0 tells the others, always as many: its size, and what it measures."""
+        """The numbers that rank 0 sends to the others, always equally many: its size and its candidates."""
         return [self.now, *self.candidates, *[0] * (len(CANDIDATES) - len(self.candidates))]
 
     def follow(self, numbers: list[int]) -> None:
-        """Takes rank 0's."""
+        """Adopts rank 0's numbers."""
         self.now, self.candidates = numbers[0], [size for size in numbers[1:] if size]
 
     def fix(self, why: str) -> None:
@@ -63,7 +63,7 @@ class Sizes:
             self.candidates, self.why = [], why
 
     def stepped(self, group: dist.ProcessGroup, device: torch.device) -> int:
-        """At the end of each step, by all ranks: the size for the next one."""
+        """Called by all ranks at the end of each step: chooses the size for the next one."""
         if not self.candidates:
             return self.now
         self.marks.append(self._mark())
@@ -83,7 +83,7 @@ class Sizes:
         return event
 
     def _seconds(self, i):
-        """Of step i, which took `taken[i]`."""
+        """The size of step i, which took `taken[i]`."""
         if self.device.type != "cuda":
             return self.marks[i] - self.marks[i - 1]
         return self.marks[i - 1].elapsed_time(self.marks[i]) / 1e3
@@ -104,21 +104,21 @@ class Sizes:
 
 
 def _best(seconds: dict[int, list[float]]) -> int:
-    """The size of the shortest step by its median; DEFAULT unless that is shorter than each step with DEFAULT."""
+    """The size with the shortest median step; DEFAULT unless that is shorter than every step with DEFAULT."""
     best = min(seconds, key=lambda size: statistics.median(seconds[size]))
     return DEFAULT if min(seconds.get(DEFAULT, [math.inf])) <= statistics.median(seconds[best]) else best
 
 
 def machine(device: torch.device) -> str:
-    """What sizes are kept by, beside model, ranks and backend."""
+    """The part of the key for sizes besides model, ranks and backend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} with {os.cpu_count()} cores"
 
 
 def path() -> Path | None:
-    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's folder of caches. None, for no file, if the former is empty
-    or there is no home."""
+    """HAISCALE_BUCKETS, or haiscale/buckets.json in XDG's cache folder. None, for no file, if HAISCALE_BUCKETS is empty
+    or there is no home directory."""
     given = os.environ.get("HAISCALE_BUCKETS")
     if given is not None:
         return Path(given) if given else None
@@ -130,7 +130,7 @@ def path() -> Path | None:
 
 
 def load() -> dict[str, dict]:
-    """{key: {"bytes", "measured", "seconds"}}; empty where there is no file, or none that can be used."""
+    """{key: {"bytes", "measured", "seconds"}}; empty if there is no usable file."""
     file = path()
     if file is None:
         return {}
@@ -148,14 +148,14 @@ def load() -> dict[str, dict]:
 
 
 def _check(size: dict) -> None:
-    """Raises what its use would."""
+    """Checks an entry; raises the errors that its use would raise."""
     seconds = [float(seconds) for candidate, seconds in size["seconds"].items() if int(candidate) > 0]
     if not (type(size["bytes"]) is int and size["bytes"] > 0 and type(size["measured"]) is str and seconds):
         raise ValueError(f"{size} is not the size of a model's buckets")
 
 
 def save(key: str, size: int, times: dict[int, float]) -> None:
-    """Adds to the file, which is renamed into its place: who reads it meanwhile has the old one."""
+    """Adds to the file by replacing it with rename: concurrent readers see the old file."""
     file, seconds = path(), {str(candidate): t for candidate, t in times.items()}
     sizes = load() | {key: {"bytes": size, "measured": datetime.date.today().isoformat(), "seconds": seconds}}
     try:
@@ -174,5 +174,5 @@ def save(key: str, size: int, times: dict[int, float]) -> None:
 
 @functools.cache
 def _say(what: str) -> None:
-    """Once a process."""
+    """Logs once per process."""
     _log.warning("%s; HAISCALE_BUCKETS names another file, or none if empty", what)

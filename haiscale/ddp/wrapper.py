@@ -1,4 +1,4 @@
-"""The wrapper: torch's constructor and methods around `Reducer`, `Buffers` and what else a step needs."""
+"""The wrapper: torch's constructor and methods around `Reducer`, `Buffers` and the other parts of a step."""
 
 import contextlib
 import copy
@@ -24,23 +24,23 @@ _DELAYED = "averages begin in the order in which gradients get ready"
 
 
 class DDP(nn.Module, Joinable):
-    """Data parallelism: each rank has the whole model and other inputs; gradients are averaged within backward.
+    """Data parallelism: each rank has the whole model and its own inputs; gradients are averaged within backward.
 
-    A replacement for torch.nn.parallel.DistributedDataParallel, which has the arguments up to forward_sync_buffers. The
-    differences: gradients are views of the buffers in which they are averaged (gradient_as_bucket_view=True), and
-    bucket_cap_mb=None measures the best size in the first steps (haiscale/ddp/sizes.py) instead of 25 MiB; what has
-    no meaning here is refused. Besides:
+    A replacement for torch.nn.parallel.DistributedDataParallel, with its arguments up to forward_sync_buffers.
+    Differences: gradients are views of the buffers in which they are averaged (gradient_as_bucket_view=True);
+    bucket_cap_mb=None measures the best size in the first steps (haiscale/ddp/sizes.py) instead of using 25 MiB;
+    arguments without a meaning here raise an error. Further arguments:
 
     wire_dtype: a dtype in which gradients are averaged instead of their own, such as torch.bfloat16; or
-    torch.float8_e4m3fn, in which they only travel (hfreduce/wire.py), and error_feedback, True if not given: what that
-    leaves out of gradients is added to the next ones. Gradients keep their own dtype. mixed_precision: torch's
+    torch.float8_e4m3fn, in which they are only sent (hfreduce/wire.py). error_feedback, for float8, default True: the
+    rounding error of gradients is added to the next ones. Gradients keep their own dtype. mixed_precision: torch's
     _MixedPrecision, or the dtype of parameters in forward and backward. device_mesh: a one-dimensional DeviceMesh
     instead of process_group. cpu_assisted: gradients on GPUs are averaged by copy engines and the host's cores, on
-    hfreduce whatever the group is on; no multiprocessor is taken from backward.
+    hfreduce whatever the group's backend is; no multiprocessor is taken from backward.
 
-    Raises ValueError, on all ranks, where ranks wrap different models; where the model cannot be wrapped; in forward,
-    where parameters got no gradient in the backward before (find_unused_parameters=True allows it). The backend's
-    errors come out of forward and backward as they are, and again at each later forward.
+    Raises ValueError, on all ranks, if ranks wrap different models; if the model cannot be wrapped; in forward, if
+    parameters got no gradient in the previous backward (find_unused_parameters=True allows it). The backend's errors
+    are raised unchanged from forward and backward, and again at each later forward.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DDP(nn.Module, Joinable):
         self.process_group, self.cpu_assisted = _group(process_group, device_mesh), cpu_assisted
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        broadcast_buffers = broadcast_buffers is not False  # None is torch 2.13's way to say True
+        broadcast_buffers = broadcast_buffers is not False  # in torch 2.13, None means True
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.bucket_cap_mb = gradient_as_bucket_view, bucket_cap_mb
@@ -79,7 +79,7 @@ class DDP(nn.Module, Joinable):
         self._connect(parameters, init_sync, broadcast_buffers)
 
     def _connect(self, parameters, init_sync, broadcast_buffers):
-        """The first messages to the other ranks: all before is this rank's own."""
+        """The first messages to the other ranks; everything before is local."""
         if init_sync:
             self._digest = checks.same_model(self.module, self.process_group, self.parameters_to_ignore)
             broadcast(self._states(buffers=broadcast_buffers), self.process_group)
@@ -88,7 +88,7 @@ class DDP(nn.Module, Joinable):
         self._set_up(parameters)
 
     def _set_up(self, parameters):
-        """What is not copied or pickled with the model."""
+        """The attributes that are not copied or pickled with the model."""
         narrow = self.dtypes.param and Narrow(self.module, list(self._named_parameters().values()), self.dtypes)
         backend = "the CPU-assisted reduce" if self.cpu_assisted else backend_of(self.process_group)
         backend += " in float8" if self.wire_dtype == buckets.CODES else ""
@@ -106,16 +106,16 @@ class DDP(nn.Module, Joinable):
         )  # fmt: skip
 
     def _named_parameters(self) -> dict[str, Tensor]:
-        """Those that are not left out; a tied one once."""
+        """The parameters that are not ignored; tied ones once."""
         return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
 
     def _states(self, buffers: bool = True) -> list[Tensor]:
-        """All that is the same on all ranks."""
+        """Everything that is the same on all ranks."""
         named = self.module.named_buffers() if buffers else ()
         return [*self._named_parameters().values(), *(b for name, b in named if name not in self.parameters_to_ignore)]
 
     def _check(self) -> list[Tensor]:
-        """The parameters to train. Raises ValueError where the model cannot be wrapped."""
+        """The parameters to train. Raises ValueError if the model cannot be wrapped."""
         named = self._named_parameters()
         for p in named.values():
             kind = "was not initialised" if isinstance(p, UninitializedParameter) else None
@@ -140,7 +140,7 @@ class DDP(nn.Module, Joinable):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs, **kwargs):
-        """The module's, with its inputs moved to `device_ids` if these were given."""
+        """The module's forward, with inputs moved to `device_ids` if given."""
         inputs, kwargs = self._before_forward(inputs, kwargs)
         with _active(self):
             output = self.module(*inputs, **kwargs)
@@ -150,7 +150,7 @@ class DDP(nn.Module, Joinable):
         if torch._C._current_graph_task_id() == -1:
             self.reducer.arrivals.begun = False  # the last backward may have ended in an exception
         if self.reducer.arrivals.begun:
-            pass  # a checkpoint runs the model again, within the backward whose gradients are being counted
+            pass  # a checkpoint reruns the model within the backward whose gradients are being counted
         elif torch.is_grad_enabled():
             if self._overlap is not None:
                 self._overlap.check_stepped()
@@ -180,11 +180,11 @@ class DDP(nn.Module, Joinable):
 
     def _after_forward(self, output):
         if self._overlap is not None:
-            self._overlap.flush()  # of what this forward did not use
+            self._overlap.flush()  # of layers that this forward did not use
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         outputs = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in outputs:
-            # Logits of hfnn that are not computed yet must not be for this: the first gradient is early enough then.
+            # Unread logits of hfnn must not be computed for this: the first gradient is early enough.
             if type(tensor) is Tensor and tensor.grad_fn is not None:
                 tensor.register_hook(self.reducer.begin)
         if self._narrow and not outputs:
@@ -195,7 +195,8 @@ class DDP(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backwards of forwards within do not average: gradients add up. The first one after averages their sum."""
+        """Backwards of forwards inside do not average: gradients accumulate. The first backward after it averages the
+        sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -203,19 +204,20 @@ class DDP(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backwards average, from the next one on, whichever forward it is of: what pipelines need."""
+        """Sets whether backwards average, from the next one on, whichever forward it belongs to. Pipelines need
+        this."""
         self.require_backward_grad_sync = requires_gradient_sync
         self.reducer.arm(requires_gradient_sync)
 
     def overlap_forward(self, optimizer: torch.optim.Optimizer) -> Overlap:
-        """From the next backward on, averages end in the forward after it, where each layer waits for its own only.
+        """From the next backward on, averages end in the following forward, where each layer waits only for its own.
 
-        `optimizer`, one of hfnn.optim over this model's parameters, is stepped there too, bucket by bucket, with the
-        learning rate that it had at `optimizer.step()`, which must be called as ever. Results are those of ordinary
-        steps. Between backward and the next forward there are no gradients to look at, so there is no clipping and no
-        GradScaler, and parameters are those before the step; `state_dict()` and `named_shards()` end it first.
-        Returns a handle: `flush()` ends the step, `remove()` undoes it all. Raises ValueError for other optimizers, and
-        together with find_unused_parameters, static_graph and mixed_precision.
+        `optimizer`, from hfnn.optim and over this model's parameters, is stepped there too, bucket by bucket, with the
+        learning rate at the time of `optimizer.step()`, which must be called as usual. Results equal those of ordinary
+        steps. Between backward and the next forward there are no gradients to read, so clipping and GradScaler are not
+        possible, and parameters have their values from before the step. `state_dict()` and `named_shards()` finish the
+        step first. Returns a handle: `flush()` finishes the step, `remove()` undoes everything. Raises ValueError for
+        other optimizers, and together with find_unused_parameters, static_graph and mixed_precision.
         """
         if self.find_unused_parameters or self.static_graph or self._narrow:
             raise ValueError(
@@ -227,7 +229,7 @@ class DDP(nn.Module, Joinable):
     # Uneven inputs
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False) -> Join:
-        """A context in which ranks may have different numbers of inputs, as torch's."""
+        """A context in which ranks may have different numbers of inputs, as in torch."""
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
@@ -253,7 +255,8 @@ class DDP(nn.Module, Joinable):
     def register_comm_hook(self, state: object, hook) -> None:
         """`hook(state, bucket)` is called instead of averaging, and returns a torch.futures.Future of the result.
 
-        bucket: a `GradBucket`. Those of torch.distributed.algorithms.ddp_comm_hooks do. Once, before training.
+        bucket: a `GradBucket`. The hooks of torch.distributed.algorithms.ddp_comm_hooks work. Call it once, before
+        training.
         """
         if not callable(hook):
             raise ValueError(f"hook must be callable with a state and a bucket, got {type(hook).__name__}")
@@ -265,7 +268,7 @@ class DDP(nn.Module, Joinable):
     # Checkpoints
 
     def named_shards(self):
-        """Parameters and persistent buffers by their names in `module`, live; a tied one once, by its first name."""
+        """Parameters and persistent buffers (live) by their names in `module`; tied ones once, by their first name."""
         self._end_step()
         yield from self.module.named_parameters()
         for prefix, part in self.module.named_modules():
@@ -274,10 +277,10 @@ class DDP(nn.Module, Joinable):
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def shards_loaded(self) -> None:
-        """After values were written to `named_shards`."""
+        """Call after values were written to `named_shards`."""
 
     def state_dict(self, *args, **kwargs):
-        """As nn.Module's: names begin with "module.", as in torch's."""
+        """As in nn.Module: names begin with "module.", as in torch's wrapper."""
         self._end_step()
         return super().state_dict(*args, **kwargs)
 
@@ -288,7 +291,7 @@ class DDP(nn.Module, Joinable):
             self._narrow.restore()
 
     def explain(self) -> str:
-        """What is averaged, how, and why so, as a text."""
+        """A text: what is averaged, how, and why."""
         backend, size = backend_of(self.reducer.group), self.process_group.size()
         parameters = self.reducer.parameters
         total = buckets.nbytes(parameters, self.wire_dtype) / 2**20
@@ -348,7 +351,7 @@ def _group(process_group, device_mesh):
 
 
 def _devices(parameters, device_ids, output_device):
-    """As torch has them: lists of one, for a module on one GPU; None otherwise."""
+    """As in torch: one-element lists for a module on one GPU, otherwise None."""
     on = {p.device for p in parameters}
     if not device_ids and output_device is None:
         return None, None
@@ -363,12 +366,12 @@ def _devices(parameters, device_ids, output_device):
 
 
 def _same(parameters, wire_dtype):
-    """Whether gradients are averaged in their own dtypes, all of them."""
+    """Whether all gradients are averaged in their own dtypes."""
     return all(buckets.dtype_of(p, wire_dtype) == p.dtype for p in parameters)
 
 
 def _tensors(output):
-    """All tensors in what a forward returned: in lists, dicts, dataclasses and objects of transformers (dicts too)."""
+    """All tensors in the result of a forward: in lists, dicts, dataclasses and outputs of transformers (also dicts)."""
     if torch.is_tensor(output):
         return [output]
     if isinstance(output, dict):
@@ -382,8 +385,8 @@ def _tensors(output):
 
 @contextlib.contextmanager
 def _active(ddp):
-    """torch.compile cuts the model's graph at buckets, so that averages begin within backward, where it finds this."""
-    size = max(ddp.reducer.sizes.now, dist._DEFAULT_FIRST_BUCKET_BYTES)  # it takes no smaller ones
+    """With this, torch.compile splits the model's graph at buckets, so averages start within backward."""
+    size = max(ddp.reducer.sizes.now, dist._DEFAULT_FIRST_BUCKET_BYTES)  # torch accepts no smaller ones
     before, _Torch._active_ddp_module = _Torch._active_ddp_module, _Buckets(size)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Sharded data parallelism: ZeRO-1, 2 and 3 (arXiv 1910.02054) by one wrapper.
+"""Sharded data parallelism: ZeRO-1, 2 and 3 (arXiv 1910.02054) with one wrapper.
 
     from haiscale.fsdp import FSDP
 
     model = FSDP(model)
 
-takes the place of torch.distributed.fsdp's FullyShardedDataParallel and fully_shard. docs/fsdp.md tells how it works.
+replaces torch.distributed.fsdp's FullyShardedDataParallel and fully_shard. docs/fsdp.md explains how it works.
 """
 
 from haiscale.fsdp.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy

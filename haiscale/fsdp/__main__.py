@@ -1,6 +1,6 @@
-"""python -m haiscale.fsdp config.json --ranks 4 64: what a training step of a language model needs, without GPUs.
+"""python -m haiscale.fsdp config.json --ranks 4 64: the memory of a training step of a language model, without GPUs.
 
-config.json is that of a model of transformers (as saved beside its weights), which is built without memory.
+config.json belongs to a transformers model (it is saved with the weights). The model is built without memory.
 """
 
 import argparse

@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm_(model, max_norm: float, norm_type: float) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_: 0-dim float32 (float64 for float64), the same on all ranks.
+    """The norm as in torch.nn.utils.clip_grad_norm_: 0-dim float32 (float64 for float64), the same on all ranks.
 
-    Each rank's part of the sum of powers is added up over the ranks that hold shards; what is not sharded, and replicas
-    of shards, count once.
+    Each rank's part of the sum of powers is added over the ranks that hold shards. Unsharded gradients and replicas of
+    shards count once.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not accepted: give a positive number or inf")
@@ -37,7 +37,7 @@ def clip_grad_norm_(model, max_norm: float, norm_type: float) -> Tensor:
 def _power(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The largest magnitude, or the sum of magnitudes to the power of norm_type."""
     wide = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
-    tensors = [t for t in tensors if t.numel()]  # a rank may have rows of none
+    tensors = [t for t in tensors if t.numel()]  # a rank may have no rows of some
     if not tensors:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch._foreach_norm(tensors, norm_type, dtype=wide)

@@ -1,4 +1,5 @@
-"""Parameters and buffers before they are sharded: moved to the device, made if on meta, sent from rank 0."""
+"""Prepares parameters and buffers before sharding: moves them to the device, creates those on meta, broadcasts rank
+0's."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Initialiser:
-    """Gives each unit's parameters their values, one unit at a time, so that never more than that is whole."""
+    """Gives each unit's parameters their values, one unit at a time, so that only one unit is whole at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device, init_fn, send: bool, mesh: DeviceMesh):
         self.model, self.device, self.init_fn, self.send, self.mesh = model, device, init_fn, send, mesh
@@ -25,9 +26,9 @@ class Initialiser:
             rows.append((name, p, places))
         for module in reversed(
             modules
-        ):  # of modules with a tied parameter the first one's values stay, as in its building
+        ):  # for tied parameters the values of the first module stay, as when the model is built
             self._initialise(module, modules[module])
-        # What initialises may have put other parameters in place.
+        # Initialisation may have replaced parameters.
         rows = [(name, places[0][0]._parameters[places[0][1]], places) for name, _, places in rows]
         rows = [(name, _moved(p, self.device), places) for name, p, places in rows]
         if self.send:
@@ -35,7 +36,7 @@ class Initialiser:
         return rows
 
     def buffers(self, dtype: torch.dtype | None) -> None:
-        """Those of the whole model; what is on meta and not made yet is made now."""
+        """Buffers of the whole model; those on meta that do not exist yet are created now."""
         for prefix, module in self.model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -68,7 +69,8 @@ class Initialiser:
             )
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
-        """From the first rank of the mesh: to the first of each replica, and from there to its shards."""
+        """Broadcasts from the first rank of the mesh: to the first rank of each replica, and from there to its
+        shards."""
         for dim in range(self.mesh.ndim):
             group = self.mesh.get_group(dim)
             for tensor in tensors:

@@ -1,21 +1,21 @@
-"""When units are gathered, given up and reduced.
+"""When units are gathered, released and reduced.
 
-Forward: before a unit's module runs its parameters are gathered, and those of the units that ran next in the last
-forward begin to be. Whole parameters lie in slots, of which `buffers` are shared in turn; a unit keeps its slot for
-good, since tensors that autograd saved refer to that memory. Nothing is done to give parameters up: they are whole
-until another unit needs the slot. So the last units of forward are still there when backward begins.
+Forward: before a unit's module runs, its parameters are gathered, and prefetching starts for the units that ran next in
+the last forward. Whole parameters are in slots; `buffers` slots are shared in turns. A unit always uses the same slot,
+because tensors that autograd saved refer to that memory. Parameters are not actively released: they stay whole until
+another unit needs the slot. So the last units of forward are still gathered when backward begins.
 
-Backward: a hook on a unit's outputs runs when their gradients are complete. Autograd runs nodes in the reverse of the
-order in which they were made, so by then all that ran after this unit has ended its backward: those units' gradients
-are complete, their reduction begins, and their slots are free. No hook is needed on parameters or on inputs. What a
-hook knows is which units were running when the output was made: these, and no others, are in backward from then on. A
-tensor that a unit hands on, and did not make, tells nothing about it and gets no hook.
+Backward: a hook on a unit's outputs runs when their gradients are complete. Autograd runs nodes in the reverse order of
+their creation. So by then, everything that ran after this unit has finished its backward: the gradients of those units
+are complete, their reduction starts, and their slots are free. No hooks on parameters or inputs are needed. A hook
+knows which units were running when the output was made: from then on these, and no others, are in backward. A tensor
+that a unit passes on but did not create gives no information and gets no hook.
 
-A checkpoint that runs units again in backward is a forward within it: units take their slots, and those that are in
-backward get theirs back at its end. No unit's backward ends by that.
+A checkpoint that runs units again in backward is a forward inside of it: units take their slots, and units in backward
+get theirs back at its end. This does not end any unit's backward.
 
-On a GPU nothing here waits on the host: operations of the groups wait for the current stream, and it for them. A gather
-into a slot is begun when all kernels that read it have been launched, on the stream that launched them.
+On a GPU the host never waits here: operations of the groups wait for the current stream, and the stream waits for them.
+A gather into a slot starts after all kernels that read the slot have been launched, on the stream that launched them.
 """
 
 import collections
@@ -33,12 +33,12 @@ from haiscale.fsdp.reduce import Reductions
 from haiscale.fsdp.unit import Slot, Unit
 from hfnn.deferred.logits import Deferred
 
-Count = tuple[int, int]  # (thread, number): autograd counts the nodes that it makes in each thread
+Count = tuple[int, int]  # (thread, number): autograd counts the nodes that it creates in each thread
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 class Engine:
-    """Of one FSDP: its units, root first, and what they are doing."""
+    """The engine of one FSDP: its units, root first, and their states."""
 
     def __init__(
         self, units: list[Unit], group: dist.ProcessGroup, reductions: Reductions, buffers: int, make: Callable
@@ -50,14 +50,14 @@ class Engine:
         self.slots: list[Slot] = []
         self.slot_bytes = max((u.nbytes for u in units if not u.private), default=0)
         self.cast_inputs: torch.dtype | None = None
-        self._running: list[tuple[Unit, Count]] = []  # forwards under way, and autograd's count when they began
-        self._mixing: Mixing | None = None  # while a method runs
+        self._running: list[tuple[Unit, Count]] = []  # running forwards, and autograd's count when they began
+        self._mixing: Mixing | None = None  # set while a method runs
         self._paused = False
-        self._backward: dict[Unit, Count] = {}  # units whose backward is under way, the outermost first, as above
+        self._backward: dict[Unit, Count] = {}  # units in backward, the outermost first, as above
         self._in_backward = False
-        self._outside = 0  # how many forwards this backward is inside of, as in a method
-        self._last: list[Unit] = []  # in the order in which they began in the last forward
-        self._began: list[Unit] = []  # as far as this one has come
+        self._outside = 0  # the number of forwards around this backward, as in a method
+        self._last: list[Unit] = []  # in the order of the last forward
+        self._began: list[Unit] = []  # those of the present forward so far
         self._ended: list[Unit] = []  # in the order in which they ended
         self._at = 0
         for unit in units:
@@ -70,13 +70,13 @@ class Engine:
     # Forward
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict):
-        if torch.compiler.is_compiling():  # a graph break: what follows is not for graphs
+        if torch.compiler.is_compiling():  # a graph break: the following code cannot be traced
             return torch._dynamo.disable(self._enter)(unit, args, kwargs)
         return self._enter(unit, args, kwargs)
 
     def _enter(self, unit: Unit, args: tuple, kwargs: dict):
         for tensor in tensors((args, kwargs)):
-            _ = tensor.grad_fn  # of a view that was written to it is made now, and so before what the unit makes
+            _ = tensor.grad_fn  # for a view that was written to, the node is created now, before the unit's own nodes
         self._running.append((unit, _count()))
         unit.running += 1
         if self._mixing is not None and len(self._running) == 2:
@@ -101,7 +101,7 @@ class Engine:
         return self._leave(unit, output)
 
     def _leave(self, unit: Unit, output) -> None:
-        """The end of a forward; output is None where that is an exception."""
+        """The end of a forward; output is None after an exception."""
         if self._mixing is not None and len(self._running) == 2 and self._paused:
             self._mixing.resume()
         around = [*(self._backward.items() if in_graph_task() else ()), *self._running]
@@ -120,21 +120,22 @@ class Engine:
             )
 
     def _follow(self, output, around: list[tuple[Unit, Count]]) -> bool:
-        """Puts hooks on what the last of these units made. Returns whether there is a tensor in what it returned."""
+        """Puts hooks on the tensors that the last of these units created. Returns whether its result contains a
+        tensor."""
         unit, since = around[-1]
         around = {other: count for other, count in around if other is not unit} | {unit: since}
         found = False
         for tensor in tensors(output):
             found = True
-            # A view that is written to later is cut off from what it was a view of, which then tells as much.
+            # A view that is written to later loses its base; a hook on the base gives the same information.
             for made in (tensor, tensor._base) if tensor._is_view() else (tensor,):
                 if made.requires_grad and _made_since(made, since):
                     made.register_hook(functools.partial(self._gradient_came, unit, around))
         return found
 
     def call(self, method: Callable, args: tuple, kwargs: dict):
-        """A method of the root's module, which is a forward of the root for all that backward knows."""
-        if self._mixing is not None:  # by another one
+        """A method of the root's module, which is treated as a forward of the root."""
+        if self._mixing is not None:  # called by another method
             return method(*args, **kwargs)
         whole = {id(p.sharded): p.whole for p in self.root.parameters}
 
@@ -180,18 +181,18 @@ class Engine:
     # Parameters
 
     def _need(self, unit: Unit) -> None:
-        """The parameters of a unit, whole."""
+        """Make the parameters of a unit whole."""
         if not unit.flats:
             return
         if unit.slot is None:
-            with torch.inference_mode(False):  # where the first forward is in inference mode
+            with torch.inference_mode(False):  # in case the first forward is in inference mode
                 self._assign(unit)
         if not unit.is_fresh():
             unit.gather(self.group)
         unit.wait()
 
     def _restore(self) -> None:
-        """A unit under way gets back the slot that one inside it, or a recomputation that has ended, has taken."""
+        """A running unit gets back the slot that a unit inside it, or a finished recomputation, has taken."""
         around = [unit for unit, _ in self._running[-1:]]
         if self._in_backward and len(self._running) <= self._outside:
             around = [unit for unit in self._backward if unit.backward_reads]
@@ -209,9 +210,9 @@ class Engine:
                 unit.gather(self.group)
 
     def _assign(self, unit: Unit) -> None:
-        """A slot, at the first gather: of those that no unit needs now, the one that was taken longest ago.
+        """Chooses a slot at the first gather: the least recently used slot that no unit needs now.
 
-        It is none of a unit inside of this one, or around it: these run together.
+        It must not belong to a unit inside or around this one, because these run together.
         """
         if unit.private:
             unit.bind(Slot(unit.nbytes, self._make))
@@ -233,7 +234,7 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _recompute(self, unit: Unit) -> None:
-        """A unit runs forward within backward: units have ended whose forward began after the node that runs now."""
+        """A unit runs forward within backward: units whose forward began after the running node have ended."""
         self._begin_backward(len(self._running) - 1)
         thread, now = threading.get_ident(), torch._C._current_autograd_node()._sequence_nr()
         for other, (counted_in, began) in reversed(self._backward.copy().items()):
@@ -241,8 +242,8 @@ class Engine:
                 self._after_backward(other)
 
     def _gradient_came(self, unit: Unit, around: dict[Unit, Count], gradient: Tensor) -> None:
-        """The gradient of what a unit returned is there. around: the units that ran then, and when they began."""
-        if unit not in self._backward:  # not by another of its outputs
+        """The gradient of a unit's output is complete. around: the units that ran when it was made, and their begin."""
+        if unit not in self._backward:  # not already started by another of its outputs
             self._begin_backward(len(self._running))
             for other in reversed(self._backward.copy()):
                 if other not in around:
@@ -264,7 +265,7 @@ class Engine:
             self._prefetch(before)
 
     def _preceding(self, unit: Unit) -> list[Unit]:
-        """The units that come after this one in backward."""
+        """The units after this one in backward."""
         for at in range(self._at - 1, -1, -1):
             if self._ended[at] is unit:
                 self._skip(self._ended[at + 1 : self._at])
@@ -274,7 +275,7 @@ class Engine:
         return []
 
     def _skip(self, units: list[Unit]) -> None:
-        """Units that this rank's loss does not depend on; on other ranks it may, which then wait for this one."""
+        """Units that this rank's loss does not depend on. On other ranks it may, and these wait for this rank."""
         if self.reduce_unused:
             for unit in reversed(units):
                 if unit not in self._backward:
@@ -317,16 +318,16 @@ class Engine:
         self._in_backward = False
         for unit in self.units:
             if unit.private and any(p.whole.grad is not None for p in unit.parameters):
-                self._reduce(unit)  # by way of something else than what it returned
+                self._reduce(unit)  # through something else than its output
         self.reductions.end()
         for unit in self.units:
-            unit.wait()  # for what was gathered and then not used
+            unit.wait()  # for unused gathers
             for flat in unit.flats:
                 flat.settle()
         self._check()
 
     def _check(self) -> None:
-        """No gradient was missed."""
+        """Checks that no gradient was missed."""
         for unit in self.units:
             stray = [p.name for p in unit.parameters if p.whole.grad is not None]
             if stray:
@@ -338,7 +339,7 @@ class Engine:
                 )
 
     def reset(self) -> None:
-        """After an exception: as if nothing had been begun."""
+        """After an exception: resets everything."""
         self._running, self._backward, self._in_backward = [], {}, False
         self.reductions.forget()
         for unit in self.units:
@@ -354,20 +355,20 @@ def in_graph_task() -> bool:
 
 
 def _count() -> Count:
-    """How far autograd's count of nodes is."""
+    """Autograd's present count of nodes."""
     return threading.get_ident(), torch.autograd._get_sequence_nr()
 
 
 def _made_since(tensor: Tensor, since: Count) -> bool:
-    """Whether autograd has made it since then, in this thread: not where it was handed on."""
+    """Whether autograd has created it since then, in this thread; False if it was only passed on."""
     node = tensor.grad_fn
-    if node is None:  # a leaf; but of logits of hfnn that are not computed yet
+    if node is None:  # a leaf, except for unread logits of hfnn
         return isinstance(tensor, Deferred)
     return node._sequence_nr() >= since[1]
 
 
 def tensors(nest) -> Iterator[Tensor]:
-    """The tensors in what a module returned."""
+    """The tensors in a module's result."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, list | tuple):

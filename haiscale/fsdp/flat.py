@@ -1,15 +1,15 @@
-"""The shards of parameters that are gathered together, and where each lies.
+"""The shards of parameters that are gathered together, and their positions.
 
-A parameter of `rows` rows is sharded along its first dimension as DTensor's Shard(0) has it: `chunk` = ceil(rows /
-ranks) rows a rank, fewer or none on the last ones. The local shards of a Flat lie one behind the other in one buffer:
+A parameter of `rows` rows is sharded along its first dimension like DTensor's Shard(0): `chunk` = ceil(rows / ranks)
+rows per rank, fewer or none on the last ranks. The local shards of a Flat are contiguous in one buffer:
 
     shard    [ a: chunk rows | b: chunk rows | c: chunk rows | ...]            what a rank keeps
     whole    [ a: chunk rows of rank 0, of rank 1, ... | b: ... | c: ... ]     what a gather makes
 
-so that each whole parameter is contiguous: a view. One buffer gathered in one piece would have all of rank 0 first,
-and each parameter would have to be put together by a copy. Instead a gather is one *coalesced* call, of one all-gather
-a parameter, from a view of the shard to a view of `whole`; a reduction is one coalesced call back. Neither copies
-anything before or after, unless a dtype changes or rows do not divide.
+So each whole parameter is contiguous: a view. One buffer gathered as a whole would have all data of rank 0 first, and
+each parameter would have to be assembled by a copy. Instead, a gather is one *coalesced* call with one all-gather per
+parameter, from a view of the shard to a view of `whole`; a reduction is one coalesced call back. Neither copies
+anything before or after, unless a dtype changes or the ranks do not divide the rows.
 """
 
 from collections.abc import Iterable
@@ -20,26 +20,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# Where a parameter begins, in elements: so in multiples of 16 bytes in a shard, of 128 in whole buffers of 16 bits.
+# Alignment of parameters in elements: multiples of 16 bytes in a shard, of 128 bytes in whole 16-bit buffers.
 SHARD_ALIGNMENT, WHOLE_ALIGNMENT = 16, 64
 
 
 @dataclass(eq=False)
 class Parameter:
-    """One parameter of a model: its names, its place in the buffers, and its two tensors.
+    """One parameter of a model: its names, its position in the buffers, and its two tensors.
 
-    sharded: the one users and optimizers hold, an nn.Parameter that is a DTensor. whole: the nn.Parameter that modules
-    have while they run; its memory is that of whichever buffer the unit was gathered into.
+    sharded: the nn.Parameter that users and optimizers hold, a DTensor. whole: the nn.Parameter that modules have while
+    they run; its memory is the buffer into which the unit was gathered.
     """
 
     name: str
     places: list[tuple[nn.Module, str]]
     shape: torch.Size
     requires_grad: bool
-    rows: int  # of this rank
-    count: int  # elements of a shard, with what pads it
-    start: int  # in the shard
-    whole_start: int  # in a whole buffer
+    rows: int  # number of rows on this rank
+    count: int  # elements of a shard, including padding
+    start: int  # position in the shard
+    whole_start: int  # position in a whole buffer
     sharded: nn.Parameter | None = None
     whole: nn.Parameter | None = None
 
@@ -54,10 +54,10 @@ class Parameter:
     def __post_init__(self):
         plain = [(m, name) for m, name in self.places if type(m).__setattr__ is nn.Module.__setattr__]
         self._tables = [(module._parameters, name) for module, name in plain]
-        self._others = [place for place in self.places if place not in plain]  # with lists of their own, as nn.LSTM
+        self._others = [place for place in self.places if place not in plain]  # with own parameter lists, as nn.LSTM
 
     def put(self, tensor: nn.Parameter) -> None:
-        """Makes `tensor` what the modules have."""
+        """Sets `tensor` as the modules' parameter."""
         for table, name in self._tables:
             table[name] = tensor
         for module, name in self._others:
@@ -65,7 +65,7 @@ class Parameter:
 
 
 class Layout:
-    """Where parameters of one dtype lie, on one of `size` ranks."""
+    """The positions of parameters of one dtype, on one of `size` ranks."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter, list]], rank: int, size: int):
         self.rank, self.size = rank, size
@@ -99,12 +99,12 @@ def _aligned(count: int, alignment: int) -> int:
 
 
 class Flat(Layout):
-    """Parameters of one dtype that are sharded over `mesh`, whose last dimension is that of shards."""
+    """Parameters of one dtype sharded over `mesh`, whose last dimension is for shards."""
 
     def __init__(
         self, named: list[tuple[str, nn.Parameter, list]], mesh: DeviceMesh, device: torch.device, dtypes, host
     ):
-        """dtypes: (param_dtype, reduce_dtype), or None. device: where modules run; host: shards stay on the CPU."""
+        """dtypes: (param_dtype, reduce_dtype), or None. device: the device of modules; host: shards stay on the CPU."""
         super().__init__(named, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         given = [p for _, p, _ in named]
         self.dtype, self.device, self.host = given[0].dtype, device, host and device.type != "cpu"
@@ -114,8 +114,8 @@ class Flat(Layout):
         self.casts = self.compute_dtype is not self.dtype or self.host
         self.mesh = mesh
         self.shard = self.new()
-        self.grad: Tensor | None = None  # of the shard: what `.grad` of the sharded parameters are views of
-        self.kept: Tensor | None = None  # whole gradients of the microbatches so far, of the parameters `kept_of`
+        self.grad: Tensor | None = None  # gradient of the shard; the `.grad` of the sharded parameters are views of it
+        self.kept: Tensor | None = None  # accumulated whole gradients of the parameters `kept_of`
         self.kept_of: set[Parameter] = set()
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         for p, tensor, view in zip(self.parameters, given, self.shards(self.shard), strict=True):
@@ -123,10 +123,10 @@ class Flat(Layout):
             self.write(p, tensor.detach())
             whole = torch.empty(0, dtype=self.compute_dtype, device=device)
             p.whole = nn.Parameter(whole, tensor.requires_grad)
-        self.inputs = self.shards(self.shard)  # of the gathers, where nothing is cast
+        self.inputs = self.shards(self.shard)  # of the gathers, if nothing is cast
 
     def new(self) -> Tensor:
-        """Zeros in the layout of the shard, where it lies."""
+        """Zeros in the layout and on the device of the shard."""
         where = torch.device("cpu") if self.host else self.device
         return torch.zeros(self.length, dtype=self.dtype, device=where, pin_memory=self.host)
 
@@ -136,7 +136,7 @@ class Flat(Layout):
     def _dtensor(self, p: Parameter, view: Tensor, mesh, placements) -> DTensor:
         local = view[: self._local_numel(p)].view(p.rows, *p.shape[1:])
         stride = torch.empty(p.shape, device="meta").stride()
-        like = local.to("meta")  # of a tensor on the host from_local would make a copy on the mesh's device
+        like = local.to("meta")  # from_local would copy a host tensor to the mesh's device
         spec = DTensor.from_local(like, mesh, placements, run_check=False, shape=p.shape, stride=stride)._spec
         return DTensor(local, spec, requires_grad=False)
 
@@ -145,14 +145,14 @@ class Flat(Layout):
 
     @torch.no_grad()
     def write(self, p: Parameter, whole: Tensor) -> None:
-        """Takes this rank's rows of a whole tensor."""
+        """Copies this rank's rows from a whole tensor."""
         if p.rows:
             chunk = -(-p.shape[0] // self.size)
             p.local.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Takes over the values of parameters that were put into modules in place of ours."""
+        """Takes over the values of parameters that replaced ours in modules."""
         for p in self.parameters:
             module, name = p.places[0]
             present = module._parameters[name]
@@ -161,11 +161,11 @@ class Flat(Layout):
                 p.put(p.sharded)
 
     def versions(self) -> int:
-        """What grows when a shard is written to by an op of torch."""
+        """A counter that grows when a torch op writes to a shard."""
         return sum(p.sharded._version + p.local._version for p in self.parameters)
 
     def bind(self, buffer: Tensor) -> list[Tensor]:
-        """Gives the whole parameters their memory, and returns what gathers write."""
+        """Gives the whole parameters their memory, and returns the tensors that gathers write."""
         outputs = self.wholes(buffer)
         for p, view in zip(self.parameters, outputs, strict=True):
             p.whole.data = view[: p.numel].view(p.shape)
@@ -174,7 +174,7 @@ class Flat(Layout):
     def attach(self, done: list[Parameter], values: Tensor, divisor: int) -> None:
         """Adds averaged gradients, in the layout of the shard, to the `.grad` of the sharded parameters.
 
-        values may be `self.grad` itself, which the reduction wrote: then it is where it belongs.
+        values may be `self.grad` itself, written by the reduction: then nothing is copied.
         """
         if divisor != 1:
             values.div_(divisor)
@@ -192,17 +192,17 @@ class Flat(Layout):
                 p.sharded.grad = DTensor(view, p.sharded._spec, requires_grad=False)
 
     def let_go(self) -> None:
-        """Frees the gradient's memory on the device if nobody has it as `.grad` any more: backward makes it anew."""
+        """Frees the gradient's memory on the device if it is no longer any `.grad`; backward creates it anew."""
         if not self.host and self.first(self.parameters):
             self.grad = None
 
     def settle(self) -> None:
-        """Until gradients that are on their way to the host have arrived there."""
+        """Waits until gradients being copied to the host have arrived."""
         if self.host:
             torch.cuda.current_stream(self.device).synchronize()
 
     def first(self, done: list[Parameter]) -> bool:
-        """Whether none of these has a gradient."""
+        """Whether none of the parameters has a gradient."""
         return all(p.sharded.grad is None for p in done)
 
     def _add(self, done: list[Parameter], values: Tensor) -> None:

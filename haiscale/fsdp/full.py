@@ -1,4 +1,4 @@
-"""Whole parameters, for saving, loading and looking at them."""
+"""Whole parameters, for saving, loading and inspection."""
 
 import collections
 import contextlib
@@ -16,9 +16,9 @@ from haiscale.fsdp.unit import all_gather
 def summon(model, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Iterator[None]:
     """In the block the module's parameters are whole, in their own dtype; all ranks enter it.
 
-    writeback: what the block changed in them is kept, each rank's rows of its own copy. rank0_only: on the other ranks
-    of the group they stay sharded. offload_to_cpu: they are on the host. with_grads: their `.grad` is the whole
-    gradient; changes to it are not kept. Raises ValueError inside forward or backward.
+    writeback: changes made in the block are kept, each rank's rows from its own copy. rank0_only: on the other ranks of
+    the group they stay sharded. offload_to_cpu: they are on the host. with_grads: their `.grad` is the whole gradient;
+    changes to it are not kept. Raises ValueError inside forward or backward.
     """
     if any(unit.running for unit in model.units):
         raise ValueError("summon_full_params: not inside forward or backward, where units come and go")
@@ -63,7 +63,7 @@ def _parameter(value: Tensor, grad: Tensor | None, requires_grad: bool, offload:
 
 
 def _whole(model, sharded: DTensor) -> Tensor:
-    """By way of the model's device: a backend of GPUs alone gathers nothing that is kept on the host."""
+    """Through the model's device, because a GPU-only backend cannot gather host tensors."""
     return sharded.to(model.device).full_tensor()
 
 
@@ -113,7 +113,7 @@ def load_state_dict(model, given: dict, strict: bool, assign: bool):
 
 
 def cast(nest, dtype: torch.dtype):
-    """What a model returned, with its floating-point tensors in `dtype`."""
+    """A model's result, with its floating-point tensors in `dtype`."""
     if isinstance(nest, Tensor):
         return nest.to(dtype) if nest.is_floating_point() else nest
     if isinstance(nest, collections.abc.MutableMapping):

@@ -1,4 +1,4 @@
-"""What an FSDP model holds, in bytes."""
+"""The memory of an FSDP model, in bytes."""
 
 from dataclasses import dataclass, fields
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 class Memory:
     """Bytes on this rank.
 
-    parameters, gradients: the shards. slots: where units are gathered, of which `slot_count` are shared in turn.
-    reductions: buffers of gradients that are cast or padded before they are sent. whole_gradients: those that
-    microbatches under no_sync, or zero=1, keep. Not in here: gradients as autograd makes them, at most those of
+    parameters, gradients: the shards. slots: the memory of gathered units; `slot_count` slots are shared in turns.
+    reductions: buffers of gradients that are cast or padded before they are sent. whole_gradients: gradients kept by
+    microbatches under no_sync, or by zero=1. Not included: gradients as autograd creates them, at most those of
     `buffers` + 1 units; optimizer states; activations.
     """
 

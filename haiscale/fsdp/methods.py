@@ -1,9 +1,9 @@
 """Methods of the wrapped module, called through the wrapper: model.generate(), model.encode(x), model.num_parameters().
 
-A method that calls the module, or units of it, needs nothing. One that uses the root's own parameters outside of
-forward would find them sharded, which torch refuses to mix with other tensors. So an op that computes with them gets
-them whole; what only looks at them or writes to them (counting, an optimizer, an initialisation) has the sharded ones.
-Nothing is gathered before such an op: a method that needs no values may be called on one rank.
+A method that only calls the module or its units needs nothing special. A method that uses the root's own parameters
+outside of forward would find them sharded, and torch refuses to mix these with other tensors. So an op that computes
+with them gets whole parameters. Code that only inspects or writes them (counting, an optimizer, an initialisation) gets
+the sharded ones. Nothing is gathered before such an op, so a method that needs no values may be called on one rank.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
-# Dunders that compute, properties that do, and functions that do not.
+# Dunders and properties that compute, and functions that do not.
 _OPERATORS = {f"__{r}{name}__" for r in ("", "r") for name in ("add", "sub", "mul", "truediv", "pow", "matmul")}
 _OPERATORS |= {"__getitem__", "__neg__", "__abs__"}
 _TRANSPOSED = (Tensor.T.__get__, Tensor.mT.__get__)
@@ -27,7 +27,7 @@ _LOOKS = {
 
 
 class Mixing(TorchFunctionMode):
-    """Ops that compute with sharded parameters of the root get what `whole` returns of them."""
+    """Ops that compute with sharded parameters of the root get the result of `whole` instead."""
 
     def __init__(self, sharded: set[int], whole: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -43,7 +43,7 @@ class Mixing(TorchFunctionMode):
         _push_mode(self)
 
     def pause(self) -> bool:
-        """Whether it was at work, and is not from now on: the ops of a forward take no detour."""
+        """Switches it off, so that the ops of a forward are not intercepted; returns whether it was on."""
         stack = _get_current_function_mode_stack()
         if not stack or stack[-1] is not self:
             return False
@@ -52,7 +52,7 @@ class Mixing(TorchFunctionMode):
 
 
 def _computes(func) -> bool:
-    """Whether an op makes other tensors, and changes none."""
+    """Whether an op creates new tensors and changes none."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in _OPERATORS or func in _TRANSPOSED
@@ -60,7 +60,7 @@ def _computes(func) -> bool:
 
 
 def through(engine, method: Callable) -> Callable:
-    """The method, as the wrapper has it."""
+    """The method, for a call through the wrapper."""
 
     @functools.wraps(method)
     def call(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""What FSDP's constructor takes, under the names of torch.distributed.fsdp."""
+"""The arguments of FSDP's constructor, under the names of torch.distributed.fsdp."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -7,7 +7,7 @@ import torch
 
 
 class ShardingStrategy(Enum):
-    """torch's names for what `zero` and a mesh of two dimensions say."""
+    """torch's names for `zero` and a two-dimensional mesh."""
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()
@@ -17,7 +17,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """Either gathers the next unit while one runs backward; None gathers it when it is needed."""
+    """Either value prefetches the next unit while one runs backward; None gathers it when it is needed."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -25,12 +25,12 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes; None leaves each as it is.
+    """Dtypes; None leaves a dtype unchanged.
 
-    param_dtype: what parameters are cast to before they are gathered, and what modules compute in. reduce_dtype: what
-    gradients are averaged in; by default that of param_dtype. output_dtype: of the floating-point tensors that the
-    model returns. buffer_dtype: of floating-point buffers, cast once. cast_forward_inputs: whether floating-point
-    tensors given to a unit are cast to param_dtype.
+    param_dtype: the dtype to which parameters are cast before they are gathered, and in which modules compute.
+    reduce_dtype: the dtype in which gradients are averaged; param_dtype by default. output_dtype: of the floating-point
+    tensors that the model returns. buffer_dtype: of floating-point buffers, cast once. cast_forward_inputs: whether
+    floating-point tensors given to a unit are cast to param_dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -42,7 +42,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """offload_params: shards of parameters and gradients lie in memory of the host, where the optimizer steps them."""
+    """offload_params: shards of parameters and gradients are in host memory, where the optimizer steps them."""
 
     offload_params: bool = False
 
@@ -51,7 +51,7 @@ ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "_HYBRID_SHARD_Z
 
 
 def zero_stage(sharding_strategy, zero) -> tuple[int, bool]:
-    """(1, 2 or 3; whether replicas of shards are wanted) from what the user gave of the two."""
+    """(1, 2 or 3; whether replicas of shards are wanted) from the two arguments of the user."""
     if sharding_strategy is None:
         stage, hybrid = 3 if zero is None else zero, False
     elif isinstance(sharding_strategy, int):
@@ -76,7 +76,8 @@ def zero_stage(sharding_strategy, zero) -> tuple[int, bool]:
 
 
 def mixed_precision(given) -> MixedPrecision:
-    """From ours, torch's MixedPrecision or MixedPrecisionPolicy, a tuple (param, reduce, output) of dtypes, or None."""
+    """Converts ours, torch's MixedPrecision or MixedPrecisionPolicy, a tuple (param, reduce, output) of dtypes, or
+    None."""
     if given is None or isinstance(given, MixedPrecision):
         return given or MixedPrecision()
     if isinstance(given, tuple):

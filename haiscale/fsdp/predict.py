@@ -1,4 +1,4 @@
-"""Peak memory of a training step on as many ranks as wanted, without them and without their GPUs."""
+"""Peak memory of a training step on any number of ranks, without these ranks and without GPUs."""
 
 import contextlib
 import gc
@@ -22,12 +22,12 @@ class Live(peak._Live):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its ops on local tensors come here one by one
+            return NotImplemented  # its ops on local tensors arrive here separately
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class AsOnGPU(TorchFunctionMode):
-    """Ops of which the CPU's versions keep more for backward than a GPU's: dropout, and attention with dropout."""
+    """Ops whose CPU versions keep more for backward than the GPU versions: dropout, and attention with dropout."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -45,7 +45,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on one rank. peak: the most at any time of a step; parameters, states, communication and rest add up to it.
+    """Bytes on one rank. peak: the maximum during a step; parameters, states, communication and rest add up to it.
 
     parameters, states: shards, and the optimizer's states of them. gradients: of the shards, after backward.
     communication: slots and buffers. rest: activations, gradients at the time of the peak, buffers of modules,
@@ -76,14 +76,15 @@ def predict(
     like_gpu: bool = True,
     **options,
 ) -> Prediction:
-    """What a rank's second training step holds at most, when the model of `build()` is sharded over `ranks`.
+    """The peak memory of a rank's second training step, when the model of `build()` is sharded over `ranks`.
 
-    build: called under `torch.device("meta")`. loss: from the wrapped model, whose inputs it makes on `device`, to the
-    scalar to go backward from. optimizer: made of the parameters. replicas: of the shards, of which there are
-    ranks / replicas. options: FSDP's. The step is run on tensors without memory (FakeTensor) and in a process group
-    without other ranks. device: "cuda" takes a torch built for it. like_gpu: on "cpu", dropout and attention keep for
-    backward what they keep on a GPU. What the backend of a real group, a GPU's allocator and its libraries hold comes
-    on top. Raises ValueError where torch.distributed is initialised, and for a device this torch was not built for.
+    build: called under `torch.device("meta")`. loss: a function of the wrapped model that creates inputs on `device`
+    and returns the scalar loss. optimizer: a function of the parameters. replicas: the number of replicas of shards;
+    there are ranks / replicas shards. options: FSDP's. The step is run on tensors without memory (FakeTensor) and in a
+    process group without other ranks. device: "cuda" needs a torch built for it. like_gpu: on "cpu", dropout and
+    attention keep for backward what they keep on a GPU. The memory of a real group's backend, of a GPU's allocator and
+    of its libraries is not included. Raises ValueError if torch.distributed is initialised, and for a device this torch
+    was not built for.
     """
     if torch.device(device).type == "cuda" and not torch.backends.cuda.is_built():
         raise ValueError("device='cuda' takes a torch that was built for CUDA; device='cpu' predicts GPUs as well")
@@ -107,7 +108,7 @@ def predict(
 
 
 def measure(model: FSDP, live: Live, loss: Callable, stepper: torch.optim.Optimizer) -> Prediction:
-    """The second of two steps of a model that was made, as its optimizer was, under `live`."""
+    """The second of two steps of a model that was created, like its optimizer, under `live`."""
     gc.collect()
     for _ in range(2):
         live.peak = live.now

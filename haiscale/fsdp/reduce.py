@@ -1,4 +1,4 @@
-"""Gradients on their way from whole parameters to shards: a few reductions at a time, the oldest ended first."""
+"""Reduces gradients of whole parameters to shards: a few reductions at a time, the oldest finished first."""
 
 import statistics
 from collections import deque
@@ -21,25 +21,25 @@ Gradients = list[tuple[Parameter, Tensor]]
 
 @dataclass(eq=False)
 class Reduction:
-    """One flat's gradients: a reduce-scatter over shards, then, where there are replicas, an all-reduce over them."""
+    """One flat's gradients: a reduce-scatter over shards, then an all-reduce over replicas, if there are any."""
 
     flat: Flat
     done: list[Parameter]
-    values: Tensor  # in the layout of the shard
-    inputs: list[Tensor]  # alive until they are sent
+    values: Tensor  # result in the layout of the shard
+    inputs: list[Tensor]  # kept alive until they are sent
     work: dist.Work | None
 
 
 class Reductions:
-    """`begin` starts one; at most `most` are under way, and `end` waits for all of them."""
+    """`begin` starts one; at most `most` are in flight, and `end` waits for all of them."""
 
     def __init__(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, most: int, make: Callable):
         self.group, self.replicas, self.most, self._make = group, replicas, most, make
         self.scattering: deque[Reduction] = deque()
         self.replicating: deque[Reduction] = deque()
-        self.buffers: list[Tensor] = []  # for gradients that must be cast or padded, used in turn
-        self.needs: list[int] = []  # bytes, of each flat that needs one
-        self.ended: Callable[[list[Parameter]], None] | None = None  # called when the `.grad` of these is there
+        self.buffers: list[Tensor] = []  # for gradients that must be cast or padded, used in turns
+        self.needs: list[int] = []  # bytes, for each flat that needs one
+        self.ended: Callable[[list[Parameter]], None] | None = None  # called when the `.grad` of these are complete
         self._turn = 0
         averages = backend_of(group) in AVERAGING
         ranks = group.size() * (replicas.size() if replicas else 1)
@@ -47,7 +47,8 @@ class Reductions:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of a buffer: enough for most units. A few are larger, as embeddings are, and get memory for the while."""
+        """Size of a buffer: enough for most units. A few units, such as embeddings, are larger and get temporary
+        memory."""
         return statistics.median_high(self.needs) if self.needs else 0
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class Reductions:
 
     @torch.no_grad()
     def begin(self, flat: Flat, gradients: Gradients, keeping: bool) -> None:
-        """Starts to average gradients of whole parameters over ranks. keeping: their whole buffer is there to stay."""
+        """Starts to average gradients of whole parameters over ranks. keeping: their whole buffer is permanent."""
         while len(self.scattering) >= self.most or any(r.flat is flat for r in self.scattering):
             self._scattered()
         while len(self.replicating) >= self.most or any(r.flat is flat for r in self.replicating):
@@ -87,19 +88,19 @@ class Reductions:
         self.scattering.append(Reduction(flat, done, values, inputs, work))
 
     def end(self) -> None:
-        """Until all gradients are in the shards; on a GPU, for kernels launched from now on."""
+        """Waits until all gradients are in the shards; on a GPU, only later kernels wait."""
         while self.scattering:
             self._scattered()
         while self.replicating:
             self._replicated()
 
     def forget(self) -> None:
-        """After a failure: nothing that was under way is of use."""
+        """After a failure: discards everything in flight."""
         self.scattering.clear()
         self.replicating.clear()
 
     def _scattered(self) -> None:
-        """The oldest reduce-scatter has ended, or will have."""
+        """Finishes the oldest reduce-scatter."""
         oldest = self.scattering.popleft()
         _wait(oldest)
         if self.replicas is not None:
@@ -127,7 +128,7 @@ class Reductions:
             self.ended(reduction.done)
         for hook, sharded in hooks:
             hook(sharded)
-        if all(p.sharded.grad is None for p in flat.parameters):  # the hooks have used it up
+        if all(p.sharded.grad is None for p in flat.parameters):  # the hooks have consumed it
             flat.grad = None
 
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work | None:
@@ -143,7 +144,7 @@ class Reductions:
         return self.group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
     def _inputs(self, flat: Flat, gradients: Gradients) -> list[Tensor]:
-        """The gradients as they are, flat, where that is what is sent; else copies in the buffer whose turn it is."""
+        """The flat gradients themselves if they can be sent as they are; else copies in the next buffer."""
         copied = [_aligned(p.count * flat.size) for p, g in gradients if _copied(flat, p, g)]
         buffer = self._buffer(flat, sum(copied)) if copied else None
         inputs, views, values, at = [], [], [], 0
@@ -161,7 +162,7 @@ class Reductions:
         return inputs
 
     def _buffer(self, flat: Flat, length: int) -> Tensor:
-        """One that no reduction under way uses: there are as many of them as reductions may be."""
+        """A buffer that no running reduction uses: there are as many buffers as reductions allowed."""
         if length * flat.reduce_dtype.itemsize > self.buffer_bytes:
             return torch.empty(length, dtype=flat.reduce_dtype, device=flat.device)
         self._turn = (self._turn + 1) % self.most
@@ -177,7 +178,7 @@ def _wait(reduction: Reduction) -> None:
 
 
 def bytes_needed(flat: Flat) -> int:
-    """Of a buffer for the gradients that cannot be sent as autograd gives them."""
+    """Bytes of a buffer for the gradients that cannot be sent as autograd gives them."""
     uneven = [
         p for p in flat.trained() if flat.reduce_dtype is not flat.compute_dtype or p.count * flat.size != p.numel
     ]

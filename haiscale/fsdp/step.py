@@ -8,14 +8,14 @@ from hfnn.optim.fused import Fused
 
 
 class InBackward:
-    """While this is attached, each unit is stepped when its gradients have been averaged, and they are freed.
+    """While this is attached, each unit is stepped as soon as its gradients are averaged, then they are freed.
 
-    So gradients of a few units exist at a time, and the steps run while earlier units' backward does. Works with
-    hfnn.optim and torch.optim. `optimizer.step()` goes on being called once after each backward, for schedulers and for
-    parameters that are not sharded; it finds no gradients of the others. `remove()` detaches.
+    So only the gradients of a few units exist at a time, and the steps run during the backward of earlier units. Works
+    with hfnn.optim and torch.optim. `optimizer.step()` must still be called once after each backward, for schedulers
+    and for parameters that are not sharded; it finds no gradients for the others. `remove()` detaches.
 
-    Raises ValueError for a second backward before `optimizer.step()` (accumulate under `no_sync`), and where an hfnn
-    optimizer's max_grad_norm is set: clipping needs all gradients before the first step.
+    Raises ValueError for a second backward before `optimizer.step()` (accumulate under `no_sync`), and if an hfnn
+    optimizer's max_grad_norm is set, because clipping needs all gradients before the first step.
     """
 
     def __init__(self, model, optimizer: Optimizer):
@@ -32,7 +32,7 @@ class InBackward:
         self._stepping = False
 
     def remove(self) -> None:
-        """Gradients stay until `optimizer.step()` again."""
+        """Detach: gradients stay until `optimizer.step()`, as usual."""
         self._reductions.ended = self._before
         self._handle.remove()
 
@@ -54,7 +54,7 @@ class InBackward:
             p.grad = None
 
     def _step_alone(self, parameters: list[Tensor]) -> None:
-        """optimizer.step() for these alone, without looking through all others."""
+        """optimizer.step() for only these parameters, without iterating over the others."""
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         self._stepping = True

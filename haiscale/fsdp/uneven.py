@@ -12,16 +12,16 @@ _NOTHING = object()
 
 
 def batches(engine, mesh: DeviceMesh, given: Iterable) -> Iterator:
-    """Yields this rank's batches, and then its last one again until every rank has had all of its own.
+    """Yields this rank's batches, then repeats its last one until every rank has used all of its own.
 
         for x, y in model.join(loader):
             loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
 
-    FSDP's ranks need each other in every step, so a rank that has no batch left takes part with its last one; what
-    its backward computes counts as a gradient of zero, in an average over all ranks. The loop's body must use `model`
-    as often on every rank. Which ranks still have a batch is agreed on while the step before runs.
+    FSDP's ranks need each other in every step. So a rank without batches left takes part with its last one, and its
+    gradients count as zero in the average over all ranks. The loop's body must use `model` equally often on every rank.
+    The ranks agree during the previous step on which of them still have a batch.
 
-    Raises ValueError, on all ranks, where one has no batch at all.
+    Raises ValueError, on all ranks, if a rank has no batch at all.
     """
     iterator, last = iter(given), None
     batch = next(iterator, _NOTHING)
@@ -45,7 +45,7 @@ def batches(engine, mesh: DeviceMesh, given: Iterable) -> Iterator:
 
 
 def _count(batch, mesh: DeviceMesh):
-    """How many ranks have a batch: begun now, known when the function returned is called."""
+    """The number of ranks with a batch: the exchange starts now, and the returned function waits for the result."""
     shards = mesh.get_group(mesh.ndim - 1)
     flag = torch.tensor([int(batch is not _NOTHING)], device=checks.host_device(shards))
     work = dist.all_reduce(flag, group=shards, async_op=True)

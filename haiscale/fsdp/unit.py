@@ -1,4 +1,4 @@
-"""A unit: modules whose parameters are gathered, and whose gradients are reduced, together."""
+"""A unit: modules whose parameters are gathered together, and whose gradients are reduced together."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import hfnn
 from haiscale.fsdp.flat import Flat, Parameter
 
-_steps = [0]  # of all optimizers of this process
-_ABSENT = 2**31  # the version of whole parameters where the slot is another unit's
+_steps = [0]  # number of steps of all optimizers of this process
+_ABSENT = 2**31  # the version of whole parameters while another unit uses the slot
 
 
 def stepped(optimizer: torch.optim.Optimizer | None = None, *_) -> None:
     """Parameters may have changed; called after every step of an optimizer.
 
-    ValueError for one that was made of a model's parameters before FSDP took their place: they get no gradients.
+    Raises ValueError for an optimizer of parameters that FSDP has since replaced: they get no gradients.
     """
     _steps[0] += 1
     for group in optimizer.param_groups if optimizer is not None else ():
@@ -34,7 +34,7 @@ register_optimizer_step_post_hook(stepped)
 
 
 class Slot:
-    """Memory for the whole parameters of one unit at a time, of which several units may take turns."""
+    """Memory for the whole parameters of one unit at a time; several units may take turns."""
 
     def __init__(self, nbytes: int, make: Callable[[int], Tensor]):
         self.buffer, self.unit, self.turn = make(nbytes), None, 0
@@ -45,29 +45,30 @@ class Slot:
 
 
 class Unit:
-    """See the head of this file. `running` counts who needs its parameters whole: forwards, and one backward."""
+    """See the top of this file. `running` counts the users of whole parameters: forwards, and one backward."""
 
     def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat], private: bool):
         self.name, self.modules, self.flats = name, modules, flats
-        self.private = private  # has a slot of its own: nobody else's parameters ever lie there
+        self.private = private  # has its own slot, never used by other parameters
         self.running, self.swapped, self.stamp = 0, False, None
         self.works: list[dist.Work] = []
         self.slot: Slot | None = None
-        self.around: set[Unit] = set()  # units that this one is inside of
-        embeddings = nn.Embedding.forward, hfnn.Embedding.forward  # whose backward reads no weights
+        self.around: set[Unit] = set()  # units around this one
+        embeddings = nn.Embedding.forward, hfnn.Embedding.forward  # their backward reads no weights
         self.backward_reads = any(type(m).forward not in embeddings for m in modules)
         self.parameters: list[Parameter] = [p for flat in flats for p in flat.parameters]
-        self.version = 0  # of the whole parameters: how often the shards have changed
+        self.version = 0  # version of the whole parameters: how often the shards have changed
         self._wholes = tuple(p.whole for p in self.parameters)
         self._calls: list[tuple[Flat, Tensor | None, list, list]] = []
 
     @property
     def nbytes(self) -> int:
-        """Of a slot: the whole parameters, and where something is cast the cast shard."""
+        """Bytes of a slot: the whole parameters, and the cast shard if there is a cast."""
         return sum(_bytes(f.whole_length, f) + (_bytes(f.length, f) if f.casts else 0) for f in self.flats)
 
     def bind(self, slot: Slot) -> None:
-        """From now on the parameters are gathered into this slot, always: what autograd saved of them refers to it."""
+        """From now on the parameters are always gathered into this slot, because saved tensors of autograd refer to
+        it."""
         self.slot, at = slot, 0
         for flat in self.flats:
             whole = slot.buffer[at : at + flat.whole_length * flat.compute_dtype.itemsize].view(flat.compute_dtype)
@@ -81,16 +82,16 @@ class Unit:
             self._calls.append((flat, cast, [i for i, _ in pairs], [o for _, o in pairs]))
 
     def is_fresh(self) -> bool:
-        """Whether the slot holds, or is being given, what the shards hold."""
+        """Whether the slot holds, or is receiving, the present values of the shards."""
         return self.slot.unit is self and self.stamp == self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
-        """Changes when shards are written to: by ops of torch, or by an optimizer's kernels, which torch cannot see."""
+        """Changes when shards are written to, by torch's ops or by an optimizer's kernels, which torch cannot see."""
         return _steps[0], sum(flat.versions() for flat in self.flats)
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup) -> None:
-        """Begins to write the whole parameters into the slot."""
+        """Starts to write the whole parameters into the slot."""
         holder = self.slot.unit
         if holder is not None:
             holder.wait()
@@ -104,11 +105,11 @@ class Unit:
             self.works += all_gather(group, outputs, inputs)
 
     def _set_version(self, version: int) -> None:
-        """Autograd compares it with the one that it saved, so a backward fails where the parameters are not there."""
+        """Autograd compares it with the saved version, so a backward fails if the parameters are not in the slot."""
         torch._C._autograd._unsafe_set_version_counter(self._wholes, (version,) * len(self._wholes))
 
     def wait(self) -> None:
-        """Until what was begun is there; on a GPU, for kernels launched from now on."""
+        """Waits until the started gather is complete; on a GPU, only later kernels wait."""
         while self.works:
             self.works.pop(0).wait()
 
@@ -117,7 +118,7 @@ class Unit:
         if not self.swapped:
             self.swapped = True
             for p in self.parameters:
-                if p.requires_grad is not p.sharded.requires_grad:  # the user froze it, or took that back
+                if p.requires_grad is not p.sharded.requires_grad:  # the user froze or unfroze it
                     p.requires_grad = p.sharded.requires_grad
                     p.whole.requires_grad_(p.requires_grad)
                 p.put(p.whole)
@@ -130,7 +131,7 @@ class Unit:
 
 
 def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor]) -> list[dist.Work]:
-    """One coalesced all-gather; what to wait for."""
+    """One coalesced all-gather; returns the object to wait for."""
     if not inputs or is_fake(group):
         return []
     if group.size() == 1:
@@ -142,7 +143,7 @@ def all_gather(group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Ten
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks do not exist, as where memory is predicted: then there is nothing to send."""
+    """Whether the other ranks do not exist, as in memory prediction: then nothing is sent."""
     return dist.get_backend(group) == "fake"
 
 

@@ -1,7 +1,7 @@
 """Which modules are gathered together: units.
 
-A unit is a list of modules whose parameters are gathered before one of them runs and given up after it. What is in no
-unit belongs to the root, which is the whole model: it is gathered first and kept until backward is over.
+A unit is a list of modules whose parameters are gathered before one of them runs and released after it. Parameters in
+no unit belong to the root, which is the whole model: it is gathered first and kept until backward is over.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def find_units(model: nn.Module, wanted, ignored: set[nn.Module]) -> list[list[nn.Module]]:
-    """The units of a model but for its root, in the order of the model.
+    """The units of a model, without its root, in the order of the model.
 
     wanted: None for `by_structure`; a class or several of module classes; a list of modules, of their names, or of
     lists of these; or a policy as torch's FSDP takes, called with (module, recurse=, nonwrapped_numel=), or a function
@@ -45,10 +45,10 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def by_structure(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: modules of one class, one behind the other in an outermost list of modules.
+    """The blocks of a model: consecutive modules of one class in an outermost module list.
 
-    Beside them, each embedding and each torch.nn.Linear outside of blocks that is as large as a block and has its
-    weight for itself: it need not be there while the blocks run. (Not an hfnn.Linear: the logits it stands for may be
+    In addition, each embedding and each torch.nn.Linear outside of blocks that is as large as a block and does not
+    share its weight, because it need not be gathered while the blocks run. (Not an hfnn.Linear: its logits may be
     computed after its forward.)
     """
     blocks: list[nn.Module] = []
@@ -91,7 +91,7 @@ def _is_classes(wanted) -> bool:
 
 
 def _named(model: nn.Module, one):
-    """A module, or a list of them, from what stands for it."""
+    """A module, or a list of modules, from its name or itself."""
     if isinstance(one, list | tuple):
         return [_named(model, part) for part in one]
     modules = dict(model.named_modules())
@@ -106,7 +106,7 @@ def _named(model: nn.Module, one):
 
 
 def _by_policy(model: nn.Module, policy: Callable) -> list[nn.Module]:
-    """Modules that torch's way of asking a policy chooses: children first, each told how much is still unwrapped."""
+    """Modules chosen by torch's policy protocol: children first, each call with the number of unwrapped elements."""
     found: list[nn.Module] = []
     try:
         policy(module=model, recurse=True, nonwrapped_numel=0)

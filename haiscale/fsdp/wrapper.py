@@ -24,16 +24,16 @@ from hfnn.core import recipe
 
 
 class FSDP(nn.Module):
-    """Shards a model over the ranks of a group; otherwise it is used as the model is.
+    """Shards a model over the ranks of a group; otherwise it is used like the model.
 
         model = FSDP(model, zero=3)
         optimizer = torch.optim.AdamW(model.parameters())
         model(x).loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    Each rank keeps 1/ranks of what `zero` names: 1 optimizer states, 2 gradients too, 3 (the default) parameters too
-    (ZeRO, arXiv 1910.02054). Parameters are gathered unit by unit before they are used; gradients are averaged over
-    ranks as soon as a unit's backward has ended. `model.parameters()` are DTensors, sharded along dimension 0; make the
-    optimizer of them, after wrapping.
+    Each rank keeps 1/ranks of what `zero` selects: 1 optimizer states, 2 also gradients, 3 (the default) also
+    parameters (ZeRO, arXiv 1910.02054). Parameters are gathered unit by unit before they are used. Gradients are
+    averaged over ranks as soon as a unit's backward has ended. `model.parameters()` are DTensors, sharded along
+    dimension 0; create the optimizer from them, after wrapping.
 
     module: the same on all ranks, on any device; on meta it is initialised unit by unit (`param_init_fn`). The
     arguments up to `device_mesh` are those of torch's FullyShardedDataParallel, where
@@ -45,12 +45,12 @@ class FSDP(nn.Module):
         backward_prefetch, forward_prefetch: whether the next unit is gathered while one runs.
         sync_module_states: parameters and buffers of the group's first rank are sent to all others.
         device_mesh: of one dimension instead of a group; of two, replicas of shards.
-        limit_all_gathers, use_orig_params: taken and without effect: both always are so.
-    buffers: how many units that are sharded may be whole at a time, and how many reductions under way.
-    reduce_unused: parameters that this rank's loss does not depend on count as zero gradients, for models that train
-        other parameters on other ranks; otherwise such a parameter has no gradient, on any rank.
+        limit_all_gathers, use_orig_params: accepted without effect; both are always on.
+    buffers: how many sharded units may be whole at a time, and how many reductions may be in flight. reduce_unused:
+    parameters that this rank's loss does not depend on count as zero gradients, for models that train different
+    parameters on different ranks. Otherwise such a parameter has no gradient on any rank.
 
-    Raises ValueError for arguments that are not accepted, and where the ranks' models differ.
+    Raises ValueError for arguments that are not accepted, and if the ranks' models differ.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FSDP(nn.Module):
             recipe.parameters_are_resharded()
 
     def _unit(self, modules: list[nn.Module], owned: list, initialise) -> Unit:
-        """One unit; the whole parameters it had are given up."""
+        """Creates one unit; its original whole parameters are released."""
         name = next(name for name, m in self.module.named_modules() if m is modules[0])
         name = f"{name} ({type(modules[0]).__name__})" if name else type(modules[0]).__name__
         flats, root = [], modules[0] is self.module
@@ -129,14 +129,14 @@ class FSDP(nn.Module):
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            if not in_graph_task():  # where a checkpoint has what it needs, and stops
+            if not in_graph_task():  # a checkpoint that has all it needs stops by an exception
                 self._engine.reset()
             raise
         dtype = self.precision.output_dtype
         return output if dtype is None else full.cast(output, dtype)
 
     def __getattr__(self, name: str):
-        """What the wrapper has not is the module's; a method of it is called as `haiscale.fsdp.methods` says."""
+        """Other attributes are the module's; methods are called as described in `haiscale.fsdp.methods`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -148,7 +148,7 @@ class FSDP(nn.Module):
         return value
 
     def _apply(self, fn, recurse=True):
-        """`.to()` and its like: buffers follow, shards stay where and what they are."""
+        """`.to()` and similar methods: buffers follow; shards keep their device and dtype."""
         for name, p in self.module.named_parameters():
             now = fn(p.detach())
             if (now.dtype, now.device) != (p.dtype, p.device):
@@ -164,15 +164,15 @@ class FSDP(nn.Module):
 
     @property
     def units(self) -> list[Unit]:
-        """What is gathered together; the first is the root."""
+        """The units; the first is the root."""
         return self._engine.units
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward adds whole gradients up on each rank; the first backward outside averages all of them.
+        """Backward accumulates whole gradients on each rank; the first backward outside averages all of them.
 
         Meanwhile a rank holds the gradients of all parameters, in the dtype of the reduction. Without no_sync each
-        backward averages, and adds to the sharded gradients: more communication, and no such memory.
+        backward averages and adds to the sharded gradients: more communication, less memory.
         """
         before, self._engine.sync = self._engine.sync, False
         try:
@@ -192,7 +192,7 @@ class FSDP(nn.Module):
         return step.InBackward(self, optimizer)
 
     def join(self, batches: Iterable) -> Iterator:
-        """The batches of a loop in which ranks have different numbers of them: see haiscale.fsdp.uneven.batches."""
+        """The batches of a loop in which ranks have different numbers of batches: see haiscale.fsdp.uneven.batches."""
         return uneven.batches(self._engine, self.mesh, batches)
 
     def summon_full_params(self, writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False):
@@ -204,29 +204,30 @@ class FSDP(nn.Module):
         return memory.of(self._engine)
 
     def named_shards(self) -> Iterator[tuple[str, Tensor | DTensor]]:
-        """Parameters and persistent buffers, live, by their names in the module; a tied one once."""
+        """Parameters and persistent buffers (live) by their names in the module; tied ones once."""
         yield from self.module.named_parameters()
         persistent = self.module.state_dict(keep_vars=True).keys()
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
 
     def shards_loaded(self) -> None:
-        """To be called after shards were written to: what is kept whole is gathered anew."""
+        """Call after shards were written to: whole parameters are gathered anew."""
         for unit in self.units:
             unit.stamp = None
 
     def state_dict(self, *args, **kwargs) -> dict:
-        """The module's: names without "module.", parameters as DTensors. `full_state_dict` has them whole."""
+        """The module's state dict: names without "module.", parameters as DTensors. `full_state_dict` has whole
+        ones."""
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
-        """The module's state dict with whole tensors, as the unwrapped model has it; {} on other ranks if rank0_only.
+        """The state dict of the unwrapped model with whole tensors; {} on other ranks if rank0_only.
 
         All ranks call it. cpu: moves each parameter to the host before the next is gathered.
         """
         return full.state_dict(self, rank0_only, cpu)
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
-        """From a state dict of either kind: each rank takes its rows of whole tensors."""
+        """Loads a state dict of either kind: each rank takes its rows of whole tensors."""
         return full.load_state_dict(self, state_dict, strict, assign)
 
 
@@ -284,9 +285,10 @@ def _ignored(module: nn.Module, modules, states) -> tuple[set, set]:
 
 
 def _owners(module: nn.Module, groups: list[list[nn.Module]], ignored: set) -> list[tuple[list, list]]:
-    """For each unit its modules and its parameters, as (name, parameter, places).
+    """For each unit, its modules and its parameters, as (name, parameter, places).
 
-    A module is of the innermost unit around it, a parameter of its module's; of the root, where there are several.
+    A module belongs to the innermost unit around it, a parameter to the unit of its module; to the root if there are
+    several.
     """
     unit_of = {m: index for index, group in enumerate(groups) for m in group}
     owners: dict[nn.Module, set[int]] = {m: set() for m in module.modules()}
@@ -319,7 +321,7 @@ _channels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks beside this one: reductions do not wait there for the gathers that were begun first."""
+    """A second group of the same ranks, in which reductions do not wait for gathers that were started before."""
     if group.size() == 1 or is_fake(group):
         return group
     if group not in _channels:

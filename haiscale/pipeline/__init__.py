@@ -1,10 +1,11 @@
-"""Pipeline parallelism: a model cut over ranks, each of which computes its stage of several microbatches in turn.
+"""Pipeline parallelism: a model is split over ranks; each computes its stage for several microbatches in turn.
 
     stage = partition(model, pp_rank, pp_size)
     pp = PipeDream(stage, chunks=8, process_group=pp_group)
     loss, logits = pp.forward_backward(tokens, criterion=criterion, labels=(tokens,))
 
-Schedules are data, which can be simulated and drawn without torch; all that needs it is imported when it is first used.
+Schedules are data, which can be simulated and drawn without torch. Everything that needs torch is imported at first
+use.
 
     print(draw(predict(SCHEDULES["1f1b"](stages=4, microbatches=8), Costs(forward=1, input=1, weight=1))))
 """

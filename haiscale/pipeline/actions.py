@@ -1,17 +1,17 @@
-"""A schedule is, for each rank, the list of its actions in order: the contract between schedules and what runs them.
+"""A schedule is an ordered list of actions for each rank: the contract between schedules and the engine.
 
-A pipeline of `stages` ranks runs a model cut into chunks, numbered in the order of the model; chunk c lies on rank
-`placement[c]`. A batch is cut into microbatches. Of every chunk c and microbatch i there is
+A pipeline of `stages` ranks runs a model split into chunks, numbered in the order of the model; chunk c is on rank
+`placement[c]`. A batch is split into microbatches. For every chunk c and microbatch i there is
 
     F  forward          needs F of (c - 1, i); its output goes to chunk c + 1
     B  whole backward   needs F of (c, i) and B or I of (c + 1, i); its gradient goes to chunk c - 1
     I  backward-input   as B, but leaves the gradients of the weights to
     W  backward-weight  needs I of (c, i); nothing leaves the rank
 
-once: F and B, or F, I and W; in inference F alone. A rank runs its actions one after the other in the order given, each
-as soon as what it needs is there. What crosses ranks is sent when the action ends, by a send that does not wait.
-Messages from one rank to another are received in the order in which they were sent, activations and gradients each for
-themselves (two tags). Neighbours in the list may overlap where the later does not need the earlier.
+once: F and B, or F, I and W; in inference only F. A rank runs its actions in the given order, each as soon as its
+inputs have arrived. Results for other ranks are sent when the action ends, by a send that does not wait. Messages from
+one rank to another are received in the order in which they were sent, separately for activations and gradients (two
+tags). Neighbours in the list may overlap if the later does not need the earlier.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, and when: `orders[rank]` are the actions of a rank, `placement[chunk]` is the rank of a chunk."""
+    """A schedule: `orders[rank]` are the actions of a rank, `placement[chunk]` is the rank of a chunk."""
 
     name: str
     microbatches: int
@@ -52,10 +52,10 @@ class Schedule:
 
 
 class Order:
-    """The actions of one rank, written down one by one: each call is the next microbatch of that chunk.
+    """The actions of one rank, added one by one: each call adds the next microbatch of that chunk.
 
-    What is asked for beyond `microbatches` is counted and left out. So a schedule is written for as many microbatches
-    as its phases want, and is legal for fewer: orders stay legal when a microbatch is taken out of all of them.
+    Calls beyond `microbatches` are counted and left out. So a schedule can be written for as many microbatches as its
+    phases need, and is legal for fewer: orders stay legal if a microbatch is removed from all of them.
     """
 
     def __init__(self, microbatches: int, chunks: Sequence[int]):
@@ -77,7 +77,7 @@ class Order:
         self._write(INPUT, chunk, microbatch)
 
     def weight(self) -> None:
-        """Of the oldest backward-input that has none yet."""
+        """A backward-weight for the oldest backward-input without one."""
         self._write(WEIGHT, *self._without_weight.popleft())
 
     def _next(self, count: dict[int, int], chunk: int) -> int:
@@ -97,7 +97,7 @@ def check_counts(**counts: int) -> None:
 
 
 def scheduled(name: str, placement: Callable, order: Callable, stages: int, microbatches: int) -> Schedule:
-    """A schedule by placement(stages), and by order(rank, stages, microbatches), the actions of a rank.
+    """A schedule from placement(stages) and order(rank, stages, microbatches), the actions of a rank.
 
     Raises ValueError for counts below one.
     """
@@ -107,7 +107,7 @@ def scheduled(name: str, placement: Callable, order: Callable, stages: int, micr
 
 
 def in_turn(stages: int, chunks: int = 1) -> tuple[int, ...]:
-    """Placement of `chunks` on each rank that goes round: chunk r + v * stages is the v-th of rank r."""
+    """Round-robin placement of `chunks` on each rank: chunk r + v * stages is the v-th of rank r."""
     return tuple(range(stages)) * chunks
 
 

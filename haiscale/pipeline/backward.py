@@ -1,14 +1,14 @@
-"""Backward of a part of a model, whole or in two parts: gradients of its inputs now, of its weights later.
+"""Backward of a part of a model, whole or in two parts: gradients of inputs now, gradients of weights later.
 
-In backward, a layer `y = x W` computes `dx = dy W^T`, which others wait for, and `dW = x^T dy`, which nobody waits for.
-`split` runs the pass that ends at the inputs and leaves the second kind of products out; what they need is kept by
-`Weights`, whose `run` computes them. No product of matrices runs twice.
+In backward, a layer `y = x W` computes `dx = dy W^T`, for which other ranks wait, and `dW = x^T dy`, for which none
+waits. `split` runs the pass that ends at the inputs and leaves out the second kind of products. `Weights` keeps their
+operands, and its `run` computes them. No matrix product runs twice.
 
-Where a product is left out is read from the graph. A node is *on the way* if an input is reached from it; the engine
-has to run it. A parameter is put off if, from the output, it is reached through one single node on the way, and that
-node is a product whose two gradients can be had one by one (PRODUCTS). Every other parameter (of norms, of embeddings,
-used twice, or inside of a function written in Python) gets its gradient in the first pass, together with the inputs:
-right for every graph, and its gradient is cheap, or could not be had alone.
+The graph shows which products can be left out. A node is *on the way* if an input is reachable from it; the engine has
+to run it. A parameter is postponed if it is reachable from the output through exactly one node on the way, and this
+node is a product whose two gradients can be computed separately (PRODUCTS). Every other parameter (of norms, of
+embeddings, used twice, or inside a Python function) gets its gradient in the first pass, together with the inputs. This
+is correct for every graph; such gradients are cheap or cannot be computed separately.
 
 The idea of the split is from Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241
 """
@@ -21,24 +21,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Nodes in C++, by name and without their number, that compute just those gradients that this pass wants: torch's, and
-# hfnn's Linear.
+# C++ nodes, by name without their number, that compute only the gradients needed in this pass: torch's, and hfnn's
+# Linear.
 PRODUCTS = frozenset(
     f"{name}Backward"
     for name in ("Addmm", "Mm", "Bmm", "Addbmm", "Baddbmm", "Linear", "Mv", "Addmv", "Convolution", "_Linear")
 )
-TOGETHER = 64 << 20  # bytes of weights' gradients that are handed to torch's engine at once: a call takes the host long
-# And functions in Python that ask the engine themselves, by the names of their classes.
+TOGETHER = 64 << 20  # bytes of weights' gradients per call of torch's engine, because a call is slow on the host
+# Python functions that query the engine themselves, by the names of their classes.
 SEPARABLE = frozenset({("hfnn.ops.linear", "_Linear")})
 
 
 def edges(outputs: Sequence[Tensor | None]) -> list[GradientEdge | None]:
-    """Where backward begins, for each output, without keeping the output's values; None for one without a graph."""
+    """The root of backward for each output, without keeping the output's values; None for an output without a graph."""
     return [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in outputs]
 
 
 def whole(roots: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-    """The usual backward: `.grad` of every leaf is added to. Roots or gradients that are None are left out."""
+    """The usual backward: adds to `.grad` of every leaf. Roots or gradients that are None are left out."""
     roots, gradients = _present(roots, gradients)
     if roots:
         torch.autograd.backward(roots, gradients)
@@ -50,10 +50,10 @@ def split(
     inputs: Sequence[Tensor | None],
     hold: bool = False,
 ) -> "Weights":
-    """Adds to `.grad` of the inputs (leaves), and of the parameters that are not put off; `Weights` has the others.
+    """Adds to `.grad` of the inputs (leaves) and of the parameters that are not postponed; `Weights` has the others.
 
-    hold: no parameter's `.grad` is touched before `Weights.run`, which then adds to all of them in one backward of the
-    engine: for wrappers that count gradients, and begin to average when the last one is there.
+    hold: no parameter's `.grad` changes before `Weights.run`, which then adds to all of them in one backward of the
+    engine. For wrappers that count gradients and start to average when the last one arrives.
     """
     roots, gradients = _present(roots, gradients)
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
@@ -77,7 +77,7 @@ def split(
 
 
 class Weights:
-    """The gradients that `split` has put off. It keeps the graph alive, and what the products need."""
+    """The gradients that `split` has postponed. It keeps the graph and the operands of the products alive."""
 
     def __init__(self, put_off: dict[Node, tuple[list[Tensor], list[int], Node]], hold: bool):
         self._put_off, self._hold = put_off, hold
@@ -85,10 +85,10 @@ class Weights:
         self.held: list[tuple[Tensor, Tensor | None]] = []
 
     def run(self) -> None:
-        """Adds to `.grad` of the parameters that were put off, and lets go of the graph."""
+        """Adds to `.grad` of the postponed parameters, and releases the graph."""
         roots, gradients, parameters, size = [], [], [], 0
         for node in list(self._put_off):
-            mine, sides, _above = self._put_off.pop(node)  # what keeps it alive, until the next one is taken
+            mine, sides, _above = self._put_off.pop(node)  # keeps it alive until the next one is taken
             found = [(GradientEdge(node, i), dy) for i, dy in enumerate(self.found.pop(node, ())) if dy is not None]
             apart = _apart(node, sides, found[0][1]) if found else []
             if apart is None:
@@ -116,8 +116,8 @@ class Weights:
 
 @torch.no_grad()
 def _apart(node, sides, dy):
-    """[(edge, its gradient)] of the inputs of a product that are told by number: as torch's node computes them, but
-    without those of the others. None where that is left to torch's engine, which runs one node in a call.
+    """[(edge, its gradient)] for the given inputs of a product, as torch's node computes them, without the gradients of
+    other inputs. None if this is left to torch's engine, which runs one node per call.
     """
     kind, edges = node.name().rstrip("0123456789"), node.next_functions
     if dy.is_complex() or dy.layout != torch.strided:
@@ -131,7 +131,7 @@ def _apart(node, sides, dy):
     found = []
     for side in sides:
         if side == weight:
-            # In the order of the weight's own memory, as torch's node does.
+            # In the memory order of the weight, as in torch's node.
             (rows, _), strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
             gradient = dy.t().mm(x).t() if tuple(strides) == (1, rows) else x.t().mm(dy)
         else:
@@ -142,7 +142,7 @@ def _apart(node, sides, dy):
 
 @contextlib.contextmanager
 def without_graph() -> Iterator[None]:
-    """No graph within, nor casts of weights without one that autocast keeps for those who want one afterwards."""
+    """Disables grad mode, and autocast's cache, which would keep casts of weights without a graph."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -165,13 +165,13 @@ def _note(found, node):
 
 
 def _plan(roots, inputs):
-    """({product: (parameters whose gradients it computes later, by which of its inputs they are reached, what keeps it
-    alive)}, parameters whose gradients are computed now).
+    """({product: (parameters whose gradients it computes later, the input through which each is reachable, an object
+    that keeps it alive)}, parameters whose gradients are computed now).
     """
     roots = {root.node: root.ownership_token for root in roots}
-    on_the_way, behind = set(inputs), {}  # behind: of the other nodes, the leaves that are reached from them
-    through = defaultdict(set)  # of each leaf, the nodes on the way from which it is reached by leaving the way
-    above: dict[Node, Node | None] = {}  # of each node one that leads to it, or the token of a root
+    on_the_way, behind = set(inputs), {}  # behind: for the other nodes, the leaves reachable from them
+    through = defaultdict(set)  # for each leaf, the nodes on the way at which its path leaves the way
+    above: dict[Node, Node | None] = {}  # for each node, one that leads to it, or the token of a root
     for node, after in _inputs_first(roots):
         above.update(dict.fromkeys(after, node))
         if node in on_the_way or not on_the_way.isdisjoint(after):
@@ -198,8 +198,8 @@ def _plan(roots, inputs):
 
 
 def _owner(node, above):
-    """A node that keeps this one alive: itself, unless it is a function's in Python, which before torch 2.13 lives only
-    as long as some node of C++ leads to it.
+    """A node that keeps this one alive: itself, except for a Python function, which before torch 2.13 lives only as
+    long as a C++ node leads to it.
     """
     while isinstance(node, torch._C._FunctionBase):
         node = above[node]
@@ -207,7 +207,7 @@ def _owner(node, above):
 
 
 def _sides(node, behind):
-    """The inputs of a node from which nothing but leaves is reached, by their numbers."""
+    """The indices of a node's inputs from which only leaves are reachable."""
     return [i for i, (following, _) in enumerate(node.next_functions) if behind.get(following)]
 
 
@@ -220,7 +220,7 @@ def _separable(node):
 
 
 def _inputs_first(roots):
-    """All nodes that are reached from the roots, each with those that it leads to, and behind them."""
+    """All nodes reachable from the roots, each after the nodes that it leads to."""
     order, seen, stack = [], set(), [(node, None) for node in roots]
     while stack:
         node, after = stack.pop()

@@ -1,13 +1,13 @@
-"""A batch in microbatches, and their results put together again. The first dimension is that of the batch."""
+"""Splits a batch into microbatches and combines their results. The first dimension is that of the batch."""
 
 import torch
 from torch import Tensor
 
 
 def split(values: tuple, microbatches: int, what: str) -> list[tuple]:
-    """For each microbatch its rows of every tensor; what is no tensor, or has no dimension, goes to each as it is.
+    """For each microbatch its rows of every tensor; non-tensors and tensors without dimensions go to each unchanged.
 
-    Sizes differ by one row at most. Raises ValueError where tensors have different numbers of rows, or too few.
+    Sizes differ by at most one row. Raises ValueError if tensors have different numbers of rows, or too few.
     """
     rows = {x.shape[0] for x in values if _has_rows(x)}
     if len(rows) > 1:
@@ -23,7 +23,8 @@ def split(values: tuple, microbatches: int, what: str) -> list[tuple]:
 
 
 def shares(labels: list[tuple]) -> list[float]:
-    """What each microbatch counts in the loss of the batch: by its rows; where labels have none, all count the same."""
+    """The weight of each microbatch in the loss of the batch: proportional to its rows; equal if labels have no
+    rows."""
     rows = [next((x.shape[0] for x in part if _has_rows(x)), 1) for part in labels]
     return [count / sum(rows) for count in rows]
 
@@ -33,7 +34,7 @@ def _has_rows(x):
 
 
 def join(outputs: list):
-    """The results of all microbatches as one: tensors put behind each other, also in a tuple; others stay a list."""
+    """Combines the results of all microbatches: tensors are concatenated, also in a tuple; others stay a list."""
     if all(_has_rows(y) for y in outputs):
         return torch.cat(outputs)
     if all(isinstance(y, tuple) and len(y) == len(outputs[0]) and all(map(_has_rows, y)) for y in outputs):

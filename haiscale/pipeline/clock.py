@@ -1,4 +1,4 @@
-"""When a rank's actions ran, measured: by the host's clock on the CPU, by events on the stream on CUDA."""
+"""Measures when a rank's actions ran: by the host's clock on the CPU, by events on the stream on CUDA."""
 
 import contextlib
 import time
@@ -9,7 +9,8 @@ from haiscale.pipeline.actions import Action
 
 
 class Clock:
-    """The spans of the last step. To note one costs the host some microseconds, and does not wait for the device."""
+    """The spans of the last step. Recording one takes some microseconds on the host and does not wait for the
+    device."""
 
     def __init__(self, device: torch.device):
         self._device, self._cuda = device, device.type == "cuda"
@@ -17,7 +18,7 @@ class Clock:
         self._spans: list[tuple[Action, object, object]] = []
 
     def begin(self) -> None:
-        """Forgets the last step."""
+        """Discards the last step."""
         if self._cuda:
             self._pool += [event for _, start, end in self._spans for event in (start, end)]
         self._spans = []
@@ -36,7 +37,7 @@ class Clock:
         return event
 
     def spans(self) -> list[tuple[Action, float, float]]:
-        """(action, start, end) in seconds of the wall clock, so that ranks can be compared. Waits for the device."""
+        """(action, start, end) in seconds of wall-clock time, so that ranks can be compared. Waits for the device."""
         if not self._cuda:
             offset = time.time() - time.perf_counter()
             return [(action, start + offset, end + offset) for action, start, end in self._spans]

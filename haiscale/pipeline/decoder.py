@@ -1,16 +1,16 @@
-"""Decoders of transformers (GPT-2, Llama and those built like them), cut into stages by their structure.
+"""Decoders of transformers (GPT-2, Llama and similar models), split into stages by their structure.
 
-Such a model has a *trunk*, a module with the list of blocks; before the list embeddings, behind it a norm, outside of
-the trunk a head. A stage is the model itself with parts left out: its forward is the model's own, so that masks and
-rotary embeddings are computed on each stage as the model computes them. Parts are left out of copies of the few
-modules above them; blocks, parameters and names are the model's. What a part is, is told as follows:
+Such a model has a *trunk*, a module with the list of blocks. There are embeddings before the list, a norm after it, and
+a head outside of the trunk. A stage is the model itself without some parts. Its forward is the model's own, so each
+stage computes masks and rotary embeddings as the model does. Parts are removed from copies of the few modules above
+them; blocks, parameters and names are the model's. Parts are identified as follows:
 
     blocks      the ModuleList of `config.num_hidden_layers` modules
     embeddings  modules with parameters, and dropouts, that the trunk registers before the blocks
-    norm        modules with parameters that the trunk registers behind the blocks (OPT: before, but named so)
+    norm        modules with parameters that the trunk registers after the blocks (OPT: before, identified by name)
 
-Other modules (rotary embeddings) have no parameters, and are on every stage. Whether that was told right is tried out:
-`check` runs the stages and the model on a few tokens.
+Other modules (rotary embeddings) have no parameters, and are on every stage. `check` verifies the split by running the
+stages and the model on a few tokens.
 """
 
 import copy
@@ -21,11 +21,11 @@ from torch import nn
 from haiscale.pipeline import backward
 from hfnn.adapters import views
 
-BEHIND = ("final_", "project_out")  # what runs behind the blocks wherever it is registered
+BEHIND = ("final_", "project_out")  # modules that run after the blocks, wherever they are registered
 
 
 class Blocks(nn.ModuleList):
-    """Some of a model's blocks, under the names that they have in the model."""
+    """Some of a model's blocks, under their names in the model."""
 
     def __init__(self, named: list[tuple[str, nn.Module]]):
         super().__init__()
@@ -38,7 +38,7 @@ class Blocks(nn.ModuleList):
 
 
 class Nothing(nn.Module):
-    """Stands for an embedding that an earlier stage has added: a zero to add."""
+    """Replaces an embedding that an earlier stage has added: adds zero."""
 
     def forward(self, *inputs, **named):
         device = next(x.device for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor))
@@ -46,7 +46,7 @@ class Nothing(nn.Module):
 
 
 class Same(nn.Module):
-    """Stands for a module that another stage has: passes its first input on."""
+    """Replaces a module of another stage: returns its first input."""
 
     def forward(self, x, *inputs, **named):
         return x
@@ -54,7 +54,7 @@ class Same(nn.Module):
 
 class DecoderStage:
     """Mixed into the model's class. Inputs: tokens (batch, sequence) on the first stage, hidden states (batch,
-    sequence, width) on the others; a mask and positions, as the model takes them, or None; they travel with the
+    sequence, width) on the others; a mask and positions, as the model takes them, or None; they are sent with the
     hidden states. Result: hidden states, or the model's logits on the last stage.
     """
 
@@ -70,7 +70,7 @@ class DecoderStage:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """The name of the list of blocks of a decoder of transformers; None for other models."""
+    """The name of the block list of a transformers decoder; None for other models."""
     config = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     if count is None or getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_input_embeddings"):
@@ -108,7 +108,7 @@ def cut(model: nn.Module, start: int, stop: int) -> nn.Module:
 
 
 def _copy_down(model, path):
-    """The model with copies of the modules along `path`; all else is shared."""
+    """The model with copies of the modules along `path`; everything else is shared."""
     top = module = _shallow(model)
     for name in path.split(".") if path else ():
         inner = _shallow(module._modules[name])
@@ -135,7 +135,7 @@ def _leave_out(trunk, blocks_name, first, last):
             continue
         behind = seen or name.startswith(BEHIND)
         if not (last if behind else first):
-            # The tokens' own embedding is not called where hidden states are given.
+            # The token embedding is not called if hidden states are given.
             trunk._modules[name] = Nothing() if isinstance(module, nn.Embedding) else Same()
 
 
@@ -144,7 +144,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def _leave_out_head(stage, trunk):
-    """All that is not on the way down to the trunk."""
+    """Everything that is not on the path to the trunk."""
     module = stage
     for name in trunk.split(".") if trunk else ():
         module._modules = {name: module._modules[name]}
@@ -152,7 +152,7 @@ def _leave_out_head(stage, trunk):
 
 
 def _count_blocks(stage, trunk, mine):
-    """In the copies' configurations: how many blocks there are, and what they are."""
+    """Updates the number and kinds of blocks in the copies' configurations."""
     modules = [stage]
     for name in trunk.split(".") if trunk else ():
         modules.append(modules[-1]._modules[name])
@@ -166,7 +166,7 @@ def _count_blocks(stage, trunk, mine):
 def check(model: nn.Module) -> None:
     """Raises ValueError unless the model's units, one after the other, compute what the model computes.
 
-    Both run on a few tokens, without dropout and without a graph. Not where parameters are on the meta device.
+    Both run on a few tokens, without dropout and without a graph. Skipped if parameters are on the meta device.
     """
     if any(p.is_meta for p in model.parameters()):
         return
@@ -193,7 +193,7 @@ def check(model: nn.Module) -> None:
 
 
 def sample(model: nn.Module) -> tuple[torch.Tensor]:
-    """Tokens to measure by: one sequence, as long as the model takes, of at most 512."""
+    """Tokens for measuring: one sequence of the model's maximum length, at most 512."""
     config = model.config
     length = min(512, getattr(config, "max_position_embeddings", None) or 512)
     device = model.get_input_embeddings().weight.device

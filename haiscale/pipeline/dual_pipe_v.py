@@ -1,16 +1,16 @@
 """DualPipeV: two chunks on each rank, there and back, where a forward of one runs next to a backward of the other.
 
-In the main phase each forward is directly followed by a whole backward of the rank's other chunk, and neither needs the
-other: what runs the schedule may overlap the two, communication inside a layer (of experts, say) with computation. F, B
-and W are the times of a forward, of a whole backward and of a backward-weight on one chunk, and F&B that of such a
-pair; p are the ranks, the authors' PP / 2, and m the microbatches.
+In the main phase each forward is directly followed by a whole backward of the rank's other chunk, and neither depends
+on the other. So an engine may overlap the two: communication inside a layer (of experts, for example) with computation.
+F, B and W are the times of a forward, of a whole backward and of a backward-weight on one chunk, and F&B is the time of
+such a pair; p is the number of ranks, the authors' PP / 2, and m the number of microbatches.
 
-Each rank keeps min(2 p + 1, 2 m) activations of chunks or fewer. The authors give the bubble as (p - 1)(F&B + B - 3W),
-for pairs that are one piece: they wait for the inputs of both halves, and what both give leaves at the end. Where a
-pair is two actions, as in `simulate`, F&B is F + B, each half waits and sends for itself, and the bubble is (p - 1) F
-shorter. (Both where m >= 2 p and F = W = B / 2.)
+Each rank keeps at most min(2 p + 1, 2 m) activations of chunks. The authors give the bubble as (p - 1)(F&B + B - 3W),
+for pairs that are one unit: they wait for the inputs of both halves, and both results are sent at the end. If a pair is
+two actions, as in `simulate`, F&B is F + B, each half waits and sends separately, and the bubble is (p - 1) F shorter.
+(Both for m >= 2 p and F = W = B / 2.)
 
-The authors ask for m >= 2 p microbatches. Fewer are legal here: the order for 2 p without those that are not there.
+The authors require m >= 2 p microbatches. Fewer are legal here: the order for 2 p without the missing ones.
 
 Sources: DeepSeek, DualPipe, 2025, https://github.com/deepseek-ai/DualPipe (DualPipeV); DeepSeek-V3 Technical Report,
 2024, https://arxiv.org/abs/2412.19437; the half that suffices was pointed out by Sea AI Lab, the authors of ZB-V.
@@ -28,13 +28,13 @@ def _order(rank, stages, microbatches):
     there, back = rank, 2 * stages - 1 - rank
     order = Order(microbatches, [there, back])
     before, after = rank + 1, stages - 1 - rank  # ranks, this one among the former
-    # The pipeline fills: first on the way there, then on both.
+    # The pipeline fills: first in the forward direction, then in both.
     for _ in range(2 * after):
         order.forward(there)
     for _ in range(before):
         order.forward(there)
         order.forward(back)
-    # The first gradients come. Their other half fills the time until the next.
+    # The first gradients arrive. Their backward-weights fill the time until the next.
     for _ in range(after):
         order.input(back)
         order.weight()
@@ -48,7 +48,7 @@ def _order(rank, stages, microbatches):
         order.backward(back)
         order.forward(back)
         order.backward(there)
-    # The pipeline empties. From half way on, backward-weights wait until there is nothing else to do.
+    # The pipeline empties. From the middle on, backward-weights wait until there is nothing else to do.
     for k in range(2 * before):
         chunk = (back, there)[k % 2]
         if k < before:

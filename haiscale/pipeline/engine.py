@@ -1,7 +1,7 @@
-"""What a rank does in a step: it walks its list of actions, receives what they need and sends what they give.
+"""The step of a rank: it runs its list of actions, receives their inputs and sends their results.
 
-The lists are those of actions.py. The engine knows no schedule: any that `simulate.check` accepts runs, with any number
-of chunks on a rank.
+The lists are those of actions.py. The engine does not depend on the schedule: every schedule that `simulate.check`
+accepts runs, with any number of chunks on a rank.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ CHECKPOINTS = ("never", "except_last", "always")
 
 @dataclass
 class Work:
-    """What one call asks for: microbatches' inputs (first chunk), labels (last chunk), and what is wanted."""
+    """The work of one call: microbatches' inputs (first chunk), labels (last chunk), and options."""
 
     inputs: list[tuple] | None
     labels: list[tuple] | None
     criterion: Callable | None
     keep_outputs: bool
-    average: bool = True  # gradients over the ranks of a wrapper inside, DDP or FSDP
+    average: bool = True  # average gradients over the ranks of a wrapper inside, DDP or FSDP
     outputs: list = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -46,16 +46,16 @@ class Work:
 
 @dataclass
 class InFlight:
-    """Of one microbatch on one chunk, between its forward and the end of its backward."""
+    """The state of one microbatch on one chunk, between its forward and the end of its backward."""
 
     inputs: list[Tensor | None]
-    roots: list | None  # None: the forward is run again
-    state: list[Tensor] | None = None  # of the random generators, then
+    roots: list | None  # None: the forward runs again
+    state: list[Tensor] | None = None  # generator states for running it again
     weights: backward.Weights | None = None
 
 
 def message(schedule: Schedule, action: Action) -> tuple[str, int, int] | None:
-    """(what, chunk, microbatch) that an action gives to another chunk; None where it gives nothing."""
+    """(kind, chunk, microbatch) that an action sends to another chunk; None if it sends nothing."""
     kind, chunk, microbatch = action
     if kind == FORWARD and chunk + 1 < len(schedule.placement):
         return FORWARD, chunk + 1, microbatch
@@ -65,7 +65,7 @@ def message(schedule: Schedule, action: Action) -> tuple[str, int, int] | None:
 
 
 def incoming(schedule: Schedule, rank: int) -> dict[int, list[tuple[str, int, int]]]:
-    """{rank that sends: its messages to `rank`, in the order in which it sends them}."""
+    """{sending rank: its messages to `rank`, in sending order}."""
     found = defaultdict(list)
     for peer, order in enumerate(schedule.orders):
         given = [message(schedule, action) for action in order if peer != rank]
@@ -76,12 +76,12 @@ def incoming(schedule: Schedule, rank: int) -> dict[int, list[tuple[str, int, in
 
 
 class Engine:
-    """Runs the chunks of this rank, `modules`, {chunk: module}, by schedules that all have the same placement."""
+    """Runs the chunks of this rank, `modules`, {chunk: module}, with schedules of one placement."""
 
     def __init__(self, modules: dict[int, nn.Module], schedule: Schedule, group, device: torch.device, checkpoint: str):
         self.modules, self.group, self.device, self.checkpoint = modules, group, device, checkpoint
         self.rank, self.clock = dist.get_rank(group), Clock(device)
-        self.activations: dict[int, int] = {}  # bytes that a microbatch keeps on each chunk, of the first step
+        self.activations: dict[int, int] = {}  # bytes that a microbatch keeps on each chunk, from the first step
         sources = {r: dist.get_global_rank(group, r) for r in incoming(schedule, self.rank)}
         targets = {r: dist.get_global_rank(group, r) for r in _targets(schedule, self.rank)}
         wires = directed_groups(group, set(sources.values()), set(targets.values()), device)
@@ -90,7 +90,8 @@ class Engine:
         self._senders = {r: Sender(peer, device, wires[me, peer]) for r, peer in targets.items()}
 
     def run(self, schedule: Schedule, work: Work) -> None:
-        """All actions of this rank; `work` gets its outputs and losses. Raises what modules and the backend raise."""
+        """Runs all actions of this rank; `work` gets its outputs and losses. Raises what modules and the backend
+        raise."""
         self.schedule, self.work = schedule, work
         self._last = len(schedule.placement) - 1
         self._kept: dict[tuple[int, int], InFlight] = {}
@@ -109,7 +110,7 @@ class Engine:
             run[action.kind](action)
         for sender in self._senders.values():
             sender.finish()
-        self.work = None  # whose outputs are the caller's
+        self.work = None  # the caller owns its outputs
 
     # Forward
 
@@ -119,7 +120,7 @@ class Engine:
         grad = torch.is_grad_enabled()
         again = grad and self._recomputes(microbatch)
         kept = InFlight(inputs, None, _random_state(self.device) if again else None)
-        # Not the first microbatch: it may pay for casts that all share.
+        # Not the first microbatch: it may include casts that all share.
         seen = chunk in self.activations or not grad or microbatch < min(1, self.schedule.microbatches - 1)
         with self.clock.span(action), backward.without_graph() if again else contextlib.nullcontext():
             output = self._compute(chunk, microbatch, inputs) if seen else self._weigh(chunk, microbatch, inputs)
@@ -132,7 +133,7 @@ class Engine:
             self._give(action, self._wanting(output, inputs, chunk) if again else output)
 
     def _wanting(self, output, inputs, chunk):
-        """Outputs of a forward without a graph, that say whether they will have one when it runs again."""
+        """Outputs of a forward without a graph; they record whether they will have one when it runs again."""
         leaves = (*self.modules[chunk].parameters(), *(x for x in inputs if isinstance(x, Tensor)))
         if not any(x.requires_grad for x in leaves):
             return output
@@ -140,7 +141,7 @@ class Engine:
         return [y.detach().requires_grad_() if wants else y for y, wants in zip(output, floats, strict=True)]
 
     def _compute(self, chunk, microbatch, inputs):
-        """What backward begins from: the tensors for the next chunk, or the loss alone."""
+        """The roots of backward: the tensors for the next chunk, or only the loss."""
         output = self.modules[chunk](*inputs)
         if chunk != self._last:
             return _tensors(output, chunk)
@@ -156,7 +157,7 @@ class Engine:
         return [loss]
 
     def _weigh(self, chunk, microbatch, inputs):
-        """As `_compute`; how much memory it keeps is noted."""
+        """As `_compute`, and records how much memory it keeps."""
         result = []
 
         def run():
@@ -188,8 +189,8 @@ class Engine:
             if gradients is None:
                 gradients = [torch.full_like(self.work.losses[microbatch], self.work.shares[microbatch])]
             final = self._final[chunk] == microbatch
-            # Nobody waits for gradients of what comes before the model. And where parameters are gathered for a
-            # backward, their gradients must be there at its end.
+            # There are no gradients before the first chunk to wait for. If parameters are gathered for a backward,
+            # their gradients must be complete at its end.
             if kind == BACKWARD or not chunk or isinstance(self.modules[chunk], GATHERED):
                 with self._averaging(chunk, final):
                     backward.whole(roots, gradients)
@@ -203,7 +204,7 @@ class Engine:
             kept.inputs, kept.roots = [], []
 
     def _recompute(self, action, kept):
-        """The forward once more, with a graph, by the random numbers of the first time."""
+        """The forward once more, with a graph and with the random numbers of the first time."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
             _set_random_state(kept.state, self.device)
@@ -218,7 +219,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _averaging(self, chunk, final):
-        """Wrappers average over their ranks in the backward that ends a chunk's step, and add up in those before."""
+        """Wrappers average over their ranks in the last backward of a chunk's step, and accumulate in those before."""
         module, now = self.modules[chunk], final and self.work.average
         with contextlib.ExitStack() as stack:
             if hasattr(module, "set_requires_gradient_sync"):
@@ -230,7 +231,7 @@ class Engine:
     # Between chunks
 
     def _take(self, what, chunk, microbatch):
-        """The tensors that another chunk has given: those of this rank at once, otherwise as soon as they are there."""
+        """The tensors sent by another chunk: of this rank immediately, otherwise as soon as they arrive."""
         key = (what, chunk, microbatch)
         while key not in self._arrived:
             peer = self._source[key]

@@ -1,10 +1,10 @@
 """GPipe: all forwards, then all backwards.
 
 The bubble is (p - 1) / (m + p - 1) of the step for p stages of equal cost and m microbatches. Each rank keeps the
-activations of all m microbatches, hence few microbatches, or recomputation.
+activations of all m microbatches, so use few microbatches, or recomputation.
 
-Backward takes the microbatches in the order of forward, where the paper takes them in reverse: bubble and memory are
-the same, and gradients are added up in the order in which a model without a pipeline adds them.
+Backward processes the microbatches in the order of forward; the paper uses the reverse order. Bubble and memory are the
+same, and gradients are added in the same order as in a model without a pipeline.
 
 Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019,
 https://arxiv.org/abs/1811.06965

@@ -1,13 +1,13 @@
-"""Tensors of any shape from rank to rank: each message says itself what is in it.
+"""Tensors of any shape from rank to rank: each message describes its own content.
 
-A message is a list of tensors (or None). It begins with a header of HEADER int64, on the host: how many there are, and
-of each the dtype, whether it wants a gradient, the number of dimensions, and the shape; a receiver needs to know
-nothing before. On the CPU the tensors follow in the same message, as far as they fit into what the message before had:
-sender and receiver both know that. Otherwise, and on other devices, one message each follows.
+A message is a list of tensors (or None). It begins with a header of HEADER int64, on the host: the number of tensors,
+and for each the dtype, whether it requires a gradient, the number of dimensions, and the shape. So a receiver needs no
+prior knowledge. On the CPU the tensors follow in the same message if they fit into the size of the previous message,
+which sender and receiver both know. Otherwise, and on other devices, each tensor follows in its own message.
 
-Sends do not wait: what is sent is kept until it has left. Of each rank that something comes from, one receive is always
-posted ahead, so that messages arrive while this rank computes. There are no tags: messages of one rank are received in
-the order in which it sent them.
+Sends do not wait: sent tensors are kept until they have left. For each sending rank, one receive is always posted in
+advance, so that messages arrive while this rank computes. There are no tags: messages of one rank are received in the
+order in which they were sent.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ DTYPES = (
     *(torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 NONE = -1
-KNOWN = 4  # kinds of messages of one rank to another that need not be described anew: activations, gradients
-# Of each group {(from, to): wires}. Pipelines of one group run one after the other, so they can share them.
+KNOWN = 4  # number of message kinds between two ranks whose headers are cached: activations, gradients
+# For each group {(from, to): wires}. Pipelines of one group run one after another, so they can share them.
 _WIRES = weakref.WeakKeyDictionary()
 
 
 def describe(tensors: list[Tensor | None]) -> list[int]:
-    """The header. Raises ValueError for what cannot be sent."""
+    """The header. Raises ValueError for values that cannot be sent."""
     header = [len(tensors)]
     for number, x in enumerate(tensors):
         if x is None:
@@ -63,7 +63,7 @@ def understand(header: list[int]) -> list[tuple[torch.dtype, bool, tuple[int, ..
 
 
 def _places(sizes):
-    """(offset of each of the tensors with these sizes in bytes, bytes in all)."""
+    """(offsets of tensors with these sizes in bytes, total bytes)."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -72,13 +72,13 @@ def _places(sizes):
 
 
 class Sender:
-    """Messages to one rank (its number in the default group). wires: the groups for the host, and for the device."""
+    """Messages to one rank (its number in the default group). wires: the groups for host and device tensors."""
 
     def __init__(self, peer: int, device: torch.device, wires):
         self.peer, self.device, self.wires = peer, device, wires
         self.room = 0  # bytes that the next message has for tensors
         self._leaving: deque = deque()
-        self._known: dict = {}  # by what is sent: the header's bytes, and where the tensors are
+        self._known: dict = {}  # by content: the header's bytes, and the positions of the tensors
 
     def send(self, tensors: list[Tensor | None]) -> None:
         kinds = tuple(
@@ -107,28 +107,29 @@ class Sender:
             self._leaving.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Returns when all that was sent has left; on CUDA the current stream waits, and not the host."""
+        """Returns when everything sent has left; on CUDA the current stream waits, not the host."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
 
 class Receiver:
-    """Messages from one rank, in its order; `wires` as a Sender's."""
+    """Messages from one rank, in its order; `wires` as in Sender."""
 
     def __init__(self, peer: int, device: torch.device, wires):
         self.peer, self.device, self.wires = peer, device, wires
         self.room, self._posted = 0, None
-        self._known: list = []  # headers, and what they say
-        # On a stream of its own a receive does not wait for what is computed meanwhile.
+        self._known: list = []  # headers, and their content
+        # On its own stream, a receive does not wait for concurrent computation.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def post(self) -> None:
-        """Begin to receive the next message."""
+        """Start to receive the next message."""
         message = torch.empty(HEADER * 8 + self.room, dtype=torch.uint8, device="cpu")
         self._posted = dist.irecv(message, self.peer, self.wires[0]), message
 
     def receive(self, last: bool) -> list[Tensor | None]:
-        """The next message; the one after it is posted, unless this is the last. Its tensors are leaves."""
+        """The next message; the receive of the one after it is posted, unless this is the last. Its tensors are
+        leaves."""
         if self._posted is None:
             self.post()
         work, message = self._posted
@@ -153,7 +154,7 @@ class Receiver:
         return tensors
 
     def _understood(self, header):
-        """(what `understand` gives, bytes of each tensor, where they are in the message, bytes in all)."""
+        """(result of `understand`, bytes of each tensor, their positions in the message, total bytes)."""
         for known, said in self._known:
             if torch.equal(header, known):
                 return said
@@ -164,7 +165,7 @@ class Receiver:
         return said
 
     def _bodies(self, sizes, layout):
-        """The tensors that come as messages of their own, as bytes."""
+        """The tensors that arrive as separate messages, as bytes."""
         current = torch.cuda.current_stream(self.device) if self._stream else None
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             kinds = [(dtype, _numel(shape)) for dtype, _, shape in filter(None, layout)]
@@ -185,11 +186,11 @@ def _numel(shape):
 
 
 def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[int], device: torch.device) -> dict:
-    """{(from, to): wires} for the ranks of the default group that this one receives from, and sends to.
+    """{(from, to): wires} for the ranks that this one receives from and sends to.
 
-    A backend that runs the messages of a pair one after the other in both directions (NCCL) would wait for itself where
-    two ranks send to each other: it gets a group for each direction, and one of gloo for the headers, all made once for
-    each group. Called by all ranks of `group` together.
+    A backend that serialises the messages of a pair in both directions (NCCL) would deadlock if two ranks send to each
+    other. So it gets one group per direction, and a gloo group for the headers, all created once for each group. Called
+    by all ranks of `group` together.
     """
     me = dist.get_rank()
     pairs = {(peer, me) for peer in senders} | {(me, peer) for peer in receivers}

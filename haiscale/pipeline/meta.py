@@ -1,4 +1,4 @@
-"""One stage of a model that is too large to be made whole.
+"""One stage of a model that is too large to be created as a whole.
 
     with on_meta():
         model = LlamaForCausalLM(config)           # parameters without memory
@@ -16,7 +16,8 @@ from torch import nn
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters of modules made within are on the meta device. Buffers have values, for not all can be made again."""
+    """Parameters of modules created inside are on the meta device. Buffers have values, because not all can be
+    recreated."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -32,11 +33,11 @@ def on_meta() -> Iterator[None]:
 
 
 def materialize(stage: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """Gives the parameters that are on the meta device memory on `device`, and moves all else there; returns the stage.
+    """Gives parameters on the meta device memory on `device`, and moves everything else there; returns the stage.
 
-    Values are initial ones: by `stage._init_weights(module)`, where a model of transformers has it, otherwise by each
-    module's `reset_parameters()`. They are not those of a whole model made by the same seed, and tied parameters of
-    other ranks get others: load a checkpoint, or copy one rank's. Raises ValueError for a module that has neither.
+    They get initial values: by `stage._init_weights(module)` if a transformers model has it, otherwise by each module's
+    `reset_parameters()`. These differ from those of a whole model with the same seed, and tied parameters on other
+    ranks get different values: load a checkpoint, or copy one rank's. Raises ValueError for a module that has neither.
     """
     made: dict[int, nn.Parameter] = {}
     todo = []

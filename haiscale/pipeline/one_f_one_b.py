@@ -1,7 +1,7 @@
 """1F1B, with the flush of PipeDream-flush: after a warm-up each rank alternates one forward and one backward.
 
-The bubble is that of GPipe, (p - 1) / (m + p - 1) of the step for p stages of equal cost and m microbatches, but rank r
-keeps the activations of min(p - r, m) microbatches only.
+The bubble is the same as in GPipe, (p - 1) / (m + p - 1) of the step for p stages of equal cost and m microbatches, but
+rank r keeps the activations of only min(p - r, m) microbatches.
 
 Sources: Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018, https://arxiv.org/abs/1806.03377;
 Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503

@@ -1,4 +1,4 @@
-"""From a model to its stages."""
+"""Splits a model into stages."""
 
 import itertools
 import logging
@@ -32,17 +32,18 @@ def partition(
     """The stage of one rank, `partition(model, pp_rank, pp_size)`, or all of them, `partition(model, stages)`.
 
     module: a `torch.nn.Sequential`, a `SequentialModel`, or a decoder of transformers (decoder.py), converted by hfnn
-    or not, on any device, the meta device included (meta.py). Stages share its modules, and parameters have the names
-    that they have in it.
+    or not, on any device, the meta device included (meta.py). Stages share its modules, and parameters keep their
+    names.
 
-    balance: how many layers each chunk has, in the order of the model; of a decoder the embeddings count as a layer,
-    each block, and the norm with the head. By default it is measured (timeline/measure.py), on `sample`, the inputs of
-    one microbatch, or for decoders on one sequence; where torch.distributed is initialised, on rank 0 alone, for all,
-    so all ranks of all pipelines must call this. Where nothing can be measured, layers count by their parameters.
+    balance: the number of layers of each chunk, in the order of the model. In a decoder, the embeddings, each block,
+    and the norm with the head count as one layer each. By default it is measured (timeline/measure.py) on `sample`, the
+    inputs of one microbatch, or for decoders on one sequence. If torch.distributed is initialised, rank 0 measures for
+    all, so all ranks of all pipelines must call this. If nothing can be measured, layers are weighted by their
+    parameters.
 
-    num_model_chunks: chunks on each rank, then the result for a rank is a list; placement: which they are, "loop" for
-    Interleaved1F1B, "v" for ZeroBubble and DualPipeV. Raises ValueError for models that cannot be cut like this, and
-    for arguments that do not fit together.
+    num_model_chunks: chunks on each rank; the result for a rank is then a list. placement: which chunks a rank has,
+    "loop" for Interleaved1F1B, "v" for ZeroBubble and DualPipeV. Raises ValueError for models that cannot be split like
+    this, and for arguments that do not fit together.
     """
     if stages is None and pp_size is None:
         stages, pp_rank = pp_rank, None
@@ -73,11 +74,11 @@ def partition(
 def layer_costs(
     module: nn.Module, sample: tuple | None = None, repeats: int = 3, criterion: Callable | None = None
 ) -> list[measure.LayerCost]:
-    """The measured cost of each layer that `partition` tells apart; `stage_costs` makes of it what `predict` takes.
+    """The measured cost of each layer of `partition`; `stage_costs` converts it for `predict`.
 
-    criterion(output): the loss of the sample, which counts as a part of the last layer.
+    criterion(output): the loss of the sample; its cost is part of the last layer.
 
-    Raises ValueError where a Sequential has no sample, or parameters are on the meta device.
+    Raises ValueError if a Sequential has no sample, or if parameters are on the meta device.
     """
     units, cut = _cutter(module)
     if any(p.is_meta for p in module.parameters()):
@@ -99,7 +100,7 @@ def _placement(name, stages, chunks):
 
 
 def _cutter(module) -> tuple[int, Callable[[int, int], nn.Module]]:
-    """(how many layers there are, what makes a stage of those from start to stop)."""
+    """(number of layers, a function that makes a stage from the layers start to stop)."""
     if isinstance(module, nn.Sequential):
         return len(module), lambda start, stop: sequential.cut(module, start, stop)
     if isinstance(module, nn.Module) and decoder.find_blocks(module) is not None:
@@ -131,7 +132,7 @@ def _measured(module, units, cut, chunks, sample):
 
 
 def _mark(module, parts):
-    """Each part learns the names that tied parameters have in the whole model, and who else has them."""
+    """Tells each part the names of tied parameters in the whole model, and which other parts have them."""
     first, holders, found = {}, {}, []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         first[id(tensor)] = name

@@ -1,17 +1,17 @@
-"""Models that are a list of layers: what a pipeline can be cut from without knowing the model.
+"""Models that are a list of layers, which can be split without knowing the model.
 
     SequentialModel(embedding, Stash("skip"), down, middle, Pop("skip", up), head)
 
-Each layer is called with what the one before it returns, a tuple as several arguments. A *skip tensor* jumps over
-layers: `Stash(name)` keeps its input under a name, and `Pop(name, layer)` calls its layer with that as one argument
-more. Where a model is cut between the two, the tensor travels with the activations, from stage to stage.
+Each layer is called with the result of the previous one; a tuple becomes several arguments. A *skip tensor* skips
+layers: `Stash(name)` keeps its input under a name, and `Pop(name, layer)` calls its layer with it as an additional
+argument. If a model is split between the two, the tensor is sent with the activations, from stage to stage.
 """
 
 from torch import Tensor, nn
 
 
 class Stash(nn.Module):
-    """Keeps its (single) input under `name` for the `Pop` of that name further on, and passes it on."""
+    """Keeps its (single) input under `name` for the later `Pop` of that name, and returns it."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -25,7 +25,7 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Calls `layer(*inputs, kept)` with what the `Stash` of that name has kept."""
+    """Calls `layer(*inputs, kept)` with the tensor kept by the `Stash` of that name."""
 
     def __init__(self, name: str, layer: nn.Module):
         super().__init__()
@@ -41,11 +41,11 @@ class Pop(nn.Module):
 class SequentialModel(nn.Sequential):
     """`torch.nn.Sequential` whose layers may have several inputs and skip tensors; its state dict is Sequential's.
 
-    Raises ValueError where a `Stash` has not exactly one `Pop` behind it.
+    Raises ValueError if a `Stash` does not have exactly one later `Pop`.
     """
 
-    arriving: tuple[str, ...] = ()  # skip tensors that come with the inputs, after them, in this order
-    leaving: tuple[str, ...] = ()  # and with the outputs
+    arriving: tuple[str, ...] = ()  # skip tensors that arrive after the inputs, in this order
+    leaving: tuple[str, ...] = ()  # and those that follow the outputs
 
     def __init__(self, *layers):
         super().__init__(*layers)
@@ -67,7 +67,7 @@ class SequentialModel(nn.Sequential):
 
 
 class SequentialSlice(nn.Sequential):
-    """Some layers of a `torch.nn.Sequential`, with its rule: a tuple is one argument of the next layer."""
+    """Some layers of a `torch.nn.Sequential`, where a tuple is one argument of the next layer."""
 
     def forward(self, *inputs):
         return super().forward(inputs if len(inputs) > 1 else inputs[0])

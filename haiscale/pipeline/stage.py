@@ -1,4 +1,4 @@
-"""What a stage knows of the model that it was cut from."""
+"""What a stage knows about the whole model."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ _ATTRIBUTE = "_haiscale_cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """chunk: its number, of `chunks`. names: of tied parameters, {name here: first name in the whole model}, where
-    the two differ. shared: {first name: the chunks that have the parameter}, where there are several.
+    """chunk: its index among `chunks`. names: for tied parameters, {name here: first name in the whole model}, if the
+    two differ. shared: {first name: the chunks that have the parameter}, if there are several.
     """
 
     chunk: int
@@ -24,7 +24,7 @@ def mark(module: nn.Module, cut: Cut) -> None:
 
 
 def stage_in(module: nn.Module) -> nn.Module | None:
-    """The stage that `partition` has made, inside of wrappers; None where there is none."""
+    """The stage made by `partition`, inside of wrappers, or None."""
     while isinstance(module, nn.Module):
         if _ATTRIBUTE in module.__dict__:
             return module
@@ -33,6 +33,6 @@ def stage_in(module: nn.Module) -> nn.Module | None:
 
 
 def cut_of(module: nn.Module) -> Cut | None:
-    """Of the stage inside."""
+    """The information of the stage inside."""
     stage = stage_in(module)
     return None if stage is None else stage.__dict__[_ATTRIBUTE]

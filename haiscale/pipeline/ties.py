@@ -1,8 +1,8 @@
-"""Parameters that several stages have, as a tied embedding on the first and the last: copies that must stay equal.
+"""Parameters of several stages, such as a tied embedding on the first and the last: copies that must stay equal.
 
-Each rank has a copy, and each copy gets its own part of the gradient. At the end of a step the parts are added, in the
-order of the chunks, so that all copies have the whole to the bit. So that steps add up, at the beginning of a step the
-first rank keeps what it has, and the others, which have the same, begin at zero.
+Each rank has a copy, and each copy gets its own part of the gradient. At the end of a step the parts are added in the
+order of the chunks, so all copies have bitwise equal gradients. For accumulation over steps, at the beginning of a step
+the first rank keeps its gradient, and the others, which have the same one, begin at zero.
 """
 
 import torch
@@ -14,7 +14,7 @@ from haiscale.pipeline.stage import cut_of, stage_in
 
 
 class Ties:
-    """The copies that the chunks of this rank have, `{chunk: module}`, of parameters of other ranks."""
+    """The copies of other ranks' parameters in the chunks of this rank, `{chunk: module}`."""
 
     def __init__(self, chunks: dict[int, nn.Module], placement: tuple[int, ...], group: dist.ProcessGroup):
         self._group, self._rank = group, dist.get_rank(group)

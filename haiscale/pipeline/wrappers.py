@@ -33,16 +33,16 @@ from haiscale.pipeline.timeline import measured, picture, simulate
 
 
 class Pipeline(nn.Module):
-    """A model cut over the ranks of `process_group`; the subclasses choose the schedule.
+    """A model split over the ranks of `process_group`; the subclasses choose the schedule.
 
-    module: this rank's stage, from `partition` or any module, on its device; a list of them where the schedule has
-    several chunks on a rank. It may be wrapped, in haiscale's DDP or FSDP over the ranks that have the same stage. The
-    first chunk is called with the inputs; others with what the one before returns, a tensor or a tuple of tensors and
-    None, of any shapes, dtypes and numbers, in every step others if need be. chunks: the number of microbatches.
-    process_group: by default all ranks; stages are in the order of its ranks. checkpoint: of which microbatches the
+    module: this rank's stage, from `partition` or any module, on its device; a list of them if the schedule has several
+    chunks on a rank. It may be wrapped in haiscale's DDP or FSDP over the ranks with the same stage. The first chunk is
+    called with the inputs. Others are called with the previous chunk's result: a tensor, or a tuple of tensors and
+    None, with any shapes, dtypes and number, which may change in every step. chunks: the number of microbatches.
+    process_group: by default all ranks; stages are in the order of its ranks. checkpoint: the microbatches whose
     forward runs a second time instead of being kept: "never", "except_last" (of the step) or "always".
 
-    Made by all ranks of the group together. Raises ValueError for other arguments, and where ranks differ in them.
+    Created by all ranks of the group together. Raises ValueError for other arguments, and if ranks differ in them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Pipeline(nn.Module):
         self._average, self._fault, self._last_run = True, None, None
 
     def _set_up(self, modules, chunks, checkpoint):
-        """What this rank can tell alone."""
+        """The checks that this rank can do alone."""
         self.rank = dist.get_rank(self.group)
         self.schedule = self._schedule(dist.get_world_size(self.group), chunks, len(modules))
         simulate.check(self.schedule)
@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
                 )
 
     def _agree(self, checkpoint, error):
-        """Raises the error that this rank has; and where ranks differ, for they would wait for each other in vain."""
+        """Raises this rank's error; also raises if ranks differ, because they would wait for each other for ever."""
         made = None if error else f"{self.schedule.name} {self.schedule.placement} {checkpoint}"
         mine = [0, 0] if error else [zlib.crc32(made.encode()) + 1, self.schedule.microbatches]
         values = torch.tensor(mine, device=checks.host_device(self.group))
@@ -131,14 +131,14 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, object]:
         """One step: `.grad` of all parameters is added to, as if `criterion(model(*inputs), *labels)` ran backward.
 
-        inputs: read on the rank with the first chunk; labels and criterion: on the one with the last. Tensors are cut
-        along their first dimension into microbatches. criterion(output, *labels): the mean loss of a microbatch, one
-        element; microbatches count by their rows, of equal ones each 1 / chunks.
+        inputs: read on the rank with the first chunk; labels and criterion: on the rank with the last. Tensors are
+        split along their first dimension into microbatches. criterion(output, *labels): the mean loss of a microbatch,
+        one element; microbatches count in proportion to their rows, equal ones 1 / chunks each.
 
-        Returns (loss, outputs) on the rank with the last chunk: the loss of the batch, without a graph, and what the
-        model gave, put together and without a graph; None where keep_outputs is False, which saves their memory. On
-        other ranks (None, None). Raises ValueError for inputs or labels that cannot be cut, and what the model and the
-        backend raise; after an error the pipeline is of no more use, and raises the same again.
+        Returns (loss, outputs) on the rank with the last chunk: the loss of the batch and the concatenated outputs of
+        the model, both without a graph; outputs is None if keep_outputs is False, which saves their memory. On other
+        ranks (None, None). Raises ValueError for inputs or labels that cannot be split, and what the model and the
+        backend raise. After an error the pipeline is unusable, and raises the same error again.
         """
         labels = (labels,) if isinstance(labels, Tensor) else tuple(labels)
         if self.is_last and criterion is None:
@@ -151,7 +151,7 @@ class Pipeline(nn.Module):
         return loss, batch.join(work.outputs) if keep_outputs else None
 
     def forward(self, *inputs):
-        """Inference, pipelined and without a graph: the outputs on the rank with the last chunk, on others None."""
+        """Pipelined inference without a graph: the outputs on the rank with the last chunk, None on others."""
         orders = tuple(tuple(a for a in order if a.kind == FORWARD) for order in self.schedule.orders)
         schedule = Schedule(self.schedule.name, self.schedule.microbatches, self.schedule.placement, orders)
         with torch.no_grad():
@@ -184,7 +184,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps within leave gradients as they are on each replica: a DDP or FSDP inside averages in the next one."""
+        """Steps inside do not average gradients over replicas: a DDP or FSDP inside averages in the next step."""
         before, self._average = self._average, False
         try:
             yield
@@ -194,7 +194,7 @@ class Pipeline(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all stages so that their norm is at most `max_norm`; returns the norm before.
 
-        As torch.nn.utils.clip_grad_norm_ of the whole model: a tied parameter counts once. Called by all ranks of the
+        As torch.nn.utils.clip_grad_norm_ on the whole model: a tied parameter counts once. Called by all ranks of the
         group; the host does not wait for the device. norm_type: 2, any other positive number, or inf.
         """
         parameters = [p for p in self.parameters() if p.grad is not None]
@@ -211,18 +211,18 @@ class Pipeline(nn.Module):
     # Pictures
 
     def timeline(self) -> simulate.Timeline:
-        """The last step as it ran on all ranks, in ms, with the MiB of activations that each rank kept at most.
+        """The last step as it ran on all ranks, in ms, with the peak MiB of activations of each rank.
 
         All ranks of the group call it. Raises ValueError before the first step.
         """
         return self._measured()[0]
 
     def costs(self) -> simulate.Costs:
-        """What the last step cost, to simulate this and other schedules by: ms, and MiB. Called by all ranks."""
+        """The costs of the last step, in ms and MiB, for simulating this and other schedules. Called by all ranks."""
         return measured.costs(*self._measured())
 
     def report(self, width: int | None = None) -> str:
-        """The last step as a picture, and the one that its costs predict. Called by all ranks."""
+        """A picture of the last step, and of the step predicted from its costs. Called by all ranks."""
         timeline, activations = self._measured()
         predicted = simulate.predict(timeline.schedule, measured.costs(timeline, activations))
         real, expected = timeline.makespan, predicted.makespan
@@ -243,7 +243,7 @@ class Pipeline(nn.Module):
     # Checkpoints
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters and persistent buffers by their names in the whole model, live, each name once."""
+        """This rank's parameters and persistent buffers (live) by their names in the whole model, each name once."""
         seen = set()
         for module in self._chunks.values():
             cut = cut_of(module)
@@ -254,7 +254,7 @@ class Pipeline(nn.Module):
                     yield name, tensor
 
     def shards_loaded(self) -> None:
-        """After values were written to `named_shards`."""
+        """Call after values were written to `named_shards`."""
         for module in self._chunks.values():
             if hasattr(module, "shards_loaded"):
                 module.shards_loaded()
@@ -298,7 +298,7 @@ class ZeroBubble(Pipeline):
 
 
 class DualPipeV(Pipeline):
-    """Two chunks on each rank, there and back, whose forwards and backwards go in pairs (dual_pipe_v.py)."""
+    """Two chunks on each rank, there and back, whose forwards and backwards run in pairs (dual_pipe_v.py)."""
 
     @staticmethod
     def _schedule(stages, microbatches, chunks):

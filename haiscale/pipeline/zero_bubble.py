@@ -1,15 +1,15 @@
-"""Zero bubble: backward in two parts, of which that of the weights, which nobody waits for, fills the bubble.
+"""Zero bubble: backward in two parts. The part for the weights, for which no rank waits, fills the bubble.
 
 F, I and W are the times of a forward, of a backward-input and of a backward-weight on one chunk; p the stages, m the
 microbatches.
 
-`h1` (ZB-H1) keeps min(p, m) activations on each rank, what 1F1B keeps on its first. The bubble is (p - 1)(F + I - W)
-where m >= p and W is at most F and at most I: for three equal parts, a third of that of 1F1B.
+`h1` (ZB-H1) keeps min(p, m) activations on each rank, as many as 1F1B on its first rank. The bubble is (p - 1)(F + I -
+W) for m >= p and W at most F and at most I: for three equal parts, a third of that of 1F1B.
 
-`zbv` (ZB-V) has two chunks on each rank, there and back, so that the first and the last both lie on rank 0. Each rank
-keeps min(2 p, 2 m) activations of chunks or fewer: as much memory as 1F1B takes on its first rank, for its chunks are
-twice as large. Where m >= 2 p and F = I = W there is no bubble in the authors' sense: from its first action to its
-last, no rank waits. The last rank begins (p - 1) F after the first, and the step is longer by that.
+`zbv` (ZB-V) has two chunks on each rank, there and back, so the first and the last are both on rank 0. Each rank keeps
+at most min(2 p, 2 m) activations of chunks: as much memory as 1F1B on its first rank, whose chunks are twice as large.
+For m >= 2 p and F = I = W there is no bubble in the authors' sense: no rank waits between its first and its last
+action. The last rank begins (p - 1) F after the first, and the step is longer by this time.
 
 Sources: Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241; Qi et al., Pipeline
 Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362
@@ -30,7 +30,7 @@ def _h1_order(rank, stages, microbatches):
     for k in range(microbatches):
         order.forward(rank)
         order.input(rank)
-        # 1F1B keeps fewer activations the later the rank. The difference is spent on backward-weights put off.
+        # In 1F1B later ranks keep fewer activations. The difference is used for postponed backward-weights.
         if k >= rank:
             order.weight()
     for _ in range(min(rank, microbatches)):
@@ -46,7 +46,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 def _zbv_order(rank, stages, microbatches):
     there, back = rank, 2 * stages - 1 - rank
     order = Order(microbatches, [there, back])
-    # The pipeline fills, until as many microbatches have begun as memory has room for.
+    # The pipeline fills until as many microbatches have begun as fit into memory.
     for _ in range(2 * (stages - rank) - 1):
         order.forward(there)
     for _ in range(rank):
@@ -64,7 +64,7 @@ def _zbv_order(rank, stages, microbatches):
         order.forward(back)
         order.input(back)
         order.weight()
-    # The pipeline empties: other ranks wait for inputs' gradients, and weights' fill the time thereafter.
+    # The pipeline empties: other ranks wait for gradients of inputs, and gradients of weights fill the time after that.
     for _ in range(rank):
         order.input(there)
         order.input(back)

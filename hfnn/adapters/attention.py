@@ -42,7 +42,7 @@ def register() -> None:
 
 
 class Attention:
-    """Base before the class of such a module: its own forward, which finds `attention`."""
+    """Mixin for such a module: its own forward, which finds `attention`."""
 
     prefer = "auto"
 
@@ -93,9 +93,7 @@ def _looks_up(forward) -> bool:
 def _unfit(cls: type, forward, base: str | None) -> str | None:
     """Why the attention of a class, or of the requested implementation, cannot be hfnn's, or None."""
     if base not in BASES:
-        return (
-            f"its attention implementation is {base!r}, which its owner has chosen: {' and '.join(BASES)} are changed"
-        )
+        return f"its attention implementation is {base!r}, chosen by the user: only {' and '.join(BASES)} are replaced"
     models = _models(cls)
     if models and not any(m._supports_attention_backend or m._supports_sdpa for m in models):
         return f"{models[0].__name__} supports no attention implementation but its own"

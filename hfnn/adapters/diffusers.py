@@ -19,7 +19,7 @@ from hfnn.patterns.proof import Match
 
 
 class Processed:
-    """Base before the class of such a module: its own forward, with the calls in its processor's code routed."""
+    """Mixin for such a module: its own forward, with the calls in its processor's code routed."""
 
     prefer = "auto"
 

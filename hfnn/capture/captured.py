@@ -157,7 +157,7 @@ class Capture:
             raise Unfit(why)
         call = Call(args, kwargs)
         if self._backend.recording():
-            raise Unfit("it is part of a graph that somebody else records")
+            raise Unfit("it is part of a graph that other code records")
         if self._backend.stream() != self._stream:
             raise Unfit("it is called on another stream than before")
         if any(t.device != self._backend.device for t in call.tensors):
@@ -326,7 +326,7 @@ def _why_not(args, kwargs) -> str | None:
     if kernel.forced() is not None:
         return "it is called inside hfnn.use"
     if _get_current_dispatch_mode_stack() or _get_current_function_mode_stack():
-        return "a mode looks on at torch's ops"
+        return "a mode observes torch's ops"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved tensors have hooks, as in a checkpoint or when they are offloaded"
     module = torch_module
@@ -336,7 +336,7 @@ def _why_not(args, kwargs) -> str | None:
         or module._global_backward_hooks
         or module._global_backward_pre_hooks
     ):
-        return "hooks are there for all modules"
+        return "there are hooks for all modules"
     return None
 
 
@@ -363,7 +363,7 @@ def _switches() -> tuple:
 
 
 class Captured(_NoHook):
-    """Base before the class of a captured model, whose `_hfnn_capture` is a Capture."""
+    """Mixin for a captured model, whose `_hfnn_capture` is a Capture."""
 
     def __reduce_ex__(self, protocol):
         plain, cls = type(self)._hfnn_plain, type(self)

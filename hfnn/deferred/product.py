@@ -53,7 +53,7 @@ class Product:
             gone = t.numel() and not t.untyped_storage().nbytes()
             if gone or (t._version, t.data_ptr()) != (version, pointer):
                 raise RuntimeError(
-                    "these logits were not computed in forward, for the loss needs none, and cannot be computed now: "
+                    "these logits were not computed in forward (the loss needs none) and cannot be computed now: "
                     + ("a weight was resharded" if gone else "the weights have changed")
                     + " since (by no optimizer's step?). Read output.logits between forward and the change."
                 )

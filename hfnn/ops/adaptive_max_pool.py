@@ -65,7 +65,7 @@ class _AdaptiveMaxPool(Function):
 
 
 def _adaptive(dims, x, output_size, prefer):
-    """The result, or None where torch's own op is to run, or to raise."""
+    """The result, or None if torch's own op must run or raise."""
     sizes = sizes_of(x, output_size, dims)
     if sizes is None or min(sizes) < 1 or 0 in x.shape or max_pool._keeps_channels_last(x, dims):
         return None

@@ -187,7 +187,7 @@ def _slower(x, dims, prefer) -> bool:
 
 
 def max_pool(op, dims, input, kernel_size, stride, padding, dilation, ceil_mode, prefer):
-    """The result by a kernel, or None where torch's own op is to run, or to raise."""
+    """The result by a kernel, or None if torch's own op must run or raise."""
     kernel = op.select(input, out=input.dtype, prefer=prefer)
     if kernel is None or input.dim() not in (dims + 1, dims + 2) or 0 in input.shape[-dims - 1 :]:
         return None

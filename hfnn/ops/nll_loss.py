@@ -37,7 +37,7 @@ def sample(case, dtype, device, generator=None):
     return (x.to(dtype).to(device), target.to(device)), {}
 
 
-# No kernels of its own, as `linear` has none.
+# No own kernels, as in `linear`.
 OP = Op(
     "nll_loss",
     reference,
@@ -67,9 +67,9 @@ class _NLLLoss(Function):
         nothing = (None,) * 5
         if dy is None:
             return zeros_or_none(dlink, ctx.shape), *nothing
-        # Of the input, the shape and the dtype are asked for, and never an element.
+        # Only the shape and the dtype of the input are read, never an element.
         x = dy.new_empty(()).to(ctx.dtype).expand(ctx.shape)
-        if torch.is_grad_enabled():  # the loss is linear in the input: its gradient depends on dy alone
+        if torch.is_grad_enabled():  # the loss is linear in the input: its gradient depends only on dy
             like = torch.zeros(ctx.shape, dtype=ctx.dtype, device=dy.device, requires_grad=True)
             names = {value: name for name, value in _REDUCTIONS.items()}
 

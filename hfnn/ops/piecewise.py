@@ -1,12 +1,12 @@
-"""Piecewise linear maps, a row each: a bit an element is kept instead of a tensor.
+"""Piecewise linear maps, one row per map: one bit per element is kept instead of a tensor.
 
     dx = dy * inside where the bit of the element is set, dy * outside elsewhere
 
-The slope of such a map has two values, so backward needs to know of each element which one, and nothing else: an eighth
-of a byte where torch keeps the input, or the output, in two or four. Forward makes the bits in the pass that makes y.
-csrc/piecewise.h has the maps and says which side of a kink, and which slope of a NaN, is torch's.
+The slope of such a map has two values, so backward only needs one bit per element. torch keeps the input or the output,
+two or four bytes per element. Forward makes the bits in the pass that makes y. csrc/piecewise.h has the maps; at a kink
+and at a NaN it uses torch's slope.
 
-dx is linear in dy, so backward is a function that is its own backward, and can be differentiated any number of times.
+dx is linear in dy, so backward is its own backward, and can be differentiated any number of times.
 """
 
 import functools
@@ -29,7 +29,7 @@ from hfnn.ops.table import BENCH, real
 
 RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOID = range(8)
 
-# Of these, whose gradient has the layout of x (relu's: of y) whatever that of dy is; of the others torch asks dy first.
+# For these the gradient has the layout of x (relu's: of y), whatever dy's layout. For the others dy's layout decides.
 _LIKE_X = (RELU, LEAKY_RELU, CLAMP, THRESHOLD)
 
 _OPS: list[Op] = []
@@ -37,22 +37,22 @@ _OPS: list[Op] = []
 
 @dataclass(frozen=True)
 class Piecewise(Op):
-    """A row. numbers(input, *torch's arguments after it): those of `_compute` and `_gradient`, (kind, a, b, inside,
-    outside), or the first of them; None for torch's own op.
+    """A row. numbers(input, *torch's arguments after it): the numbers for `_compute` and `_gradient`, (kind, a, b,
+    inside, outside), or the first of them; None for torch's own op.
     """
 
     numbers: Callable = lambda input: None
 
     def run(self, input, prefer: str, arguments: tuple, keep: str = "bits"):
-        """The map of input by a kernel, keeping bits where a gradient is wanted; None where torch's own op is to run.
+        """The map of input by a kernel, keeping bits if a gradient is needed; None if torch's own op must run.
 
-        keep="output": y is kept, as torch does, by its own op.
+        keep="output": torch's own op runs and keeps y.
         """
         kernel = self.select(input, prefer=prefer)
         numbers = None if kernel is None or keep == "output" else table.numbers(self, input, *arguments)
         if numbers is None:
             return None
-        if numbers[0] == CLAMP and ambiguous(input):  # torch's gradient asks the strides of a comparison of it
+        if numbers[0] == CLAMP and ambiguous(input):  # torch's gradient uses the strides of a comparison of it
             return None
         kind, a, b, inside, outside = (*numbers, *_NUMBERS[len(numbers) :])
         if torch.is_grad_enabled() and input.requires_grad:
@@ -68,7 +68,7 @@ class _Piecewise(Function):
     @staticmethod
     def forward(ctx, x, before, kind, a, b, inside, outside, kernel):
         y, flags, strides = _compute(x, kind, a, b, kernel, True)
-        # torch's clamp has a choice of dy alone.
+        # torch's clamp selects from dy only.
         own, link = (None, None) if kind == CLAMP else links(x, before)
         ctx.save_for_backward(flags, link)
         ctx.set_materialize_grads(False)
@@ -84,7 +84,7 @@ class _Piecewise(Function):
 
 
 class _Gradient(Function):
-    """dx of dy, for a backward that is to be differentiated: linear in dy, so its own backward."""
+    """dx of dy, for a differentiable backward: linear in dy, so it is its own backward."""
 
     @staticmethod
     def forward(ctx, dy, flags, *how):
@@ -100,7 +100,7 @@ class _Gradient(Function):
 
 
 def _compute(x, kind, a, b, kernel, keep):
-    """(y, the bits or None, the strides whose memory the bits go along)"""
+    """(y, the bits or None, the strides whose memory order the bits follow)"""
     x = _dense(x)
     y = torch.empty_like(x) if kind == HARDTANH else like(x)  # as torch's own
     flags = x.new_empty(bits.size(x.numel()), dtype=torch.uint8) if keep else None
@@ -109,11 +109,11 @@ def _compute(x, kind, a, b, kernel, keep):
 
 
 def _gradient(dy, flags, kind, strides, given, inside, outside, kernel):
-    """dx. strides: whose memory the flags go along; given: those of x, or of what else torch has kept."""
+    """dx. strides: those whose memory order the flags follow; given: those of x, or of the tensor that torch keeps."""
     if torch.is_grad_enabled():
         return _Gradient.apply(dy, flags, kind, strides, given, inside, outside, kernel)
     if kind == CLAMP and 1 in dy.shape and not given == dy.stride() == strides:
-        # By torch's own op: strides of dimensions of size 1 go their own way there.
+        # By torch's own op, because its strides in dimensions of size 1 are special.
         return torch.where(bits.unpack(flags, (dy.numel(),)).as_strided(dy.shape, strides), dy, 0)
     in_step = laid(dy, strides)
     dx = like(in_step)
@@ -125,26 +125,27 @@ def _gradient(dy, flags, kind, strides, given, inside, outside, kernel):
 
 @functools.lru_cache(1024)
 def _strides(kind, shape, *strides):
-    """Those of torch's gradient, for those of dy and of what torch has kept, where dimensions of size 1 matter."""
+    """The strides of torch's gradient, from those of dy and of the tensor that torch keeps, if size-1 dimensions
+    matter."""
     dy, x = (torch.empty_strided(shape, each, device="meta") for each in strides)
     return result_strides(x, dy) if kind in _LIKE_X else result_strides(dy, x)
 
 
 @functools.lru_cache(1024)
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A bound as torch compares with it where it first rounds it to the dtype of x."""
+    """A bound after torch's rounding to the dtype of x, for ops that round before comparing."""
     return torch.tensor(real(value), dtype=torch.float64).to(dtype).item()
 
 
 def crossing(shape, generator, kinks):
-    """Random x of a scale that crosses the kinks, and none too near to one to be told from it in 16 bits."""
+    """Random x on a scale that crosses the kinks, and not too close to a kink to be distinct from it in 16 bits."""
     x = torch.randn(shape, generator=generator).mul_(3)
     for kink in kinks:
         x = torch.where((x - kink).abs() < 0.06, kink + 0.15, x)
     return x
 
 
-_DOCUMENT = """`{}`, keeping a bit an element instead of the input.
+_DOCUMENT = """`{}`, keeping one bit per element instead of the input.
 
 {}
 
@@ -154,7 +155,7 @@ what torch raises.
 
 
 def _row(name, text, torchs, base, reference, numbers, values=((),), kinks=lambda *options: options, keeps=(), **more):
-    """The function of an op, and its module where there is one. text: the definition, and whose.
+    """The function of an op, and its module if there is one. text: the definition and its source.
 
     values: options of the contract's cases; kinks(*options): where the slope jumps.
     """
@@ -237,10 +238,10 @@ def _clamp(x, min=None, max=None):
 
 
 def _bounds(input, min=None, max=None):
-    """The numbers of clamp, with bounds as torch compares with them, in the dtype of x.
+    """The numbers of clamp, with bounds in the dtype of x, as torch compares with them.
 
-    None for what torch is to deal with, or to refuse: a bound of another type, a NaN, a number that the dtype does not
-    hold, and no bound at all.
+    None for cases that torch must handle or refuse: a bound of another type, a NaN, a number outside the dtype's range,
+    and no bound at all.
     """
     if min is None and max is None:
         return None

@@ -1,4 +1,4 @@
-"""Optimizers whose step is one launch, in as few bytes as asked for: `hfnn.optim.AdamW` for `torch.optim.AdamW`, ..."""
+"""Optimizers whose step is one launch, with states of a chosen size: `hfnn.optim.AdamW` for `torch.optim.AdamW`, ..."""
 
 from hfnn.optim.adafactor import Adafactor
 from hfnn.optim.adam import Adam, AdamW

@@ -1,4 +1,4 @@
-"""Adafactor in a fixed number of launches: Shazeer & Stern, arXiv:1804.04235, as torch.optim.Adafactor has it.
+"""Adafactor in a fixed number of launches: Shazeer & Stern, arXiv:1804.04235, as in torch.optim.Adafactor.
 
 A parameter of two dimensions or more keeps averages of g^2 over the columns (`row_var`) and over the rows (`col_var`)
 of the matrices of its last two dimensions; another keeps its average of g^2 (`variance`). At step t, with b = t^decay:
@@ -7,8 +7,8 @@ of the matrices of its last two dimensions; another keeps its average of g^2 (`v
     V = row_var col_var / max(mean of row_var over rows, eps1);   u = g / sqrt(max(V, eps1^2))
     p = (1 - lr wd) p - max(eps2, RMS(p)) min(lr, 1 / sqrt(t)) / max(1, RMS(u) / d) u
 
-Nothing of a parameter's size is allocated: sums over tiles of 128 x 128 are, which is one number for 64 elements, for
-the time of a step; and nothing waits for the device.
+No memory of a parameter's size is allocated. Only sums over tiles of 128 x 128 are, one number per 64 elements, for the
+duration of a step. Nothing waits for the device.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from hfnn.optim.table import Entry, Table, local
 
 SIDE, SMALL = 128, 64  # as in csrc/adafactor.h
 TILE = SIDE * SIDE
-WIDEST = 1 << 27  # places in some rows of a matrix have 32 bits
+WIDEST = 1 << 27  # positions in some rows of a matrix have 32 bits
 
 KERNELS = (
     Kernel("triton", "hfnn.kernels.adafactor", "cuda"),
@@ -33,10 +33,10 @@ KERNELS = (
 
 
 class Layout:
-    """How the rows of a table are dealt out; csrc/adafactor.h has the words.
+    """How the rows of a table are distributed; csrc/adafactor.h defines the terms.
 
-    shapes: (N, 5) int64; tile_row (T,), block_row (K,): int32; work: how many numbers are kept meanwhile; small:
-    whether there are small matrices.
+    shapes: (N, 5) int64; tile_row (T,), block_row (K,): int32; work: the number of temporary numbers; small: whether
+    there are small matrices.
     """
 
     def __init__(self, table: Table):
@@ -67,9 +67,9 @@ class Layout:
 class Adafactor(Fused, torch.optim.Adafactor):
     """`torch.optim.Adafactor`: the same arguments and defaults, and those of `Fused`; `state_dtype` has no low bits.
 
-    Where a parameter is a DTensor or not contiguous, torch's own step runs, and `report()` says why; with options of
-    `Fused` a ValueError is raised: rows and columns would not be whole. (Of matrices in shards, torch 2.13 does not
-    take the norms: its RuntimeError is raised.)
+    If a parameter is a DTensor or not contiguous, torch's own step runs, and `report()` gives the reason. With options
+    of `Fused` a ValueError is raised, because rows and columns would not be whole. (torch 2.13 cannot take the norms of
+    sharded matrices: its RuntimeError is raised.)
     """
 
     kernels = KERNELS
@@ -90,7 +90,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
     def _numbers(self, group):
         eps1, eps2 = group["eps"]
         if eps1 is None:
-            # As torch: of the first parameter that has a gradient, for all of the group.
+            # As in torch: from the first parameter that has a gradient, for the whole group.
             first = next((p for p in group["params"] if p.grad is not None), None)
             eps1 = 0.0 if first is None else torch.finfo(first.dtype).eps
         options = MAXIMIZE * group["maximize"]

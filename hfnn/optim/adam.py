@@ -3,7 +3,7 @@
     g += wd p   (AdamW: p -= lr wd p);   m += (1 - b1)(g - m);   v = b2 v + (1 - b2) g g
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-m is `exp_avg`, v `exp_avg_sq`; with amsgrad, the largest v so far stands in for v (`max_exp_avg_sq`).
+m is `exp_avg`, v is `exp_avg_sq`; with amsgrad, the largest v so far replaces v (`max_exp_avg_sq`).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Stepping each parameter as soon as its gradient is there, so that the gradients are never all in memory at once."""
+"""Steps each parameter as soon as its gradient is complete, so the gradients are never all in memory at once."""
 
 import torch
 
@@ -6,17 +6,17 @@ from hfnn.optim.fused import Fused
 
 
 class InBackward:
-    """What `step_in_backward` returns: while it is attached, the optimizer steps within backward. See there."""
+    """The handle of `step_in_backward`: while it is attached, the optimizer steps within backward. See there."""
 
     def __init__(self, optimizer: Fused):
         self.optimizer = optimizer
-        self.stepped: set[torch.Tensor] = set()  # since optimizer.step() was called last
+        self.stepped: set[torch.Tensor] = set()  # since the last call of optimizer.step()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.hooks = [p.register_post_accumulate_grad_hook(self._step) for p in parameters]
         self.hooks.append(optimizer.register_step_pre_hook(self._count))
 
     def remove(self) -> None:
-        """Detach: gradients stay until `optimizer.step()` again. May be called more than once."""
+        """Detach: gradients stay until `optimizer.step()`, as usual. May be called more than once."""
         while self.hooks:
             self.hooks.pop().remove()
 
@@ -33,7 +33,7 @@ class InBackward:
         parameter.grad = None
 
     def _count(self, optimizer, args, kwargs) -> None:
-        """Before every `optimizer.step()`, which finds no gradients of the parameters stepped already."""
+        """Runs before every `optimizer.step()`, which finds no gradients for parameters that were already stepped."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             raise ValueError(
@@ -50,17 +50,18 @@ class InBackward:
 def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
     """Step each parameter inside backward, at the moment its gradient is complete, and free the gradient at once.
 
-    Returns a handle; `handle.remove()` undoes it. Meanwhile at most a few gradients exist at a time instead of all, and
-    each parameter is left as the ordinary step leaves it, bit for bit (but for the random bits of
-    `stochastic_rounding`). `optimizer.step()` must go on being called once after each backward, as schedulers and step
-    hooks need it to; it steps what still has a gradient: parameters that were frozen or not in the optimizer when
-    this was called. A changed learning rate holds from the next backward on.
+    Returns a handle; `handle.remove()` undoes it. Meanwhile only a few gradients exist at a time instead of all. Each
+    parameter gets the same value as in the ordinary step, bit for bit (except for the random bits of
+    `stochastic_rounding`). `optimizer.step()` must still be called once after each backward, because schedulers and
+    step hooks need it. It steps the remaining gradients: those of parameters that were frozen or not in the optimizer
+    when this was called. A changed learning rate takes effect at the next backward.
 
-    Works with `fully_shard`, whose gradients are reduced by then. Raises ValueError, for gradients are needed all
-    together, where `max_grad_norm` is set, for GradScaler, for a second backward before `optimizer.step()` (gradient
-    accumulation; checkpoints with `use_reentrant=True` around a tied parameter), for `optimizer.step(closure)`, for
-    parameters that are not sharded in a process group of several ranks (DDP averages gradients later), and for an
-    optimizer that is not hfnn's. `clip_grad_norm_` finds no gradients to clip, and cannot be told.
+    Works with `fully_shard`, whose gradients are already reduced by then. Raises ValueError where all gradients are
+    needed together: if `max_grad_norm` is set; for GradScaler; for a second backward before `optimizer.step()`
+    (gradient accumulation; checkpoints with `use_reentrant=True` around a tied parameter); for
+    `optimizer.step(closure)`; and for parameters that are not sharded in a process group of several ranks (DDP averages
+    gradients later). Also raises ValueError for an optimizer that is not hfnn's. `clip_grad_norm_` finds no gradients
+    to clip; this cannot be detected.
     """
     if not isinstance(optimizer, Fused):
         name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"

@@ -1,4 +1,4 @@
-"""The norm of gradients that are DTensors, each process with its shards."""
+"""The norm of DTensor gradients, where each process has its shards."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from hfnn.optim.table import local
 
 
 def check_one_mesh(params: list[Tensor]) -> None:
-    """Raises ValueError where a norm over all these parameters would not be the same on all ranks.
+    """Raises ValueError if a norm over all these parameters would not be the same on all ranks.
 
-    It is where all are sharded, or the same on all ranks, over one mesh; and where none is a DTensor.
+    It is the same if all parameters are sharded or replicated over one mesh, or if none is a DTensor.
     """
     meshes = {None if local(p) is p else p.device_mesh for p in params}
     if len(meshes) > 1:
@@ -23,8 +23,8 @@ def check_one_mesh(params: list[Tensor]) -> None:
 def total_squares(parts: list[tuple[tuple | None, Tensor]]) -> Tensor:
     """The sum of the squares of all gradients, (1,) float64 on the device of the first part.
 
-    parts: (what `sharding` says, a sum over local parts, 0-dim), in the same order on all ranks. What is sharded over a
-    dimension of the mesh is added up over it; what is replicated over it counts once.
+    parts: (result of `sharding`, a sum over local parts, 0-dim), in the same order on all ranks. Shards over a
+    dimension of the mesh are added up over it; replicas over it count once.
     """
     device, sums = parts[0][1].device, {}
     for shards, local_sum in parts:

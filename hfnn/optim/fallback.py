@@ -1,4 +1,4 @@
-"""What runs where no kernel does: the step of torch's class, or the definition in plain torch."""
+"""The fallback if no kernel runs: the step of torch's class, or the definition in plain torch."""
 
 import logging
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from hfnn.optim.table import StepPlan, fit, local, sharding
 
 log = logging.getLogger("hfnn")
 
-ASKED = "hfnn.use('torch')"  # a reason that is nobody's surprise
+ASKED = "hfnn.use('torch')"  # not logged: the user asked for torch
 _logged: set[str] = set()
 
 
 class Fallback(States):
-    """The part of `Fused` that does without kernels."""
+    """The part of `Fused` without kernels."""
 
     _ran: tuple[str, ...] = ()
     _norm: Tensor | None = None
 
     def _fall_back(self, plan: StepPlan, wanted: list[Tensor] | None) -> None:
-        """torch's own step, or, where that does not know what is kept, the definition in plain torch."""
+        """torch's own step, or the definition in plain torch if torch does not support the states."""
         self._ran = ("torch",)
         if plan.refusal != ASKED and plan.refusal not in _logged:
             _logged.add(plan.refusal)
@@ -41,7 +41,7 @@ class Fallback(States):
         self._reference_step(pairs)
 
     def _plain(self, pairs: list) -> bool:
-        """Whether torch's class can do this step: nothing is asked for that it does not know, no state is otherwise."""
+        """Whether torch's class can do this step: no options and no states that it does not support."""
         if not hasattr(super(), "_init_group") or any(getattr(self, name) not in (None, False) for name in OPTIONS):
             return False
         for p, _ in pairs:
@@ -57,7 +57,7 @@ class Fallback(States):
         return {*self.signs, "step"}
 
     def _torch_step(self, pairs: list, wanted: list[Tensor] | None) -> None:
-        """The step of torch's class, without its hooks, and after a GradScaler as the scaler itself would do it."""
+        """The step of torch's class without its hooks; with a GradScaler, as the scaler itself would do it."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is not None and found.item():
             return
@@ -81,7 +81,7 @@ class Fallback(States):
             self.__dict__.update(mine)
 
     def _rule(self, p: Tensor) -> Callable:
-        """The rule for p in plain torch: see `Fused`. What needs more of p than this process has says how to get it."""
+        """The rule for p in plain torch: see `Fused`. Rules that need more of p than this process has override this."""
         return self._update
 
     def _reference_step(self, pairs: list) -> None:
@@ -107,7 +107,7 @@ class Fallback(States):
 
 
 def _beyond(x: Tensor, g: Tensor) -> str | None:
-    """What not even the definition takes."""
+    """Why even the definition does not support an input, or None."""
     if not x.is_floating_point():
         return f"takes real parameters, got {x.dtype}"
     return None if g.layout is torch.strided else f"takes dense gradients, got {g.layout}"

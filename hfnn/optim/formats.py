@@ -1,13 +1,13 @@
 """The low-bit formats of optimizer states, and the float32 master of a bfloat16 parameter, in plain torch.
 
-`csrc/optim.h` defines them; here they are for state dicts, for states that were kept otherwise before, and for tests.
+`csrc/optim.h` defines them. This version is for state dicts, for states kept in another format before, and for tests.
 Blocks are of BLOCK consecutive elements, the last one shorter:
 
     scale = the x of largest magnitude in the block,   x ~ value(code) * scale,   value(code) about (m / most m)^3
 
-with whole numbers m, from -127 to 128 or, where no sign is needed, from 1 to 256; of "4bit" from -7 to 8, or to 16.
-After the blockwise codes of Dettmers et al. 2022, arXiv:2110.02861, and Li et al. 2023, arXiv:2309.01507. Tensors here
-are flat.
+with integers m from -127 to 128, or from 1 to 256 if no sign is needed; for "4bit" from -7 to 8, or from 1 to 16. After
+the blockwise codes of Dettmers et al. 2022, arXiv:2110.02861, and Li et al. 2023, arXiv:2309.01507. Tensors here are
+flat.
 """
 
 import functools
@@ -17,12 +17,12 @@ from torch import Tensor
 
 BLOCK = 256
 LOW = ("8bit", "4bit")
-SMALL = 4096  # elements: smaller tensors stay float32, where nothing is to be saved
-LEAST = 2.0**-100  # of a scale but 0
+SMALL = 4096  # elements: smaller tensors stay float32, because little would be saved
+LEAST = 2.0**-100  # the smallest scale except 0
 
 
 def _shape(format: str, signed: bool) -> tuple[int, int, float]:
-    """How many codes there are, the code of m = 0, and the unit of m in which its bits are a third of 4 value's."""
+    """The number of codes, the code of m = 0, and the unit of m in which its bits are a third of those of 4 value."""
     bits = {"8bit": 8, "4bit": 4}[format]
     return 2**bits, 2 ** (bits - 1) - 1 if signed else -1, 2.0 ** -(bits + 84 - signed)
 
@@ -36,15 +36,15 @@ def values(format: str, signed: bool) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """x as float32 rows of BLOCK elements, zeros behind the last one."""
+    """x as float32 rows of BLOCK elements, padded with zeros."""
     return torch.nn.functional.pad(x.float(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def encode(x: Tensor, format: str, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes uint8, scale float32) of x: (numel,) or, for "4bit", (ceil(numel / 2),); and (ceil(numel / BLOCK),).
 
-    What `decode` gives has the same codes and scales again. A block with something that is not finite becomes NaN, and
-    one of nothing but magnitudes under LEAST becomes 0.
+    The result of `decode` has the same codes and scales again. A block with a non-finite value becomes NaN, and one
+    with only magnitudes under LEAST becomes 0.
     """
     _, zero, unit = _shape(format, signed)
     blocks = _blocks(x) if signed else _blocks(x).abs()
@@ -55,7 +55,7 @@ def encode(x: Tensor, format: str, signed: bool) -> tuple[Tensor, Tensor]:
     inverse = torch.where(scale.abs() > 0, (scale.abs() / 4).reciprocal(), 0.0)
     third = ((blocks.abs() * inverse[:, None]).nan_to_num(0).view(torch.int32) // 3).view(torch.float32)
     m = third.copysign(blocks) * (1 / unit) * torch.where(scale < 0, -1.0, 1.0)[:, None]
-    # float32 numbers between 2^23 and twice that are whole.
+    # float32 numbers between 2^23 and 2^24 are integers.
     codes = ((m + (2.0**23 + zero)).clamp(min=2.0**23) - 2.0**23).to(torch.uint8).view(-1)
     if format == "8bit":
         return codes[: x.numel()].clone(), scale

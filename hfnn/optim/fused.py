@@ -1,9 +1,9 @@
-"""`Fused`: what turns an optimizer of `torch.optim` into one whose step is one launch over all its parameters.
+"""`Fused`: turns an optimizer of `torch.optim` into one whose step is one launch over all its parameters.
 
-A class names its rule and what it keeps (see `Fused`); the rest is here and in `state.py`: states are made, or taken
-over from torch's, at the first step; tables are kept while addresses stay (`table.py`); and where no kernel takes a
-parameter, torch's own step runs, with the reason in `report()`. Nothing relies on `__init__` having run: an optimizer
-of torch becomes one of hfnn by `optimizer.__class__ = hfnn.optim.AdamW`.
+A class names its rule and its states (see `Fused`). The rest is here and in `state.py`. States are created, or taken
+over from torch, at the first step. Tables are kept while addresses do not change (`table.py`). If no kernel accepts a
+parameter, torch's own step runs, with the reason in `report()`. Nothing relies on `__init__`: a torch optimizer becomes
+one of hfnn by `optimizer.__class__ = hfnn.optim.AdamW`.
 """
 
 import torch
@@ -33,13 +33,13 @@ class Fused(Fallback):
 
     state_dtype: None (the parameter's dtype, as torch), torch.float32, torch.bfloat16, "8bit" or "4bit";
     master: None, or "remainder": 16 further bits make bfloat16 parameters float32 in all but name;
-    stochastic_rounding: of parameters of 16 bits; drawn from torch's generator, so a run that is to continue the same
-    saves and restores that generator's state, too;
-    max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_`, but within the step, so that `.grad` is
-    left as it is; `grad_norm` is their norm before;
+    stochastic_rounding: of 16-bit parameters. It draws from torch's generator, so a run that must resume exactly also
+    saves and restores that generator's state;
+    max_grad_norm: gradients are clipped as in `torch.nn.utils.clip_grad_norm_`, but within the step, so `.grad` does
+    not change; `grad_norm` is their norm before clipping;
     ema_decay: keeps a float32 average of each parameter, ema += (1 - ema_decay) (p - ema), in `state[p]["ema"]`.
 
-    A class that mixes it in says:
+    A class that mixes it in defines:
         rule: the number of its rule in `csrc/optim.h`;
         signs: of each state by name, whether it may be negative;
         counts: whether it keeps `step`;
@@ -48,7 +48,7 @@ class Fused(Fallback):
         _numbers(group): the group's row of `hyper`, of HYPER floats or tensors of one element;
         _update(p, g, states, numbers, step, first): the rule in plain torch, in place on p and states; or
             _rule(p), which returns that for a parameter;
-    and may say otherwise what is launched for a table (`_launch`) and how a row is made (`_entry`).
+    and may override the launch for a table (`_launch`) and the making of a row (`_entry`).
     """
 
     kernels = KERNELS
@@ -109,11 +109,11 @@ class Fused(Fallback):
             self._step(None)
         return loss
 
-    step.hooked = True  # what torch asks before it wraps a class's step
+    step.hooked = True  # torch checks this before it wraps a class's step
 
     @torch.no_grad()
     def step_parameters(self, params: list[Tensor]) -> None:
-        """A step of these parameters alone; hooks of `step` do not run. They must be this optimizer's."""
+        """A step of only these parameters, which must belong to this optimizer; hooks of `step` do not run."""
         product.keep(params)
         self._step(list(params))
 
@@ -123,7 +123,7 @@ class Fused(Fallback):
         options = self._options()
         if capturing():
             self._check_capturable()
-            # What a graph works on is in its own memory and filled by its replays: of no use to steps outside of it.
+            # A graph works on its own memory, which its replays fill. Steps outside of it cannot use that memory.
             plan = self._plan(params, options, wanted, {})
             self.__dict__.setdefault("_captured", []).append(plan)
         else:
@@ -149,7 +149,7 @@ class Fused(Fallback):
         return list(self.state.values()) if wanted is None else [self.state.get(p) for p in wanted]
 
     def _options(self) -> tuple:
-        """What tables depend on, besides tensors."""
+        """The dependencies of tables besides tensors."""
         names = tuple([self._names(group) for group in self.param_groups])
         return (
             kernels.forced(),
@@ -161,7 +161,7 @@ class Fused(Fallback):
         )
 
     def _plan(self, params: list[Tensor], options: tuple, wanted, settings: dict) -> StepPlan:
-        """The tables for these parameters, as far as they have gradients, or why there are none."""
+        """The tables for the parameters with gradients, or why there are none."""
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         if foreign := [p for p in params if id(p) not in numbers]:
             raise ValueError(f"a parameter of shape {tuple(foreign[0].shape)} is in no group of this optimizer")
@@ -190,7 +190,7 @@ class Fused(Fallback):
             plan.remember(grads, fitted, self._states_of(wanted), written)
         return plan
 
-    # Which kernel, and why none.
+    # Choice of the kernel, or the reason for none.
 
     def _kernel(self, device: torch.device, dtypes: set) -> Kernel | None:
         forced = kernels.forced()
@@ -200,7 +200,7 @@ class Fused(Fallback):
         return None
 
     def _refusal(self, pairs: list[tuple[Tensor, Tensor]]) -> str | None:
-        """Why not all of these parameters with their gradients go to kernels, or None."""
+        """Why kernels cannot process all of these parameters and gradients, or None."""
         if any(group.get("differentiable") for group in self.param_groups):
             raise ValueError("differentiable=True: a kernel's step has no graph; use torch.optim's class for that")
         kinds: dict[torch.device, set] = {}
@@ -225,7 +225,7 @@ class Fused(Fallback):
                 return why
         return None
 
-    # What a step does.
+    # The step.
 
     def _run(self, plan: StepPlan) -> None:
         tables = plan.tables
@@ -239,13 +239,13 @@ class Fused(Fallback):
         squares = self._total(tables) if self.max_grad_norm is not None else None
         for table in tables:
             self._launch(table, table.squares if squares is None else squares.to(table.rows.device))
-        # Autograd is told what kernels have written to, as torch tells it of its own; where it takes no waiting for the
-        # device to know, not of a step that a GradScaler leaves out.
+        # Version counters of tensors that kernels have written to are increased, as torch does. They are not increased
+        # for a step that a GradScaler skips, if this is known without waiting for the device.
         if found is None or not (found.is_cpu and found.item()):
             torch.autograd.graph.increment_version(plan.written)
         self._ran = tuple(sorted({table.kernel.name for table in tables}))
         self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
-        # Asks the device once at most, at the first step of rows that it fills and that may have been left out.
+        # Waits for the device at most once, at the first step of rows, which may have been skipped.
         if any(table.first for table in tables):
             if found is not None and found.item():
                 self._forget_unwritten(plan)
@@ -254,7 +254,7 @@ class Fused(Fallback):
                     table.written()
 
     def _forget_unwritten(self, plan: StepPlan) -> None:
-        """Drop the states that the first step was to fill, so that whatever comes next finds none, as under torch."""
+        """Drop the states that the skipped first step would have filled, so that later code finds none, as in torch."""
         for table, places in zip(plan.tables, plan.places, strict=True):
             for entry, i in zip(table.entries, places.tolist(), strict=True):
                 if entry.first:
@@ -263,7 +263,7 @@ class Fused(Fallback):
                         state.pop(name, None), state.pop(name + "_scale", None)
 
     def _launch(self, table: Table, squares: Tensor | None) -> None:
-        """One step of all rows of a table; `squares` add up to that of the gradients' norm, where they are clipped."""
+        """One step of all rows of a table; `squares` add up to the squared gradient norm if gradients are clipped."""
         kernel, rows, settings = table.kernel, table.rows, table.settings
         kernel.update(
             rows, table.owner, settings.hyper, settings.control, squares, self.rule,
@@ -271,7 +271,7 @@ class Fused(Fallback):
         )  # fmt: skip
 
     def _keeping(self, rows: Tensor, counters: int) -> tuple[float, int, int]:
-        """(ema_decay, seed, offset) as kernels take them, for so many counters of Philox."""
+        """(ema_decay, seed, offset) for kernels, for this many Philox counters."""
         decay = -1.0 if self.ema_decay is None else self.ema_decay
         if not self.stochastic_rounding:
             return decay, -1, 0
@@ -281,7 +281,7 @@ class Fused(Fallback):
         return decay, seed, offset
 
     def _total(self, tables: list[Table]) -> Tensor | None:
-        """The sum of squares over all tables and processes; None where the one table's partial sums say it all."""
+        """The sum of squares over all tables and processes; None if the partial sums of a single table are enough."""
         if len(tables) == 1 and tables[0].shards is None:
             return None
         return total_squares([(table.shards, table.squares.sum()) for table in tables])
@@ -291,7 +291,7 @@ class Fused(Fallback):
         return memory(self)
 
     def report(self) -> str:
-        """What ran at the last step and how states are kept, or why no kernel ran, as text."""
+        """A text: what ran at the last step and how states are kept, or why no kernel ran."""
         plan = self.__dict__.get("_plans", {}).get(None)
         name = type(self).__name__
         if plan is None:
@@ -310,7 +310,7 @@ class Fused(Fallback):
 
 
 def check_numbers(lr, betas, eps: float, weight_decay: float) -> None:
-    """Raises ValueError as torch's constructors do, for optimizers that torch has no class for."""
+    """Raises ValueError as torch's constructors do, for optimizers without a torch class."""
     if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not eps >= 0.0:
@@ -323,7 +323,7 @@ def check_numbers(lr, betas, eps: float, weight_decay: float) -> None:
 
 
 def _strange(x: Tensor, others: list) -> str | None:
-    """What about a parameter or what goes with it, its gradient and its states, no kernel takes, or None."""
+    """Why no kernel accepts a parameter, its gradient or its states, or None."""
     if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and type(x) is not Tensor:
         return f"kernels take torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
     for other in (x, *others):

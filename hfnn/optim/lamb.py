@@ -4,7 +4,7 @@
     u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p
     p -= lr |p| / |u| u
 
-with the Euclidean norms of a whole parameter; the ratio is 1 where one of them is 0. m is `exp_avg`, v `exp_avg_sq`.
+with the Euclidean norms of a whole parameter; the ratio is 1 if one of them is 0. m is `exp_avg`, v is `exp_avg_sq`.
 """
 
 import functools
@@ -42,11 +42,12 @@ def reference(p, g, states, numbers, step, first, total) -> None:
 
 
 class LAMB(Fused, torch.optim.Optimizer):
-    """LAMB, with the arguments that torch.optim's classes have, those of apex's FusedLAMB, and those of `Fused`.
+    """LAMB, with the usual arguments of torch.optim, those of apex's FusedLAMB, and those of `Fused`.
 
-    bias_correction: divide m and v by 1 - b^t; grad_averaging: m averages gradients (b1 m + (1 - b1) g), without it, it
-    adds them up (b1 m + g); adam_w_mode: weight decay is added to u, without it to g; use_nvlamb: parameters without
-    weight decay have the ratio |p| / |u|, too, and not 1. `max_grad_norm` is that of `Fused`: None, where apex has 1.0.
+    bias_correction: divide m and v by 1 - b^t; grad_averaging: m averages gradients (b1 m + (1 - b1) g); without it, m
+    sums them (b1 m + g); adam_w_mode: weight decay is added to u; without it, to g; use_nvlamb: parameters without
+    weight decay also use the ratio |p| / |u| instead of 1. `max_grad_norm` is that of `Fused`: its default is None;
+    apex has 1.0.
 
     Raises ValueError for a negative lr, eps or weight_decay, and for betas outside of [0, 1).
     """

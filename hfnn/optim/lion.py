@@ -2,7 +2,8 @@
 
     p -= lr wd p;   p -= lr sign(b1 m + (1 - b1) g);   m += (1 - b2)(g - m)
 
-m is `exp_avg`. The paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+m is `exp_avg`. The paper uses a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same
+factor.
 """
 
 import torch
@@ -12,7 +13,7 @@ from hfnn.optim.fused import Fused, check_numbers
 
 
 class Lion(Fused, torch.optim.Optimizer):
-    """Lion, with the arguments that torch.optim's classes have, and those of `Fused`.
+    """Lion, with the usual arguments of torch.optim, and those of `Fused`.
 
     Raises ValueError for a negative lr or weight_decay, and for betas outside of [0, 1).
     """

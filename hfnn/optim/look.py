@@ -1,6 +1,6 @@
-"""What a step asks about the tensors that its table was made for; csrc/optim_look.h holds the contract.
+"""The check of the tensors that a step's table was made for; csrc/optim_look.h has the contract.
 
-It is asked at every step, of all parameters, so C++ answers where it is built; here is the same in Python.
+It runs at every step for all parameters, so C++ does it if it is built. This is the same in Python.
 """
 
 from array import array
@@ -15,13 +15,13 @@ _address, _numel, _contiguous = _base.data_ptr, _base.numel, _base.is_contiguous
 
 
 def look_in_python(params: list[Tensor], grads: list[Tensor | None] | None = None) -> tuple | None:
-    """`look`, with layouts that are not bytes, and that are told apart as far as a row cares."""
+    """`look`, with layouts that are not bytes, compared only as far as a row depends on them."""
     grads = [p.grad for p in params] if grads is None else grads
     which = [i for i, g in enumerate(grads) if g is not None]
     there = [*params, *[grads[i] for i in which]]
     try:
         addresses, n = list(map(_address, there)), len(params)
-    except RuntimeError:  # of a sparse tensor, which has none
+    except RuntimeError:  # a sparse tensor has none
         return None
     moving = addresses[n:]
     if len(which) < n:
@@ -41,7 +41,7 @@ def same_in_python(items: list, kept: list) -> bool:
 
 
 def flat_values(items: list) -> list:
-    """The items, then the values of those that are dicts."""
+    """The items, then the values of dicts among them."""
     return [*items, *chain.from_iterable([item.values() for item in items if isinstance(item, dict)])]
 
 

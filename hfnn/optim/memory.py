@@ -1,4 +1,4 @@
-"""What an optimizer and what it works on keep: `optimizer.memory()`."""
+"""The memory of an optimizer, its parameters and gradients: `optimizer.memory()`."""
 
 from torch import Tensor
 
@@ -6,10 +6,10 @@ from hfnn.optim.table import local
 
 
 class Memory(dict):
-    """Bytes by kind, in the order of the table that it prints; `numel` elements of parameters share them.
+    """Bytes by kind, in the order of the printed table; numel: the number of parameter elements.
 
     The kinds are "parameter", "gradient", the names of the states, "scales" of all low-bit states, "remainder", "ema"
-    and "step", as far as they are there, and "total". What two tensors share is counted once for each.
+    and "step", if they exist, and "total". Memory that two tensors share is counted for each.
     """
 
     numel = 0
@@ -22,7 +22,7 @@ class Memory(dict):
 
 
 def memory(optimizer) -> Memory:
-    """Count the bytes on this process; of a DTensor, those of its local part."""
+    """Count the bytes in this process; for a DTensor, those of its local part."""
     found = Memory(parameter=0, gradient=0)
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -1,7 +1,6 @@
-"""One step in plain torch, for any dtype, device and format: the definition of `csrc/optim.h`, a parameter at a time.
+"""One step in plain torch, for any dtype, device and format: the definition in `csrc/optim.h`, one parameter at a time.
 
-It runs where no kernel does and torch's own class does not know the formats. It waits for the device, where a kernel
-would not.
+It runs if no kernel does and torch's own class does not support the formats. Unlike a kernel, it waits for the device.
 """
 
 import math
@@ -17,7 +16,7 @@ MAXIMIZE, DECOUPLED, AMSGRAD, NESTEROV = 1, 2, 4, 8  # of the sixth number of a 
 
 
 def square_sum(grads: list[Tensor], grad_scale: float) -> Tensor:
-    """The sum of the squares of all elements, float64, of gradients that are still to be divided by grad_scale."""
+    """The sum of the squares of all elements, float64, of gradients not yet divided by grad_scale."""
     total = sum((g.double() / grad_scale).square().sum() for g in grads)
     return torch.as_tensor(total, dtype=torch.float64)
 
@@ -26,8 +25,8 @@ def step(
     entry: Entry, grad: Tensor, update: Callable, numbers: list[float], signed: list[bool], factor: float,
     stochastic: bool, ema_decay: float | None,
 ) -> None:  # fmt: skip
-    """One step of one parameter; `factor` is what its gradient is multiplied by, sign and scale and clipping."""
-    whole = like(entry.param, entry.param)  # a copy where there are gaps
+    """One step of one parameter; `factor` multiplies its gradient: sign, scale and clipping."""
+    whole = like(entry.param, entry.param)  # a copy if there are gaps
     x = flat(whole)
     work = torch.float64 if x.dtype is torch.float64 else torch.float32
     p = x.to(work, copy=True) if entry.remainder is None else formats.join(x, flat(entry.remainder))
@@ -68,11 +67,11 @@ def _write(entry: Entry, i: int, state: Tensor, signed: bool) -> None:
 
 
 def _stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 x, rounded to one of its two neighbours among the numbers of 16 bits, such that its mean is x."""
+    """float32 x, rounded to one of its two 16-bit neighbours such that the expected value is x."""
     bits = 16 if dtype is torch.bfloat16 else 13
     noise = torch.randint(0, 1 << bits, x.shape, dtype=torch.int32, device=x.device)
     cut = ((x.view(torch.int32) + noise) >> bits << bits).view(torch.float32)
-    # float16 has fewer exponents: what is not one of its normal numbers is rounded to nearest.
+    # float16 has fewer exponents: values outside its normal range are rounded to nearest.
     normal = x.isfinite() & (x.abs() >= torch.finfo(dtype).tiny) & (x.abs() <= torch.finfo(dtype).max)
     return torch.where(normal, cut, x)
 
@@ -94,7 +93,7 @@ def adam(p, g, states, numbers, step, first) -> None:
 
 
 def sgd(p, g, states, numbers, step, first) -> None:
-    """SGD with momentum as torch has it: Sutskever et al., ICML 2013, with the learning rate outside of the buffer."""
+    """SGD with momentum as in torch: Sutskever et al., ICML 2013, with the learning rate outside of the buffer."""
     lr, momentum, dampening, _, decay, options = numbers[:6]
     if options & DECOUPLED:
         p.sub_(p * (lr * decay))

@@ -23,7 +23,7 @@ class SGD(Fused, torch.optim.SGD):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def _fills(self, group):
-        # Without dampening, averaging into zeros gives the gradient itself, and there is no first step to be told.
+        # Without dampening, averaging into zeros gives the gradient itself, so the first step needs no special case.
         return group["dampening"] != 0
 
     def _numbers(self, group):

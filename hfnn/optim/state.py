@@ -1,8 +1,8 @@
-"""What an optimizer of hfnn keeps for a parameter: how it begins, how it is taken over, how it goes into a state dict.
+"""The states of an hfnn optimizer: how they are created, taken over from torch, and written to a state dict.
 
-`optimizer.state[p]` has torch's names. A state in a low-bit format is uint8 codes in one dimension, with float32
-`<name>_scale` beside it; all others have the parameter's shape and lie in memory as it does, and for a DTensor are
-DTensors. `step` is float32 on the parameter's device. `state_dict()` speaks torch's language alone, see `States`.
+`optimizer.state[p]` has torch's names. A state in a low-bit format is one-dimensional uint8 codes, with a float32
+`<name>_scale`. All others have the parameter's shape and memory layout; for a DTensor they are DTensors. `step` is
+float32 on the parameter's device. `state_dict()` returns only torch's formats, see `States`.
 """
 
 from collections import defaultdict
@@ -18,18 +18,18 @@ _FIRST = "hfnn"  # our hooks among torch's, whose keys are numbers
 
 
 class _Kept:
-    """A tensor that torch's `load_state_dict` is to leave alone, where it would cast it to the parameter's dtype."""
+    """A tensor that torch's `load_state_dict` must not cast to the parameter's dtype."""
 
     def __init__(self, value: Tensor):
         self.value = value
 
 
 class States:
-    """The part of `Fused` that keeps states.
+    """The part of `Fused` for states.
 
-    `state_dict()` gives what torch's class would: low-bit states as the float32 tensors that they stand for, which
-    `load_state_dict` turns into the same codes again, and `step` where torch keeps it. Besides, `remainder` (int16) and
-    `ema` (float32). A state in float32 of a bfloat16 parameter stays float32 both ways.
+    `state_dict()` returns the same as torch's class: low-bit states as the float32 tensors that they represent, which
+    `load_state_dict` turns into the same codes again, and `step` where torch keeps it. In addition it has `remainder`
+    (int16) and `ema` (float32). A float32 state of a bfloat16 parameter stays float32 in both directions.
     """
 
     signs: dict[str, bool] = {}
@@ -41,13 +41,13 @@ class States:
     ema_decay: float | None = None
 
     def _fills(self, group: dict) -> bool:
-        """Whether the first step fills the states, where later ones average into them."""
+        """Whether the first step fills the states; later steps average into them."""
         return False
 
-    # How states begin, and are taken over.
+    # Creating states, and taking them over.
 
     def _entry(self, p: Tensor, number: int) -> Entry:
-        """The row of p, of group `number`, with all states that it has to have."""
+        """The row of p in group `number`, with all required states."""
         names = self._names(self.param_groups[number])
         x = local(p)
         if not names and not self.counts and self.ema_decay is None and self.master is None:
@@ -79,18 +79,18 @@ class States:
         )  # fmt: skip
 
     def _format(self, p: Tensor, present: list[Tensor]):
-        """The format for the states of p: the one asked for, or what torch takes; the same for all shards of p."""
+        """The format for the states of p: the requested one, or torch's; the same for all shards of p."""
         x = local(p)
         if self.state_dtype in formats.LOW:
             return self.state_dtype if p.numel() >= formats.SMALL else torch.float32
         if self.state_dtype is not None:
             return self.state_dtype
-        # More than torch would keep is what somebody loaded: no bits are lost.
+        # Loaded states may be wider than torch's: no bits are lost.
         wide = any(s.dtype is torch.float32 for s in present)
         return torch.float32 if wide and x.element_size() < 4 else x.dtype
 
     def _keep(self, p: Tensor, state: dict, name: str, format) -> None:
-        """Let state[name] of p be in this format, whatever it is now, and whether it is there or not."""
+        """Convert state[name] of p to this format, or create it."""
         x, value, signed = local(p), state.get(name), self.signs[name]
         low = format in formats.LOW
         if value is None:
@@ -112,7 +112,7 @@ class States:
             state[name] = _wrap(p, value.to(format))
 
     def _decoded(self, x: Tensor, state: dict, name: str) -> Tensor:
-        """A low-bit state of x as float32 of its shape."""
+        """A low-bit state of x as float32 in x's shape."""
         codes, numel = state[name], x.numel()
         format = "8bit" if codes.numel() == numel else "4bit"
         value = torch.empty_like(x, dtype=torch.float32)
@@ -120,7 +120,7 @@ class States:
         return value
 
     def _count(self, params: list[Tensor]) -> None:
-        """Give each parameter a `step` as the kernels want it: those that are made here share one piece of memory."""
+        """Give each parameter a `step` for the kernels; those made here share one allocation."""
         new: dict[torch.device, list] = defaultdict(list)
         for p in params:
             device, step = local(p).device, self.state[p].get("step")
@@ -136,7 +136,7 @@ class States:
     # State dicts, pickles and copies.
 
     def state_dict(self):
-        """What torch's class would give: see `States`."""
+        """The state dict that torch's class would return: see `States`."""
         return _with_hook(self._optimizer_state_dict_post_hooks, _export, False, super().state_dict)
 
     def load_state_dict(self, state_dict) -> None:
@@ -144,7 +144,7 @@ class States:
         _with_hook(self._optimizer_load_state_dict_pre_hooks, _protect, True, super().load_state_dict, state_dict)
 
     def __getstate__(self):
-        # Each step by itself: what is a view of one piece of memory would be pickled with all of it.
+        # Each step separately: a view of shared memory would be pickled with all of it.
         state = defaultdict(dict)
         for p, values in self.state.items():
             state[p] = _apart(values) if isinstance(values, dict) else values
@@ -179,19 +179,19 @@ class States:
         return state
 
     def _exported(self, p: Tensor, values: dict) -> dict:
-        """The state of p as torch would have it."""
+        """The state of p in torch's format."""
         state = {name: value for name, value in values.items() if name.removesuffix("_scale") not in self.signs}
         for name in self.signs.keys() & values.keys():
             value = values[name]
             low = isinstance(value, Tensor) and value.dtype is torch.uint8
             state[name] = _wrap(p, self._decoded(local(p), values, name)) if low else value
         if "remainder" in state and local(p) is not p:
-            state["remainder"] = state["remainder"].to(torch.int32)  # int16 is what no backend gathers from its ranks
+            state["remainder"] = state["remainder"].to(torch.int32)  # no backend can gather int16
         return {name: state[name] for name in values if name in state}
 
 
 def _with_hook(hooks, hook, last: bool, function, *args):
-    """function(*args), with `hook` among the optimizer's hooks meanwhile: before all others, or behind them."""
+    """function(*args), with `hook` temporarily among the optimizer's hooks: before all others, or after them."""
     hooks[_FIRST] = hook
     hooks.move_to_end(_FIRST, last=last)
     try:
@@ -201,7 +201,7 @@ def _with_hook(hooks, hook, last: bool, function, *args):
 
 
 def _export(optimizer, state_dict: dict) -> dict:
-    """A hook of `state_dict`: the states as torch would have them."""
+    """A hook of `state_dict`: the states in torch's format."""
     owners, number = {}, 0
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         owners.update((i, (p, group)) for i, p in zip(packed["params"], group["params"], strict=True))
@@ -215,7 +215,7 @@ def _export(optimizer, state_dict: dict) -> dict:
         key: optimizer._exported(owners[key][0], values) if key in owners else values
         for key, values in state_dict["state"].items()
     }
-    # All steps of a device in one transfer, then each in memory of its own.
+    # All steps of a device in one transfer, then each in its own memory.
     for (_, at), found in steps.items():
         together = torch.stack([step for _, step in found]).to(at)
         for (number, _), step in zip(found, together.unbind(), strict=True):
@@ -224,7 +224,7 @@ def _export(optimizer, state_dict: dict) -> dict:
 
 
 def _protect(optimizer, state_dict: dict) -> dict:
-    """A hook of `load_state_dict`: torch is to cast no state but `step`, of which no two optimizers share one."""
+    """A hook of `load_state_dict`: torch must not cast any state but `step`, which optimizers do not share."""
 
     def kept(name, value):
         if not isinstance(value, Tensor):
@@ -248,7 +248,7 @@ def _codes(numel: int, format: str) -> int:
 
 
 def _wrap(p: Tensor, x: Tensor) -> Tensor:
-    """x, a local tensor, as what p is: a DTensor where p is one."""
+    """x, a local tensor, as a DTensor if p is one."""
     if local(p) is p:
         return x
     from torch.distributed.tensor import DTensor
@@ -257,7 +257,7 @@ def _wrap(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _like(p: Tensor, value: Tensor) -> Tensor:
-    """value, copied where it does not lie in memory as p does."""
+    """value, copied if its memory layout differs from p's."""
     return value if order(local(value)) == order(local(p)) else _wrap(p, like(local(value), local(p)))
 
 

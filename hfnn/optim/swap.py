@@ -1,7 +1,8 @@
-"""`hfnn.convert(optimizer)` and `hfnn.revert(optimizer)`: the class of a living optimizer, changed and changed back.
+"""`hfnn.convert(optimizer)` and `hfnn.revert(optimizer)`: change the class of an existing optimizer, and change it
+back.
 
-It stays the same object, with its parameter groups, states, step counts and hooks, so whatever holds it (a scheduler,
-a GradScaler, a trainer) holds it still. `examine` gives the verdict and is all that decides; `hfnn.report` prints it.
+It stays the same object, with its parameter groups, states, step counts and hooks. So everything that holds it (a
+scheduler, a GradScaler, a trainer) still works. `examine` alone decides; `hfnn.report` prints its verdict.
 """
 
 import functools
@@ -20,7 +21,7 @@ from hfnn.patterns.subclass import make_subclass
 
 
 def _torch_class(cls: type) -> type | None:
-    """The class of torch.optim that a class is, or derives from, or None."""
+    """The torch.optim class that a class is or derives from, or None."""
     return next((c for c in cls.__mro__ if _of_torch(c) and c is not Optimizer), None)
 
 
@@ -28,7 +29,7 @@ def _of_torch(x) -> bool:
     return f"{x.__module__}.".startswith("torch.optim.")
 
 
-# torch's class -> hfnn's of that name: read from the index of optimizers.
+# torch's class -> hfnn's class of that name, from the index of optimizers.
 ROOMS = {
     _torch_class(cls): cls
     for cls in vars(optim).values()
@@ -36,15 +37,15 @@ ROOMS = {
 }
 
 
-# What hfnn's classes put on an instance, besides their options.
+# Attributes that hfnn's classes set on an instance, besides their options.
 _OURS = ("_plans", "_captured", "_settings", "_norm", "_ran", "_step_supports_amp_scaling")
 
 
 def convert(optimizer: Optimizer, **options) -> Optimizer:
     """Change the class of an optimizer to hfnn's, in place, and set its options; returns it. See `hfnn.convert`.
 
-    One that cannot be changed is left as it is, with the reason logged; ValueError where options were asked of it, and
-    for options that do not exist.
+    If it cannot be changed, it is left as it is and the reason is logged; with options this raises ValueError, as do
+    unknown options.
     """
     inner = _inside(optimizer)
     if isinstance(inner, Fused):
@@ -70,8 +71,8 @@ def convert(optimizer: Optimizer, **options) -> Optimizer:
 def revert(optimizer: Optimizer) -> Optimizer:
     """Give a converted optimizer torch's class again, in place, with its states as torch keeps them; returns it.
 
-    States have the dtype of their parameter, those in 8 or 4 bits decoded. A remainder is dropped: the parameter is
-    what it was rounded to. One that torch has no class for (`hfnn.optim.Lion`) stays as it is.
+    States get the dtype of their parameter; 8-bit and 4-bit states are decoded. A remainder is dropped: the parameter
+    keeps its rounded value. An optimizer without a torch class (`hfnn.optim.Lion`) stays as it is.
     """
     inner = _inside(optimizer)
     cls = original(type(inner))
@@ -85,13 +86,13 @@ def revert(optimizer: Optimizer) -> Optimizer:
     for name in (*OPTIONS, *_OURS):
         vars(inner).pop(name, None)
     if all(group.get("fused") for group in inner.param_groups):
-        inner._step_supports_amp_scaling = True  # as torch's constructor has it
+        inner._step_supports_amp_scaling = True  # as in torch's constructor
     _settle(optimizer)
     return optimizer
 
 
 def examine(optimizer: Optimizer) -> tuple[type | None, str]:
-    """(the class that an optimizer which is not converted would get, why none)."""
+    """(the class that an unconverted optimizer would get, why none)."""
     cls = type(optimizer)
     base = _torch_class(cls)
     room = ROOMS.get(base)
@@ -112,7 +113,7 @@ def examine(optimizer: Optimizer) -> tuple[type | None, str]:
 
 
 def explain(optimizer: Optimizer) -> tuple[str, str | None, str | None, str]:
-    """For `hfnn.report`: (what it was, what it is now, what ran at its last step, why)."""
+    """For `hfnn.report`: (previous class, present class, what ran at its last step, why)."""
     inner = _inside(optimizer)
     before = original(type(inner)) or type(inner)
     label = f"{before.__module__.split('.')[0]}.{before.__name__}"
@@ -125,23 +126,23 @@ def explain(optimizer: Optimizer) -> tuple[str, str | None, str | None, str]:
 
 
 def original(cls: type) -> type | None:
-    """The class that `convert` found where it put cls, or None."""
+    """The class that `convert` replaced by cls, or None."""
     return vars(cls).get("_hfnn_original") or next((base for base, room in ROOMS.items() if room is cls), None)
 
 
 def _is(step, plain) -> bool:
-    """Whether a step is a class's own, below torch's wrappers: for hooks, for grad mode, for schedulers."""
+    """Whether a step is the class's own, below torch's wrappers for hooks, grad mode and schedulers."""
     return inspect.unwrap(getattr(step, "__func__", step)) is inspect.unwrap(plain)
 
 
 def _defined(room: type, base: type) -> set[str]:
-    """What hfnn's class does in its own way, but for how it is made."""
+    """The methods that hfnn's class overrides, except the constructor."""
     classes = [c for c in room.__mro__ if c not in base.__mro__]
     return {name for c in classes for name in vars(c)} - {"__init__", "__module__", "__qualname__", "__doc__"}
 
 
 def _torchs_state(optimizer: Fused, p: Tensor, group: dict) -> dict:
-    """The state of p as the class of torch that it came from would have made it."""
+    """The state of p as its original torch class would have made it."""
     state = optimizer._exported(p, optimizer.state[p])
     state.pop("remainder", None)
     for name in optimizer.signs.keys() & state.keys():
@@ -154,7 +155,7 @@ def _torchs_state(optimizer: Fused, p: Tensor, group: dict) -> dict:
 
 
 def _swap(optimizer: Optimizer, cls: type) -> None:
-    """Change the class, and what torch left on the instance that refers to the class."""
+    """Change the class, and everything that torch put on the instance that refers to the class."""
     step = vars(optimizer).pop("step", None)
     optimizer.__class__ = cls
     optimizer._patch_step_function()  # step hooks and the profiler's names, as a constructor does
@@ -163,8 +164,8 @@ def _swap(optimizer: Optimizer, cls: type) -> None:
 
 
 def _counted_by_schedulers(optimizer: Optimizer):
-    """What a scheduler puts in front of the class's step, to warn where it is called before it."""
-    reference = weakref.ref(optimizer)  # as torch has it: else the optimizer would hold itself
+    """The wrapper that a scheduler puts around the class's step, to warn if the scheduler steps first."""
+    reference = weakref.ref(optimizer)  # as in torch: otherwise the optimizer would hold itself
 
     @functools.wraps(type(optimizer).step)
     def step(*args, **kwargs):
@@ -184,6 +185,6 @@ def _inside(optimizer: Optimizer) -> Optimizer:
 
 
 def _settle(optimizer: Optimizer) -> None:
-    """accelerate holds the step of before, where it has a GradScaler."""
+    """Update the step that accelerate holds if it has a GradScaler."""
     if type(optimizer).__module__ == "accelerate.optimizer" and optimizer.scaler is not None:
         optimizer.__setstate__({})

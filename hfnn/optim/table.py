@@ -1,8 +1,8 @@
-"""What a step works on, as `csrc/optim.h` wants it: made when an address, a layout or an option changes, then kept.
+"""The tables of a step, in the format of `csrc/optim.h`: made when an address, layout or option changes, then kept.
 
-A `StepPlan` is all that one call of `step` needs, checked against the present tensors in one pass (`look.py`). It has a
-`Table` for each device and sharding: the rows. `Settings`, one for each device, hold what changes without a
-table changing: the numbers of the groups, and what a GradScaler found.
+A `StepPlan` has everything that one call of `step` needs. It is checked against the present tensors in one pass
+(`look.py`). It has one `Table`, with the rows, for each device and sharding. `Settings`, one per device, hold values
+that change without a change of the table: the numbers of the groups, and the results of a GradScaler.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _WHOLE = frozenset((Tensor, torch.nn.Parameter))
 
 @dataclass
 class Entry:
-    """A parameter in a table: itself and its states as kept, all of them local tensors of one order of elements."""
+    """A parameter in a table, with its states; all are local tensors with the same element order."""
 
     param: Tensor
     group: int
@@ -39,7 +39,7 @@ class Entry:
     first: bool = False  # whether its states have never been written
 
     def row(self, grad: Tensor, first_tile: int) -> list[int]:
-        """The row, whose columns are named at the head of this file."""
+        """The row; the top of this file names its columns."""
         absent = [0, 0, 0]
         codes = FORMATS[self.param.dtype] | FORMATS[grad.dtype] << 4 | FORMATS[self.format] << 8
         return [
@@ -62,12 +62,12 @@ def local(x: Tensor) -> Tensor:
 
 
 def order(x: Tensor) -> tuple:
-    """How the elements of x lie in memory, for comparison with tensors of its shape; gaps left out."""
+    """The memory order of x's elements without gaps, for comparison with tensors of its shape."""
     return () if x.is_contiguous() else _steps(torch.empty_like(x, device="meta"))
 
 
 def dense(x: Tensor) -> bool:
-    """Whether the elements of x lie in memory without gaps and overlaps."""
+    """Whether the elements of x are in memory without gaps and overlaps."""
     return x.is_contiguous() or _steps(x) == order(x)
 
 
@@ -76,7 +76,7 @@ def _steps(x: Tensor) -> tuple:
 
 
 def like(x: Tensor, wanted: Tensor) -> Tensor:
-    """x, copied where its elements do not lie in memory without gaps and in the order of those of `wanted`."""
+    """x, copied if it is not dense in the memory order of `wanted`."""
     if x.is_contiguous() and wanted.is_contiguous():
         return x
     if order(x) == order(wanted) and dense(x):
@@ -85,12 +85,12 @@ def like(x: Tensor, wanted: Tensor) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory."""
+    """The elements of a dense tensor in memory order."""
     return x.as_strided((x.numel(),), (1,))
 
 
 class _Spare:
-    """Pinned memory for what a graph copies to the device, at every replay: so no piece is given out twice."""
+    """Pinned memory that a graph copies to the device at every replay, so no piece is reused."""
 
     def __init__(self):
         self.free, self.taken = torch.empty(0, dtype=torch.uint8), []
@@ -112,15 +112,15 @@ _spare = _Spare()
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """values, of the host, on the device; the host does not wait."""
+    """Host values copied to the device; the host does not wait."""
     return (_spare.take(values) if capturing() else values).to(device, non_blocking=True)
 
 
 class Settings:
     """The numbers of the groups and of this step, on one device.
 
-    They are compared on the host, and copied where they changed; those that are tensors on a device go there by a copy
-    on the device, at every step.
+    They are compared on the host and copied if they changed. Tensors on the device are copied there on the device at
+    every step.
     """
 
     def __init__(self, device: torch.device, groups: int):
@@ -132,7 +132,7 @@ class Settings:
         self._max_norm, self._scaled = 0.0, False
 
     def set(self, numbers: list[list], max_norm: float | None, grad_scale: Tensor | None, found_inf: Tensor | None):
-        """numbers: the row of `hyper` of each group, of floats and tensors of one element."""
+        """numbers: the row of `hyper` of each group, of floats and one-element tensors."""
         tensors = [(g, c) for g, row in enumerate(numbers) for c, x in enumerate(row) if isinstance(x, Tensor)]
         if tensors:
             late = {(g, c): numbers[g][c] for g, c in tensors if not numbers[g][c].is_cpu}
@@ -155,7 +155,7 @@ class Settings:
 
 
 class Table:
-    """The rows of one launch: parameters of one device, whose gradients are sharded alike (`shards`)."""
+    """The rows of one launch: parameters of one device whose gradients have the same sharding (`shards`)."""
 
     def __init__(self, entries: list[Entry], grads: list[Tensor], kernel, settings: Settings, norm: bool, shards):
         self.entries, self.kernel, self.settings, self.shards = entries, kernel, settings, shards
@@ -177,28 +177,28 @@ class Table:
         self.features = self._features() if kernel.name == "triton" else {}  # arguments of each launch
 
     def _features(self) -> dict:
-        """What occurs in this table, for kernels that are compiled for just that."""
-        from hfnn.kernels.optim import Features  # here, for it needs triton
+        """The features that occur in this table, for kernels specialised on them."""
+        from hfnn.kernels.optim import Features  # imported here, because it needs triton
 
         there = [bool((self._host[:, column] != 0).any()) for column in (STATE + 2, REMAINDER, EMA)]
         return {"features": Features(tuple(self._host[:, CODES].unique().tolist()), *there)}
 
     def reserve(self) -> None:
-        """Set memory aside for making this table again while a graph is recorded."""
+        """Reserve memory for making this table again while a graph is recorded."""
         if self.rows.is_cuda:
             numbers = (self.rows, self.owner, self.settings.hyper, self.settings.control)
             _spare.reserve(2 * sum(x.nbytes for x in numbers) + 64 * len(numbers))
 
     def prepare(self) -> None:
-        """Count the step, and where gradients are clipped add up their squares."""
+        """Count the step; if gradients are clipped, add up their squares."""
         self.kernel.prepare(self.rows, self.owner, self.settings.control, self.squares, self.kernel.queue(self.rows))
 
     def move(self, addresses: Tensor) -> None:
-        """The gradients are elsewhere now, and nothing else about them has changed."""
+        """Update the addresses of the gradients; nothing else about them has changed."""
         self._set(GRAD, addresses)
 
     def written(self) -> None:
-        """The states have been written: no row is at its first step any more."""
+        """The states have been written: no row is at its first step any longer."""
         self.first = False
         self._set(FLAGS, torch.zeros(len(self.entries), dtype=torch.int64))
 
@@ -209,10 +209,10 @@ class Table:
 
 
 class StepPlan:
-    """The tables of one call of `step`, and all that they were made for.
+    """The tables of one call of `step`, and everything that they were made for.
 
-    `refusal` says why no kernel takes them; `which` are the numbers of the parameters that have a gradient, and
-    `places` of each table which of those it has.
+    `refusal` tells why no kernel accepts them; `which` are the indices of the parameters with a gradient; `places` are,
+    for each table, the ones among those that it has.
     """
 
     def __init__(self, params: list[Tensor], options: tuple, which: list[int], refusal: str | None):
@@ -221,7 +221,7 @@ class StepPlan:
         self.places: list[Tensor] = []
         self._states: list = []
         self._sharded = any(local(p) is not p for p in params)
-        self.copied: list[Tensor] = []  # the gradients of a step that rows point to, where they are copies
+        self.copied: list[Tensor] = []  # gradients of a step that are copies, to which rows point
         self.written: list[Tensor] = []  # parameters and states that a step writes to
         self._copies = False
 
@@ -232,29 +232,30 @@ class StepPlan:
             table.reserve()
 
     def remember(self, grads: list[Tensor], fitted: list[Tensor], states: list[dict | None], written: list[dict]):
-        """Note where all tensors are and how they lie; rows point to gradients `fitted` and states `written`."""
+        """Record the addresses and layouts of all tensors; rows point to gradients `fitted` and states `written`."""
         self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not local(g)]
         self._copies = bool(self.copied)
-        # But for steps: those made together lie in one tensor, and are of one version.
+        # Except steps: those made together are in one tensor and share one version.
         kept = [x for state in written for name, x in state.items() if name != "step" and isinstance(x, Tensor)]
         self.written = [*(self.params[i] for i in self.which), *kept]
         self._seen = self._look()
         self._states = flat_values(states)
 
     def _look(self) -> tuple | None:
-        """What `look` says of local parts; None also where a gradient is distributed otherwise than its parameter."""
+        """The result of `look` for local parts; None also if a gradient is distributed differently from its
+        parameter."""
         if not self._sharded:
             return look(self.params)
-        grads = [p.grad for p in self.params]  # once: of a DTensor it takes long
+        grads = [p.grad for p in self.params]  # read once: slow for a DTensor
         if any(map(_elsewhere, grads, self.params)):
             return None
         return look(*([getattr(x, "_local_tensor", x) for x in found] for found in (self.params, grads)))
 
     def holds(self, params: list[Tensor], options: tuple, states: list[dict | None]) -> bool:
-        """Whether this plan is right for what these parameters, their gradients and states are now.
+        """Whether this plan is still valid for these parameters, their gradients and states.
 
-        The rows of gradients that are elsewhere now are moved. Of gradients, addresses and layouts are compared and not
-        objects: a gradient kept to be recognised would not be freed.
+        The rows of moved gradients are updated. For gradients, addresses and layouts are compared instead of objects: a
+        gradient object kept for comparison would not be freed.
         """
         if self.refusal is not None or self._copies or options != self.options:
             return False
@@ -275,13 +276,13 @@ class StepPlan:
 
 
 def _elsewhere(grad: Tensor | None, p: Tensor) -> bool:
-    """Whether a gradient is distributed otherwise than its parameter."""
-    spec = getattr(p, "_spec", None)  # of a DTensor; often the same object, which is compared sooner than placements
+    """Whether a gradient is distributed differently from its parameter."""
+    spec = getattr(p, "_spec", None)  # of a DTensor; often the same object, which is faster to compare than placements
     return spec is not None and grad is not None and grad._spec is not spec and grad.placements != spec.placements
 
 
 def fit(grad: Tensor, p: Tensor) -> Tensor:
-    """The local gradient of p as a row wants it: itself, or a copy that lies in memory as p does."""
+    """The local gradient of p for a row: itself, or a copy in the memory layout of p."""
     if _elsewhere(grad, p):
         grad = grad.redistribute(placements=p.placements)
     grad, x = local(grad), local(p)
@@ -291,14 +292,14 @@ def fit(grad: Tensor, p: Tensor) -> Tensor:
 
 
 def sharding(p: Tensor) -> tuple | None:
-    """(mesh, the dimensions of it over which p is sharded), or None for a tensor that is nowhere else."""
+    """(mesh, the dimensions of it over which p is sharded), or None for a tensor that is not distributed."""
     if local(p) is p:
         return None
-    # A shard of a shard (FSDP over tensor parallelism) is a placement of its own, which `is_shard` denies.
+    # A shard of a shard (FSDP over tensor parallelism) is a special placement, for which `is_shard` is False.
     return p.device_mesh, tuple(i for i, placement in enumerate(p.placements) if not placement.is_replicate())
 
 
 def clashing(addresses: list[int]) -> bool:
-    """Whether one address stands there twice, of tensors with elements."""
+    """Whether two tensors with elements have the same address."""
     real = [a for a in addresses if a]
     return len(set(real)) < len(real)

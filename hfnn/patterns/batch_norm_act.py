@@ -1,9 +1,9 @@
-"""Batch norms that have their activation as a part: timm's BatchNormAct2d.
+"""Batch norms with their activation as a part: timm's BatchNormAct2d.
 
     y = act(drop(batch_norm(x)))
 
-Told by the class, a subclass of torch's with a forward of its own, and by its parts: an activation, and identities.
-Then a clone's forward is held against torch's ops, to the bit: output, gradients, and what becomes of the statistics.
+Recognised by the class, a subclass of torch's with its own forward, and by its parts: an activation and identities.
+Then a clone's forward must be bitwise equal to torch's ops: output, gradients, and updated statistics.
 """
 
 import itertools
@@ -31,10 +31,10 @@ _STATE = "running_mean", "running_var", "num_batches_tracked"
 
 
 class OwnAct:
-    """Goes before the class of such a module: one kernel, or the class's own forward."""
+    """Mixin for such a module: one kernel, or the class's own forward."""
 
     prefer = "auto"
-    _hfnn_when = "while its activation is one that the op has, and nobody sees that it is not called"
+    _hfnn_when = "while the op has its activation, and it carries no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
         y = None
@@ -66,7 +66,7 @@ class NormWithAct(Match):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why not; None where it is no batch norm with an activation as its part."""
+    """How to treat the module, or why it is left alone; None if it is no batch norm with an activation as its part."""
     cls, parts = type(module), module._modules
     base = next((base for base in _NORMS if issubclass(cls, base)), None)
     if base is None or cls.forward is base.forward or not parts or arguments_of_forward(cls) != 1:
@@ -78,7 +78,7 @@ def recognise(module: nn.Module) -> Match | Refusal | None:
         return None
     key = tuple((name, _ACTIVATIONS.get(type(part))) for name, part in parts.items())
     found = _proofs.of(module, key, lambda notes: _prove(module, notes, _NORMS[base]), "it is a batch norm, but ")
-    if isinstance(found, Match):  # read at each call; more values than one were tried
+    if isinstance(found, Match):  # read at each call; several values were tried
         reads = found.reads
         for name in ("eps", "momentum", "track_running_stats"):
             reads = reads.without(name)
@@ -132,7 +132,7 @@ def _check(module, notes, shape, number, dtype, training, momentum, tracked, eps
 
 
 def _part(part) -> nn.Module:
-    """A part's own class with its numbers; what it does in place is done to a result of the norm, nothing else."""
+    """A part's class with its numbers; in-place parts only write to a result of the norm."""
     made = type(part).__new__(type(part))
     nn.Module.__init__(made)
     vars(made).update(probe.attributes(part))

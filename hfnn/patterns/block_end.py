@@ -3,10 +3,10 @@
     y = norm(dropout(dense(x)) + residual)        BertSelfOutput, BertOutput of transformers, and their many copies
     y = dropout(dense(x)) + residual              ViTOutput
 
-A module with just these parts may still compute anything. So its own `forward` is run on a fresh instance with small
-random parts (CPU, a generator of its own, no hooks) and held against the formula in torch's ops: outputs and all
-gradients equal to the bit, in float64, float32 and bfloat16, in eval, in training without dropout and, for one seed, in
-training with it.
+A module with these parts may still compute anything. So its own `forward` is run on a new instance with small random
+parts (CPU, separate generator, no hooks) and compared with the formula in torch's ops. Outputs and all gradients must
+be bitwise equal in float64, float32 and bfloat16, in eval mode, in training without dropout and, for one seed, in
+training with dropout.
 """
 
 import itertools
@@ -29,7 +29,7 @@ CASES = tuple(
 
 
 class Residual:
-    """Goes before the class of such a module: one kernel for what follows `dense`, else the class's own code."""
+    """Mixin for such a module: one kernel for the ops after `dense`, else the class's own code."""
 
     prefer = "auto"
     _hfnn_when = "while its dropout and its norm are hfnn's and carry no hooks, which would not be called"
@@ -40,7 +40,7 @@ class Residual:
         if len(args) != 2 or kwargs or not (is_plain(args[0]) and is_plain(args[1])) or not _open(drop, norm):
             return super().forward(*args, **kwargs)
         x, residual = dense(args[0]), args[1]
-        if not (in_rows(x) and in_rows(residual)):  # the sum then has the strides of x
+        if not (in_rows(x) and in_rows(residual)):  # otherwise the sum has the strides of x
             total = drop(x) + residual
             return total if norm is None else norm(total)
         if norm is None:
@@ -51,7 +51,7 @@ class Residual:
 
 
 def _open(drop, norm) -> bool:
-    """Whether nobody sees that these two are not called: in their place runs what they are."""
+    """Whether these two modules need not be called: their ops run instead."""
     if compiling() or type(drop) is not dropout.Dropout or not is_bare(drop):
         return False
     return norm is None or (type(norm) is layer_norm.LayerNorm and is_bare(norm))
@@ -59,7 +59,7 @@ def _open(drop, norm) -> bool:
 
 @dataclass(frozen=True)
 class BlockEnd(Match):
-    """dense, dropout, norm: the names of the parts; norm is None where the sum is the result."""
+    """dense, dropout, norm: the names of the parts; norm is None if the sum is the result."""
 
     dense: str
     dropout: str
@@ -74,7 +74,7 @@ class BlockEnd(Match):
         return f"hfnn {self.op.name} of {self.dense}"
 
     def parts(self, module):
-        """(dense, dropout, norm) of a module as it is now."""
+        """(dense, dropout, norm) of the present module."""
         modules = module._modules
         return modules[self.dense], modules[self.dropout], None if self.norm is None else modules[self.norm]
 
@@ -90,7 +90,7 @@ class BlockEnd(Match):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """Where its parts are, or why they are no end of a block; None where the parts are others."""
+    """The names of its parts, or why they are no end of a block; None if it has other parts."""
     end = _read(module)
     if end is None:
         return None
@@ -102,13 +102,13 @@ _proofs = Proofs()
 
 
 def _options(module, end):
-    """What the parts of the probe take over from the module's."""
+    """The options that the probe's parts copy from the module's."""
     dense, _, norm = end.parts(module)
     return dense.bias is not None, norm and (norm.eps, norm.weight is not None, norm.bias is not None)
 
 
 def _read(module) -> BlockEnd | None:
-    """The parts by their classes: a linear map, a dropout, and maybe a norm, each once and nothing else."""
+    """The parts by their classes: a linear map, a dropout, and optionally a norm, each once and nothing else."""
     cls = type(module)
     if cls.__module__.startswith("torch.") or len(module._modules) not in (2, 3) or module._buffers:
         return None

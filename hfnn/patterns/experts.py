@@ -1,14 +1,14 @@
-"""Mixtures of experts of transformers: their gated products, and their loop over the experts.
+"""Mixtures of experts in transformers: their gated products, and their loop over the experts.
 
     y[t] = sum over the experts e that token t goes to of  w[t, e] down_e (f(gate_e x[t]) * up_e x[t])
 
-Mixtral, Qwen3-MoE, DeepSeek and their kin hold the experts' weights as two parameters, gate_up_proj (E, 2I, H) and
-down_proj (E, H, I). transformers computes them in one of several ways, named by the configuration. All but "eager"
-call the module's `_apply_gate`, which is ours where it is theirs. "eager", the class's own loop, and "grouped_mm", one
-product for all experts, are run here with recipes: the rows that an expert is given are kept as their numbers, and the
-gated product not at all.
+Mixtral, Qwen3-MoE, DeepSeek and similar models hold the experts' weights as two parameters, gate_up_proj (E, 2I, H) and
+down_proj (E, H, I). transformers has several implementations, named by the configuration. All but "eager" call the
+module's `_apply_gate`, which is replaced by ours if it is the standard one. "eager", the class's own loop, and
+"grouped_mm", one product for all experts, run here with recipes: the rows of an expert are kept as indices, and the
+gated product is not kept.
 
-Recognised by these names, then proved: on a small instance both `_apply_gate` and the loop are held against the
+Recognised by these names, then proved: on a small instance, both `_apply_gate` and the loop are compared with the
 formula, in float64 and in bfloat16, output and gradients.
 """
 
@@ -35,7 +35,7 @@ EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
 
 
 class MixtureOfExperts:
-    """Goes before the class of such a module."""
+    """Mixin for such a module."""
 
     prefer, exact = "auto", False
     _hfnn_when = "while its activation carries no hooks, which would not be called"
@@ -46,7 +46,7 @@ class MixtureOfExperts:
         return gated(gate_up_out, None, self._hfnn_like.f, prefer=self.prefer)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        # Older versions of transformers do not have the attribute, and in such a group the same loop.
+        # Older versions of transformers lack the attribute, but have the same loop.
         parallel = getattr(self, "_is_expert_parallel", False)
         compute = None if parallel else _WAYS.get(self.config._experts_implementation)
         if compute is None or not is_plain(hidden_states) or hidden_states.dim() != 2 or not _open(self):
@@ -79,7 +79,7 @@ def _open(module) -> bool:
 
 
 def loop(module, x_TH, index_TK, weight_TK):
-    """The sum over the experts, in their order; T tokens, each to K of E experts. Index E stands for no expert."""
+    """The sum over the experts, in their order; T tokens, each to K of E experts. Index E means no expert."""
     product = functools.partial(gated, activation=module._hfnn_like.f, prefer=module.prefer)
     project = functools.partial(linear, prefer=module.prefer, exact=module.exact)
     y_TH = torch.zeros_like(x_TH)
@@ -94,16 +94,16 @@ def loop(module, x_TH, index_TK, weight_TK):
 
 
 def _has_grouped(x, weight) -> bool:
-    """Whether transformers would compute these by torch's product of groups."""
+    """Whether transformers would compute these by torch's grouped product."""
     asked = getattr(sys.modules.get("transformers.integrations.moe"), "_can_use_grouped_mm", None)
     return asked is not None and x.dtype is weight.dtype and asked(x, weight, None)
 
 
 def grouped(module, x_TH, index_TK, weight_TK):
-    """The sum over the experts, of S = T K pairs in the order of experts, whose groups end at `offsets`."""
+    """The sum over the experts of S = T K pairs, sorted by expert; groups end at `offsets`."""
     up_EFH, (tokens, top) = module.gate_up_proj, index_TK.shape
     number_S, pair_S = torch.sort(index_TK.reshape(-1))
-    # histc does not wait for the GPU; on the CPU it takes floats alone.
+    # histc does not wait for the GPU; on the CPU it only accepts floats.
     counts = torch.histc(number_S.int() if x_TH.is_cuda else number_S.float(), len(up_EFH), 0, len(up_EFH) - 1)
     offsets = counts.cumsum(0, dtype=torch.int32)
     h_SI = module._apply_gate(_of_groups(_rows(x_TH, pair_S // top, up_EFH), up_EFH, offsets))
@@ -114,7 +114,7 @@ def grouped(module, x_TH, index_TK, weight_TK):
 
 
 def _of_groups(x_SI, weight_EOI, offsets):
-    """x W_e^T of the rows of each expert e, keeping the token of x in its place."""
+    """x W_e^T for the rows of each expert e; keeps the token of x instead of x."""
     token = recipe.take(x_SI) if torch.is_grad_enabled() and weight_EOI.requires_grad else None
     if token is None:
         return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
@@ -145,7 +145,7 @@ def _rows(x_TH, token, weight):
 
 
 class _Rows(Function):
-    """Rows by their numbers, with torch's gradient."""
+    """Rows by index, with torch's gradient."""
 
     @staticmethod
     def forward(ctx, x_TH, index):
@@ -161,7 +161,7 @@ class _Rows(Function):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why not; None where its names are others."""
+    """How to treat the module, or why it is left alone; None if its names differ."""
     kind = _kind(module)
     if kind is None:
         return None
@@ -169,7 +169,7 @@ def recognise(module: nn.Module) -> Match | Refusal | None:
     like = _proofs.of(module, (kind,), lambda notes: _prove(module, notes, kind), but)
     if not isinstance(like, Match):
         return like
-    # What depends on the configuration is asked for at each call.
+    # Values that depend on the configuration are read at each call.
     return replace(like, reads=replace(like.reads, paths=(), methods=(*like.reads.methods, "_apply_gate")))
 
 
@@ -177,7 +177,7 @@ _proofs = Proofs()
 
 
 def _kind(module) -> str | None:
-    """Which of GATES its activation is, where its names and shapes are those above."""
+    """Which of GATES its activation is, if its names and shapes are those above."""
     parameters, parts = module._parameters, module._modules
     if set(parameters) != {"gate_up_proj", "down_proj"} or set(parts) != {"act_fn"} or module._buffers:
         return None
@@ -189,7 +189,7 @@ def _kind(module) -> str | None:
     plain = {"has_gate": True, "has_bias": False, "is_transposed": False}
     if any(getattr(module, name, None) is not value for name, value in plain.items()):
         return None
-    if getattr(module, "has_post_expert_norm", False):  # older versions of transformers know of none
+    if getattr(module, "has_post_expert_norm", False):  # not in older versions of transformers
         return None
     return function_of(parts["act_fn"]) or likeness(parts["act_fn"])
 
@@ -209,7 +209,7 @@ def _prove(module, notes, f) -> Experts:
 
 
 def _small(module, notes, dtype):
-    """(an instance of few and small experts, and what to call it with)"""
+    """(an instance with few and small experts, and its arguments)"""
     generator = torch.Generator("cpu").manual_seed(3)
 
     def draw(*shape, scale=1.0):
@@ -231,7 +231,7 @@ def _small(module, notes, dtype):
 
 
 def _formula(f, module, x_TH, index_TK, weight_TK):
-    """Every token by every expert of its own, all at once."""
+    """Each token by each of its experts, all at once."""
     gate, up = torch.einsum("th,tkfh->tkf", x_TH, module.gate_up_proj[index_TK]).chunk(2, -1)
     product = GATES[f].reference(gate) * up
     return torch.einsum("tki,tkhi,tk->th", product, module.down_proj[index_TK], weight_TK)

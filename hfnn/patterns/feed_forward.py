@@ -4,13 +4,14 @@
                                        product, in Phi3; without down, as GEGLU of diffusers
     y = fc2(f(fc1(x)))                 GPT-2, ViT, CLIP, Phi, timm
 
-The parts are linear maps of any class (LoRA's, quantised or sharded ones, too: they are called, not read), an
-activation, and others of one input each, dropouts mostly. How a module puts them together is seen by running its own
-`forward` on a small instance (traced.py); that is then held against the definition: output and gradients, to the last
-digits in float64 and within rounding in float32 and bfloat16, in training and in eval.
+The parts are linear maps of any class (also LoRA's, quantised or sharded ones: they are called, not read), an
+activation, and other one-input parts, mostly dropouts. Running the module's own `forward` on a small instance shows how
+it combines them (traced.py). The result is then compared with the definition: output and gradients, to the last digits
+in float64 and within rounding in float32 and bfloat16, in training and in eval mode.
 
-A gated product gets a forward of its own: the parts are called as before, and what is between them is hfnn's `gated`.
-The other form needs none, but for relu with a dropout after it. `settings` are what `convert` sets on its parts.
+A gated product gets a new forward: the parts are called as before, and hfnn's `gated` runs between them. The other form
+needs no new forward, except for relu followed by a dropout. `settings` are the attributes that `convert` sets on the
+parts.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import EXACT, Differs, Match, Proofs, arguments, reason
 from hfnn.patterns.traced import Activation, Map, Other
 
-# f -> the op that the report names.
+# f -> the op named in the report.
 PRODUCTS = {
     "silu": OPS["swiglu"],
     "gelu": OPS["geglu"],
@@ -36,16 +37,16 @@ PRODUCTS = {
     "sigmoid": OPS["glu"],
     "quick_gelu": OP,
 }
-# Readings of activations that lookalike.py has proved: (op, form) -> f.
+# Activations that lookalike.py has proved: (op, form) -> f.
 FORMS = {("silu", ""): "silu", ("gelu", "erf form"): "gelu", ("gelu", "tanh form"): "gelu_tanh"}
 TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 
 
 @dataclass(frozen=True)
 class FeedForward(Match):
-    """How a module computes. f: of GATES; gated: whether f(gate) * up, else f alone; first: the maps of x, (gate, up),
-    (gate_up,) where packed, (fc1,); down: the last map, or None; act: the activation's module, or None where the
-    module's own code computes it; middle, last: modules called on what enters the last map and on what leaves it.
+    """How a module computes. f: of GATES; gated: f(gate) * up, else only f; first: the maps of x, (gate, up),
+    (gate_up,) if packed, or (fc1,); down: the last map, or None; act: the activation's module, or None if the module's
+    own code computes it; middle, last: modules called on the input and on the output of the last map.
     """
 
     f: str
@@ -69,7 +70,7 @@ class FeedForward(Match):
         return f"hfnn {self.op.name}" + (f" ({self.f})" if self.op is OP else "") + f" of {', '.join(self.first)}"
 
     def compute(self, parts, x, product):
-        """The definition, with `product(gate, up)` between the maps; up is None where there is one first map."""
+        """The definition, with `product(gate, up)` between the maps; up is None if there is one first map."""
         y = product(parts[self.first[0]](x), parts[self.first[1]](x) if len(self.first) == 2 else None)
         for name in self.middle:
             y = parts[name](y)
@@ -80,7 +81,7 @@ class FeedForward(Match):
         return y
 
     def exact(self, gate, up):
-        """What is between the maps, in plain torch."""
+        """The ops between the maps, in plain torch."""
         if not self.gated:
             return GATES[self.f].reference(gate)
         if up is None:
@@ -89,7 +90,7 @@ class FeedForward(Match):
 
 
 class Gated:
-    """Goes before the class of a gated network: its parts as they are, hfnn's product between them."""
+    """Mixin for a gated network: its parts unchanged, with hfnn's product between them."""
 
     prefer = "auto"
     _hfnn_when = "while its activation carries no hooks, which would not be called"
@@ -104,7 +105,7 @@ class Gated:
 
 
 class ReluDropout:
-    """Goes before the class of a network with relu and a dropout after it: both in one, which keeps what fc2 keeps."""
+    """Mixin for a network with relu followed by dropout: one op for both, which keeps what fc2 keeps."""
 
     prefer = "auto"
     _hfnn_when = "while its relu and its dropout carry no hooks, which would not be called"
@@ -122,7 +123,7 @@ class ReluDropout:
 
 
 def _open(module, like) -> bool:
-    """Whether the activation may be computed without its module, and the class's own code has no dtypes to mend."""
+    """Whether the activation may be computed without its module, and the class's own code need not change dtypes."""
     parts = module._modules
     if compiling() or (
         like.act is not None and (not is_bare(parts[like.act]) or function_of(parts[like.act]) != like.f)
@@ -130,7 +131,7 @@ def _open(module, like) -> bool:
         return False
     if like.down is None:
         return True
-    # T5 casts to the dtype of its last map where that is another. A map in parts, as LoRA's, has no weight of its own.
+    # T5 casts to the dtype of its last map if it differs. A map made of parts, as in LoRA, has no weight of its own.
     first, last = _dtype(parts[like.first[0]]), _dtype(parts[like.down])
     return first is last or first is None or last is None
 
@@ -141,7 +142,7 @@ def _dtype(part):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why not; None where it needs no forward of ours."""
+    """How to treat the module, or why it is left alone; None if it needs no new forward."""
     like = read(module)
     return like if not isinstance(like, Match) or like.gated or _drops_after_relu(module, like) else None
 
@@ -154,15 +155,15 @@ def _drops_after_relu(module, like) -> bool:
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether the module is one of hfnn's networks, which torch has no class for."""
+    """Whether the module is one of hfnn's networks, for which torch has no class."""
     return isinstance(module, (MLP, GatedMLP))
 
 
 def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[str, object]]:
-    """What `convert` sets on parts of the module, by part; nothing where it is no such network.
+    """The attributes that `convert` sets on parts of the module, by part; empty if it is no such network.
 
-    recompute="gemm": what the first maps return is computed again in backward. A relu whose result the next map keeps
-    has no use for bits; nor has it for a recompute, for that result is what is kept.
+    recompute="gemm": the results of the first maps are recomputed in backward. A relu whose result the next map keeps
+    needs neither bits nor a recomputation, because that result is kept.
     """
     if is_own(module):
         if module.activation == "relu" and isinstance(module, MLP):
@@ -179,16 +180,16 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
 
 
 def _has_pair(parts) -> bool:
-    """Whether among the parts are a map and its way back, as in OPT's layers, which are networks and more in one.
+    """Whether the parts include a map and the map back, as in OPT's layers, which contain a network and more.
 
-    A relu beside them is likely between them. That is a guess, and will do: what is kept decides on bytes alone.
+    A relu in the same module is probably between them. A guess is enough here, because it only affects memory.
     """
     shapes = [(part.in_features, part.out_features) for part in parts.values() if isinstance(part, nn.Linear)]
     return any(shape[::-1] in shapes and shape[0] < shape[1] for shape in shapes)
 
 
 def read(module: nn.Module) -> FeedForward | Refusal | None:
-    """How the module computes, or why it is no such network; None where its parts are others."""
+    """How the module computes, or why it is no such network; None if it has other parts."""
     kinds = _kinds(module)
     if kinds is None:
         return None
@@ -199,7 +200,7 @@ _proofs = Proofs()
 
 
 def _kinds(module) -> dict[str, Map | Activation | Other] | None:
-    """What every part is, or None where the parts are not those of a feed-forward network."""
+    """The kind of each part, or None if the parts are not those of a feed-forward network."""
     parts = module._modules
     if type(module).__module__.startswith(("torch.", "hfnn.")) or not 1 <= len(parts) <= 8 or None in parts.values():
         return None
@@ -212,7 +213,7 @@ def _kinds(module) -> dict[str, Map | Activation | Other] | None:
 
 
 def _map(part) -> Map | None:
-    """A linear map by its widths: nn.Linear and what goes by its names, Conv1D of transformers."""
+    """A linear map by its widths: nn.Linear and classes with the same attributes, Conv1D of transformers."""
     shape = getattr(part, "in_features", None), getattr(part, "out_features", None)
     if type(part).__name__ == "Conv1D":
         shape = getattr(part, "nx", None), getattr(part, "nf", None)
@@ -227,7 +228,7 @@ def _kind(part) -> Activation | Other | None:
 
 
 def function_of(part) -> str | None:
-    """Which of GATES a module is, by its class: torch's, or one that lookalike.py has proved and `convert` swapped."""
+    """Which of GATES a module is, by its class: torch's, or one proved by lookalike.py and swapped by `convert`."""
     like = getattr(type(part), "_hfnn_like", None)
     if like is not None:
         return _form(like) if part._hfnn_holds() else None
@@ -239,7 +240,7 @@ def function_of(part) -> str | None:
 
 
 def likeness(part) -> str | None:
-    """Which of GATES a module computes in its own words, before `convert` swaps it."""
+    """Which of GATES a module implements itself, before `convert` swaps it."""
     return _form(lookalike.recognise(part))
 
 
@@ -250,7 +251,7 @@ def _form(like) -> str | None:
 
 
 def _prove(module, notes, kinds) -> FeedForward | None:
-    """The reading that passes every case."""
+    """The candidate that passes every case."""
     why = Refusal("it puts its parts together in another way")
     try:
         for like in _readings(module, notes, kinds):
@@ -263,12 +264,12 @@ def _prove(module, notes, kinds) -> FeedForward | None:
         why = error
     counts = {kind: sum(isinstance(k, kind) for k in kinds.values()) for kind in (Map, Activation)}
     if counts[Map] == 1 or counts[Activation] == 0:
-        return None  # parts that many other modules have
+        return None  # many other modules have the same parts
     raise Refusal(f"it has the parts of a feed-forward network, but {reason(why)}")
 
 
 def _readings(module, notes, kinds):
-    """The readings that agree with the module's own forward in float64."""
+    """The candidates that agree with the module's own forward in float64."""
     clone, log = traced.small(module, notes, kinds, torch.float64, False, 7)
     x = traced.drawn(clone, kinds, torch.float64, 3, 7)
     y = type(clone).forward(clone, x)
@@ -291,7 +292,7 @@ def _readings(module, notes, kinds):
 
 
 def _forms(f, first, packed, down, act, middle, last):
-    """The readings of a module that agree with the order of its calls."""
+    """The candidates that agree with the order of a module's calls."""
     how = down, act, middle, last
     if len(first) == 2:
         return [FeedForward(f, True, names, *how) for names in (first, first[::-1])]

@@ -3,9 +3,9 @@
     y = rms_norm(x) weight * f(gate)          Qwen3-Next, OlmoHybrid; f = silu or sigmoid
     y = rms_norm(x * f(gate)) weight          Mamba2, Bamba, Zamba2
 
-Such classes widen to float32 and keep four or five tensors of it; the norm and the product of hfnn, one after the
-other, keep x and the gate. Told by the class's name and its weight, then proved: a clone's own forward is held against
-the formula, output and gradients, in float32, bfloat16 and float16, with two values of eps.
+Such classes widen to float32 and keep four or five float32 tensors. hfnn's norm followed by its product keeps x and the
+gate. Recognised by the class's name and its weight, then proved: a clone's own forward is compared with the formula,
+output and gradients, in float32, bfloat16 and float16, with two values of eps.
 """
 
 import itertools
@@ -30,7 +30,7 @@ CASES = (
 
 
 class NormGate:
-    """Goes before the class of such a module: hfnn's norm and product, or the class's own code."""
+    """Mixin for such a module: hfnn's norm and product, or the class's own code."""
 
     prefer = "auto"
 
@@ -80,7 +80,7 @@ class GatedNorm(Match):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why not; None where it is not named so."""
+    """How to treat the module, or why it is left alone; None if it has another name."""
     name, weight = type(module).__name__.lower(), module._parameters.get("weight")
     if "norm" not in name or "gated" not in name or weight is None or weight.dim() != 1 or len(module._parameters) > 1:
         return None
@@ -116,7 +116,7 @@ def _check(module, notes, like, cols, number, dtypes, factor) -> None:
     weight = nn.Parameter(torch.randn(cols, generator=generator).to(dtypes[0]))
     clone = probe.clone(module, notes, True, {"weight": weight}, changed={like.eps: eps})
     shape = ((ROWS, cols), (2, ROWS // 2, cols))[number % 2]
-    # The smallest rows are such that eps decides.
+    # The smallest rows are so small that eps matters.
     scale = torch.tensor([1.0, 30.0, 0.3, eps**0.5, 3.0, 1.0])
     x, gate = (torch.randn(ROWS, cols, generator=generator) for _ in range(2))
     inputs = tuple(t.view(shape).to(dtypes[1]) for t in (x * scale[:, None], gate))

@@ -1,8 +1,8 @@
-"""Linear maps in an author's own words: FalconLinear's `x @ weight.T`, + bias.
+"""Linear maps written out by an author: FalconLinear's `x @ weight.T`, + bias.
 
-Told by a weight of two dimensions, and proved: a clone with other widths is held against `x W^T + b`, output and
-gradients, to the last digits in float64 and within rounding in float32 and bfloat16, and its result under autocast has
-to have the dtype of torch's.
+Recognised by a weight of two dimensions, then proved: a clone with other widths is compared with `x W^T + b`, output
+and gradients, to the last digits in float64 and within rounding in float32 and bfloat16. Its result under autocast must
+have the dtype of torch's.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ INPUTS, OUTPUTS = 24, 16
 
 
 class Mapped:
-    """Goes before the class of such a module: hfnn's linear map where it keeps less, else the class's own code."""
+    """Mixin for such a module: hfnn's linear map if it keeps less, else the class's own code."""
 
     prefer, recompute, exact = "auto", False, False
 
@@ -41,7 +41,7 @@ class OwnLinear(Match):
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why not; None where it is no map of one input."""
+    """How to treat the module, or why it is left alone; None if it is no map of one input."""
     weight = module._parameters.get("weight")
     if not isinstance(module, nn.Linear) or weight is None or weight.dim() != 2 or module._modules or module._buffers:
         return None

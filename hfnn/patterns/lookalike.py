@@ -1,10 +1,10 @@
-"""Modules that compute an op of ours in their own words: recognised by structure, then proved numerically.
+"""Modules that implement one of our ops themselves: recognised by structure, then proved numerically.
 
-A class named like a norm or an activation may be anything. Before its modules are swapped, its own `forward` is run on
-a clone with random parameters (hfnn/patterns/probe.py) and held against the op's definition in float64: output and
-gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and very small values
-(there eps decides), two values of eps, two to four dimensions; and once more in float16, which it may do differently,
-for then that is left to it. What fails, raises or changes itself is refused.
+A class named like a norm or an activation may compute anything. Before its modules are swapped, its own `forward` is
+run on a clone with random parameters (hfnn/patterns/probe.py) and compared with the op's definition in float64: output
+and gradients, float32 and bfloat16, training and eval, with and without grad, rows of very large and very small values
+(where eps matters), two values of eps, two to four dimensions. float16 is tried separately: if it differs, float16
+calls run the module's own code. A module that fails, raises or changes itself is refused.
 """
 
 import functools
@@ -21,10 +21,10 @@ from hfnn.patterns import probe
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Differs, Match, Proofs, arguments, check
 
-# Tried where no attribute is called eps: what authors write into the formula itself.
+# Tried if no attribute is called eps: values that authors write into the formula itself.
 CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
-MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, and proves nothing
-# What a class is named like: a norm, or one of these. The longest name comes first: QuickGELU is no GELU.
+MIN_COLS = 8  # in shorter rows the gradient of a norm is mostly cancellation, which proves nothing
+# Names that a class may resemble: a norm, or one of these. The longest comes first: QuickGELU is not GELU.
 ACTIVATIONS = {op.name: op for op in sorted(ops.ALL, key=lambda op: -len(op.name)) if op.likes}
 # (dtype of the parameters, of the input), training, factor of eps
 CASES = (
@@ -35,10 +35,10 @@ HALF = tuple(itertools.product([(torch.float16, torch.float16), (torch.float32, 
 
 
 class LookAlike:
-    """Goes before the class of a look-alike: the room where a kernel takes the call, else the class's own code."""
+    """Mixin for a look-alike: the room if a kernel accepts the call, else the class's own code."""
 
     prefer = "auto"
-    _hfnn_one_input = True  # to which the op's floor applies
+    _hfnn_one_input = True  # the op's size limit applies to it
 
     def forward(self, input):
         if not torch.compiler.is_compiling() and is_plain(input):
@@ -60,7 +60,7 @@ def _op(name: str):
 class NormLike(Match):
     """A norm over the last dimension. weight, bias: names of parameters; eps: the name of an attribute, or a number.
 
-    half: whether it is the op in float16, too.
+    half: whether it equals the op in float16, too.
     """
 
     room: str
@@ -79,7 +79,7 @@ class NormLike(Match):
         return f"hfnn {self.room}" + (f", offset {self.offset:g}" if self.offset else "")
 
     def numbers(self, module):
-        """(weight, bias, eps) of a module as it is now."""
+        """(weight, bias, eps) of the present module."""
         weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
@@ -98,7 +98,7 @@ class NormLike(Match):
 
 @dataclass(frozen=True)
 class ActivationLike(Match):
-    """An activation without parameters. form: one of the op's `likes`; half: as NormLike's."""
+    """An activation without parameters. form: one of the op's `likes`; half: as in NormLike."""
 
     room: str
     form: str
@@ -121,9 +121,9 @@ class ActivationLike(Match):
 
 
 def _out_dtype(module, x) -> torch.dtype | None:
-    """The dtype that the module's own code returns for x; asked of a clone on an empty tensor, for authors differ.
+    """The dtype that the module's own code returns for x; found by running a clone on an empty tensor.
 
-    None for float64, in which nothing is proved: many authors round to float32 on the way.
+    None for float64, which is not proved, because many authors round to float32 on the way.
     """
     if x.dtype is torch.float64:
         return None
@@ -140,7 +140,7 @@ def _out_dtype(module, x) -> torch.dtype | None:
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module's class is to be read, or why it is none of those that its name hints at."""
+    """How to treat the module's class, or why it is not the op that its name suggests."""
     cls = type(module)
     name = cls.__name__.lower().replace("_", "")
     kind = next((kind for kind in (*ACTIVATIONS, "norm") if kind.replace("_", "") in name), None)
@@ -152,7 +152,7 @@ def recognise(module: nn.Module) -> Match | Refusal | None:
         return Refusal(but + why)
     floats = tuple(name for name, value in probe.attributes(module).items() if isinstance(value, float))
     like = _proofs.of(module, (kind, _shapes(module), floats), lambda notes: _prove(module, kind, notes), but)
-    # eps is read by the room at each call, and two values of it were tried.
+    # The room reads eps at each call, and two values of it were tried.
     return replace(like, reads=like.reads.without(like.eps)) if isinstance(like, Match) else like
 
 
@@ -160,7 +160,7 @@ _proofs = Proofs()
 
 
 def _unlike(module, kind) -> str | None:
-    """What in the structure rules out a look-alike, or None."""
+    """Why the structure rules out a look-alike, or None."""
     if module._modules:
         return "it has modules inside"
     if module._buffers or any(isinstance(value, torch.Tensor) for value in vars(module).values()):
@@ -183,7 +183,7 @@ def _shapes(module) -> tuple:
 
 
 def _cols(module) -> int | None:
-    """Length of a row for the probes; None where `normalized_shape` has several dimensions."""
+    """Row length for the probes; None if `normalized_shape` has several dimensions."""
     shapes = _shapes(module)
     shape = shapes[0][1] if shapes else vars(module).get("normalized_shape")
     if isinstance(shape, (tuple, list)):
@@ -192,7 +192,7 @@ def _cols(module) -> int | None:
 
 
 def _candidates(module, kind):
-    """The readings worth a proof, likeliest first."""
+    """The candidates worth a proof, the most likely first."""
     if kind in ACTIVATIONS:
         return [ActivationLike(kind, form) for form in ACTIVATIONS[kind].likes]
     names = [name for name, _ in _shapes(module)]
@@ -226,7 +226,7 @@ def _prove(module, kind, notes) -> Match:
 
 
 def _check(module, notes, like, number, dtypes, training, factor) -> None:
-    """Raises Differs where the module's own code differs from a reading of it in one case."""
+    """Raises Differs if the module's own code differs from a candidate in one case."""
     generator = torch.Generator("cpu").manual_seed(number)
     clone, eps = _fresh(module, notes, like, dtypes[0], training, factor, generator)
     large = 3e4 if dtypes[1] is not torch.float16 else 3e3
@@ -249,7 +249,7 @@ def _fresh(module, notes, like, dtype, training, factor, generator):
 
 
 def _probe(cols, eps, dims, generator, large):
-    """Rows of ordinary values, one of very large, and rows so small that eps decides; none centred on 0."""
+    """Rows of ordinary values, one of very large values, and rows so small that eps matters; none centred on 0."""
     small = eps**0.5 if eps > 0 else 1e-3
     scales = torch.tensor([1.0, large, 3.0, 0.5, small, 0.1 * small])
     x = (torch.randn(6, cols, generator=generator) + 0.5) * scales[:, None]
@@ -257,7 +257,7 @@ def _probe(cols, eps, dims, generator, large):
 
 
 def _row_error(result, exact) -> float:
-    """Largest error of a row relative to its L2 norm; infinite where there is a NaN."""
+    """Largest error of a row relative to its L2 norm; infinite if there is a NaN."""
     difference = (result.double() - exact).norm(dim=-1)
     error = difference / exact.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
     return error.nan_to_num(nan=float("inf")).max().item()

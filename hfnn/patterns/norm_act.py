@@ -1,10 +1,10 @@
-"""Modules that call a batch norm, and an activation on what it returns, or on its sum with something else.
+"""Modules that call a batch norm, then an activation on its result or on its sum with another tensor.
 
     y = relu(bn1(conv1(x))),  relu(bn3(conv3(y)) + x)        the blocks of ResNets, and most convolutional models
 
-The module's own forward is run once on a clone whose parts are stand-ins that note what they are called with. Where it
-only calls parts, adds, activates, flattens and concatenates, that is a list of steps, in which norms, sums and
-activations next to each other are made one. Proved by running both, it takes the place of the forward.
+The module's own forward is run once on a clone whose parts are stand-ins that record their arguments. If it only calls
+parts, adds, activates, flattens and concatenates, the record is a list of steps. Adjacent norms, sums and activations
+in this list are fused. It is proved by running both, and then replaces the forward.
 """
 
 import functools
@@ -33,7 +33,7 @@ _ACTIVATIONS = {
     piecewise.ReLU: "relu", piecewise.LeakyReLU: "leaky_relu", piecewise.ReLU6: "relu6", smooth.SiLU: "silu",
     smooth.Hardswish: "hardswish",
 }  # fmt: skip
-# What else a forward may do: functions of torch, by the name that a step has for them.
+# Further operations that a forward may use: functions of torch, by their names in steps.
 _FUNCTIONS = {
     torch.Tensor.__add__: "add", torch.Tensor.add: "add", torch.add: "add",
     torch.Tensor.__iadd__: "add_", torch.Tensor.add_: "add_",
@@ -47,10 +47,10 @@ _CONSTANTS = (int, float, bool)
 
 @dataclass(frozen=True)
 class Step:
-    """`out = what(*inputs, *constants)`: values by number, 0 the forward's input.
+    """`out = what(*inputs, *constants)`: values are numbered; 0 is the forward's input.
 
-    kind: "part", of a name; "function", of _FUNCTIONS; or "norm", with an activation behind it, `act`, a part or a
-    function, and with a sum in between where there are two inputs.
+    kind: "part", by name; "function", of _FUNCTIONS; or "norm", followed by an activation `act`, a part or a function,
+    with a sum in between if there are two inputs.
     """
 
     kind: str
@@ -63,10 +63,10 @@ class Step:
 
 
 class NormAct:
-    """Goes before the class of such a module: its steps, or the class's own forward."""
+    """Mixin for such a module: its steps, or the class's own forward."""
 
     prefer = "auto"
-    _hfnn_when = "where nobody sees that its norms and activations are not called"
+    _hfnn_when = "while its norms and activations carry no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
         like, parts = self._hfnn_like, self._modules
@@ -77,7 +77,7 @@ class NormAct:
 
 @dataclass(frozen=True)
 class NormsAndActs(Match):
-    """names: of all parts; identities: of those that return what they are given."""
+    """names: of all parts; identities: of those that return their input."""
 
     names: tuple[str, ...]
     identities: tuple[str, ...]
@@ -95,7 +95,7 @@ class NormsAndActs(Match):
         return _compiled(self.steps, self.result)
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "run"}  # which no pickle takes
+        return {name: value for name, value in vars(self).items() if name != "run"}  # which cannot be pickled
 
     def holds(self, parts) -> bool:
         return tuple(parts) == self.names and all(
@@ -105,7 +105,7 @@ class NormsAndActs(Match):
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(steps: tuple[Step, ...], result: int):
-    """The steps, written out as Python. A value is let go as soon as no step needs it, as a forward's own names are."""
+    """The steps as Python source. A value is released as soon as no step needs it, like local names of a forward."""
     last = {value: step for step in steps for value in (*step.inputs, step.out)}
     lines = []
     for step in steps:
@@ -139,7 +139,7 @@ def _compiled(steps: tuple[Step, ...], result: int):
 
 
 def _norm_act(norm, act, x, residual, inplace, slope, prefer):
-    """act(norm(x) + residual), by one kernel where it is one's and nobody looks on."""
+    """act(norm(x) + residual), by one kernel if possible and nothing observes the parts."""
     name = act if type(act) is str else _ACTIVATIONS.get(type(act))
     fits = residual is None or (
         residual.shape == x.shape and residual.dtype is x.dtype and name in ACTIVATIONS[: PIECEWISE + 1]
@@ -149,7 +149,7 @@ def _norm_act(norm, act, x, residual, inplace, slope, prefer):
         and (act is name or is_bare(act))
     ):  # fmt: skip
         norm._check_input_dim(x)
-        of_x = batch_norm.arguments(norm)  # which counts a batch
+        of_x = batch_norm.arguments(norm)  # also counts a batch
         behind = residual, name, act.negative_slope if name == "leaky_relu" and act is not name else slope
         y = batch_norm.fused(x, *of_x, *behind, prefer)
         if y is not None:
@@ -168,7 +168,7 @@ def _norm_act(norm, act, x, residual, inplace, slope, prefer):
 
 
 class _Part(nn.Module):
-    """In the place of a part: mixes a row in a way of its own, so that its place matters."""
+    """Stand-in for a part: mixes a row in a distinct way, so that its position matters."""
 
     def __init__(self, name, number, log):
         super().__init__()
@@ -187,7 +187,7 @@ class _Part(nn.Module):
 
 
 class _Log(TorchFunctionMode):
-    """Notes the steps of a forward."""
+    """Records the steps of a forward."""
 
     def __init__(self, x):
         super().__init__()
@@ -218,8 +218,9 @@ class _Log(TorchFunctionMode):
 
 
 def _read(name, func, args, kwargs) -> tuple[list, list]:
-    """The tensors and the constants of a call of a function; what a step does not have is among the constants."""
-    if name in ACTIVATIONS:  # a slope if it has one, and whether it is in place, both by their places
+    """The tensors and the constants of a function call; arguments that a step does not support are among the
+    constants."""
+    if name in ACTIVATIONS:  # the slope, if there is one, and `inplace`, both by position
         given = inspect.signature(getattr(F, name)).bind(*args, **kwargs)
         given.apply_defaults()
         x, *constants, inplace = given.args
@@ -232,7 +233,7 @@ def _read(name, func, args, kwargs) -> tuple[list, list]:
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """The steps of its forward, or why they are not known; None where no activation follows a batch norm."""
+    """The steps of its forward, or why they are not known; None if no activation follows a batch norm."""
     parts, cls = module._modules, type(module)
     if cls.__module__.startswith("torch.") and cls is not nn.Sequential:
         return None
@@ -248,7 +249,7 @@ _proofs = Proofs()
 
 
 def _kind(part) -> str | None:
-    """What of a part the steps depend on."""
+    """The properties of a part on which the steps depend."""
     if type(part) is nn.Identity:
         return "identity"
     return "norm" if type(part) in _NORMS else _ACTIVATIONS.get(type(part))
@@ -299,7 +300,7 @@ def _prove(module, notes) -> NormsAndActs | None:
 
 
 def _fused(steps, result, kinds) -> tuple[Step, ...]:
-    """The steps with each norm joined to the activation behind it, where nothing else uses what is between."""
+    """The steps with each norm joined to the activation after it, if nothing else uses the values in between."""
     uses = Counter([result, *(value for step in steps for value in step.inputs)])
     reader = {value: step for step in steps for value in step.inputs}
     gone, made = set(), {}
@@ -307,7 +308,7 @@ def _fused(steps, result, kinds) -> tuple[Step, ...]:
         if norm.kind != "part" or kinds[norm.what] != "norm" or uses[norm.out] != 1 or norm.out == result:
             continue
         act, inputs, inplace = reader[norm.out], norm.inputs, False
-        if uses[norm.inputs[0]] != 1:  # which somebody may write to before the activation
+        if uses[norm.inputs[0]] != 1:  # which may be written to before the activation
             continue
         sum_ = None
         if act.kind == "function" and act.what in ("add", "add_") and act not in gone:

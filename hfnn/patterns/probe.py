@@ -1,10 +1,10 @@
-"""Clones on which a module's forward is tried, and what is read of them.
+"""Clones on which a module's forward is tried, and the record of what it reads.
 
-A module's own `forward` is run on a clone of it: another object of its class, with the module's attributes, small
-random parts on the CPU and no hooks. What the clone holds by reference it gets a copy of when that is first read, so
-that nothing is shared with the module. What is read of the clone, `Reads`, is all of the module that the proof depends
-on: attributes of the instance, attributes of objects that it holds (`self.config.x`), and functions of its class. A
-proof is given again to a module of which these are the same (proof.py), and lapses once they change (subclass.py).
+A module's own `forward` is run on a clone: another object of its class, with the module's attributes, small random
+parts on the CPU and no hooks. Objects that the clone holds are copied when they are first read, so nothing is shared
+with the module. The proof depends only on what is read of the clone, `Reads`: attributes of the instance, attributes of
+objects that it holds (`self.config.x`), and functions of its class. The proof is reused for modules for which these are
+the same (proof.py), and becomes invalid once they change (subclass.py).
 """
 
 import enum
@@ -19,22 +19,22 @@ from torch import nn
 
 CONTAINERS = (list, dict, set)
 MODULE_STATE = frozenset(vars(nn.Module()))
-_NOTES = "_hfnn_notes"  # in the dict of what is watched
+_NOTES = "_hfnn_notes"  # key in the dict of a watched object
 
 
 class ABSENT:
-    """In the place of an attribute that was asked for and is not there."""
+    """Placeholder for an attribute that was requested but does not exist."""
 
 
 class Refusal(Exception):
-    """Why a module is not what it looks like: raised by a proof, and returned by a pattern."""
+    """Why a module does not match a pattern: raised by a proof, and returned by a pattern."""
 
 
 @dataclass(frozen=True)
 class Reads:
     """What a forward read of its module. attributes: of the instance, by name, with their values; paths: of objects
     that it holds, as (("config", "hidden_act"), value), and of the instance's own lists, dicts and sets; methods: the
-    names of what it took of the class.
+    names that it used of the class.
     """
 
     attributes: tuple[tuple[str, object], ...] = ()
@@ -45,17 +45,17 @@ class Reads:
         return hash((tuple(name for name, _ in self.attributes), tuple(path for path, _ in self.paths), self.methods))
 
     def without(self, name: str | None) -> "Reads":
-        """All but one attribute."""
+        """All except one attribute."""
         return replace(self, attributes=tuple(read for read in self.attributes if read[0] != name))
 
     def match(self, module: nn.Module) -> bool:
-        """Whether the module holds what was read."""
+        """Whether the module still holds the values that were read."""
         state = vars(module)
         same = all(frozen(state.get(name, ABSENT)) == value for name, value in self.attributes)
         return same and self.moved(module) is None
 
     def moved(self, module: nn.Module) -> tuple[str, ...] | None:
-        """The path of something that is no more what it was, or None."""
+        """The path of a value that has changed, or None."""
         return next((path for path, value in self.paths if frozen(_at(module, path)) != value), None)
 
 
@@ -70,7 +70,7 @@ def _at(module, path):
 
 @dataclass(frozen=True)
 class _Itself:
-    """A value that is told by its identity."""
+    """A value compared by identity."""
 
     value: object
 
@@ -84,7 +84,7 @@ _VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 
 
 def frozen(value):
-    """What stands for a value in a comparison: instances often hold a `partial` or a bound method of their own."""
+    """The comparison key of a value: instances often hold their own `partial` or bound method."""
     if isinstance(value, functools.partial):
         return functools.partial, value.func, frozen(value.args), frozen(value.keywords)
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
@@ -105,7 +105,7 @@ def _of_note(value, name: str):
 
 
 class Notes:
-    """What the clones of one module have been asked for."""
+    """The record of reads of the clones of one module."""
 
     def __init__(self, module: nn.Module):
         self.module, self.cls = module, type(module)
@@ -116,7 +116,7 @@ class Notes:
         return Reads(in_order(self.attributes), in_order(self.paths), tuple(sorted(self.methods)))
 
     def note(self, name: str) -> None:
-        """`clone.name` is read."""
+        """Record that `clone.name` is read."""
         own, module = vars(self.module), self.module
         if name in own:
             if name not in self.attributes:
@@ -132,14 +132,14 @@ class Notes:
 
 
 class _NoHook:
-    """First base of a class that nobody is to know of: its author's `__init_subclass__` does not run."""
+    """First base of an internal class: the author's `__init_subclass__` does not run."""
 
     def __init_subclass__(cls, **kwargs):
         pass
 
 
 class _Watched:
-    """A base of a class whose instances note what is read of them: after any `__getattribute__` of its author."""
+    """A base of a class whose instances record reads, after any `__getattribute__` of the author."""
 
     def __getattribute__(self, name):
         get = object.__getattribute__
@@ -151,14 +151,14 @@ class _Watched:
         return get(self, name)
 
 
-# By the number of the class that each derives from.
+# By the id of the class that each derives from.
 _watched_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
 
 def _watched(cls: type, state: dict, note: Callable):
-    """An object of a class with these attributes, which calls `note(object, its dict, name)` for each that is read.
+    """An object of a class with these attributes, which calls `note(object, its dict, name)` for each read.
 
-    Raises Refusal where the class cannot be derived from.
+    Raises Refusal if the class cannot be subclassed.
     """
     try:
         made = _watched_classes.get(id(cls))
@@ -175,7 +175,7 @@ def _watched(cls: type, state: dict, note: Callable):
 
 
 def _copied(value, name: str, clone, notes: Notes):
-    """What the clone has in place of a value that it might share with the module."""
+    """The clone's replacement for a value that it might share with the module."""
     if isinstance(value, CONTAINERS):
         return value.copy()
     if isinstance(value, types.MethodType) and value.__self__ is notes.module:
@@ -184,7 +184,7 @@ def _copied(value, name: str, clone, notes: Notes):
 
 
 def _is_shared(value) -> bool:
-    """Whether a clone may hold the module's own: what nobody writes to, and what is no plain object."""
+    """Whether a clone may share the module's value: immutable values, and values that are no plain objects."""
     return isinstance(value, (*_VALUES, nn.Module, torch.Tensor)) or callable(value) or not hasattr(value, "__dict__")
 
 
@@ -207,7 +207,7 @@ def _of_path(value, path: tuple[str, ...], notes: Notes):
 
 
 def attributes(module: nn.Module) -> dict:
-    """What the author put on the module, besides parameters."""
+    """The author's attributes of the module, besides parameters."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_STATE and name != "prefer"}
 
 
@@ -221,7 +221,7 @@ def clone(
     cls: type | None = None,
     buffers: dict | None = None,
 ) -> nn.Module:
-    """Another object of the module's class (or of `cls`), with its attributes but those `changed`, and no hooks.
+    """Another object of the module's class (or of `cls`), with its attributes except those `changed`, and no hooks.
 
     `changes` tells whether its own forward changed anything.
     """
@@ -253,7 +253,7 @@ _CHANGES = "_hfnn_changes"
 
 
 def changes(found: nn.Module) -> bool:
-    """Whether its forward changed attributes of a clone, or of what it holds."""
+    """Whether its forward changed attributes of a clone, or of objects that it holds."""
     return vars(found)[_CHANGES]()
 
 
@@ -270,7 +270,7 @@ def _changes(state, own, made, before, training) -> bool:
 
 
 def _differ(value, made) -> bool:
-    """Whether a copy is no more what it was made of."""
+    """Whether a copy differs from its original."""
     if made is value or isinstance(value, types.MethodType):
         return False
     if isinstance(value, CONTAINERS):
@@ -286,6 +286,6 @@ def _differ(value, made) -> bool:
 
 
 def of_class(cls: type, name: str):
-    """What a class has by a name: of a class method, which is bound anew each time, the function."""
+    """A class's attribute of this name; for a class method, which is bound anew each time, the function."""
     value = getattr(cls, name, ABSENT)
     return getattr(value, "__func__", value)

@@ -1,8 +1,8 @@
-"""The engine behind all patterns: what a proof is, how it is made, and how long it is kept.
+"""The engine of all patterns: what a proof is, how it is made, and how long it is kept.
 
-A pattern gives a module's clone (probe.py), inputs and a definition; `check` holds the clone's own forward against the
-definition, output and gradients, and asks whether it depends on anything but its input. `Proofs` keeps what came of it
-for all modules of the class of which the same was read.
+A pattern gives a module's clone (probe.py), inputs and a definition. `check` compares the clone's own forward with the
+definition, output and gradients, and checks that it depends only on its input. `Proofs` keeps the result for all
+modules of the class with the same reads.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from hfnn.patterns import probe
 from hfnn.patterns.probe import NOTHING, Reads, Refusal, of_class
 from hfnn.testing import error
 
-# Errors in ulps, of the L2 norm of a row or a tensor: of all processors alike, for no single element decides. Honest
-# code was measured to stay below 2.5 (float32) and 1.1 (bfloat16).
+# Errors in ulps of the L2 norm of a row or a tensor. They are similar on all processors, because no single element
+# decides. Correct code was measured to stay below 2.5 (float32) and 1.1 (bfloat16).
 ULPS = {torch.float32: 8, torch.bfloat16: 3, torch.float16: 3}
-EXACT = 1e-9  # in float64, where two computations may differ in their order alone
+EXACT = 1e-9  # in float64, where two computations may only differ in their order
 
 
 def bound(dtype: torch.dtype) -> float:
-    """The largest relative error of honest code."""
+    """The largest relative error of correct code."""
     return EXACT if dtype is torch.float64 else ULPS[dtype] * torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """How a module is to be read. `mixin` goes before its class; `op` is the report's, if any; `str(match)` its words.
+    """How to treat a module. `mixin` is put before its class; `op` and `str(match)` are for the report.
 
     reads: what the proof depends on.
     """
@@ -46,19 +46,19 @@ class Match:
 
 
 class Differs(Refusal):
-    """A forward is not the definition that it was held against."""
+    """A forward differs from the definition that it was compared with."""
 
 
 class Proofs:
-    """What was proved of modules, by their classes, which it does not keep alive."""
+    """Proofs of modules, by their classes, which it does not keep alive."""
 
     def __init__(self):
         self._known: weakref.WeakKeyDictionary[type, list] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module, key: tuple, prove: Callable, but: str = "") -> Match | Refusal | None:
-        """What `prove(notes)` returned for a module of the class, the key and what was read of it.
+        """The result of `prove(notes)` for a module with this class, this key and the same reads.
 
-        What it raises becomes a refusal, whose reason begins with `but`.
+        An exception becomes a refusal whose reason begins with `but`.
         """
         cls = type(module)
         for known, reads, methods, found in self._known.get(cls, ()):
@@ -68,7 +68,7 @@ class Proofs:
         with seclusion():
             try:
                 found = prove(notes)
-            except Exception as why:  # the author's code, run by us: whatever it raises is a reason
+            except Exception as why:  # this runs the author's code: whatever it raises is a reason
                 found = Refusal(but + reason(why))
         reads = notes.reads()
         methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
@@ -82,7 +82,7 @@ def reason(why: Exception) -> str:
 
 
 def _same(value) -> Callable:
-    """Whether it is this one. A function is held weakly, for it holds the class that it stands in."""
+    """Whether it is this value. A function is held weakly, because it holds its class."""
     if isinstance(value, property):
         same = _same(value.fget)
         return lambda other: isinstance(other, property) and same(other.fget)
@@ -104,11 +104,12 @@ def check(
     off: Callable = lambda given, wanted: error(given, wanted).l2,
     names: tuple[str, ...] = ("the input",),
 ) -> None:
-    """Raises Differs where a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
+    """Raises Differs if a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
 
-    Output and gradients, of the inputs (`names`) and of all parameters, are at most `within`, by default `bound` of the
-    first input's dtype, from those of the definition in float64, as `off` measures it; wide=False: in the clone's
-    dtypes. dtype: of the output, if it matters. setting: words for the case.
+    Output and gradients of the inputs (`names`) and all parameters may differ from those of the definition in float64
+    by at most `within`, measured by `off`; the default is `bound` of the first input's dtype. wide=False: the
+    definition is computed in the clone's dtypes. dtype: of the output, if it matters. setting: a description of the
+    case.
     """
     own, parts, within = type(clone).forward, nn.Module(), bound(inputs[0].dtype) if within is None else within
     parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
@@ -138,19 +139,19 @@ def _widened(x):
 
 def _run(function, module, inputs):
     """(output, gradients of the floating inputs and of all parameters)"""
-    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would seed all GPUs' as well
+    torch.default_generator.manual_seed(0)  # only the CPU's: torch.manual_seed would also seed all GPUs
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     y = function(module, *leaves)
     if not isinstance(y, torch.Tensor):
         raise Differs(f"its forward returns a {type(y).__name__}")
     wanted = [*(x for x in leaves if x.requires_grad), *module.parameters()]
-    # Of eight bits, for all dtypes alike.
+    # With eight bits, so they are the same in all dtypes.
     dy = torch.randn(y.shape, generator=torch.Generator("cpu").manual_seed(1)).bfloat16().to(y.dtype)
     return y, *torch.autograd.grad(y, wanted, dy, allow_unused=True)
 
 
 def arguments(cls: type) -> int | None:
-    """How many arguments a class's forward needs, all of which may go by their places; None where that is not told."""
+    """How many arguments a class's forward needs, all of them positional; None if unknown."""
     try:
         given = list(inspect.signature(cls.forward).parameters.values())[1:]
     except (TypeError, ValueError):  # compiled code
@@ -161,7 +162,7 @@ def arguments(cls: type) -> int | None:
 
 @contextlib.contextmanager
 def seclusion():
-    """Whatever modes the caller is in, the proof is in none of them; and torch's generator is where it was after it."""
+    """Runs the proof outside of the caller's modes, and restores torch's generator afterwards."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.device("cpu"))

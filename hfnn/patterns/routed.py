@@ -1,9 +1,9 @@
-"""Modules whose own code calls torch's functions: recognised by reading it, and run with these calls routed.
+"""Modules whose own code calls torch's functions: recognised by reading this code, and run with these calls routed.
 
 Swapping modules does not reach a model that calls `nn.functional.dropout` in its forward. `recognise` finds such
-modules in the byte code of their class. Converted, their forward runs with the calls routed (hfnn/patch.py) that stand
-in that code, and no others: what runs inside a submodule is the submodule's own matter. Activation checkpointing
-depends on it. It calls a submodule again in backward, outside of this forward, and must meet the same functions.
+modules by the byte code of their class. Once converted, their forward runs with the calls in this code routed
+(hfnn/patch.py), and no others: calls inside a submodule belong to the submodule. Activation checkpointing depends on
+this: it calls a submodule again in backward, outside of this forward, and must get the same functions.
 """
 
 import ast
@@ -28,7 +28,7 @@ from hfnn.patterns.proof import Match
 
 
 class Routed:
-    """Goes before the class of such a module: its own forward, with the calls in its own code routed."""
+    """Mixin for such a module: its own forward, with the calls in its own code routed."""
 
     prefer = "auto"
 
@@ -39,13 +39,13 @@ class Routed:
 
 
 def _within(forward: Callable, found: "Calls") -> Callable:
-    """`forward`, with the calls routed that its own code makes; of the same signature, which libraries read."""
+    """`forward` with the calls in its own code routed. It has the same signature, which libraries read."""
     places, codes = found.places, found.codes
     alone = {prefer: ({}, codes, prefer) for prefer in PREFERENCES}
 
     @functools.wraps(forward)
     def run(self, *args, **kwargs):
-        # Without grad mode too, in training: what reentrant checkpointing runs so, it runs again in grad mode.
+        # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
         if compiling() or not (torch.is_grad_enabled() or self.training):
             return forward(self, *args, **kwargs)
         outer = here.state
@@ -81,25 +81,25 @@ class Calls:
 
 
 def recognise(module: nn.Module) -> Match | Refusal | None:
-    """How the module is to be read, or why its calls cannot be routed; None where it makes none."""
+    """How to treat the module, or why its calls cannot be routed; None if it makes none."""
     found = calls(type(module))
     if not isinstance(found, Calls):
         return found and Refusal(found)
     return RoutedCalls(tuple(sorted({place.name for place in found.places})))
 
 
-# Of torch, and of those who compute with the parts of a model in their own way.
+# torch, and libraries that use a model's parts in their own way.
 _FOREIGN = ("torch", "hfnn", "peft")
 _CHECKPOINT = re.compile(r"(^|_)checkpoint(_|$)|checkpointing_func")
-# It derives the forward of each class from the one it finds there, ours included.
+# It derives the forward of each class from the existing one, also from ours.
 _CHECKPOINTS_SUBCLASSES = "transformers.modeling_layers"
 
 
 @cache_by_class
 def calls(cls: type) -> Calls | str | None:
-    """What the class's forward calls, and functions and methods that it calls, of the same file, at most two deep.
+    """The calls of the class's forward, and of functions and methods of the same file that it calls, at most two deep.
 
-    None where there is nothing; a reason where calls are repeated in backward without the module being called again.
+    None if there are none; a reason if calls are repeated in backward without calling the module again.
     """
     forward = _unwrapped(cls.forward)
     if forward is None or _is_foreign(cls) or _is_foreign(forward):
@@ -121,7 +121,7 @@ def calls(cls: type) -> Calls | str | None:
 
 
 def _names_uncalled(function) -> str | None:
-    """Why a function may not meet a routed one: it may compare it, look it up, or keep it."""
+    """Why a function may not get a routed one: it may compare it, look it up, or keep it."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):
@@ -136,7 +136,7 @@ def _names_uncalled(function) -> str | None:
 
 
 def _module(node, function) -> types.ModuleType | None:
-    """The module that a name or a chain of attributes stands for."""
+    """The module that a name or a chain of attributes refers to."""
     if isinstance(node, ast.Name):
         value = function.__globals__.get(node.id)
     elif isinstance(node, ast.Attribute):
@@ -151,7 +151,7 @@ def _is_foreign(thing) -> bool:
 
 
 def _unwrapped(function) -> types.FunctionType | None:
-    """The function under its decorators, or None where it is not in Python."""
+    """The function under its decorators, or None if it is not written in Python."""
     function = inspect.unwrap(function)
     return function if type(function) is types.FunctionType else None
 
@@ -165,12 +165,12 @@ def _wrappers(function) -> Iterator[types.FunctionType]:
 
 
 def _checkpoints(function) -> bool:
-    """Whether a function seems to have parts of its own computed again in backward."""
+    """Whether a function seems to checkpoint parts of its own code."""
     return any(_CHECKPOINT.search(name) for code in _nested(function.__code__) for name in code.co_names)
 
 
 def _codes(function) -> tuple[types.CodeType, ...]:
-    """The code of a function, with that of the functions inside it where nobody checkpoints these."""
+    """The code of a function, and of the functions inside it unless they are checkpointed."""
     return (function.__code__,) if _checkpoints(function) else tuple(_nested(function.__code__))
 
 
@@ -182,7 +182,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _collect(function, cls, depth: int, found: dict) -> None:
-    """Into found: the places that a function looks up, and those of its helpers."""
+    """Adds to `found` the places that a function looks up, and those of its helpers."""
     found[function] = set()
     for code in _codes(function):
         for thing in _looked_up(code, function, cls):
@@ -195,7 +195,7 @@ def _collect(function, cls, depth: int, found: dict) -> None:
 def _looked_up(code, function, cls) -> Iterator[Place | types.FunctionType]:
     """Places and helpers in the order in which the code names them: `F.gelu`, `helper`, `self.helper`."""
     first = function.__code__.co_varnames[:1]
-    value = None  # of the name or chain of attributes up to here
+    value = None  # value of the name or chain of attributes so far
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -223,7 +223,7 @@ _SELF = object()
 
 
 def _helper(value, function) -> types.FunctionType | None:
-    """A plain function that stands in the same file."""
+    """A plain function of the same file."""
     value = getattr(value, "__func__", value)
     found = _unwrapped(value) if type(value) is types.FunctionType else None
     return found if found is not None and found.__globals__ is function.__globals__ else None

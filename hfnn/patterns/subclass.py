@@ -1,11 +1,11 @@
-"""Changing the class of a living module, and changing it back.
+"""Changing the class of an existing module, and changing it back.
 
 An exact torch class becomes its room's class: `nn.LayerNorm` -> `hfnn.LayerNorm`. Any other class keeps its name and
-everything it adds: the module's class becomes a subclass of it whose `forward` is a room's. Such a class is made here,
-once for each (original, room, like), and is pickled as these three, so that a fresh process makes it again.
+everything that it adds: the module's class becomes a subclass of it whose `forward` is the room's. Such a class is made
+here, once for each (original, room, like). It is pickled as these three, so a new process makes it again.
 
-A swapped module goes back to its class's own forward, and stays there, once something has changed that it was swapped
-for: the class's forward, or what a proof read (`like.reads`, hfnn/patterns/probe.py). Writes past `setattr`, into
+A swapped module returns permanently to its class's own forward if something that the swap depends on changes: the
+class's forward, or values that a proof read (`like.reads`, hfnn/patterns/probe.py). Writes past `setattr`, into
 `vars(module)`, are not seen.
 """
 
@@ -20,25 +20,25 @@ from hfnn.core.context import compiling
 from hfnn.core.kernel import log
 from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
 
-# torch's class -> the room's, the room's -> torch's, the room's -> its op: read from the index of ops.
+# torch's class -> the room's, the room's -> torch's, the room's -> its op, from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
 _TORCH = {room: torch_class for torch_class, room in ROOMS.items()}
 _OPS = {room: op for op in ops.ALL for room in op.modules.values()}
-# Methods in which a module of torch computes: convolutions' forward calls another.
+# Methods in which a torch module computes: a convolution's forward calls another method.
 COMPUTE = ("forward", "_conv_forward", "_output_padding")
 
 
 def forward_of(cls: type) -> tuple:
-    """The functions by which modules of a class compute."""
+    """The functions with which modules of a class compute."""
     return tuple(getattr(cls, name, None) for name in COMPUTE)
 
 
-# Of torch's classes, as they were before anybody replaced one.
+# Of torch's classes, before any replacement.
 FORWARDS = {torch_class: forward_of(torch_class) for torch_class in ROOMS}
-# What `convert` may set on modules, by what their rooms read.
+# Attributes that `convert` may set on modules, by what their rooms read.
 SETTINGS = ("prefer", "recompute", "keep", "exact")
-# Files whose `__init_subclass__` derives the forward of each class from the one it finds there. Another author's may
-# note down the class, and is not called.
+# Files whose `__init_subclass__` derives the forward of each class from the existing one. Those of other authors may
+# register the class, so they are not called.
 _DERIVE = ("transformers.modeling_layers",)
 
 
@@ -48,10 +48,10 @@ class Converted:
     _hfnn_lapsed = None  # on an instance: what changed
 
     def _hfnn_look(self):
-        """Lapses, where what is held of the class is another: `_while_it_holds`."""
+        """Lapses if the class's held attributes have changed: `_while_it_holds`."""
 
     def __init_subclass__(cls, **kwargs):
-        if "_hfnn_original" not in vars(cls):  # somebody derives from ours
+        if "_hfnn_original" not in vars(cls):  # a class derived from ours
             return super().__init_subclass__(**kwargs)
         prepare = getattr(cls._hfnn_room, "prepare", None)
         if prepare is not None:
@@ -63,22 +63,22 @@ class Converted:
                 vars(base)["__init_subclass__"].__get__(None, cls)()
 
     def _hfnn_holds(self) -> bool:
-        """Whether the module is what it was swapped for; for those that compute it without calling it."""
+        """Whether the swap is still valid; for code that computes the module without calling it."""
         cls = next(cls for cls in type(self).__mro__ if "_hfnn_original" in vars(cls))
         cls._hfnn_look(self)
         return self._hfnn_lapsed is None
 
     def __reduce_ex__(self, protocol):
-        self._hfnn_holds()  # what is made of it would hold what the class is now
+        self._hfnn_holds()  # a copy would take the present class as its reference
         reduced = super().__reduce_ex__(max(protocol, 2))
         cls = type(self)
         if "_hfnn_original" not in vars(cls) or reduced[0] is not copyreg.__newobj__:
-            return reduced  # a class derived from ours, or an original that has its own way to be pickled
+            return reduced  # a class derived from ours, or an original with its own pickling
         return _again, (cls._hfnn_original, cls._hfnn_room, cls._hfnn_like, *reduced[1][1:]), *reduced[2:]
 
 
 class Proved(Converted):
-    """What was proved by what its forward read of attributes: `_hfnn_reads`, by name."""
+    """A class proved by attributes that its forward read: `_hfnn_reads`, by name."""
 
     def __setattr__(self, name, value):
         before = self._hfnn_reads.get(name)
@@ -97,16 +97,17 @@ def _again(original, room, like, *args):
     return cls.__new__(cls, *args)
 
 
-# By the numbers of the original and of what is held of it, which are there for as long as a class made of them is.
-# Nobody but their modules keeps these.
+# By the ids of the original and of its held attributes, which live as long as a class made from them. Only modules keep
+# these classes alive.
 _made: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()
 
 
 def make_subclass(original: type, room: type, like=None) -> type:
-    """The subclass of `original` whose forward is that of `room`; it keeps the name, for what is told by names.
+    """The subclass of `original` whose forward is that of `room`. It keeps the name, for code that identifies classes
+    by name.
 
-    `like` says where the room finds its numbers in a module of this class (hfnn/patterns), if it needs telling.
-    Raises TypeError where the class cannot be derived from.
+    `like` tells where the room finds its numbers in a module of this class (hfnn/patterns), if needed. Raises TypeError
+    if the class cannot be subclassed.
     """
     reads = getattr(like, "reads", NOTHING)
     own = (name for name in COMPUTE if hasattr(original, name) and name not in reads.methods)
@@ -124,7 +125,7 @@ def make_subclass(original: type, room: type, like=None) -> type:
         "_hfnn_like": like,
         "_hfnn_held": held,
         "_hfnn_reads": dict(reads.attributes),
-        "_hfnn_dtypes": {},  # what hfnn/patterns/lookalike.py asks but once
+        "_hfnn_dtypes": {},  # cache of hfnn/patterns/lookalike.py
     }
     base = Proved if reads.attributes else Converted
     made = _made[key] = type(original)(original.__name__, (base, room, original), names)
@@ -132,7 +133,7 @@ def make_subclass(original: type, room: type, like=None) -> type:
 
 
 def _while_it_holds(cls: type):
-    """The forward that cls has, while the original's, and what it was proved by, are what they were."""
+    """The forward of cls, while the original's forward and the values behind the proof are unchanged."""
     original, forward, held = cls._hfnn_original, cls.forward, cls._hfnn_held
     reads = getattr(cls._hfnn_like, "reads", NOTHING)
     moved = reads.moved if reads.paths else None
@@ -146,7 +147,7 @@ def _while_it_holds(cls: type):
 
     cls._hfnn_look = look
 
-    # First what a call pays for that is small: torch's own op would run in any case.
+    # First the check for small calls, in which torch's own op would run anyway.
     passes = cls._hfnn_like.op.passes if getattr(cls._hfnn_room, "_hfnn_one_input", False) else None
 
     @functools.wraps(original.forward)
@@ -170,30 +171,31 @@ def lapse(module: nn.Module, why: str) -> None:
 
 
 def restore(module: nn.Module) -> None:
-    """Give a converted module its class and attributes again."""
+    """Restore the class and attributes of a converted module."""
     cls = type(module)
     object.__setattr__(module, "__class__", original(cls))
     vars(module).pop("_hfnn_lapsed", None)
     for name in settings(cls):
-        if "forward" in vars(module):  # what somebody wrapped since goes on to the room, which reads them
+        if "forward" in vars(module):  # a forward wrapped since then still calls the room, which reads them
             vars(module).setdefault(name, getattr(cls, name))
         else:
             vars(module).pop(name, None)
 
 
 def settings(cls: type) -> list[str]:
-    """What `convert` may set on modules of a class: what its room reads."""
+    """The attributes that `convert` may set on modules of a class: those that its room reads."""
     room = getattr(cls, "_hfnn_room", cls)
     return [name for name in SETTINGS if hasattr(room, name)]
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a room computes the module's forward; also where `fully_shard` or alike derived from its class since."""
+    """Whether a room computes the module's forward; also if `fully_shard` or similar code has since subclassed its
+    class."""
     return isinstance(module, (Converted, *_TORCH))
 
 
 def original(cls: type) -> type | None:
-    """The class that was swapped for cls, or None where cls is not one that `convert` puts in place."""
+    """The class that cls replaced, or None if `convert` did not make cls."""
     cls = vars(cls).get("_hfnn_plain", cls)  # of a captured model
     return vars(cls).get("_hfnn_original") or _TORCH.get(cls)
 
@@ -207,7 +209,7 @@ def op_of(cls: type):
 
 
 def title(cls: type) -> str:
-    """What a converted class is now, for people: "hfnn.LayerNorm", "hfnn rms_norm, offset 1"."""
+    """A description of a converted class: "hfnn.LayerNorm", "hfnn rms_norm, offset 1"."""
     like = getattr(cls, "_hfnn_like", None)
     room = next((base for base in cls.__mro__ if base in _TORCH), None)
     return str(like) if like is not None else f"hfnn.{room.__name__}" if room else f"hfnn {op_of(cls).name}"

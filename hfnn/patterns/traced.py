@@ -1,8 +1,8 @@
-"""How a module puts its parts together: seen by running its own forward on a small instance, then proved.
+"""How a module combines its parts: found by running its own forward on a small instance, then proved.
 
-`small` is a fresh instance of the module's class with the module's attributes and small parts: linear maps with random
-weights, the activation as it is, and for every other part a stand-in that mixes a row in a way of its own, so that its
-place matters. All of them note what they are called with. No hooks fire, and the module itself is never called.
+`small` is a new instance of the module's class with the module's attributes and small parts: linear maps with random
+weights, the activation unchanged, and for every other part a stand-in that mixes a row in a distinct way, so that its
+position matters. All of them record their arguments. No hooks run, and the module itself is never called.
 """
 
 import itertools
@@ -73,7 +73,7 @@ class _Other(nn.Module):
 
 
 def widths(kinds) -> dict[int, int] | None:
-    """The widths of the maps -> those of the small instance, where the maps fit together as a feed-forward network."""
+    """The widths of the maps -> those of the small instance, if the maps fit together as a feed-forward network."""
     maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
     hidden = _hidden(maps)
     if hidden is None:
@@ -101,7 +101,7 @@ def _hidden(maps) -> int | None:
 
 
 def small(module, notes, kinds, dtype, training, seed) -> tuple[nn.Module, list[PartCall]]:
-    """(a small instance of the module's class, what its parts note)."""
+    """(a small instance of the module's class, the record of its parts)."""
     sizes, log = widths(kinds), []
     generator = torch.Generator("cpu").manual_seed(seed)
     changed = {name: sizes.get(value, value) for name, value in probe.attributes(module).items() if type(value) is int}
@@ -135,14 +135,14 @@ def drawn(clone, kinds, dtype, dims, seed):
 
 
 def _inputs(kinds) -> int:
-    """The width of what enters the module."""
+    """The width of the module's input."""
     maps = [kind for kind in kinds.values() if isinstance(kind, Map)]
     hidden = _hidden(maps)
     return next((kind.inputs for kind in maps if kind.outputs in (hidden, 2 * hidden)), maps[0].inputs)
 
 
 def check_all(module, notes, kinds, compute) -> None:
-    """Raises Differs where the module's own code is not `compute(parts, x)`, the definition."""
+    """Raises Differs if the module's own code is not `compute(parts, x)`, the definition."""
     for number, (dtype, training) in enumerate(itertools.product(DTYPES, (True, False))):
         clone, _ = small(module, notes, kinds, dtype, training, number)
         x = drawn(clone, kinds, dtype, 2 + number % 3, number)

@@ -1,9 +1,9 @@
 """Whether the results of a candidate agree with stock's.
 
-The rule of hfnn/testing.py needs a run in float64, for which real batches leave no memory. So the yardstick for torch's
-own error is how far stock's results move when each parameter moves by up to an ulp of the dtype that products run in;
-by four of float32, whose errors come from orders of sums and approximations of functions besides, which 16 bits hide.
-As both stock and a candidate may err, the difference is at most 1 + 2 times that (losses, buffers) or 1 + 3 times
+The rule of hfnn/testing.py needs a run in float64, for which real batches leave no memory. So torch's own error is
+estimated by the change of stock's results when each parameter moves by up to one ulp of the dtype of products. For
+float32 it is four ulps, because orders of sums and approximations of functions add errors that 16 bits hide. Both stock
+and a candidate have errors, so the difference may be at most 1 + 2 times the estimate (losses, buffers) or 1 + 3 times
 (gradients).
 """
 
@@ -17,13 +17,13 @@ from torch import nn
 from hfnn.testing import GRADIENTS, OUTPUTS, Error, error
 from hfnn.tuning.candidates import convolved
 
-DRAWS = 2  # of moved parameters
-ULPS = 4  # of float32 and float64
-NOISE, FEW = 10.0, 64  # as in hfnn/verify.py: times the yardstick of what is zero in theory; elements that may be luck
+DRAWS = 2  # sets of moved parameters
+ULPS = 4  # for float32 and float64
+NOISE, FEW = 10.0, 64  # as in hfnn/verify.py: factor for values zero in theory; elements that may match by chance
 
 
 def allowed(stock: dict, moved: list[dict], step: float) -> dict[str, tuple[Error, float]]:
-    """For each result the yardstick and how many times that it may be off."""
+    """For each result the estimated error and the allowed multiple of it."""
     own = {}
     for name in [n for n, t in stock.items() if t.is_floating_point()]:
         errors = [error(results[name], stock[name]) for results in moved]
@@ -66,8 +66,8 @@ def move(model: nn.Module, by: float, seed: int) -> None:
 
 @contextlib.contextmanager
 def step_of(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
-    """By how much of their values to move parameters, by the dtypes that modules work in within the block: their
-    parameters', autocast's, TF32's."""
+    """The relative change of parameters, from the dtypes that modules work in within the block: their parameters',
+    autocast's, TF32's."""
     found = [max([torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()], default=0.0)]
     device = "cuda" if cuda else "cpu"
     if cuda and (convolved(model) or torch.get_float32_matmul_precision() != "highest"):

@@ -12,7 +12,7 @@ from hfnn.convert import convert, revert
 from hfnn.core.kernel import log
 
 STOCK = "stock"
-# Of a compiled choice: with gradients and without, in training and not, a second shape. torch gives up after 8.
+# For a compiled choice: with and without gradients, training and eval, a second shape. torch gives up after 8.
 RECOMPILED_CALLS = 6
 
 
@@ -27,7 +27,7 @@ class Candidate:
     channels_last: bool = False
 
     def enter(self, model: nn.Module) -> None:
-        """Have the model run this way, in place."""
+        """Make the model run this way, in place."""
         for weight in convolved(model) if self.channels_last else ():
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         if self.convert:
@@ -36,7 +36,7 @@ class Candidate:
             vars(model)["_compiled_call_impl"] = _compiled(model, self.backend)
 
     def leave(self, model: nn.Module) -> None:
-        """Undo `enter`, but for the layout. Forgets all that torch.compile compiled in this process."""
+        """Undo `enter`, except the layout. Discards everything that torch.compile compiled in this process."""
         if vars(model).pop("_compiled_call_impl", None) is not None:
             torch._dynamo.reset()
         if self.convert:
@@ -44,10 +44,10 @@ class Candidate:
 
 
 def candidates(model: nn.Module, optimizer: Optimizer | None = None, backend: str | Callable = "inductor"):
-    """All that there are for a model, those that take the least time to set up first. A converted model is compiled by
-    "hfnn" where the backend is Inductor.
+    """All candidates for a model, those with the shortest setup first. A converted model is compiled by "hfnn" if the
+    backend is Inductor.
 
-    Layouts are for weights that an optimizer without states knows: states would keep the layout that they have.
+    Layouts are only for weights whose optimizer has no states yet: existing states would keep their layout.
     """
     plain = [Candidate(STOCK), Candidate("converted", convert=True)]
     if any(p.is_cuda for p in model.parameters()):
@@ -75,13 +75,13 @@ def among_names(known: list[Candidate], names: Iterable[str | Candidate]) -> lis
 
 
 def convolved(model: nn.Module) -> list[nn.Parameter]:
-    """Of convolutions of two dimensions."""
+    """Weights of two-dimensional convolutions."""
     convolutions = nn.Conv2d, nn.ConvTranspose2d
     return [m.weight for m in model.modules() if isinstance(m, convolutions) and isinstance(m.weight, nn.Parameter)]
 
 
 def _compiled(model: nn.Module, backend: str | Callable) -> Callable:
-    """What the model calls instead of `_call_impl`; nn.Module.compile leaves torch's own containers uncompiled."""
+    """The replacement of `_call_impl`, because nn.Module.compile leaves torch's own containers uncompiled."""
 
     def call(*args, **kwargs):
         return model._call_impl(*args, **kwargs)
@@ -91,7 +91,7 @@ def _compiled(model: nn.Module, backend: str | Callable) -> Callable:
 
 
 def watch(model: nn.Module) -> None:
-    """Have a compiled model run uncompiled once more than `RECOMPILED_CALLS` calls have compiled anew."""
+    """Make a compiled model run uncompiled once more than `RECOMPILED_CALLS` calls have recompiled."""
     compiled, count = vars(model)["_compiled_call_impl"], -1  # the first call compiles
 
     def call(*args, **kwargs):
@@ -109,6 +109,6 @@ def watch(model: nn.Module) -> None:
 
 
 def graphs() -> int:
-    """How many torch.compile has made in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # which takes a second to import
+    """The number of compilations by torch.compile in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0

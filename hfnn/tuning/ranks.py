@@ -1,4 +1,4 @@
-"""What ranks tell each other."""
+"""Communication between ranks."""
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ def own() -> int:
 
 
 def first(value):
-    """That of rank 0."""
+    """The value of rank 0."""
     if count() > 1:
         found = [value]
         dist.broadcast_object_list(found, src=0)
@@ -23,7 +23,7 @@ def first(value):
 
 
 def of_all(value) -> list:
-    """Those of all ranks."""
+    """The values of all ranks."""
     if count() == 1:
         return [value]
     found = [None] * count()
@@ -32,7 +32,7 @@ def of_all(value) -> list:
 
 
 def together(row: TuneRow) -> TuneRow:
-    """One row of all ranks': the slowest's numbers, and the first reason."""
+    """Combines the rows of all ranks: the slowest rank's numbers, and the first reason."""
     rows = of_all(row)
     most = {of: [x for r in rows if (x := getattr(r, of)) is not None] for of in ("ms", "setup", "peak")}
     whys = [r.why + f" (rank {rank})" * (len(rows) > 1) for rank, r in enumerate(rows) if r.why]

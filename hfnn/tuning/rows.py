@@ -1,4 +1,4 @@
-"""What `tune` returns, and the file that it is kept in."""
+"""The result of `tune`, and the file in which it is kept."""
 
 import hashlib
 import io
@@ -20,8 +20,8 @@ from hfnn.memory.peak import tensors
 @dataclass(frozen=True)
 class TuneRow:
     """A candidate. ms: of a step, forward and backward, the median; setup: seconds until the first steps were done;
-    peak: bytes that a step needs at most above what was there, None where it cannot be told; why: the reason why it
-    was dropped or not tried, or "".
+    peak: peak bytes of a step above what was allocated before, None if unknown; why: the reason why it was dropped or
+    not tried, or "".
     """
 
     name: str
@@ -33,8 +33,8 @@ class TuneRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found; print it, or read its `rows`. choice: the name of the candidate that the model now runs as;
-    kept: whether the choice was that of an earlier run.
+    """The result of `tune`; print it, or read its `rows`. choice: the name of the candidate that the model now runs as;
+    kept: whether the choice is from an earlier run.
     """
 
     rows: list[TuneRow]
@@ -70,7 +70,8 @@ def cache_file() -> Path:
 
 
 def key(model, batches: list, steps: int, budget, memory, chosen: list, ranks: int) -> str:
-    """A digest of what a choice depends on; of steps it is their magnitude. Free memory of a GPU counts in GiB."""
+    """A digest of everything that a choice depends on; only the magnitude of steps counts, and GiB of free GPU
+    memory."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     parts = [
@@ -90,7 +91,7 @@ def _tensors(batch) -> list[torch.Tensor]:
 
 
 def read() -> dict[str, Tuning]:
-    """What the file has; nothing where it cannot be read, or holds something else."""
+    """The content of the file; empty if it cannot be read or has another content."""
     try:
         found = json.loads(cache_file().read_text())
         return {k: Tuning([TuneRow(**row) for row in v.pop("rows")], **v) for k, v in found.items()}

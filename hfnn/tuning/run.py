@@ -19,10 +19,10 @@ from hfnn.tuning.ranks import first, together
 from hfnn.tuning.rows import TuneRow, Tuning
 from hfnn.tuning.state import Dropped, Over, State, deadline, dropouts, without
 
-BUDGET, SHARE = 300.0, 0.02  # seconds; of the time that the steps to come take as stock
+BUDGET, SHARE = 300.0, 0.02  # seconds; share of stock's time for the remaining steps
 WARM, STEPS = 5, 5  # captured models record at their fourth step
 RECOMPILES = 1  # timed steps that may compile: one, where a second shape makes a graph dynamic
-CLOSE = 1.03  # what is no faster than stock by more than this is noise
+CLOSE = 1.03  # a smaller gain over stock is noise
 
 
 class Run:
@@ -36,11 +36,11 @@ class Run:
         if memory is None and self.cuda:
             memory = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         self.memory, self.state = memory, State(model)
-        self.quiet, self.dropouts = False, dropouts(model)  # quiet: whether results are those of eval mode
+        self.quiet, self.dropouts = False, dropouts(model)  # quiet: compare results in eval mode
         self.stock, self.allowed = {}, {}
 
     def all(self, chosen: list[Candidate], steps: int, budget: float | None) -> Tuning:
-        """Every candidate within the budget, and the best."""
+        """Measures every candidate within the budget, and chooses the best."""
         rows = [self._stock(chosen[0])]
         if budget is None:
             budget = min(BUDGET, SHARE * steps * rows[0].ms / 1e3)
@@ -66,7 +66,7 @@ class Run:
         return replace(kept, steps=steps, kept=True)
 
     def _stock(self, candidate: Candidate, time_it: bool = True) -> TuneRow:
-        """Stock's row, after which others can be compared. What it raises on a rank ends all of them."""
+        """Stock's row, with which others are compared. An error on one rank is raised on all ranks."""
         row, raised = TuneRow(candidate.name), None
         try:
             self._set_yardstick(candidate)
@@ -115,7 +115,7 @@ class Run:
 
     @contextlib.contextmanager
     def _entered(self, candidate: Candidate, end: float, quiet: bool = False) -> Iterator[None]:
-        """The model as the candidate runs it, until `end`; quiet: without dropout."""
+        """Runs the model as the candidate does, until `end`; quiet: without dropout."""
         with without(self.dropouts if quiet else ()):
             try:
                 with deadline(end):
@@ -125,7 +125,7 @@ class Run:
                 candidate.leave(self.model)
 
     def _agrees(self, candidate: Candidate, row: TuneRow, begin: float) -> TuneRow:
-        """With `setup`. Raises Dropped where a result is not stock's."""
+        """A row with `setup`. Raises Dropped if a result differs from stock's."""
         before = graphs()
         for _ in range(WARM if candidate.capture else 1):
             results = self._results(candidate)
@@ -151,8 +151,8 @@ class Run:
         return loss.detach()
 
     def _results(self, candidate: Candidate, by: tuple[float, int] | None = None) -> dict[str, torch.Tensor]:
-        """Losses, gradients and buffers of two batches, whose gradients add up, on the CPU. by: how far
-        parameters are moved, of their values, and the seed."""
+        """Losses, accumulated gradients and buffers of two batches, on the CPU. by: the relative change of parameters,
+        and the seed."""
         self.state.restore()
         if self.quiet:
             self.model.eval()
@@ -169,7 +169,7 @@ class Run:
         return found
 
     def _timed(self, candidate: Candidate, row: TuneRow) -> TuneRow:
-        """With `ms` and `peak`. Raises Dropped for one that compiles too often or needs too much."""
+        """A row with `ms` and `peak`. Raises Dropped if it recompiles too often or needs too much memory."""
         self.state.restore()
         times, compiling, wait = [], 0, torch.cuda.synchronize if self.cuda else lambda: None
         for number, batch in zip(range(WARM + STEPS), itertools.cycle(self.batches), strict=False):
@@ -186,7 +186,7 @@ class Run:
             raise Dropped(f"compiled anew in {compiling} of {STEPS} steps")
         self.model.zero_grad()
         peak = None
-        if self.cuda or candidate.backend is None:  # on the CPU counting would end the compiled code
+        if self.cuda or candidate.backend is None:  # on the CPU counting would disable the compiled code
             peak = peak_bytes(lambda: self._step(self.batches[0]), "cuda" if self.cuda else "cpu")
             peak += captured.pool_bytes(self.model, unseen=True) if self.cuda else 0
         row = replace(row, peak=peak)
@@ -199,7 +199,7 @@ class Run:
 
 
 def best(rows: list[TuneRow], steps: int) -> str:
-    """By the time of all steps, compilation included; stock where nothing is clearly faster."""
+    """Chooses by the time of all steps, compilation included; stock if nothing is clearly faster."""
     total = {row.name: row.setup + steps * row.ms / 1e3 for row in rows if not row.why}
     best = min(total, key=total.get)
     return best if total[best] * CLOSE < total[STOCK] else STOCK

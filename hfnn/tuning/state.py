@@ -1,4 +1,4 @@
-"""What measurements leave as it was, and for how long they run."""
+"""Restores the state that measurements change, and limits their time."""
 
 import contextlib
 import random
@@ -13,7 +13,8 @@ from torch import nn
 
 
 class State:
-    """What a model and the generators hold. Within the `with` block gradients are None; after it all is as before."""
+    """The state of a model and the generators. In the `with` block gradients are None; after it everything is
+    restored."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -25,7 +26,7 @@ class State:
         self._random = _random()
 
     def restore(self, layout: bool = False) -> None:
-        """Gradients are None. layout: tensors have their own memory again, too."""
+        """Sets gradients to None. layout: also gives tensors their own memory again."""
         for module, buffers in self._buffers:
             module._buffers.update(buffers)
         for tensor, data, value in self._tensors:
@@ -39,7 +40,7 @@ class State:
         _set_random(self._random)
 
     def drew(self) -> bool:
-        """Whether torch's generators have moved."""
+        """Whether torch's generators have advanced."""
         now = _random()
         return any(not torch.equal(a, b) for a, b in zip(now["torch"], self._random["torch"], strict=True))
 
@@ -70,7 +71,7 @@ def _set_random(states: dict) -> None:
 
 
 def dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, the name of its probability) of those that draw."""
+    """(module, the name of its probability) for modules that draw."""
     found = [(m, "p") for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     found += [(m, "dropout") for m in model.modules() if isinstance(m, (nn.RNNBase, nn.MultiheadAttention))]
     return [(m, name) for m, name in found if m.training and getattr(m, name) > 0]
@@ -89,16 +90,16 @@ def without(dropouts) -> Iterator[None]:
 
 
 class Dropped(Exception):
-    """Why a candidate is not taken."""
+    """Why a candidate is rejected."""
 
 
 class Over(BaseException):
-    """The time is over; not an Exception, so that nobody on the way takes it for an error of their own."""
+    """The time is over. Not an Exception, so that code on the way does not handle it as its own error."""
 
 
 @contextlib.contextmanager
 def deadline(end: float) -> Iterator[None]:
-    """Raises Over in the block when time.monotonic() reaches `end`: by an alarm, which only a main thread has."""
+    """Raises Over in the block when time.monotonic() reaches `end`, by an alarm; this only works in the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return

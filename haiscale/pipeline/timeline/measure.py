@@ -1,9 +1,9 @@
-"""What the layers of a model cost, measured, and where to cut it by that.
+"""Measures the cost of a model's layers, and chooses the split.
 
 Each layer runs forward and backward a few times on a sample, backward whole and in two parts (backward.py). `balance`
-takes the cuts whose slowest stage is fastest; among those that are as fast but for the noise of measuring (SLACK), the
-one whose fullest stage keeps least: activations of the microbatches under way, weights, their gradients, and two
-states of an optimizer.
+chooses the split with the fastest slowest stage. Among splits that are equally fast within the noise (SLACK), it takes
+the one whose fullest stage keeps the least: activations of the microbatches in flight, weights, their gradients, and
+two optimizer states.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ STATES = 4  # weights, gradients, and two more of their size
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and microbatch: seconds of a forward, of both parts of a backward and of a whole one, which is less
-    than both where the host is what takes its time; bytes kept and of weights.
+    """For one layer and microbatch: seconds of a forward, of both parts of a backward and of a whole one, which is less
+    than the sum of both if the host is the bottleneck; bytes kept, and bytes of weights.
     """
 
     forward: float
@@ -47,10 +47,10 @@ class LayerCost:
 def measure(
     layers: Sequence[nn.Module], sample: tuple, repeats: int = 3, criterion: Callable[..., Tensor] | None = None
 ) -> list[LayerCost]:
-    """Cost of each layer, where the first is called with `sample` and each other with what the one before returns.
+    """Cost of each layer: the first is called with `sample`, each other with the result of the previous one.
 
-    The median of `repeats` runs, after one that does not count. criterion(output): the loss, which counts as a part of
-    the last layer. Gradients, buffers and torch's generators are left as they were.
+    The median of `repeats` runs after one warm-up run. criterion(output): the loss; its cost is part of the last layer.
+    Gradients, buffers and torch's generators are restored.
     """
     costs = []
     for number, layer in enumerate(layers, 1):
@@ -86,7 +86,7 @@ def _measure_one(layer, inputs, repeats, criterion):
 
 
 def _ends(outputs, device):
-    """(now, where a backward begins, gradients to begin it by)."""
+    """(now, the roots of a backward, gradients for them)."""
     roots = backward.edges(_tuple(outputs))
     gradients = [None if root is None else torch.ones_like(y) for root, y in zip(roots, _tuple(outputs), strict=True)]
     return _now(device), roots, gradients
@@ -141,7 +141,7 @@ def balance(layers: Sequence[LayerCost], stages: int) -> list[int]:
 
 
 def balance_by_numbers(numbers: Sequence[int], stages: int) -> list[int]:
-    """As `balance`, by one number of each layer."""
+    """As `balance`, with one number per layer."""
     sums = _sums(numbers)
     return _cut(len(numbers), stages, lambda stage, start, stop: sums[stop] - sums[start])[1]
 
@@ -154,7 +154,7 @@ def _sums(values):
 
 
 def _cut(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, list[int]]:
-    """(the smallest greatest cost of a stage, layers of each stage): of equal ones a more even one."""
+    """(the smallest maximum cost of a stage, layers of each stage); among equal splits a more even one."""
     best = {(0, 0): (0.0, 0.0, [])}
     for stage in range(stages):
         for stop in range(stage + 1, layers - (stages - stage - 1) + 1):
@@ -171,9 +171,9 @@ def _cut(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> tu
 def stage_costs(
     layers: Sequence[LayerCost], counts: Sequence[int], latency: float = 0.0, sending: float = 0.0
 ) -> Costs:
-    """What `predict` takes, for chunks of these numbers of layers: ms, and MiB that a microbatch keeps.
+    """The costs for `predict`, for chunks with these numbers of layers: ms, and MiB that a microbatch keeps.
 
-    latency, sending: as of Costs, in ms; `message_times` measures them.
+    latency, sending: as in Costs, in ms; `message_times` measures them.
     """
     ends = _sums(counts)
     chunks = [layers[start:stop] for start, stop in itertools.pairwise(ends)]
@@ -189,10 +189,10 @@ def stage_costs(
 
 
 def message_times(x: Tensor, group: dist.ProcessGroup, repeats: int = 20) -> tuple[float, float]:
-    """Ms of a message like `x` between two ranks: (of the sender's host, from its end to the receiver's having it).
+    """Ms of a message like `x` between two ranks: (on the sender's host, from its end until the receiver has it).
 
-    Ranks 0 and 1, 2 and 3 and so on send each other such messages in turn, as stages do: the median of all. Called by
-    all ranks of the group, which get the same.
+    Ranks 0 and 1, 2 and 3 and so on send each other such messages in turn, as stages do; the result is the median.
+    Called by all ranks of the group, which get the same result.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.full((2,), torch.nan, dtype=torch.float64)
@@ -205,7 +205,7 @@ def message_times(x: Tensor, group: dist.ProcessGroup, repeats: int = 20) -> tup
 
 
 def _sent_and_back(x, group, rank, repeats):
-    """(ms of a `send`, ms of half of the way there and back)."""
+    """(ms of a `send`, ms of half a round trip)."""
     peer, me = dist.get_global_rank(group, rank), dist.get_rank()
     wires = messages.directed_groups(group, {peer}, {peer}, x.device)
     sender = messages.Sender(peer, x.device, wires[me, peer])

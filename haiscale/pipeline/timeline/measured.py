@@ -1,4 +1,4 @@
-"""The last step as it ran on all ranks: a timeline like the simulator's, and the costs to simulate it by."""
+"""The last step as it ran on all ranks: a timeline like the simulator's, and the costs for a simulation."""
 
 import statistics
 from collections import defaultdict
@@ -16,7 +16,7 @@ MIB = 1024**2
 def gather(schedule: Schedule, spans: list, activations: dict[int, int], group) -> tuple[Timeline, tuple[float, ...]]:
     """(timeline in ms from the first start, MiB that one microbatch keeps on each chunk), the same on all ranks.
 
-    Ranks of several hosts are laid side by side by their hosts' clocks. A collective; nothing is pickled.
+    Ranks of several hosts are aligned by their hosts' clocks. This is a collective; nothing is pickled.
     """
     longest = max(map(len, schedule.orders))
     mine = torch.zeros(2 * longest + len(schedule.placement), dtype=torch.float64)
@@ -28,21 +28,21 @@ def gather(schedule: Schedule, spans: list, activations: dict[int, int], group) 
     every = [torch.empty_like(mine, device=device) for _ in schedule.orders]
     dist.all_gather(every, mine.to(device), group=group)
     every = [row.tolist() for row in every]
-    # Three digits: what is read from a picture.
+    # Three digits: the precision of a picture.
     sizes = tuple(float(f"{every[rank][2 * longest + chunk]:.3g}") for chunk, rank in enumerate(schedule.placement))
     first = min(row[0] for row in every)
     found = tuple(
         tuple(Span(action, row[2 * i] - first, row[2 * i + 1] - first) for i, action in enumerate(order))
         for order, row in zip(schedule.orders, every, strict=True)
     )
-    # Of a step without backward nothing is kept.
+    # A step without backward keeps nothing.
     trained = any(kind != FORWARD for kind, *_ in schedule.orders[0])
     peaks = tuple(float(f"{peak(order, sizes):.3g}") if trained else 0 for order in schedule.orders)
     return Timeline(schedule, found, peaks), sizes
 
 
 def costs(timeline: Timeline, activations: tuple[float, ...]) -> Costs:
-    """Mean times of the parts on each chunk; where a schedule has whole backwards alone, in halves."""
+    """Mean times of the parts on each chunk; if a schedule only has whole backwards, half each."""
     chunks = len(timeline.schedule.placement)
     times = {kind: defaultdict(list) for kind in (FORWARD, BACKWARD, INPUT, WEIGHT)}
     for spans in timeline.spans:
@@ -64,7 +64,7 @@ def costs(timeline: Timeline, activations: tuple[float, ...]) -> Costs:
 
 
 def _latency(timeline):
-    """The median time from the end of what is sent to the start of what waited for it."""
+    """The median time from the end of a sending action to the start of the action that waited for it."""
     place, ends, waits = timeline.schedule.placement, {}, []
     for spans in timeline.spans:
         for action, _, end in spans:

@@ -23,12 +23,12 @@ COLOURS = {FORWARD: "#6fa8dc", BACKWARD: "#93c47d", INPUT: "#76a5af", WEIGHT: "#
 def draw(timeline: Timeline, width: int | None = None) -> str:
     """ASCII art in lines of at most `width` columns, by default the terminal's.
 
-    A line is a rank, and a column a stretch of time. An action is its microbatch and then its kind, as often as there
-    is room; where ranks have several chunks, a letter in front tells which of the rank's it is. Where there is no room,
-    the letter goes, then the number; what is shorter than a column may be left out. Behind are the part of the makespan
-    in which the rank does nothing, and the most activations that it kept.
+    A line is a rank, and a column is an interval of time. An action is drawn as its microbatch followed by its kind,
+    repeated to fill its columns. If ranks have several chunks, a letter in front shows which of the rank's chunks it
+    is. If there is not enough room, the letter is dropped, then the number; actions shorter than a column may be left
+    out. At the end of a line are the idle part of the makespan and the maximum number of kept activations.
 
-    Raises ValueError where `width` leaves no column.
+    Raises ValueError if `width` leaves no column.
     """
     width = shutil.get_terminal_size().columns if width is None else width
     tails = [f"| {bubble:6.1%} {peak:>6g}" for bubble, peak in _figures(timeline)]
@@ -49,7 +49,7 @@ def _figures(timeline):
 
 
 def _scale(timeline, room):
-    """Columns for a unit of time, and for all: a whole number for the shortest action, if there is room."""
+    """Columns per unit of time, and in total: an integer for the shortest action, if there is room."""
     makespan = timeline.makespan
     if not makespan:
         return 0.0, 1
@@ -61,7 +61,7 @@ def _scale(timeline, room):
 
 
 def _column(time, scale):
-    return int(time * scale + 1e-6)  # 1e-6: what rounding may have taken from a whole number
+    return int(time * scale + 1e-6)  # 1e-6: compensates for rounding below an integer
 
 
 def _row(timeline, rank, scale, columns):

@@ -1,12 +1,12 @@
-"""What a schedule costs, without running it: when each action starts and ends, bubbles, memory; if it can run at all.
+"""The cost of a schedule, without running it: start and end of each action, bubbles, memory, and whether it can run.
 
-Time: a rank runs its actions in order, each from the moment when the rank is free and the action's inputs are there.
-An action that sends to another rank takes `sending` more of its rank's time; what it sends is there `latency` after its
-end, and messages do not delay each other. A whole backward takes `backward`, by default the time of its two parts, and
-its gradient leaves at its end.
+Time: a rank runs its actions in order, each as soon as the rank is free and the action's inputs have arrived. An action
+that sends to another rank takes `sending` additional time on its rank. The message arrives `latency` after its end, and
+messages do not delay each other. A whole backward takes `backward`, by default the sum of its two parts, and its
+gradient is sent at its end.
 
 Memory: the activations of a microbatch on a chunk are kept from the start of its forward to the end of its
-backward-weight (or whole backward). Weights, gradients and what is on its way between ranks are not counted.
+backward-weight (or whole backward). Weights, gradients and messages in flight are not counted.
 
 Units are those of the costs given; integers and fractions give exact results.
 """
@@ -36,7 +36,7 @@ class Costs:
     backward: PerChunk | None = None
 
     def each(self, name: str, chunks: int) -> tuple[Real, ...]:
-        """A field, for each chunk. Raises ValueError for what is no number of at least 0, or not one for each chunk."""
+        """A field, for each chunk. Raises ValueError unless it is a number of at least 0, or one per chunk."""
         given = getattr(self, name)
         each = tuple(given) if isinstance(given, Sequence) else (given,) * chunks
         if len(each) == chunks and all(isinstance(cost, Real) and 0 <= cost < math.inf for cost in each):
@@ -77,25 +77,25 @@ class Timeline:
         return max(span.end for span in every) - min(span.start for span in every)
 
     def period(self, between: PerChunk = 0) -> Real:
-        """From step to step, where each rank does `between` after a step, a number for all ranks or one for each, and
-        then begins the next one without waiting for others: the time that the busiest rank takes.
+        """The time from step to step, if each rank takes `between` after a step (one number for all ranks or one per
+        rank) and then begins the next one without waiting for others: the time of the busiest rank.
         """
         each = tuple(between) if isinstance(between, Sequence) else (between,) * len(self.spans)
         return max(spans[-1].end - spans[0].start + more for spans, more in zip(self.spans, each, strict=True))
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each rank, the part of the makespan in which it does nothing."""
+        """For each rank, the idle part of the makespan."""
         makespan = self.makespan
         busy = [sum(span.end - span.start for span in spans) for spans in self.spans]
         return tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
 
 
 def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """The timeline of a schedule by given costs; by default each part takes 1, hence a backward twice a forward.
+    """The timeline of a schedule for given costs; by default each part takes 1, so a backward takes twice a forward.
 
-    Raises ValueError where the schedule cannot run, and says why: actions missing, repeated or on the wrong rank,
-    messages received in another order than they are sent, or ranks that wait for each other.
+    Raises ValueError with the reason if the schedule cannot run: actions that are missing, repeated or on the wrong
+    rank, messages received in another order than sent, or ranks that wait for each other.
     """
     costs, chunks = costs or Costs(), len(schedule.placement)
     times, sizes = costs.times(chunks), costs.each("activation", chunks)
@@ -106,7 +106,7 @@ def predict(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ValueError unless each action is there once, on its rank, and messages are received as they are sent."""
+    """Raises ValueError unless each action occurs once, on its rank, and messages are received in sending order."""
     _check_complete(schedule)
     _check_messages(schedule)
 
@@ -133,7 +133,7 @@ def _check_complete(schedule):
 
 
 def needs(action: Action, chunks: int) -> list[Action]:
-    """The actions that must have ended; INPUT stands for BACKWARD, too."""
+    """The actions that must have ended; INPUT also means BACKWARD."""
     kind, chunk, microbatch = action
     if kind == FORWARD:
         return [Action(FORWARD, chunk - 1, microbatch)] if chunk else []
@@ -144,7 +144,7 @@ def needs(action: Action, chunks: int) -> list[Action]:
 
 
 def _check_messages(schedule):
-    """Between two ranks, activations and gradients each are received in the order in which they are sent."""
+    """Between two ranks, activations and gradients are each received in the order in which they are sent."""
     sent, received = defaultdict(list), defaultdict(list)
     place, last = schedule.placement, len(schedule.placement) - 1
     for rank, order in enumerate(schedule.orders):
@@ -170,7 +170,7 @@ def _check_messages(schedule):
 def _run(schedule, times, latency, sending):
     place, chunks = schedule.placement, len(schedule.placement)
     ended, spans = {}, [[] for _ in schedule.orders]
-    ready, asleep = list(range(schedule.stages)), {}  # asleep: the action that is waited for, and who waits
+    ready, asleep = list(range(schedule.stages)), {}  # asleep: the action that is waited for, and the waiting rank
     while ready:
         rank = ready.pop()
         order, mine = schedule.orders[rank], spans[rank]
@@ -195,7 +195,7 @@ def _run(schedule, times, latency, sending):
 
 
 def _sends(place, action):
-    """Whether what the action gives goes to another rank."""
+    """Whether the action's result goes to another rank."""
     kind, chunk, _ = action
     after = chunk + 1 if kind == FORWARD else chunk - 1
     return kind != WEIGHT and 0 <= after < len(place) and place[after] != place[chunk]
@@ -211,7 +211,7 @@ def _deadlock(schedule, spans, asleep):
 
 
 def peak(order: Sequence[Action], sizes: Sequence[Real]) -> Real:
-    """The most that a rank keeps of activations, of the given sizes by chunk."""
+    """The peak of a rank's activations, with the given sizes by chunk."""
     kept = most = 0
     for kind, chunk, _ in order:
         if kind == FORWARD:

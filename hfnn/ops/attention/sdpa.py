@@ -193,7 +193,7 @@ def scaled_dot_product_attention(
 
 
 def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str):
-    """(o, lse), or None where torch's own op is to run, or to raise."""
+    """(o, lse), or None if torch's own op must run or raise."""
     leading = query.shape[:-3]
     dtype = _dtype(query)
     q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
