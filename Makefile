@@ -31,7 +31,7 @@ demo: setup ## examples/train_gpt.py: train a small GPT, plain and converted, an
 
 # Plugins of a Python that lends its torch stay out. One thread a worker, or the workers fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p timeout \
-  -p hypothesispytest -n $(WORKERS) --dist worksteal --timeout 300
+  -p hypothesispytest -n $(WORKERS) --dist worksteal --timeout 600
 
 test: setup ## tests: of products of many parameters all pairs, and nothing that takes minutes
 	$(PYTEST) -m "not slow and not rest" $(ARGS)

@@ -22,15 +22,15 @@ model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 def a_slow_function():
-    time.sleep(0.02)
+    while not (folder / "stop").exists():
+        model(torch.randn(8, 32)).square().mean().backward()
+        time.sleep(0.02)
+        optimizer.step(); optimizer.zero_grad()
+        names = sorted(thread.name for thread in threading.enumerate())
+        (folder / "new").write_text(chr(10).join(names))
+        (folder / "new").replace(folder / "threads")
 
-while not (folder / "stop").exists():
-    model(torch.randn(8, 32)).square().mean().backward()
-    a_slow_function()
-    optimizer.step(); optimizer.zero_grad()
-    names = sorted(thread.name for thread in threading.enumerate())
-    (folder / "new").write_text(chr(10).join(names))
-    (folder / "new").replace(folder / "threads")
+a_slow_function()
 print("weights", [bool(p.isfinite().all()) for p in model.parameters()])
 """
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import soon
 
 import haiscale
 from haiscale import launch
@@ -40,7 +41,7 @@ def gone(pid):
 
 def until(path, seconds=20):
     """The content of a file, once it is there."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + soon(seconds)
     while not path.exists() or not path.read_text():
         assert time.monotonic() < end, f"no {path.name} in {seconds} s"
         time.sleep(0.01)

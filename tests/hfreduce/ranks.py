@@ -96,22 +96,23 @@ class Ranks:
         """Exit codes of the ranks named (all), when they have ended.
 
         AssertionError with all output when the time is over. after_failure: the seconds that the others are given
-        once a rank has failed.
+        once a rank has failed. Both are longer where processes wait for a core (`soon`).
         """
         ranks = range(self.size) if ranks is None else ranks
-        deadline = time.monotonic() + timeout
+        begin = time.monotonic()
+        deadline = begin + soon(timeout)
         while None in (codes := [self.processes[rank].poll() for rank in ranks]):
             if after_failure is not None and any(codes):
-                deadline, after_failure = min(deadline, time.monotonic() + after_failure), None
-            if time.monotonic() > deadline:
+                deadline, after_failure = min(deadline, time.monotonic() + soon(after_failure)), None
+            if (now := time.monotonic()) > deadline:
                 output = self.output(stacks=True)
-                raise AssertionError(f"still running after {timeout} s, exit codes so far {codes}\n{output}")
+                raise AssertionError(f"still running after {now - begin:.0f} s, exit codes so far {codes}\n{output}")
             time.sleep(0.01)
         return codes
 
     def until(self, name, timeout=30, ranks=None):
         """Waits until the ranks named (all) have called `reached(store, name)`."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + soon(timeout)
         for rank in range(self.size) if ranks is None else ranks:
             while not self._path(name, rank).exists():
                 ended = self.processes[rank].poll() is not None and not self._path(name, rank).exists()

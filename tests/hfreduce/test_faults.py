@@ -90,7 +90,7 @@ def test_killed_between_operations(tmp_path):
 def test_a_child_of_the_killed_does_not_hide_its_death(tmp_path):
     with ranks.start(WORKER, "forks", 2, tmp_path, culprit=1) as group:
         group.until("works")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + ranks.soon(10)
         while not Path(f"{group.store}.forked.child").exists():
             assert time.monotonic() < deadline, group.output()
             time.sleep(0.005)

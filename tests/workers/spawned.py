@@ -25,6 +25,8 @@ def fails(local, folder, how, patient):
     """Rank 1 fails; then the others do, or never."""
     note(folder, f"pid{local}", os.getpid())
     if local == 1:
+        while not Path(folder, "pid0").exists():
+            time.sleep(0.01)
         note(folder, "failing")
         if how == "raises":
             raise ValueError("what was given\nand more")
