@@ -72,10 +72,12 @@ HFNN_INLINE void panels(W* c, int64_t c_row, const W* a, Matrix strides, const W
 }
 
 // AVX-512 has registers for 8 x 2 vectors of 64 bytes; elsewhere a vector takes two or four registers of 16.
-#ifdef HFNN_HAS_CLONES
+#if defined(HFNN_HAS_CLONES)
 static const bool many_registers = __builtin_cpu_supports("avx512f");
+#elif defined(__AVX512F__)
+constexpr bool many_registers = true;
 #else
-static const bool many_registers = false;
+constexpr bool many_registers = false;
 #endif
 
 HFNN_CLONES HFNN_CONTRACT void multiply(float* c, int64_t c_row, const float* a, Matrix strides, const float* b,
@@ -114,7 +116,7 @@ template <class W>
 HFNN_INLINE void load_row(const Tensor& t, int64_t at, int64_t n, W factor, W* out) {
   if (t.dtype == Dtype::float16) {
     if constexpr (std::is_same_v<W, float>) {
-      widen(t.as<float16>() + at, out, n);
+      widen(t.dtype, t.as<float16>() + at, out, n);
       for (int64_t i = 0; i < n; ++i) out[i] *= factor;
     }
   } else {
@@ -132,7 +134,7 @@ HFNN_INLINE void stored_row(const Tensor& t, int64_t at, int64_t n, W factor, W*
   if constexpr (std::is_same_v<W, double>) {
     if (t.dtype == Dtype::float64) std::copy_n(in, n, t.as<double>() + at);
   } else {
-    if (t.dtype == Dtype::float16) narrow(in, t.as<float16>() + at, n);
+    if (t.dtype == Dtype::float16) narrow(t.dtype, in, t.as<float16>() + at, n);
     if (t.dtype == Dtype::bfloat16)
       for (int64_t i = 0; i < n; ++i) store(t.as<bfloat16>()[at + i], in[i]);
   }

@@ -133,14 +133,41 @@ HFNN_INLINE void with_piecewise(int64_t kind, F f) {
   return f(std::integral_constant<int, kRelu6>{});
 }
 template <class F>
-HFNN_INLINE void with_kind(int64_t kind, F f) {
-  if (kind <= kPiecewise) return with_piecewise(kind, f);
+HFNN_INLINE void with_dear(int64_t kind, F f) {
   if (kind == kSilu) return f(std::integral_constant<int, kSilu>{});
   return f(std::integral_constant<int, kHardswish>{});
 }
 
-// The tensors of a call, and buffers of a run. `bit`: the byte where a run's flags are, which have whole bytes.
+// A run of a sum z: f(z), and its flags where they are wanted. Functions of their own, which every layout calls.
 template <class T>
+HFNN_INLINE void store_run(int64_t kind, const Wide<T>* z, Wide<T> slope, T* y, uint8_t* bits, int64_t n) {
+  uint8_t flags[kRun + 8];
+  with_piecewise(kind, [&](auto kind) HFNN_FLAT {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) store(y[i], activated<kind>(z[i], slope));
+    if (!bits) return;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) flags[i] = flag_of<kind>(z[i]);
+  });
+  if (!bits) return;
+  std::memset(flags + n, 0, 8);
+  pack_run<1>(flags, bits, (n + 7) / 8 * 8);
+}
+#define HFNN_STORE_SUM(T)                                                                                            \
+  HFNN_CLONES static void store_sum(int64_t kind, const Wide<T>* z, Wide<T> slope, T* y, uint8_t* bits, int64_t n) { \
+    store_run(kind, z, slope, y, bits, n);                                                                           \
+  }
+HFNN_STORE_SUM(float)
+HFNN_STORE_SUM(bfloat16)
+HFNN_STORE_SUM(double)
+#undef HFNN_STORE_SUM
+HFNN_CLONES static void unpack_flags(const uint8_t* bits, uint8_t* flags, int64_t n) {
+  unpack_run<1>(bits, flags, (n + 7) / 8 * 8);
+}
+
+// The tensors of a call, and buffers of a run. kSum: there may be a residual, and flags. `bit`: the byte where a run's
+// flags are, which have whole bytes.
+template <class T, bool kSum>
 struct Lanes {
   using W = Wide<T>;
   Runs<T> x, y, residual, dx, dresidual;
@@ -155,55 +182,51 @@ struct Lanes {
     const W slope = W(c.slope);
     const T* xs = x.read(first, n);
     T* ys = y.open(first);
-    if (c.residual) {
+    const auto plain = [&](auto kind) HFNN_FLAT {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) store(ys[i], activated<kind>(at.z(load(xs[i]), i), slope));
+    };
+    if (kSum && c.residual) {
       const T* rs = residual.read(first, n);
-      with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) z[i] = at.z(load(xs[i]), i) + load(rs[i]);
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) store(ys[i], activated<kind>(z[i], slope));
-        if (!c.bits) return;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) flags[i] = flag_of<kind>(z[i]);
-        std::memset(flags + n, 0, 8);
-        pack_run<1>(flags, c.bits.as<uint8_t>() + bit, (n + 7) / 8 * 8);
-      });
+      for (int64_t i = 0; i < n; ++i) z[i] = at.z(load(xs[i]), i) + load(rs[i]);
+      store_sum(c.kind, z, slope, ys, c.bits ? c.bits.as<uint8_t>() + bit : nullptr, n);
+    } else if (c.kind <= kPiecewise) {
+      with_piecewise(c.kind, plain);
     } else {
-      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) store(ys[i], activated<kind>(at.z(load(xs[i]), i), slope));
-      });
+      with_dear(c.kind, plain);
     }
     y.close(first, n);
   }
 
-  // use(g) with the function that has g of element i of a run. Writes dresidual if `pass_on`.
-  template <class Numbers, class Use>
+  // use(g) with the function that has g of element i of a run. Writes dresidual. kDear: whether kinds above kPiecewise
+  // come here.
+  template <bool kDear, class Numbers, class Use>
   HFNN_INLINE void with_gradient(const BatchNormCall& c, Numbers at, const T* xs, int64_t first, int64_t n, int64_t bit,
-                                 bool pass_on, Use use) {
+                                 Use use) {
     const W slope = W(c.slope);
     const T* dys = y.read(first, n);
-    if (c.bits) {
-      unpack_run<1>(c.bits.as<uint8_t>() + bit, flags, (n + 7) / 8 * 8);
+    const bool flagged = kSum && c.bits;
+    if (!flagged && (!kDear || c.kind <= kPiecewise))
+      return with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
+        use([=](int64_t i) HFNN_FLAT { return descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope); });
+      });
+    if (flagged) {
+      unpack_flags(c.bits.as<uint8_t>() + bit, flags, n);
       const W outside = c.kind == kLeakyRelu ? slope : W(0);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
         const W scaled = load(dys[i]) * outside;
         z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
       }
-    } else if (c.kind <= kPiecewise && !pass_on) {
-      with_piecewise(c.kind, [&](auto kind) HFNN_FLAT {
-        use([=](int64_t i) HFNN_FLAT { return descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope); });
-      });
-      return;
     } else {  // by itself an exponential is vectorised, among sums it is not
-      with_kind(c.kind, [&](auto kind) HFNN_FLAT {
+      with_dear(c.kind, [&](auto kind) HFNN_FLAT {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) z[i] = descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope);
       });
     }
     const W* g = z;
-    if (pass_on) {
+    if (c.dresidual) {
       T* out = dresidual.open(first);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) store(out[i], g[i]);
@@ -216,11 +239,11 @@ struct Lanes {
   template <class Numbers, class Loop>
   HFNN_INLINE void sums(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit, Loop loop) {
     const T* xs = x.read(first, n);
-    with_gradient(c, at, xs, first, n, bit, bool(c.dresidual),
-                  [&](auto g) HFNN_FLAT { loop(g, [=](int64_t i) HFNN_FLAT { return load(xs[i]); }); });
+    with_gradient<true>(c, at, xs, first, n, bit,
+                        [&](auto g) HFNN_FLAT { loop(g, [=](int64_t i) HFNN_FLAT { return load(xs[i]); }); });
   }
 
-  // dx of a run, and dresidual, which is g, unless `sums` has written it.
+  // dx of a run, and dresidual, which is g, unless `sums` has written it; as it has for dear kinds without a sum.
   template <class Numbers>
   HFNN_INLINE void backward(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit) {
     const T* xs = x.read(first, n);
@@ -235,7 +258,7 @@ struct Lanes {
       const T* g = dresidual.read(first, n);
       write([=](int64_t i) HFNN_FLAT { return load(g[i]); });
     } else {
-      with_gradient(c, at, xs, first, n, bit, bool(c.dresidual), write);
+      with_gradient<kSum>(c, at, xs, first, n, bit, write);
     }
   }
 };

@@ -81,7 +81,7 @@ HFNN_INLINE One<W> numbers(const BatchNormCall& c, int64_t channel, bool trainin
 HFNN_CLONES static void planes_sums(const BatchNormCall& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using W = Wide<decltype(t)>;
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), true> lanes(c);
     for (int64_t channel = begin; channel < end; ++channel) {
       const One<W> at = numbers<W>(c, channel, false);
       double sum_gx = 0, sum_g = 0;
@@ -127,7 +127,7 @@ HFNN_INLINE void for_planes(const BatchNormCall& c, int64_t begin, int64_t end,
 HFNN_CLONES static void planes_forward(const BatchNormCall& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using W = Wide<decltype(t)>;
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), true> lanes(c);
     for_planes(c, begin, end, c.training ? planes_moments : nullptr, [&](int64_t plane, int64_t channel) HFNN_FLAT {
       const One<W> at = numbers<W>(c, channel, false);
       plane_runs(c, plane, 0, c.size(),
@@ -139,7 +139,7 @@ HFNN_CLONES static void planes_forward(const BatchNormCall& c, int64_t begin, in
 HFNN_CLONES static void planes_backward(const BatchNormCall& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using W = Wide<decltype(t)>;
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), true> lanes(c);
     for_planes(c, begin, end, c.sums ? planes_sums : nullptr, [&](int64_t plane, int64_t channel) HFNN_FLAT {
       if (!c.dx && !(c.dresidual && !c.sums)) return;
       const One<W> at = numbers<W>(c, channel, c.training && c.dx);

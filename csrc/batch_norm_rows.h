@@ -124,7 +124,7 @@ HFNN_INLINE Each<W> of_run(Laid<W>& laid, int64_t first, bool training) {
 
 HFNN_CLONES static void rows_forward(const BatchNormCall& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), true> lanes(c);
     auto laid = laid_out<Wide<decltype(t)>>(c, false);
     for_runs(c.x.numel(), begin, end, [&](int64_t first, int64_t n) HFNN_FLAT {
       lanes.forward(c, of_run(laid, first, false), first, n, first / 8);
@@ -138,7 +138,7 @@ HFNN_CLONES static void rows_sums(const BatchNormCall& c, int64_t begin, int64_t
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using T = decltype(t);
     using W = Wide<T>;
-    Lanes<T> lanes(c);
+    Lanes<T, true> lanes(c);
     auto laid = laid_out<W>(c, false);
     Laid<W> sums(C, 2);
     const std::unique_ptr<double[]> total(new double[2 * C]());
@@ -175,7 +175,7 @@ HFNN_CLONES static void rows_sums(const BatchNormCall& c, int64_t begin, int64_t
 HFNN_CLONES static void rows_backward(const BatchNormCall& c, int64_t begin, int64_t end) {
   const bool training = c.training && c.dx;
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), true> lanes(c);
     auto laid = laid_out<Wide<decltype(t)>>(c, training);
     for_runs(c.x.numel(), begin, end, [&](int64_t first, int64_t n) HFNN_FLAT {
       lanes.backward(c, of_run(laid, first, training), first, n, first / 8);

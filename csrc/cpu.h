@@ -20,8 +20,10 @@
 #define HFNN_INLINE inline __attribute__((always_inline))
 #define HFNN_FLAT __attribute__((always_inline))  // for lambdas, which take no `inline`
 
-// gcc's clones are chosen by an ifunc, which runs before ThreadSanitizer is ready for it.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
+// gcc's clones are chosen by an ifunc, which runs before ThreadSanitizer is ready for it. A build for one machine
+// (CMakeLists.txt) needs none.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(__AVX2__)
 #define HFNN_HAS_CLONES
 #define HFNN_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -143,34 +145,36 @@ HFNN_INLINE T sum(int64_t n, Term term) {
   return sums.total(0);
 }
 
-// float16.cpp: n elements at once, in the instructions of F16C where there are any. The vectoriser does not find them.
-void widen(const float16* x, float* y, int64_t n);
-void narrow(const float* x, float16* y, int64_t n);
+// float16.cpp: n elements of a 16-bit dtype at once; float16 in the instructions of F16C where there are any, which the
+// vectoriser does not find.
+void widen(Dtype dtype, const void* x, float* y, int64_t n);
+void narrow(Dtype dtype, const float* x, void* y, int64_t n);
 
-// A tensor's elements, run by run, for a kernel that reads and writes a T: float32 stands for float16 too, which passes
+// A tensor's elements, run by run, for a kernel that reads and writes a T: float32 stands for 16 bits too, which pass
 // through a buffer of the `longest` run.
 template <class T>
 class Runs {
  public:
-  Runs(const Tensor& t, int64_t longest) : data_(t.as<T>()), half_(nullptr) {
-    if (t.dtype != Dtype::float16) return;
-    half_ = t.as<float16>();
+  HFNN_INLINE Runs(const Tensor& t, int64_t longest) : data_(t.as<T>()), half_(nullptr), dtype_(t.dtype) {
+    if (!std::is_same_v<T, float> || (t.dtype != Dtype::float16 && t.dtype != Dtype::bfloat16)) return;
+    half_ = t.as<uint16_t>();
     buffer_.reset(new T[longest]);
   }
   HFNN_INLINE const T* read(int64_t begin, int64_t n) {
     if constexpr (std::is_same_v<T, float>)
-      if (half_) return widen(half_ + begin, buffer_.get(), n), buffer_.get();
+      if (half_) return widen(dtype_, half_ + begin, buffer_.get(), n), buffer_.get();
     return data_ + begin;
   }
   HFNN_INLINE T* open(int64_t begin) { return half_ ? buffer_.get() : data_ + begin; }
   HFNN_INLINE void close(int64_t begin, int64_t n) {
     if constexpr (std::is_same_v<T, float>)
-      if (half_) narrow(buffer_.get(), half_ + begin, n);
+      if (half_) narrow(dtype_, buffer_.get(), half_ + begin, n);
   }
 
  private:
   T* data_;
-  float16* half_;
+  uint16_t* half_;
+  Dtype dtype_;
   std::unique_ptr<T[]> buffer_;
 };
 

@@ -14,9 +14,8 @@ struct Call {
 
 template <bool kAdd>
 HFNN_INLINE void run(const Call& call, int64_t begin, int64_t end) {
-  with_runs(call.x.dtype, call.y.dtype, [&](auto in, auto out) HFNN_FLAT {
-    Runs<decltype(in)> xs(call.x, kRun);
-    Runs<decltype(out)> residuals(call.residual, kRun), ys(call.y, kRun);
+  with_wide(call.x.dtype, [&](auto wide) HFNN_FLAT {
+    Runs<decltype(wide)> xs(call.x, kRun), residuals(call.residual, kRun), ys(call.y, kRun);
     drop_elements<kAdd>(call.drop, xs, residuals, ys, begin * kRun, std::min(end * kRun, call.x.numel()));
   });
 }

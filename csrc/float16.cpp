@@ -1,4 +1,4 @@
-// float16 <-> float32, many at once.
+// 16 bits <-> float32, many at once.
 #include "cpu.h"
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -26,14 +26,28 @@ HFNN_F16C static void narrow_f16c(const float* x, float16* y, int64_t n) {
 static const bool has_f16c = __builtin_cpu_supports("avx2");  // every processor with AVX2 has it
 #endif
 
-void widen(const float16* x, float* y, int64_t n) {
+HFNN_CLONES static void widen_bfloat16(const bfloat16* x, float* y, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) y[i] = load(x[i]);
+}
+
+HFNN_CLONES static void narrow_bfloat16(const float* x, bfloat16* y, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) store(y[i], x[i]);
+}
+
+void widen(Dtype dtype, const void* in, float* y, int64_t n) {
+  if (dtype == Dtype::bfloat16) return widen_bfloat16(static_cast<const bfloat16*>(in), y, n);
+  const auto* x = static_cast<const float16*>(in);
 #ifdef __x86_64__
   if (has_f16c) return widen_f16c(x, y, n);
 #endif
   for (int64_t i = 0; i < n; ++i) y[i] = load(x[i]);
 }
 
-void narrow(const float* x, float16* y, int64_t n) {
+void narrow(Dtype dtype, const float* x, void* out, int64_t n) {
+  if (dtype == Dtype::bfloat16) return narrow_bfloat16(x, static_cast<bfloat16*>(out), n);
+  auto* y = static_cast<float16*>(out);
 #ifdef __x86_64__
   if (has_f16c) return narrow_f16c(x, y, n);
 #endif

@@ -106,7 +106,7 @@ HFNN_CLONES static void groups_forward(const Call& c, int64_t begin, int64_t end
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using T = decltype(t);
     using W = Wide<T>;
-    Lanes<T> lanes(c);
+    Lanes<T, false> lanes(c);
     for (int64_t group = begin; group < end; ++group) {
       if (c.forward) settle<W>(c, group, group_moments<T>(lanes.x, group * c.terms(), c.terms()));
       for (int64_t k = 0; k < c.width(); ++k) {
@@ -123,7 +123,7 @@ HFNN_CLONES static void groups_backward(const Call& c, int64_t begin, int64_t en
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using T = decltype(t);
     using W = Wide<T>;
-    Lanes<T> lanes(c);
+    Lanes<T, false> lanes(c);
     W* sums_gx = c.partials.as<W>();
     W* sums_g = sums_gx + c.samples() * c.channels();
     for (int64_t group = begin; group < end; ++group) {
@@ -299,7 +299,7 @@ class OfSample {
 
 HFNN_CLONES static void rows_forward(const Call& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), false> lanes(c);
     OfSample<Wide<decltype(t)>> numbers(c, false);
     for_parts(c, begin, end, [&](int64_t, int64_t sample, int64_t start, int64_t all) HFNN_FLAT {
       numbers.take(sample);
@@ -314,7 +314,7 @@ HFNN_CLONES static void rows_sums(const Call& c, int64_t begin, int64_t end) {
   const int64_t C = c.channels(), D = c.width(), block = std::max<int64_t>(1, 4 * kPiece / C) * C;
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using W = Wide<decltype(t)>;
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), false> lanes(c);
     OfSample<W> numbers(c, false);
     Laid<W> sums(C, 2, longest_run(c));
     std::vector<double> total(2 * C);
@@ -353,7 +353,7 @@ HFNN_CLONES static void rows_sums(const Call& c, int64_t begin, int64_t end) {
 
 HFNN_CLONES static void rows_backward(const Call& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
-    Lanes<decltype(t)> lanes(c);
+    Lanes<decltype(t), false> lanes(c);
     OfSample<Wide<decltype(t)>> numbers(c, true);
     for_parts(c, begin, end, [&](int64_t, int64_t sample, int64_t start, int64_t all) HFNN_FLAT {
       numbers.take(sample);

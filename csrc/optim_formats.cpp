@@ -123,7 +123,7 @@ HFNN_INLINE void widen_run(const Kept& kept, int64_t first, int64_t n, W* out) {
   with_format(kept.format, [&](auto stored) HFNN_FLAT {
     using T = decltype(stored);
     const T* in = static_cast<T*>(kept.data) + first;
-    if constexpr (std::is_same_v<T, float16> && std::is_same_v<W, float>) return widen(in, out, n);
+    if constexpr (std::is_same_v<T, float16> && std::is_same_v<W, float>) return widen(Dtype::float16, in, out, n);
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) out[i] = W(load(in[i]));
   });
@@ -135,7 +135,7 @@ HFNN_INLINE void narrow_run(const W* in, int64_t first, int64_t n, const Kept& k
   with_format(kept.format, [&](auto stored) HFNN_FLAT {
     using T = decltype(stored);
     T* out = static_cast<T*>(kept.data) + first;
-    if constexpr (std::is_same_v<T, float16> && std::is_same_v<W, float>) return narrow(in, out, n);
+    if constexpr (std::is_same_v<T, float16> && std::is_same_v<W, float>) return narrow(Dtype::float16, in, out, n);
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<Wide<T>>(in[i]));
   });

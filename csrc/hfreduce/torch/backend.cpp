@@ -2,7 +2,7 @@
 #include "torch/backend.h"
 
 #include <pybind11/chrono.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
