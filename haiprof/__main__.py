@@ -65,12 +65,9 @@ def _run(args):
     process = subprocess.Popen(program, env=env)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
-    while True:
-        try:
-            status = process.wait()
-            break
-        except KeyboardInterrupt:  # the terminal has interrupted the command, too
-            continue
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal interrupts the command, too
+    status = process.wait()
+    signal.signal(signal.SIGINT, before)
     if not list(Path(folder).glob("*.jsonl")):
         print(
             f"haiprof: {program[0]} left nothing in {folder}: no module was called, or its Python has another torch, "
