@@ -131,9 +131,10 @@ def test_a_run_that_knows_of_nothing(tmp_path, training, capsys):
     (run,) = record.load(out)
     if "stacks" in run["missing"][0]["why"]:
         pytest.skip(run["missing"][0]["why"]["stacks"])  # no py-spy, or no right to ptrace
-    assert "a_slow_function" in next(Path(out).glob("*.stacks.txt")).read_text()
+    # One moment: which function of the script it hits is chance.
+    assert "<module> (<string>:" in next(Path(out).glob("*.stacks.txt")).read_text()
     told = capsys.readouterr()
-    assert "a_slow_function" in told.out
+    assert "<module> (<string>:" in told.out
     assert f"process {process.pid} was started without haiprof" in told.err and "HAIPROF=idle" in told.err
     assert len(run["counters"]) >= 5 and run["counters"][-1]["process.cpu"] > 0
     assert "HAIPROF=1" in run["missing"][0]["why"]["phases"]
