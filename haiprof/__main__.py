@@ -36,7 +36,9 @@ def parser():
     attach.add_argument("target", help="a process id, or the HAIPROF_DIR of a run")
     attach.add_argument("--out", help="folder for the files (default: haiprof-<date>-<time>-<pid>)")
     attach.add_argument("--steps", type=int, default=10, help="steps to look at (default: 10)")
-    attach.add_argument("--seconds", type=float, default=60.0, help="time limit; at most 10 without haiprof")
+    attach.add_argument(
+        "--seconds", type=float, default=60.0, help="time limit; always 2 for a process started without haiprof"
+    )
     attach.add_argument("--operators", action="store_true", help="torch.profiler: operators, kernels, shapes, memory")
     attach.add_argument("--stacks", action="store_true", help="where its Python threads are, sampled")
     attach.add_argument("--memory", action="store_true", help="a snapshot of torch's CUDA allocator")

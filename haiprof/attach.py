@@ -26,14 +26,18 @@ def attach(target, folder, steps, seconds, what) -> str:
     if not paths:
         if not target.isdigit():
             raise ValueError(f"{target}: no process that runs has a socket there")
+        print(
+            f"haiprof: process {target} was started without haiprof: it is looked at from outside for {OUTSIDE:g} s "
+            "(stacks once, counters). For steps, operators and memory start it with HAIPROF=idle",
+            file=sys.stderr,
+        )
         return outside(int(target), folder)
     infos = [control.ask(path, {"do": "start", "folder": folder}) for path in paths]
     request = {"do": "deep", "what": what} if what else {"do": "wait"}
     request |= {"steps": steps, "seconds": seconds}
     with ThreadPoolExecutor(len(paths)) as pool:  # ranks wait for one another, so all are asked in parallel
         answers = list(pool.map(lambda path: _asked(path, request, seconds), paths))
-    for path in paths:
-        control.ask(path, {"do": "stop"}, timeout=60)
+    answers += [_asked(path, {"do": "stop"}, 0) for path in paths]
     for answer in answers:
         if "error" in answer:
             print(f"haiprof: {answer['error']}", file=sys.stderr)
@@ -45,6 +49,8 @@ def attach(target, folder, steps, seconds, what) -> str:
 def _asked(path, request, seconds):
     try:
         return control.ask(path, request, timeout=seconds + 60)
+    except TimeoutError:
+        return {"error": f"process {path.stem}: no answer to {request['do']!r} after {seconds + 60:g} s"}
     except (OSError, RuntimeError) as error:
         return {"error": str(error)}
 

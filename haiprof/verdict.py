@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from haiprof import arrivals
+from haiprof import arrivals, record
 from haiprof.counters import THROTTLED
 from haiprof.record import PHASES
 
@@ -113,6 +113,9 @@ def judge(runs) -> Verdict:
     verdict = Verdict(ranks, late, [])
     if not ranks:
         text = "No optimizer has stepped while haiprof looked on, so there are no steps to tell of."
+        reasons = sorted({why for run in runs if (why := record.missing(run).get("phases"))})
+        if reasons:
+            text = f"There are no steps to tell of: {'; '.join(reasons)}."
         verdict.findings.append(Finding("nothing", 0.0, text, f"{len(runs)} processes were profiled"))
         return verdict
     found = (rule(verdict) for rule in (_slow_rank, _data, _communication, _host, _memory, _throttled))

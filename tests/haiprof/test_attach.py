@@ -132,11 +132,30 @@ def test_a_run_that_knows_of_nothing(tmp_path, training, capsys):
     if "stacks" in run["missing"][0]["why"]:
         pytest.skip(run["missing"][0]["why"]["stacks"])  # no py-spy, or no right to ptrace
     assert "a_slow_function" in next(Path(out).glob("*.stacks.txt")).read_text()
-    assert "a_slow_function" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "a_slow_function" in told.out
+    assert f"process {process.pid} was started without haiprof" in told.err and "HAIPROF=idle" in told.err
     assert len(run["counters"]) >= 5 and run["counters"][-1]["process.cpu"] > 0
     assert "HAIPROF=1" in run["missing"][0]["why"]["phases"]
     assert taken < ranks.soon(3)
-    assert verdict.judge([run]).findings[0].kind == "nothing"
+    (finding,) = verdict.judge([run]).findings
+    assert finding.kind == "nothing" and "HAIPROF=1" in finding.text and "optimizer" not in finding.text
+
+
+def test_a_process_that_does_not_answer_in_time(tmp_path, monkeypatch, capsys):
+    """What it wrote before is still reported."""
+
+    def ask(path, request, timeout=10.0):
+        if request["do"] == "start":
+            return {"folder": str(tmp_path)}
+        raise TimeoutError("timed out")
+
+    (tmp_path / "7.sock").touch()
+    monkeypatch.setattr(control, "sockets", lambda target: [tmp_path / "7.sock"])
+    monkeypatch.setattr(control, "ask", ask)
+    assert attach.attach(str(tmp_path), str(tmp_path), 3, 1.0, []) == str(tmp_path)
+    told = capsys.readouterr().err
+    assert "process 7: no answer to 'wait' after 61 s" in told and "'stop' after 60 s" in told
 
 
 def test_who_is_not_there(tmp_path, capsys):
