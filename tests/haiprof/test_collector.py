@@ -122,6 +122,7 @@ def test_a_counter_that_fails_is_given_up_with_its_reason(monkeypatch):
     assert "process.memory" in counters.read()
 
 
+@pytest.mark.rest  # times, which other work on the machine moves
 def test_what_it_costs_a_step_of_10_ms(tmp_path):
     """Its own time: of the hooks in a step of three phases and a loader over 100 inner modules, and of its thread."""
     steps, rounds, inner = 200, 7, 100
