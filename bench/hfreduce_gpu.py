@@ -32,6 +32,7 @@ def begin(options):
     """(rank, ranks, groups): a group of gloo to agree by, and one for each provider."""
     import hfreduce
 
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # a program that uses it can disturb others on the host
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", timeout=PATIENCE)
@@ -72,7 +73,6 @@ class Case:
         """Moves the tensor of an all_reduce there."""
         from torch.distributed import _symmetric_memory
 
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.x = self.y = _symmetric_memory.empty(self.pattern.shape, dtype=self.pattern.dtype, device="cuda")
         _symmetric_memory.rendezvous(self.x, dist.group.WORLD.group_name)
         self.out = torch.empty_like(self.pattern)

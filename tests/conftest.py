@@ -189,7 +189,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_slow(items, whole):
-    """Marks what slow.txt names. whole: whether all tests of each file are there, so that a stale line shows."""
+    """Marks the tests that slow.txt names. whole: whether all tests of each file were collected. Then a line that names
+    no function of its file is an error; parameters differ from machine to machine."""
     files = collections.defaultdict(list)
     for item in items:
         files[item.path.relative_to(pathlib.Path(__file__).parent).as_posix()].append(item)
@@ -199,7 +200,8 @@ def mark_slow(items, whole):
             continue
         matches = re.compile(".*".join(map(re.escape, name.split("*")))).fullmatch
         found = [item for item in files[file] if matches(item.nodeid.partition("::")[2])]
-        if whole and not found:
+        function = re.split(r"[*\[]", name)[0]
+        if whole and not any(item.name.startswith(function) for item in files[file]):
             raise pytest.UsageError(f"tests/slow.txt names {line}, and there is no such test")
         for item in found:
             item.add_marker("slow")

@@ -83,7 +83,7 @@ class Sizes:
         return event
 
     def _seconds(self, i):
-        """The size of step i, which took `taken[i]`."""
+        """The time of step i, whose buckets had the size `taken[i]`."""
         if self.device.type != "cuda":
             return self.marks[i] - self.marks[i - 1]
         return self.marks[i - 1].elapsed_time(self.marks[i]) / 1e3

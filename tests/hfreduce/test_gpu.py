@@ -2,7 +2,7 @@
 
 With one GPU its ranks share it; with two or more, each of two ranks has one (four: of four), and torch's users are
 compared with NCCL. Everything runs with peer access, and twice without (HFREDUCE_P2P=0): by the defaults, which take
-mapped memory of the host for sums and small messages where ranks do not share a GPU, and by the CPU-assisted reduce.
+mapped memory of the host for all but large messages where ranks do not share a GPU, and by the CPU-assisted reduce.
 """
 
 import signal

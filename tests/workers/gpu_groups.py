@@ -216,7 +216,7 @@ def graphs(rank, size, store, assisted=False):
     dist.all_reduce(huge)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    calls = [lambda: dist.broadcast(huge, 0), lambda: dist.all_reduce(static)]  # by copies; by copies if all are
+    calls = [lambda: dist.broadcast(huge, 0), lambda: dist.all_reduce(static)]  # the second by copies if `assisted`
     for call in [] if found["peers"] else calls[: 1 if found["mapped"] else 2]:
         with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             call()
