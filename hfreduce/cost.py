@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 PIECE = 128 << 10  # bytes that rail.h adds and forwards at a time
-LEAST_SLICE, MOST_SLICE, CHUNKS = 256 << 10, 4 << 20, 8  # chunks.h: how a message between hosts is split
+LEAST_SLICE, MOST_SLICE, CHUNKS = 256 << 10, 4 << 20, 8  # stages.h: how a message between hosts is split
 
 
 @dataclass(frozen=True)
