@@ -393,7 +393,7 @@ def pages() -> dict[Path, str]:
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check, write nothing")
     options = parser.parse_args(arguments)
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
     for path in stale:
