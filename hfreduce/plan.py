@@ -294,15 +294,15 @@ def explain(
 
 
 _PATHS_ARE = {
-    "packets": "packets through peer memory, to all at once",
+    "packets": "packets through peer memory, sent to all ranks at once",
     "packets_two_shot": "packets through peer memory: slices, then their sums",
-    "one_shot": "slots in peer memory, everything to all",
+    "one_shot": "slots in peer memory, everything sent to all ranks",
     "two_shot": "slots in peer memory",
-    "mapped": "packets through pinned memory of the host",
-    "mapped_two_shot": "slots in pinned memory of the host",
+    "mapped": "packets through pinned host memory",
+    "mapped_two_shot": "slots in pinned host memory",
     "assisted": "CPU-assisted: copy engines, sums by host cores, no multiprocessor",
     "copies": "copy engines that write to peer memory",
-    "host": "by way of the host: copied there, the collective of CPU tensors, copied back",
+    "host": "by way of the host: copy there, run the CPU collective, copy back",
 }
 
 
