@@ -46,7 +46,7 @@ class HostStaged {
     int threads = 0;           // host cores that add for this rank; 0: half of the host's cores / ranks, at most 8
     int64_t share = 32 << 10;  // minimum bytes of a chunk's sum per core
     int64_t chunk = 16 << 20;  // maximum bytes of a rank's input per chunk; the caller waits for each chunk's calls
-    int64_t least = 8 << 20;   // the same for the first and last chunks of a message
+    int64_t least = 8 << 20;   // bytes of the first and the last chunks of a message
     int depth = 4;             // chunks in the ring, a power of two
     int streaming = -1;  // whether sums use non-temporal stores: 0, 1, or -1: if the ring does not fit in the caches
     uint32_t first = 0;  // number of the first chunk; tests begin shortly before the wrap-around
