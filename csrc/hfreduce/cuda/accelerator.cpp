@@ -17,7 +17,7 @@ namespace hfreduce::gpu {
 
 namespace {
 
-constexpr milliseconds kGoodbye{3000};  // ranks that leave later than this leak memory that peers use
+constexpr milliseconds kGoodbye{3000};  // if a rank leaves later than this, its peers leak their memory
 
 // FNV-1a hash of what ranks must agree on. Without the sequence number, which a captured call would replay.
 uint32_t fingerprint(const Call& call) {
