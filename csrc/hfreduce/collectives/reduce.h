@@ -13,7 +13,7 @@ namespace hfreduce {
 // and bor are "or"; prod, min and band are "and"; bxor is "xor"; avg is rejected. avg divides the sum by `divisor`, in
 // float32 before rounding; for integers toward zero, as in NCCL.
 //
-// factors  nullptr: all 1; only with premul_sum, floats only
+//   factors  nullptr: all 1; only with premul_sum, floats only
 //   divisor  of avg: the number of ranks; otherwise 1
 //   stream   use non-temporal stores: for outputs that are larger than the caches and not read soon
 void reduce(void* out, const void* const* inputs, const double* factors, int n, int64_t count, DType dtype, Op op,

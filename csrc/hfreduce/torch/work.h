@@ -2,7 +2,7 @@
 //
 // Completing a future runs its callbacks. A callback may begin another operation and wait for it (the PowerSGD hook
 // does). Two rules prevent deadlocks and keep the order equal on all ranks:
-// * A future is completed by the thread that served the operation, before that thread serves the next one.
+//   * A future is completed by the thread that served the operation, before that thread serves the next one.
 //   * An operation that this thread begins meanwhile runs at once, before all queued ones.
 // So operations begun by callbacks run right after the operation that the callbacks belong to, whatever the timing.
 // With a pool of callback threads, as in gloo, the callbacks of two gradient buckets race, and ranks begin their nested

@@ -1,6 +1,6 @@
 // The steps of chunk k on each rank, for n ranks and b bytes per rank:
 //
-// give   for each peer: wait until it has taken chunk k - depth; copy into its ring; signal that chunk k is there
+//   give   for each peer: wait until it has taken chunk k - depth; copy into its ring; signal that chunk k is there
 //   take   for each peer: wait until its chunk is there; copy from this rank's ring into `out`; signal that
 //
 // Bytes: (n - 1) b over the link in each direction, one hop. In memory: (n - 1) b read to be sent; (n - 1) b written by

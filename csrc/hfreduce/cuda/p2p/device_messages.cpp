@@ -1,7 +1,7 @@
 // The steps of chunk k, of N bytes: N over the link, and N read and written in the receiver's memory (by
 // multiprocessors in CUDA before 13.1: Driver::copy_within).
 //
-// sender's host       wait until drained has reached k + 1 - depth; enqueue; raise enqueued
+//   sender's host       wait until drained has reached k + 1 - depth; enqueue; raise enqueued
 //   sender's stream     copy into slot k % depth; write filled
 //   receiver's host     wait until enqueued has reached k + 1; enqueue
 //   receiver's stream   wait filled; copy out of the slot; write drained

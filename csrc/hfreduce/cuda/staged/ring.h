@@ -4,7 +4,7 @@
 // segment has its input for every slot, and the result of every size-th slot: so results are distributed over the NUMA
 // nodes, and each is contiguous. A flag that has reached k + 1 means for chunk k:
 //
-// arrived  set by this rank's stream: its input has come down; set for every chunk, even without input
+//   arrived  set by this rank's stream: its input has come down; set for every chunk, even without input
 //   reduced  by its cores: all inputs have arrived, and its slice is added up (with several hosts: over all of them)
 //   taken    by its stream: the output that it wants has gone up
 //   ready    its streams may copy the result up: all ranks have reduced

@@ -1,6 +1,6 @@
-// The steps of chunk k on each rank, for n ranks on the host and an input of b bytes per rank:
+// The steps of chunk k on each rank (down: D2H, up: H2D), for n ranks on the host and an input of b bytes per rank:
 //
-// caller's stream   wait freed; copy down; write arrived
+//   caller's stream   wait freed; copy down; write arrived
 //   cores, all ranks  wait until all arrived; add up a slice of b / n; when all have, raise ready
 //   our stream        wait ready; copy up; write taken
 //   cores             wait until all taken; raise freed
