@@ -1,10 +1,11 @@
-// What the CPU kernels share: storage dtypes, one compilation per instruction set, reductions, threads, checks.
+// Shared by the CPU kernels: storage dtypes, one compilation per instruction set, reductions, threads, checks.
 //
-// A kernel is three layers, so that one source is compiled for several instruction sets:
-//   an always_inline template of the arithmetic, plain loops for the vectoriser;
-//   a plain function around it, marked HFNN_CLONES, that also chooses the dtypes (clones of templates do not exist);
-//   split(), which hands ranges of the work to threads, outside the clones: gcc outlines the body of a parallel region
-//   into a function of its own, which would be compiled for the baseline.
+// A kernel has three layers, so that one source is compiled for several instruction sets:
+//   an always_inline template with the arithmetic, as plain loops for the vectoriser;
+//   a plain function around it, marked HFNN_CLONES, which also selects the dtypes (target_clones does not work on
+//   templates);
+//   split(), which gives ranges of the work to threads. It is outside the clones, because gcc outlines the body of a
+//   parallel region into a separate function, which would be compiled for the baseline.
 #pragma once
 #include <algorithm>
 #include <cmath>
