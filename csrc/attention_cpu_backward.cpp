@@ -113,8 +113,7 @@ static void add_dkv(const Pass<W>& pass, const Queries<W>& queries, const Tile& 
 }
 template <class W>
 static void store_dkv(const Pass<W>& pass, int64_t b, int64_t g, int64_t j, int64_t keys, W* dk, W* dv) {
-  const double softcap =
-      pass.call.softcap > 0 ? pass.call.softcap : 1;  // q already contains factor(), which is scale / softcap
+  const double softcap = pass.call.softcap > 0 ? pass.call.softcap : 1;  // q includes scale / softcap
   if (pass.grads.dk) store_rows(pass.grads.dk, b, g, pass.s.k + j, keys, softcap, dk);
   if (pass.grads.dv) store_rows(pass.grads.dv, b, g, pass.s.k + j, keys, 1, dv);
 }
