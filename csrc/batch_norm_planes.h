@@ -9,8 +9,8 @@ namespace {
 // Elements that are read for the mean and again for the squares. Their terms are added in lanes.
 constexpr int64_t kPiece = 4096;
 
-// What sums of W that may cancel are added up in, as in torch's kernels for planes: those of 16-bit numbers are no
-// better than float. Of float16, which is read as float, they are double too.
+// The accumulator type for sums that may cancel, as in torch's kernels for planes: float for bfloat16, double
+// otherwise. float16 is read as float, and so also uses double.
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, bfloat16>, float, double>;
 }  // namespace

@@ -4,9 +4,10 @@
 //   lse = log(sum_c exp(z_c)),  p = exp(z - lse)
 //   loss = slope0 * lse - sum_c b_c z_c + z_loss * lse^2
 //
-// Row coefficients b: target t is a class (int64, (R,)):  b_c = (1 - smoothing) w_t [c = t] + smoothing / C * w_c or q
-// is a row of probabilities (R, C):                   b_c = w_c ((1 - smoothing) q_c + smoothing / C) and slope0 =
-// sum_c b_c; w is `weight` (C,), or all 1. A row whose class is ignore_index has loss 0 and share 0.
+// Row coefficients b, with slope0 = sum_c b_c and w = `weight` (C,), or all 1:
+//   target t is a class (int64, (R,)):        b_c = (1 - smoothing) w_t [c = t] + smoothing / C * w_c
+//   or q is a row of probabilities (R, C):    b_c = w_c ((1 - smoothing) q_c + smoothing / C)
+// A row whose class is ignore_index has loss 0 and share 0.
 //
 //   dx_c = factor * ((slope0 + 2 z_loss lse) p_c - b_c) dz_c/dx_c,   0 in an ignored row
 //

@@ -3,7 +3,6 @@
 //
 // The totals of a row are merged from those of its parts, each relative to its own maximum: one pass, one barrier. The
 // order of merges depends only on the shape.
-// barrier. Unions come in an order that depends on the shape alone.
 #pragma once
 #include "norm_team.cuh"
 
