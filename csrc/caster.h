@@ -101,7 +101,7 @@ inline bool from_attributes(const Torch& torch, PyObject* source, Tensor& t) {
   return true;
 }
 
-// False, and no Python error left behind, for what no kernel can read.
+// False, without a pending Python error, if no kernel can read it.
 inline bool read(PyObject* source, Tensor& t) {
   const Torch& torch = Torch::get();
   if (!PyObject_TypeCheck(source, torch.tensor)) return false;
@@ -118,7 +118,7 @@ inline bool read(PyObject* source, Tensor& t) {
 template <>
 struct pybind11::detail::type_caster<hfnn::Tensor> {
   PYBIND11_TYPE_CASTER(hfnn::Tensor, const_name("torch.Tensor | None"));
-  // Throws where a caster returns false: pybind11's message would print every argument, and torch's printing of a
+  // Throws where a caster usually returns false: pybind11's message would print every argument, and printing a torch
   // tensor whose memory was freed is a segmentation fault.
   bool load(handle source, bool) {
     if (source.is_none() || hfnn::detail::read(source.ptr(), value)) return true;
