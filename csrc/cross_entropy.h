@@ -15,7 +15,7 @@
 // last bit of float32 even for large lse. The others are float32 (float64 for float64 x), (R,): loss; share, the row's
 // weight in a mean (w_t, or 1 for probabilities), or None; slope = slope0, or None if not wanted. In backward, slope
 // may be None if it is w_t (a class, and no weight or no smoothing). factor has R elements or 1. dx may be x itself. A
-// class outside 0..C-1 that is not ignore_index is an error: std::out_of_range on the CPU, a failed assertion on the
+// class outside 0..C-1 that is not ignore_index is an error: std::out_of_range on the CPU, a message and a trap on the
 // device (Triton: NaN).
 #pragma once
 #include "tensor.h"

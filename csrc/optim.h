@@ -32,9 +32,8 @@
 //   scale     the block's element of largest magnitude, with its sign (positive if both signs occur);
 //             0 if that is less than 2^-100, so that nothing is subnormal: all x are then 0;
 //             NaN if an element is not finite: all x are then NaN
-//   x         value(m) scale, where value(m) is about (m / 2^t)^3: with lb y = bits(y) / 2^23 - 127, which is the
-//   binary
-//             logarithm at powers of two and linear in between, lb value(m) = 3 (lb m - t). Exact in float32, and 1 for
+//   x         value(m) scale, where value(m) is about (m / 2^t)^3: lb value(m) = 3 (lb m - t), with lb y = bits(y) /
+//             2^23 - 127, the binary logarithm at powers of two and linear in between. Exact in float32, and 1 for
 //             m = 2^t.
 //   signed    t = 7 or 3: m from 1 - 2^t to 2^t, with value(-m) = -value(m) and value(0) = 0. The code is 2^t - 1 + m.
 //   unsigned  t = 8 or 4: m from 1 to 2^t. The code is m - 1. No code stands for 0, as needed under a square root.
@@ -50,8 +49,8 @@
 // drawn as in dropout.h: element e of the row uses half e % 8 (the low half of a word first) of the four words of
 // counter `offset` + 512 tile + e / 8 % 512, with `tile` counted over the table. Or the parameter is bfloat16 with a
 // remainder (int16): the float32 master's bits are (parameter << 16) + remainder, where the parameter is the master
-// rounded half up in magnitude (NaN stays NaN). ema: ema += (1 - decay)(p - ema), with p as stored (the master, if
-// there is one), float32.
+// rounded half up in magnitude (NaN stays NaN).
+// ema: ema += (1 - decay)(p - ema), with p as stored (the master, if there is one), float32.
 #pragma once
 #include "tensor.h"
 

@@ -10,9 +10,9 @@
 //   6 softshrink      x > a ? x - a : x < -a ? x + a : x * 0                         !(|x| <= b)
 //   7 hardsigmoid     min(max(x + 3, 0), 6) / 6                                      x > -3 && x < 3
 //
-// softshrink's b is a rounded to the dtype of x: only in its backward does torch compare with the rounded number. A NaN
-// stays a NaN in y. Its slope follows from the comparisons above, as in torch. backward: dx = dy * inside where the bit
-// is set, else dy * outside. If a factor is 0, dx is 0 whatever dy is.
+// softshrink's b is a rounded to the dtype of x: only in its backward does torch compare with the rounded number.
+// A NaN stays a NaN in y. Its slope follows from the comparisons above, as in torch.
+// backward: dx = dy * inside where the bit is set, else dy * outside. If a factor is 0, dx is 0 whatever dy is.
 //
 // x, y, dy, dx: contiguous, one dtype, one shape. Arithmetic in float32 (float64 for float64). bits: see bits.h, width
 // 1; may be None in forward. `queue`: see layer_norm.h.

@@ -6,9 +6,9 @@
 // q. wq, wk (D) and their gradients have one dtype. rstd_q (B, S, H), rstd_k (B, S, G): contiguous, float32 (float64
 // for float64). Everything of k may be absent together; forward's rstd_q and rstd_k may be absent.
 //
-// rebuild: forward's yq, bit for bit, from forward's rstd. backward: dwq and dwk (both or neither) are summed over
-// partials (2, P, D) in the dtype of rstd, with P = partials(B, S, D). Plane 0 belongs to the queries. No atomics: the
-// same bits in every run.
+// rebuild: forward's yq, bit for bit, from forward's rstd.
+// backward: dwq and dwk (both or neither) are summed over partials (2, P, D) in the dtype of rstd, with
+// P = partials(B, S, D). Plane 0 belongs to the queries. No atomics: the same bits in every run.
 #pragma once
 #include "tensor.h"
 
