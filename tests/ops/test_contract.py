@@ -322,7 +322,7 @@ def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
 
 
 @pytest.mark.parametrize("op", [op for op in hfnn.ops.CONTRACT if op.kernels], ids=lambda op: op.name)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_shapes(op, data):
     """Shapes nobody chose, on the device's first kernel: the rule holds for outputs and gradients."""
