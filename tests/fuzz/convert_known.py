@@ -238,8 +238,7 @@ def _unhooked(part):
 
 def _own_input(program, difference):
     """Ours keeps the input itself, which is then written to; torch keeps a tensor computed from it: RMSNorm's product
-    or cast, Linear's rows of a strided input, attention's copy in another order, or cross_entropy's log-probabilities.
-    """
+    or cast, Linear's rows of a strided input, attention's copy in another order, cross_entropy's log-probabilities."""
     ours = native.extension is not None or _says(difference, "hfnn/ops/")  # C++ nodes leave no traceback
     strided = bool(_layers(program, "moved")) or {*program["inputs"]} != {"plain"}
     own = ours and (_layers(program, "rms_norm", "rms_norm_like") or (strided and _layers(program, "linear", "mlp")))
