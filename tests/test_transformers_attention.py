@@ -143,7 +143,7 @@ def test_accuracy(name, kind, ran):
 
 
 def test_nothing_dense(ran):
-    """Instead of a dense mask, arguments describe it."""
+    """Arguments describe the mask; no dense mask is passed."""
     for name, kind, wanted in (
         ("llama", "none", {"is_causal"}),
         ("llama", "right", {"window", "lengths"}),

@@ -93,7 +93,7 @@ def tensor(dtype, shape, raw):
 
 def serve(rank, folder, pipe):
     faulthandler.enable()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU in sight torch expects one per rank
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # if torch sees a GPU, it expects more than CPU ranks have
     here = Rank(rank, folder)
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:

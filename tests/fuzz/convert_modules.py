@@ -503,7 +503,7 @@ class Autocast(nn.Module):
 
 
 class NoGrad(nn.Module):
-    """A part without gradients beside one with gradients."""
+    """A part without gradients next to one with gradients."""
 
     def __init__(self, body):
         super().__init__()

@@ -136,7 +136,7 @@ def test_a_file_is_warm_while_what_is_looked_at_is_in_memory(tmp_path):
 @built
 @pytest.mark.parametrize("size", [10_000, 100_000])
 def test_large_records_are_all_looked_at(tmp_path, size):
-    """A small file of such records is warm after one batch of 64."""
+    """Records of more than 64 KiB are all checked, so one batch of 64 makes a small file of them warm."""
     with hfrecord.FileWriter(tmp_path / "a.hfr") as writer:
         for _ in range(64):
             writer.write(bytes(size))

@@ -30,8 +30,8 @@ def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, gp
 
     worker: the path of a Python file. folder: each call makes its own folder in it. env: added to this process's
     environment; a function of the rank, or a dict. prefix: put before each rank's command (nsenter, taskset); a
-    function of the rank, or a list. gpus: whether ranks see the machine's GPUs; comparisons on CPUs fail if torch sees
-    a GPU, because it then expects one per rank.
+    function of the rank, or a list. gpus: whether ranks see the machine's GPUs; if torch sees a GPU, it
+    expects more than comparisons on CPUs have.
     """
     with start(worker, function, size, folder, env=env, prefix=prefix, gpus=gpus, **arguments) as ranks:
         codes = ranks.wait(timeout, after_failure=10)

@@ -1,7 +1,7 @@
 """Strides of dimensions of size 1, which address no element: those of results and gradients equal torch's.
 
 Such a tensor is contiguous with any of these strides, and may be channels-last, too. torch's elementwise functions
-normalise the strides of some; other functions keep them. A convolution derives its layout from them.
+give their results the usual strides; other functions keep the input's. A convolution derives its layout from them.
 """
 
 import functools

@@ -154,7 +154,7 @@ def test_output_padding(device, dims):
 
 
 def test_layouts_of_inputs_and_gradients(device):
-    """Inputs and gradients that are strided, expanded or channels-last."""
+    """Inputs and gradients that are transposed, with gaps or channels-last; gradients that are expanded."""
     x, weight, bias = tensors("conv2d", device)
     turned = lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)  # noqa: E731
     spread = lambda t: torch.stack([t, t], -1)[..., 0]  # noqa: E731

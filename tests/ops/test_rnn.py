@@ -206,7 +206,7 @@ def test_dropout_keeps_bits():
 
 
 def test_backward_holds_one_segment(monkeypatch):
-    """Tensors of earlier segments are freed when a segment begins."""
+    """The tensors of segments that ran before are freed when a segment begins."""
     module = swapped(build("gru"))
     (x,) = inputs(module, steps=49)
     results, alive, seen = call(module, x), [], []

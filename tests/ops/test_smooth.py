@@ -189,7 +189,7 @@ def test_ends_and_kinks_are_torchs(name, dtype, kernel, device):
     for x in (ends, ends.repeat(512)):  # in a tail, and in whole vectors
         with hfnn.use(kernel):
             mine = gradient(ours(name), x)
-        # For a NaN in a vector's tail torch's elu, which ours calls, and hardswish give the slope 1.
+        # For a NaN in a vector's tail torch's elu, like ours, and torch's hardswish give the slope 1.
         y, dx = (whole[: len(x)] for whole in gradient(op(name).torch, x if name.endswith("elu") else x.repeat(64)))
         if x.is_cuda and name in BRANCHES:
             dx = torch.where(x.isnan(), NAN, dx)

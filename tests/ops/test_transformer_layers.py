@@ -274,7 +274,7 @@ def test_where_nothing_is_learnt_torchs_fast_path_runs(norm_first, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_transformer(norm_first):
-    """convert and revert of a whole model; torch's own encoder passes nested tensors to hfnn's layers."""
+    """convert and revert of a whole model: torch's own encoder, with its nested tensors, around hfnn's layers."""
     torch.manual_seed(0)
     theirs = nn.Transformer(D, H, 2, 2, FF, 0.1, batch_first=True, norm_first=norm_first)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")

@@ -199,7 +199,7 @@ def training(rank, size, store, backend):
 
 
 class Constant(nn.Module):
-    """Its gradients are given."""
+    """A module whose gradients are given."""
 
     def __init__(self, sizes):
         super().__init__()
