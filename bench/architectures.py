@@ -375,7 +375,7 @@ def run(chosen, jobs: int) -> list[Result]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="", help="model types, a regular expression")
+    parser.add_argument("--models", default="", help="a regular expression for model types")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=PAGE)
     args = parser.parse_args()

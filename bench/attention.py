@@ -329,11 +329,11 @@ def _cells(r: dict) -> tuple[str, str]:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, seconds="spent on each provider and pass", tiny="calls of next to no size")
+    parser = cli.parser(__doc__, seconds="time per provider and pass", tiny="tiny calls")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--against", nargs="*", default=list(AGAINST), choices=AGAINST)
-    add("--kernel", nargs="*", choices=rivals.OURS, help="hfnn's; auto is its own choice")
+    add("--kernel", nargs="*", choices=rivals.OURS, help="hfnn's kernels to time; auto: its choice")
     add("--dtype", nargs="*", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, float32 on the CPU")
     add("--packing", action="store_true", help="training steps of a small Llama on ragged batches, padded and packed")
     options = parser.parse_args(argv)

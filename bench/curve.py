@@ -1,7 +1,7 @@
 """Losses of GPT-2 small in training, stock and converted, three seeds each: rows, a table and a picture.
 
     bench/curve.py                                          # six runs at once on one GPU: rows, and the table
-    bench/curve.py --draw                                   # docs/curve.svg and the table, of the newest rows
+    bench/curve.py --draw                                   # docs/curve.svg and the table, from the newest rows
     bench/curve.py --device cpu --tiny --steps 20           # a smoke test
 
 The model is that of models.py, transformers' GPT-2 with dropout 0.1, from random weights, under autocast to bfloat16. A
@@ -221,14 +221,14 @@ def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=3000)
-    add("--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens a step")
+    add("--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens per step")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--tiny", action="store_true", help="a model, batches and a text of next to no size")
-    add("--limit", type=int, default=450, help="seconds for all runs together; what runs longer is killed: status -9")
+    add("--tiny", action="store_true", help="a tiny model, batches and text")
+    add("--limit", type=int, default=450, help="seconds for all runs together; then they are killed: status -9")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     add("--results", type=Path, default=HERE / "results", help="folder of the CSV files")
-    add("--draw", action="store_true", help="only draw: the newest rows of the folder's *-curve.csv")
-    add("--svg", type=Path, default=HERE.parent / "docs" / "curve.svg", help="what --draw writes")
+    add("--draw", action="store_true", help="only draw the newest rows of the folder's *-curve.csv")
+    add("--svg", type=Path, default=HERE.parent / "docs" / "curve.svg", help="the output of --draw")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine with a GPU in one call: bench/gpu.sh [test|bench|head|small|models|pairs|fuzz|curve|haiprof|all]...
 #
-# Nothing is fetched: python3 has torch, triton, pytest and what pyproject.toml needs for a build. Wheels of rivals that
-# it lacks (liger-kernel, quack-kernels) are installed apart from it, from $WHEELS. Logs and result files go to $OUT.
-# Every part has its own limit, in seconds, so that one that hangs leaves the others their time; together 9 minutes.
-# The parts models, pairs, fuzz, curve and haiprof take so long that they are not among all. LIMIT_<part>=seconds in the environment gives a
-# part more where not all are asked for.
+# Nothing is downloaded: python3 must have torch, triton, pytest and the build requirements of pyproject.toml. Missing
+# wheels of rivals (liger-kernel, quack-kernels) are installed separately, from $WHEELS. Logs and results go to $OUT.
+# Every part has its own limit in seconds, so a hanging part leaves time for the others; together 9 minutes. The parts
+# models, pairs, fuzz, curve and haiprof take too long for `all`. LIMIT_<part>=seconds in the environment gives a part
+# more time if not all are run.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -13,10 +13,10 @@ LIMIT_BUILD=${LIMIT_BUILD:-90} LIMIT_TEST=${LIMIT_TEST:-150} LIMIT_BENCH=${LIMIT
 LIMIT_SMALL=${LIMIT_SMALL:-40} LIMIT_HEAD=${LIMIT_HEAD:-120} LIMIT_MODELS=${LIMIT_MODELS:-480}
 LIMIT_CURVE=${LIMIT_CURVE:-490} LIMIT_PAIRS=${LIMIT_PAIRS:-400} LIMIT_FUZZ=${LIMIT_FUZZ:-120}
 LIMIT_HAIPROF=${LIMIT_HAIPROF:-320}
-# quack can only be imported from a folder "site-packages".
+# quack can only be imported from a folder named "site-packages".
 export OUT=${OUT:-out} WHEELS=${WHEELS:-.whl/*.whl} SITE=${SITE:-/tmp/rivals/site-packages} WORKERS=${WORKERS:-12}
 export CUDAARCHS=${CUDAARCHS:-90-real} # one architecture builds fast; 90 is Hopper
-# Python reads no .pth file there: the second folder is what that of nvidia-cutlass-dsl, which quack needs, would add.
+# Python reads no .pth files there. The second folder is what that of nvidia-cutlass-dsl, needed by quack, would add.
 export PYTHONUNBUFFERED=1 PYTHONPATH=$SITE:$SITE/nvidia_cutlass_dsl/dsl_packages${PYTHONPATH:+:$PYTHONPATH}
 export PATH=$SITE/bin:$PATH # py-spy
 mkdir -p "$OUT" "$SITE"
@@ -32,10 +32,10 @@ build() {
   python3 -m pip install -q --no-build-isolation --no-index --no-deps -e . && python3 -m hfnn.info
 }
 
-# TESTS: which of them.
+# TESTS: the tests to run.
 tests() {
-  # One thread a worker, or the workers fight over the cores; plugins by name, or foreign ones warn and so fail tests;
-  # -P, or transformers takes the folder kernels/ for a package of that name.
+  # One thread per worker, or the workers compete for the cores. Plugins by name, because foreign ones warn and thereby
+  # fail tests. -P, because transformers would take the folder kernels/ for a package of that name.
   # shellcheck disable=SC2086 # words of their own
   OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -P -m pytest -q -p xdist -p timeout -p hypothesispytest \
     -n "$WORKERS" --dist loadgroup --timeout 120 --maxfail 20 ${TESTS:-tests}
@@ -49,18 +49,18 @@ small() {
   python3 bench/run.py --small --results "$OUT"
 }
 
-# Not "head", which is a command.
+# Not named "head", which is a command.
 heads() {
   python3 bench/run.py --head --against torch compile liger quack --rounds 3 --seconds 0.2 --results "$OUT"
 }
 
-# MODELS: arguments of models.py, as "--models gpt2 vit --modes eager hfnn".
+# MODELS: arguments of models.py, such as "--models gpt2 vit --modes eager hfnn".
 models() {
   # shellcheck disable=SC2086 # words of their own
   python3 bench/models.py --depth --results "$OUT" && python3 bench/models.py ${MODELS:-} --results "$OUT"
 }
 
-# PAIRS: arguments of models.py --pairs, as "--models gpt2 --batches 4 --modes eager hfnn-captured".
+# PAIRS: arguments of models.py --pairs, such as "--models gpt2 --batches 4 --modes eager hfnn-captured".
 pairs() {
   # shellcheck disable=SC2086 # words of their own
   python3 bench/models.py --pairs ${PAIRS:-} --results "$OUT"
@@ -72,18 +72,18 @@ fuzz() {
   python3 -P tests/fuzz/run.py ${FUZZ:-capture --programs 1000 --jobs 8}
 }
 
-# CURVE: arguments of curve.py, as "--steps 300".
+# CURVE: arguments of curve.py, such as "--steps 300".
 curve() {
   # shellcheck disable=SC2086 # words of their own
   python3 bench/curve.py ${CURVE:-} --results "$OUT"
 }
 
-# HAIPROF_ARGS: arguments of profiler.py, as "--part overhead --batches 4".
+# HAIPROF_ARGS: arguments of profiler.py, such as "--part overhead --batches 4".
 haiprof() {
   local status=0
   # shellcheck disable=SC2086 # words of their own
   python3 bench/profiler.py ${HAIPROF_ARGS:-} --results "$OUT" || status=1
-  # And a step of some 10 ms on a CPU that nobody else uses.
+  # Also a step of about 10 ms on an otherwise idle CPU.
   [[ -n ${HAIPROF_ARGS:-} ]] ||
     OMP_NUM_THREADS=1 python3 bench/profiler.py --device cpu --tiny --part overhead --rounds 8 --results "$OUT" || status=1
   return $status
@@ -93,7 +93,7 @@ export -f install_rivals build tests bench small heads models pairs fuzz curve h
 failed=0 summary=
 
 # part <function> <limit> <lines>: runs it with its output in a log, and shows the last lines. SIGINT first: the
-# benchmark prints what it has.
+# benchmark then prints what it has.
 part() {
   local begin=$SECONDS status
   timeout --signal=INT --kill-after=10 "$2" bash -c "$1" >"$OUT/$1.log" 2>&1

@@ -1,14 +1,14 @@
-"""Time hfreduce's collectives beside gloo's in the same run, in the manner of nccl-tests; see README.md here.
+"""Time hfreduce's collectives and gloo's in the same run, like nccl-tests; see README.md here.
 
     bench/hfreduce.py                                  # all_reduce, 2 and 4 ranks, 4 KiB to 256 MiB: rows and tables
     bench/hfreduce.py all_gather broadcast --ranks 2 --sizes 4K 1M
     bench/hfreduce.py --table                          # the newest rows again
-    bench/hfreduce.py --plot                           # PNG files beside the CSV file
-    bench/hfreduce.py all_reduce all_gather --device cuda [--p2p off] [--hosts 2]  # a rank for each GPU, beside NCCL
-    bench/hfreduce.py --overlap --device cuda          # what it costs a backward that runs meanwhile
+    bench/hfreduce.py --plot                           # PNG files next to the CSV file
+    bench/hfreduce.py all_reduce all_gather --device cuda [--p2p off] [--hosts 2]  # one rank per GPU, against NCCL
+    bench/hfreduce.py --overlap --device cuda          # how much collectives slow a concurrent backward
 
 `gloo` and `hfreduce` are process groups of torch.distributed, `direct` is hfreduce's own API. Each result is compared
-with the closed form before anything is timed; where an element is wrong, the exit status is 1.
+with the closed form before anything is timed. If an element is wrong, the exit status is 1.
 """
 
 import argparse
@@ -26,15 +26,15 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
-sys.path.pop(0)  # the folder of this file, which has the package's name and would be found in its place
+sys.path.pop(0)  # the folder of this file, whose name would hide the package
 
 from hfreduce import api, plan, tune
 
 SIZES = "4K 16K 64K 256K 1M 4M 16M 64M 256M"
 PROVIDERS = ("gloo", "hfreduce", "direct")
-PATIENCE = 120  # seconds that a group waits for a rank
+PATIENCE = 120  # seconds, the timeout of groups
 
-# What nccl-tests multiply size over time with, so that it can be compared with what a link carries.
+# The factors of nccl-tests from size over time to bus bandwidth, which is comparable with a link's.
 BUS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -43,16 +43,16 @@ BUS = {
     "reduce": lambda n: 1,
     "all_to_all": lambda n: (n - 1) / n,
 }
-# Which ways there are to call it; torch's all_reduce has only the first one: a copy comes before it for the other.
+# The ways to call each op. torch's all_reduce only has the first one; for the second a copy precedes it.
 WAYS = {"all_reduce": ("in place", "out of place"), "all_gather": ("in place", "out of place")}
 WAYS |= {"broadcast": ("in place",), "reduce": ("in place",)}
 
 
 class Case:
-    """Tensors of one op and size on one rank, what the result must be, and calls of each provider.
+    """Tensors of one op and size on one rank, their expected result, and calls of each provider.
 
-    x: what a rank has before; y: after. For reduce_scatter, all_gather and all_to_all both are blocks, together of
-    `nbytes`.
+    x: a rank's input; y: its output. For reduce_scatter, all_gather and all_to_all they consist of blocks, `nbytes` in
+    total.
     """
 
     def __init__(self, op: str, nbytes: int, way: str, rank: int, n: int):
@@ -70,13 +70,13 @@ class Case:
             self.x = torch.zeros(n, block)
 
     def fill(self) -> None:
-        """Small whole numbers, whose sums are exact."""
+        """Small integers, whose sums are exact."""
         mine = self.pattern + self.rank
         self.y.fill_(-1)
         self.x.copy_(mine[self.rank] if self.op == "all_gather" else mine)
 
     def wrong(self) -> int:
-        """Elements that are not what they must be."""
+        """The number of wrong elements."""
         n, pattern = self.n, self.pattern
         total = n * pattern + n * (n - 1) / 2
         others = torch.arange(n, dtype=torch.float32).view(n, 1)
@@ -120,7 +120,7 @@ class Case:
 
 
 def measure(case: Case, groups: dict, options) -> list[dict]:
-    """Rows of one case: who is right is timed, all in the same rounds."""
+    """Rows of one case. Providers with a right result are timed, all in the same rounds."""
     direct = groups["direct"]
     calls, wrong = {}, {}
     for name in options.provider:
@@ -154,7 +154,7 @@ def row(case: Case, provider: str, wrong: int, seconds: float | None, spread: fl
 
 
 def run(options) -> int:
-    """All cases, as one of the ranks; rank 0 writes and prints. Exit status."""
+    """Runs all cases as one of the ranks; rank 0 writes and prints. Returns the exit status."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", timeout=timeout)
@@ -185,7 +185,7 @@ def file(options) -> Path:
 
 
 def show(rows: list[dict]) -> None:
-    """A table for each op and count of ranks; the factor is gloo's time over the provider's."""
+    """A table per op and number of ranks. The factor is gloo's time over the provider's."""
     for op, n in dict.fromkeys((r["op"], str(r["ranks"])) for r in rows):
         mine = [r for r in rows if (r["op"], str(r["ranks"])) == (op, n)]
         providers = list(dict.fromkeys(r["provider"] for r in mine))
@@ -217,7 +217,7 @@ def cells(line: dict, name: str) -> list[str]:
 
 
 def plot(rows: list[dict], target: Path) -> list[Path]:
-    """One PNG an op: bus bandwidth over size, a panel for each count of ranks."""
+    """One PNG per op: bus bandwidth over size, with a panel per number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -248,19 +248,19 @@ def plot(rows: list[dict], target: Path) -> list[Path]:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, seconds="spent on each provider and case")
+    parser = cli.parser(__doc__, seconds="time per provider and case")
     parser.set_defaults(device="cpu", rounds=7)
     add = parser.add_argument
-    add("ops", nargs="*", default=[], metavar="OP", help=f"of {', '.join(BUS)}; all_reduce by default")
+    add("ops", nargs="*", default=[], metavar="OP", help=f"ops: {', '.join(BUS)} (default: all_reduce)")
     add("--p2p", choices=("on", "off"), default="on", help="whether GPUs may use each other's memory")
-    add("--hosts", type=int, default=1, help="GPUs: as if they were of so many hosts, which talk over TCP")
-    add("--overlap", action="store_true", help="time a backward on GPUs beside collectives")
-    add("--batch", type=int, nargs="+", default=[4, 16], help="--overlap: sequences of 1024 tokens a GPU")
-    add("--ranks", type=int, nargs="+", help="2 and 4; on GPUs as many as there are")
+    add("--hosts", type=int, default=1, help="treat the GPUs as those of this many hosts, connected by TCP")
+    add("--overlap", action="store_true", help="time a backward on GPUs with concurrent collectives")
+    add("--batch", type=int, nargs="+", default=[4, 16], help="--overlap: sequences of 1024 tokens per GPU")
+    add("--ranks", type=int, nargs="+", help="default: 2 and 4; with GPUs their number")
     add("--sizes", type=cli.size, nargs="+", metavar="BYTES")
-    add("--provider", nargs="+", help=f"of {', '.join(PROVIDERS)}; on GPUs of {', '.join(gpu.PROVIDERS)}")
+    add("--provider", nargs="+", help=f"providers: {', '.join(PROVIDERS)}; on GPUs {', '.join(gpu.PROVIDERS)}")
     add("--table", action="store_true", help="print the newest rows")
-    add("--plot", action="store_true", help="write PNG files beside the CSV file")
+    add("--plot", action="store_true", help="write PNG files next to the CSV file")
     options = parser.parse_args(argv)
     options.ops = options.ops or ["all_reduce"]
     on_gpus = options.device == "cuda"
@@ -277,7 +277,7 @@ def parse(argv=None) -> argparse.Namespace:
     if min(options.ranks) < 2:
         parser.error("--ranks: at least 2")
     if options.rounds < 3:
-        parser.error("--rounds: at least 3, or the spread means nothing")
+        parser.error("--rounds: at least 3, because the spread needs them")
     return options
 
 

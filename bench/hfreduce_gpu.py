@@ -1,9 +1,9 @@
-"""bench/hfreduce.py on GPUs: collectives on CUDA tensors beside NCCL's, and what they cost a backward beside them.
+"""bench/hfreduce.py on GPUs: collectives on CUDA tensors against NCCL's, and how much they slow a concurrent backward.
 
-Providers take turns in one process. A time is the device's: calls are enqueued behind a kernel that sleeps until the
-host is done with enqueueing, between two events. `--p2p off` sets NCCL_P2P_DISABLE=1 and HFREDUCE_P2P=0: what a
-machine without NVLink or peer access sees. `--hosts 2` tells both libraries that one half of the GPUs is on another
-host: they talk over TCP on the loopback interface. The rows `copies` are what the copy engines of all GPUs do at once.
+Providers take turns in one process. Times are device times: calls are enqueued between two events, behind a kernel that
+sleeps until the host has enqueued them. `--p2p off` sets NCCL_P2P_DISABLE=1 and HFREDUCE_P2P=0, as on a machine without
+NVLink or peer access. `--hosts 2` tells both libraries that half of the GPUs is on another host: they use TCP on the
+loopback interface. The rows `copies` are the bandwidth of all GPUs' copy engines at once.
 """
 
 import itertools
@@ -29,7 +29,7 @@ BUCKET = 25 << 20  # bytes
 
 
 def begin(options):
-    """(rank, ranks, groups): a group of gloo to agree by, and one for each provider."""
+    """(rank, ranks, groups). The default group is gloo, for agreement; there is one group per provider."""
     import hfreduce
 
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # a program that uses it can disturb others on the host
@@ -51,14 +51,14 @@ def begin(options):
 
 
 def greatest(*numbers: float) -> list[float]:
-    """Of all ranks."""
+    """The maximum over all ranks."""
     x = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.tolist()
 
 
 class Case:
-    """Tensors of one op and size, what the result must be, and a call of it. Blocks are together of `nbytes`."""
+    """Tensors of one op and size, their expected result, and a call. All blocks together have `nbytes`."""
 
     def __init__(self, op: str, nbytes: int, dtype: torch.dtype, rank: int, n: int):
         self.op, self.rank, self.n = op, rank, n
@@ -70,7 +70,7 @@ class Case:
         self.x = whole if op == "all_reduce" else whole[rank].clone() if op == "all_gather" else whole.clone()
 
     def in_symmetric_memory(self) -> None:
-        """Moves the tensor of an all_reduce there."""
+        """Moves the tensor of an all_reduce to symmetric memory."""
         from torch.distributed import _symmetric_memory
 
         self.x = self.y = _symmetric_memory.empty(self.pattern.shape, dtype=self.pattern.dtype, device="cuda")
@@ -78,7 +78,7 @@ class Case:
         self.out = torch.empty_like(self.pattern)
 
     def fill(self) -> None:
-        """Small whole numbers, whose sums are exact."""
+        """Small integers, whose sums are exact."""
         mine = self.pattern + self.rank
         self.y.fill_(-1)
         self.x.copy_(mine[self.rank] if self.op == "all_gather" else mine)
@@ -111,7 +111,7 @@ class Case:
 
 
 class Clock:
-    """Time of calls on the device, without the host's."""
+    """Device time of calls, without the host's."""
 
     def __init__(self):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -120,10 +120,10 @@ class Clock:
         torch.cuda._sleep(20_000_000)
         end.record()
         torch.cuda.synchronize()
-        self.cycles = 20_000_000 / begin.elapsed_time(end)  # a millisecond
+        self.cycles = 20_000_000 / begin.elapsed_time(end)  # per millisecond
 
     def __call__(self, call, count: int) -> tuple[float, float]:
-        """Milliseconds of the device, and of the host, for one of `count` calls."""
+        """Milliseconds of device and host per call, of `count` calls."""
         from hfreduce import tune_device
 
         return tune_device.timed(call, count, self.ahead, self.cycles)
@@ -132,7 +132,7 @@ class Clock:
 
 
 def measure(calls: dict, clock: Clock, options) -> dict:
-    """{name: (device ms, host ms, spread)}: the median over rounds of the slowest rank."""
+    """{name: (device ms, host ms, spread)}: the slowest rank's median over rounds."""
     counts, ahead = {}, {}
     for name, call in calls.items():
         clock.ahead = 1.0
@@ -167,7 +167,7 @@ def row(op, case, dtype, provider, options, n, timing=None, **more) -> dict:
 
 
 def collectives(options, bus: dict) -> int:
-    """All cases, as one of the ranks; rank 0 writes and prints. Exit status."""
+    """Runs all cases as one of the ranks; rank 0 writes and prints. Returns the exit status."""
     import hfreduce
 
     rank, n, groups = begin(options)
@@ -202,7 +202,7 @@ def collectives(options, bus: dict) -> int:
 
 
 def copies(options, rank: int, n: int, nbytes: int = 256 << 20) -> list[dict]:
-    """Down from all GPUs at once, up to all, and both: what a reduce by way of the host cannot exceed."""
+    """Copies from all GPUs at once, to all, and both: the limit of a reduce through the host."""
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     gpu = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -227,7 +227,7 @@ def copies(options, rank: int, n: int, nbytes: int = 256 << 20) -> list[dict]:
 
 
 def overlap(options) -> int:
-    """Backwards of GPT-2 medium alone, and beside all_reduces of 25 MiB as gradients become ready; by batch."""
+    """Backwards of GPT-2 medium, alone and with all_reduces of 25 MiB as gradients become ready; by batch."""
     options.p2p = "off"
     rank, n, groups = begin(options)
     rows = [row for batch in options.batch for row in beside(batch, groups, options, rank, n)]
@@ -258,7 +258,7 @@ def beside(batch: int, groups: dict, options, rank: int, n: int) -> list[dict]:
         p.register_post_accumulate_grad_hook(ready)
 
     def once(group):
-        """Milliseconds of the backward, until all is reduced, of the host alone; and host cores in use meanwhile."""
+        """Milliseconds of the backward, until all is reduced, and of the host; and the host cores in use."""
         state.bytes, state.next, state.group, state.works = 0, 0, group, []
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
@@ -306,7 +306,7 @@ def beside(batch: int, groups: dict, options, rank: int, n: int) -> list[dict]:
 
 
 def ours_in_profile(run) -> int:
-    """How many kernels of hfreduce's run."""
+    """The number of hfreduce's kernels that run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -321,7 +321,7 @@ def file(options):
 
 
 def show(rows: list[dict]) -> None:
-    """A table for each op, dtype and kind of machine; the factor is hfreduce's time over NCCL's."""
+    """A table per op, dtype and kind of machine. The factor is hfreduce's time over NCCL's."""
     for r in rows:
         if r["op"] == "copies":
             print(f"copies {r['path']}, {r['ranks']} GPUs at once: {float(r['algbw_gbps']):.1f} GB/s each way and GPU")
@@ -355,7 +355,7 @@ def show(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], target) -> list:
-    """One PNG an op: bus bandwidth over size, a row of panels for each kind of machine, a column for each dtype."""
+    """One PNG per op: bus bandwidth over size, with a row of panels per kind of machine and a column per dtype."""
     import matplotlib
 
     matplotlib.use("Agg")

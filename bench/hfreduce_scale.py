@@ -1,12 +1,12 @@
-"""Predict how hfreduce's algorithms between hosts scale, from their own steps and bytes and a measured link.
+"""Predict how hfreduce's algorithms between hosts scale, from their steps and bytes and a measured link.
 
     bench/hfreduce_scale.py --latency 30e-6 --bandwidth 1.25e9       # up to 1024 hosts of a 10 Gbit/s network: tables
     bench/hfreduce_scale.py --local 8 --sizes 1M 256M --plot         # and a PNG in bench/results
     bench/hfreduce_scale.py --check                                  # against network namespaces: measured, predicted
 
 Steps and bytes are those of hfreduce/cost.py. `--check` makes hosts out of network namespaces with shaped links
-(tests/hfreduce/hosts.py, as root), measures latency and bandwidth of a link by messages between two of them, predicts
-from these two numbers alone, and then runs the collectives: rows in results/<device>-hfreduce-scale.csv.
+(tests/hfreduce/hosts.py, as root). It measures latency and bandwidth of a link by messages between two of them,
+predicts from these two numbers only, and runs the collectives: rows in results/<device>-hfreduce-scale.csv.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
-sys.path.pop(0)  # the folder of this file, in which there is another hfreduce.py
+sys.path.pop(0)  # the folder of this file, which contains another hfreduce.py
 
 from hfreduce import api, cost, plan, tune
 
@@ -35,7 +35,7 @@ CHECKED = {"all_reduce": plan.BETWEEN, "reduce_scatter": ("direct", "ring"), "br
 
 
 def predict(options) -> list[dict]:
-    """Seconds of each algorithm for each size and count of hosts, and which one the plan takes."""
+    """Seconds of each algorithm for each size and number of hosts, and the plan's choice."""
     link = cost.Link(options.latency, options.bandwidth, options.overhead, options.memory)
     found = []
     for nbytes in options.sizes:
@@ -50,7 +50,7 @@ def predict(options) -> list[dict]:
 
 
 def show(found: list[dict], options) -> None:
-    """A table for each size. Efficiency: the bus bandwidth of what the plan takes over the link's."""
+    """A table per size. Efficiency: the bus bandwidth of the plan's choice over the link's."""
     for nbytes in options.sizes:
         title = f"all_reduce of {nbytes} bytes, {options.local} ranks a host: predicted milliseconds"
         table = Table("hosts", *plan.BETWEEN, "plan", "busbw GB/s", "of the link", box=box.SIMPLE_HEAD, title=title)
@@ -65,7 +65,7 @@ def show(found: list[dict], options) -> None:
 
 
 def plot(found: list[dict], options) -> Path:
-    """Time over hosts, a panel for each size."""
+    """Time over hosts, with a panel per size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,7 +94,7 @@ def plot(found: list[dict], options) -> Path:
 
 
 def check(options) -> int:
-    """Runs the collectives on hosts made of namespaces, and prints them beside the prediction; exit status."""
+    """Runs the collectives on hosts made of namespaces, and compares with the prediction. Returns the exit status."""
     sys.path.append(str(HERE.parent / "tests" / "hfreduce"))
     import hosts as namespaces
 
@@ -141,7 +141,7 @@ def compared(n: int, measured: dict, options) -> list[dict]:
 
 
 def rank_of_check(settings: dict) -> int:
-    """One rank, alone on its host: prints JSON on rank 0."""
+    """Runs one rank, alone on its host. Rank 0 prints JSON."""
     torch.set_num_threads(1)
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(settings["store"], n)
@@ -164,7 +164,7 @@ def rank_of_check(settings: dict) -> int:
 
 
 def measure_link(group: api.Group) -> tuple[float, float]:
-    """(seconds one way, bytes a second) of messages from rank 0 to rank 1."""
+    """(seconds one way, bytes per second) of messages from rank 0 to rank 1."""
 
     def there_and_back(x: torch.Tensor, times: int) -> float:
         answer = torch.zeros(1)
@@ -182,7 +182,7 @@ def measure_link(group: api.Group) -> tuple[float, float]:
     there_and_back(small, 10)
     group.barrier()
     latency = there_and_back(small, 100) / 2
-    there_and_back(large, 1)  # what a link lets through at once is gone after it
+    there_and_back(large, 1)  # uses up the burst that the link allows
     seconds = there_and_back(large, 2) - 2 * latency
     group.barrier()
     return latency, large.nbytes / seconds
@@ -195,17 +195,17 @@ def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--latency", type=float, default=30e-6, help="seconds of a hop, from a send to the receiver's wake-up")
-    add("--bandwidth", type=float, default=1.25e9, help="bytes a second of a host's link, each way")
-    add("--overhead", type=float, default=cost.Link.overhead, help="seconds of processor time for a message")
-    add("--memory", type=float, default=cost.Link.memory, help="bytes a second through a host's shared memory")
+    add("--bandwidth", type=float, default=1.25e9, help="bytes per second of a host's link, each way")
+    add("--overhead", type=float, default=cost.Link.overhead, help="seconds of CPU time per message")
+    add("--memory", type=float, default=cost.Link.memory, help="bytes per second through a host's shared memory")
     add("--local", type=int, default=8, help="ranks on each host")
     add("--hosts", type=int, nargs="+", default=[1 << k for k in range(11)])
-    add("--sizes", type=cli.size, nargs="+", metavar="BYTES", help="default: 64K 1M 16M 256M; of --check: 4K 256K 4M")
+    add("--sizes", type=cli.size, nargs="+", metavar="BYTES", help="default: 64K 1M 16M 256M; with --check: 4K 256K 4M")
     add("--plot", action="store_true", help="write a PNG file into the folder of results")
     add("--results", type=Path, default=cli.RESULTS)
-    add("--check", action="store_true", help="measure on network namespaces beside the prediction")
+    add("--check", action="store_true", help="compare with measurements in network namespaces")
     add("--checked", type=int, nargs="+", default=[2, 4], help="hosts of --check")
-    add("--rate", type=float, default=4e8, help="bits a second of the links of --check")
+    add("--rate", type=float, default=4e8, help="bits per second of the links of --check")
     add("--rounds", type=int, default=5)
     add("--patience", type=float, default=180, help="seconds that --check waits for its ranks")
     add("--rank-of-check", type=json.loads, help=argparse.SUPPRESS)

@@ -191,12 +191,12 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def main(argv=None) -> int:
-    parser = cli.parser(__doc__, seconds="not used", tiny="next to no data, a small model")
+    parser = cli.parser(__doc__, seconds="not used", tiny="little data, a small model")
     parser.add_argument("--loaders", nargs="*", default=list(LOADERS), choices=LOADERS)
     parser.add_argument("--mode", default="hfnn-captured", choices=models.MODES)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--images", type=int, default=12800)
-    parser.add_argument("--folder", help="where the files are made: on the disk that is in question")
+    parser.add_argument("--folder", help="for the files, on the disk to measure")
     options = parser.parse_args(argv)
     options.layers, options.batches = None, None
     options.shape = (4, 32) if options.tiny else (128, 224)

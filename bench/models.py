@@ -314,16 +314,16 @@ def _share(r: dict, eager: dict, column: str) -> str:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, tiny="models and batches of next to no size")
+    parser = cli.parser(__doc__, tiny="tiny models and batches")
     add = parser.add_argument
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--modes", nargs="*", choices=MODES + MORE, help=f"all of them by default; with --pairs {', '.join(PAIRS)}")
-    add("--steps", type=int, default=10, help=f"timed, after {WARM_UP} others")
-    add("--layers", type=int, help="another number of layers than the model has")
-    add("--limit", type=int, default=240, help="seconds for a model in a mode, its compilation included")
-    add("--pairs", action="store_true", help="the modes beside each other in one process")
-    add("--batches", nargs="*", type=int, help="with --pairs: other sizes than 1, 4 and the model's own")
-    add("--depth", action="store_true", help="bytes kept for each layer, in place of steps")
+    add("--modes", nargs="*", choices=MODES + MORE, help=f"default: all; with --pairs {', '.join(PAIRS)}")
+    add("--steps", type=int, default=10, help=f"timed steps, after {WARM_UP} for warm-up")
+    add("--layers", type=int, help="replaces the model's number of layers")
+    add("--limit", type=int, default=240, help="seconds per model and mode, including compilation")
+    add("--pairs", action="store_true", help="run the modes in turns in one process")
+    add("--batches", nargs="*", type=int, help="with --pairs (default: 1, 4 and the model's own)")
+    add("--depth", action="store_true", help="measure the bytes that a layer keeps instead of steps")
     add("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.modes = options.modes or list(PAIRS if options.pairs else MODES)

@@ -9,33 +9,33 @@ HEAD = """# Architectures
 
 Every architecture that transformers {version} lists in its auto classes, tiny and with random weights, stock and after
 `hfnn.convert(model, prefer="memory")`. `python bench/architectures.py` writes this page: torch {torch}, float32, in
-training, dropout 0, on the CPU. A row is a model type, with one of its classes; a class that several types share is
-listed once.
+training mode, dropout 0, on the CPU. A row is a model type, with one of its classes; a class that several types share
+is listed once.
 
-* **modules**: of a kind that hfnn has ops for (norms, activations, dropouts, linear maps, embeddings, pools, losses),
+* **modules**: of those that hfnn has ops for (norms, activations, dropouts, linear maps, embeddings, pools, losses),
   how many were swapped.
 * **stock, hfnn**: KB that autograd keeps from forward to backward, without parameters, and without gradients of
-  parameters that a fused loss makes in forward.
-* **floor**: the least for exact gradients without running a product twice. Stock's forward is written down op by op.
-  Whatever backward needs is either kept, or made again of what is kept, by ops that torch.compile's partitioner makes
-  again, too: elementwise ones, norms, softmax, sums, copies, pools. Matrix products, convolutions, attention,
-  embeddings, sorting, scatters and random numbers run once. The cheapest choice is a minimum cut of that graph
-  (`bench/floor.py`). Behind a cross-entropy, the gradient of what the last product is made of counts instead of the
-  logits.
-* **saved**: of the bytes between stock and floor, those that hfnn saves; "-" where there are less than 2 %. It is above
-  100 % where hfnn packs indices and signs into bits, or has an attention for what torch's ops write out.
-* **equal**: loss and the gradient of each parameter against float64, by the rule of `hfnn/testing.py`, as `hfnn.verify`
-  does. Wrong is a tensor that breaks it in three draws of the inputs. "f32": the model does not run in float64, so it
-  is held against stock's float32, within 1e-4.
-* **revert**: classes, attributes, parameters, loss and gradients are afterwards what they were, to the bit.
+  parameters that a fused loss computes in forward.
+* **floor**: the minimum for exact gradients without running a product twice. Stock's forward is recorded op by op.
+  What backward needs is either kept, or recomputed from what is kept. Only ops that torch.compile's partitioner
+  recomputes, too, may be recomputed: elementwise ones, norms, softmax, sums, copies, pools. Matrix products,
+  convolutions, attention, embeddings, sorting, scatters and random numbers run once. The cheapest choice is a minimum
+  cut of that graph (`bench/floor.py`). With a cross-entropy, the gradient of the last product's input counts instead
+  of the logits.
+* **saved**: the part of the bytes between stock and floor that hfnn saves; "-" if there are less than 2 %. It is above
+  100 % if hfnn packs indices and signs into bits, or uses attention for what torch's ops write out.
+* **equal**: loss and the gradient of each parameter against float64, by the rule of `hfnn/testing.py`, as in
+  `hfnn.verify`. A tensor counts as wrong if it breaks the rule in three draws of the inputs. "f32": the model does not
+  run in float64, so it is compared with stock's float32, within 1e-4.
+* **revert**: classes, attributes, parameters, loss and gradients are restored, bitwise.
 
-A model of images and text is given both where a guess at their form fits, else text alone.
+A model of images and text gets both if guessed inputs work, otherwise text only.
 """
 
 
 LOW = f"""## Below {LEAST:.0%}
 
-The classes of modules that keep what could be made again: how much of what could be saved, and which ops made it.
+The module classes that keep what could be recomputed: the share of what could be saved, and the ops that produced it.
 """
 
 
@@ -67,13 +67,13 @@ def page(results, versions: dict[str, str]) -> str:
 
 def summary(results, built) -> str:
     shares = [r.share for r in built if r.share is not None]
-    median = f"the median of what is saved is {statistics.median(shares):.0%}" if shares else "nothing is to save"
+    median = f"the median share saved is {statistics.median(shares):.0%}" if shares else "nothing is to save"
     low = sum(share < LEAST for share in shares)
     wrong, back = sum(bool(r.wrong) for r in built), sum(bool(r.not_reverted) for r in built)
     failed = sum(bool(r.error) for r in built)
     return (
-        f"{len(built)} of {len(results)} are built here: {median}, {low} are below {LEAST:.0%}; "
-        f"{wrong} differ from stock, {back} do not come back exactly, {failed} fail.\n"
+        f"{len(built)} of {len(results)} were built: {median}, {low} are below {LEAST:.0%}; "
+        f"{wrong} differ from stock, {back} are not restored exactly, {failed} fail.\n"
     )
 
 

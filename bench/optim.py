@@ -201,7 +201,7 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, seconds="spent on each mode", tiny="parameters of next to no size")
+    parser = cli.parser(__doc__, seconds="time per mode", tiny="tiny parameters")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--mode", nargs="*", default=list(MODES), choices=MODES)

@@ -1,12 +1,12 @@
-"""Training steps on several ranks of this host: haiscale's wrappers beside torch's, each with its backend.
+"""Training steps on several ranks of this host: haiscale's wrappers against torch's, each with its backend.
 
     bench/parallel.py --nproc 4                                     # every case and provider that fits
     bench/parallel.py --case gpt2 --provider torch-ddp haiscale-ddp --backend nccl hfreduce
-    bench/parallel.py --device cpu --tiny --nproc 2                 # whether it runs at all
+    bench/parallel.py --device cpu --tiny --nproc 2                 # a smoke test
     bench/parallel.py --table                                       # the newest rows again
 
-All providers of a case live in the same ranks and take turns. One that fails, or is not done in time, is a row that
-says why, and the others begin again without it. Rows are in bench/results/<device>-parallel.csv.
+All providers of a case run in the same ranks, in turns. One that fails, or exceeds its time, becomes a row with the
+reason, and the others start again without it. Rows are in bench/results/<device>-parallel.csv.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import cli
 import torch
 
-sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: hfreduce.py beside this is not the package
+sys.path.sort(key=str(Path(__file__).resolve().parent).__eq__)  # last: hfreduce.py here would hide the package
 
 import report
 import timing
@@ -30,11 +30,11 @@ from wrappers import CASES, PROVIDERS
 import haiscale
 from haiscale.launch import RankFailed
 
-LOSS_NOISE = 0.02  # as a share of the first provider's of that kind, after the same steps
+LOSS_NOISE = 0.02  # relative to the first provider of that kind, after the same steps
 
 
 def entries(case: str, options) -> list[tuple[str, str]]:
-    """(provider, backend) of what is asked for and fits the case."""
+    """The requested (provider, backend) pairs that fit the case."""
     theirs = "nccl" if options.device == "cuda" else "gloo"
     found = []
     for name in options.provider:
@@ -42,13 +42,13 @@ def entries(case: str, options) -> list[tuple[str, str]]:
         if provider.kind not in CASES[case].kinds:
             continue
         backends = options.backend or ["hfreduce" if provider.ours else theirs]
-        # Whoever is alone says nothing.
+        # A single rank does not communicate.
         found += [(name, backend) for backend in (backends if provider.kind != "alone" else backends[:1])]
     return found
 
 
 def ask(case: str, wanted: list, options) -> tuple[dict, dict]:
-    """What ranks find, and why others were not timed, both by entry."""
+    """The results of the ranks, and the reasons of the entries that were not timed, both by entry."""
     wanted, failed = list(wanted), {}
     settings = SimpleNamespace(**{key: getattr(options, key) for key in ("device", "tiny", "steps", "rounds")})
     while wanted:
@@ -66,7 +66,7 @@ def ask(case: str, wanted: list, options) -> tuple[dict, dict]:
                 found = [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(options.nproc)]
                 return wrappers.merged(found), failed
             doing = Path(folder, "doing")
-            # Without it, none of them had begun.
+            # If it is missing, none of them had begun.
             culprits = [tuple(json.loads(doing.read_text()))] if doing.exists() else wanted
             failed |= dict.fromkeys(culprits, why[:300])
             wanted = [entry for entry in wanted if entry not in culprits]
@@ -147,15 +147,15 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, tiny="models and batches of next to no size")
+    parser = cli.parser(__doc__, tiny="tiny models and batches")
     add = parser.add_argument
     add("--case", nargs="*", default=list(CASES), choices=CASES)
     add("--provider", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
-    add("--backend", nargs="*", choices=("nccl", "gloo", "hfreduce"), help="of everybody; otherwise each has its own")
+    add("--backend", nargs="*", choices=("nccl", "gloo", "hfreduce"), help="for all providers (default: its own)")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="ranks")
-    add("--steps", type=int, default=5, help="in a round")
+    add("--steps", type=int, default=5, help="per round")
     add("--rounds", type=int, default=5)
-    add("--limit", type=int, default=400, help="seconds for all providers of a case, whenever they begin")
+    add("--limit", type=int, default=400, help="seconds for each start of a case's providers")
     add("--table", action="store_true", help="print the newest rows, measure nothing")
     return parser.parse_args(argv)
 

@@ -348,12 +348,12 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def parse(argv=None):
-    parser = cli.parser(__doc__, "of a block of steps", "models and batches of next to no size; no limits")
+    parser = cli.parser(__doc__, "of a block of steps", "tiny models and batches; no limits")
     add = parser.add_argument
     add("--part", nargs="*", choices=PARTS, default=PARTS)
-    add("--batches", nargs="*", type=int, help="of GPT-2 (default: 4 and 25; tiny: 1)")
-    add("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="of the script under torchrun")
-    add("--limit", type=float, default=90, help="seconds for a script")
+    add("--batches", nargs="*", type=int, help="batch sizes of GPT-2 (default: 4 and 25; tiny: 1)")
+    add("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="ranks of the script under torchrun")
+    add("--limit", type=float, default=90, help="seconds per script")
     parser.set_defaults(rounds=8, seconds=1.2)
     options = parser.parse_args(argv)
     options.batches = options.batches or ([1] if options.tiny else [4, 25])

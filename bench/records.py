@@ -144,12 +144,12 @@ def table(rows: list[dict], title: str) -> None:
 
 
 def main(argv=None) -> int:
-    parser = cli.parser(__doc__, seconds="not used", tiny="next to no data")
+    parser = cli.parser(__doc__, seconds="not used", tiny="little data")
     parser.add_argument("--size", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
-    parser.add_argument("--megabytes", type=int, default=300, help="of records, for each size and reader")
-    parser.add_argument("--share", type=float, default=1, help="of the records that are read")
-    parser.add_argument("--folder", help="where the files are made: on the disk that is in question")
+    parser.add_argument("--megabytes", type=int, default=300, help="of records, per size and reader")
+    parser.add_argument("--share", type=float, default=1, help="the part of the records to read")
+    parser.add_argument("--folder", help="for the files, on the disk to measure")
     options = parser.parse_args(argv)
     options.megabytes = 1 if options.tiny else options.megabytes
     path = report.path(options.results, "cpu", "-records")

@@ -166,12 +166,39 @@ def _ops() -> dict[str, dict]:
     return dict(sorted(found.items(), key=lambda item: order.index(item[1]["op"])))
 
 
-def _collectives(file, title, text, providers, sizes, **every) -> Table:
+def _wrappers(title, file, ranks) -> Table:
+    return Table(
+        title,
+        "Milliseconds per step; the cells of a row may come from several runs, and hosts differ (`bench/parallel.py`; "
+        "[notes](notes/parallel.md)).",
+        file,
+        {
+            "GPT-2 124M, 4 x 1024 tokens a rank": {"op": "gpt2"},
+            "GPT-2 124M, 16 x 1024 tokens a rank": {"op": "gpt2-16"},
+            "GPT-2 medium, 4 x 1024 tokens a rank": {"op": "gpt2-medium"},
+            "VGG16, 32 images a rank, no peer access": {"op": "vgg16"},
+        },
+        {
+            "DDP: torch, NCCL": {"provider": "torch-ddp", "kernel": "nccl"},
+            "haiscale, hfreduce": {"provider": "haiscale-ddp", "kernel": "hfreduce"},
+            "converted": {"provider": "haiscale-ddp+hfnn", "kernel": "hfreduce"},
+            "captured": {"provider": "haiscale-ddp+captured", "kernel": "hfreduce"},
+            "FSDP2: torch, NCCL": {"provider": "torch-fsdp2", "kernel": "nccl"},
+            "haiscale's FSDP, hfreduce": {"provider": "haiscale-fsdp", "kernel": "hfreduce"},
+            "FSDP converted": {"provider": "haiscale-fsdp+hfnn", "kernel": "hfreduce"},
+        },
+        _milliseconds,
+        {"ranks": ranks},
+        ("step",),
+    )
+
+
+def _collectives(file, title, text, providers, sizes, ranks=(2, 4), **every) -> Table:
     kinds = ("all_reduce", "reduce_scatter", "all_gather") if "NVIDIA" in file else ("all_reduce",)
     columns = {
-        f"{kind}, {ranks} ranks: {name}": {"op": kind, "ranks": str(ranks), "provider": name}
+        f"{kind}, {count} ranks: {name}": {"op": kind, "ranks": str(count), "provider": name}
         for kind in kinds
-        for ranks in (2, 4)
+        for count in ranks
         for name in providers
     }
     rows = {heading: {"bytes": str(SIZES[heading])} for heading in sizes}
@@ -294,25 +321,8 @@ TABLES = (
         _optimizer,
         passes=("step",),
     ),
-    Table(
-        "Wrappers on two GPUs",
-        "Milliseconds per step, unconverted models (`bench/parallel.py`; [notes](notes/parallel.md)).",
-        "NVIDIA_H200-parallel",
-        {
-            "GPT-2 124M, 4 x 1024 tokens a rank": {"op": "gpt2"},
-            "GPT-2 medium": {"op": "gpt2-medium"},
-            "VGG16, 32 images a rank": {"op": "vgg16"},
-        },
-        {
-            "DDP: torch, NCCL": {"provider": "torch-ddp", "kernel": "nccl"},
-            "haiscale, hfreduce": {"provider": "haiscale-ddp", "kernel": "hfreduce"},
-            "FSDP: torch, NCCL": {"provider": "torch-fsdp2", "kernel": "nccl"},
-            "haiscale FSDP, hfreduce": {"provider": "haiscale-fsdp", "kernel": "hfreduce"},
-        },
-        _milliseconds,
-        {"ranks": "2"},
-        ("step",),
-    ),
+    _wrappers("Wrappers on two H200", "NVIDIA_H200-parallel", "2"),
+    _wrappers("Wrappers on four H100", "NVIDIA_H100_80GB_HBM3-parallel", "4"),
     _collectives(
         "NVIDIA_H200-hfreduce",
         "Collectives on GPUs",
@@ -321,6 +331,16 @@ TABLES = (
         ("4 KiB", "256 KiB", "8 MiB", "128 MiB", "1 GiB"),
         dtype="bfloat16",
         **{"pass": "p2p on"},
+    ),
+    _collectives(
+        "NVIDIA_H100_80GB_HBM3-hfreduce",
+        "Collectives on four GPUs without peer access",
+        "Microseconds per call, bfloat16, four H100 of one host, through the host's memory; NCCL in the same run.",
+        ("nccl", "hfreduce"),
+        ("4 KiB", "256 KiB", "8 MiB", "128 MiB"),
+        ranks=(4,),
+        dtype="bfloat16",
+        **{"pass": "p2p off"},
     ),
     _collectives(
         "Intel_R_Xeon_R_Processor-hfreduce",
@@ -393,7 +413,7 @@ def pages() -> dict[Path, str]:
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check, write nothing")
     options = parser.parse_args(arguments)
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
     for path in stale:

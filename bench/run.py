@@ -162,24 +162,24 @@ def _number(text: str):
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, seconds="spent on each provider and pass")
+    parser = cli.parser(__doc__, seconds="time per provider and pass")
     add = parser.add_argument
-    add("ops", nargs="*", metavar="OP", type=_op, help=f"of {', '.join(OPS)}; all of them by default")
+    add("ops", nargs="*", metavar="OP", type=_op, help=f"ops: {', '.join(OPS)} (default: all)")
     add("--against", nargs="*", default=["torch"], choices=rivals.AGAINST)
     add("--kernel", nargs="*", default=["auto"], choices=rivals.OURS, help="hfnn's kernels to time; auto: its choice")
-    add("--case", nargs="*", type=_case, help="8192x1024, 8192x1024xtanh: as in the op's room")
-    add("--sweep", action="store_true", help="each case also with its rows divided by 16, 256, ...")
+    add("--case", nargs="*", type=_case, help="such as 8192x1024 or 8192x1024xtanh, as in the op's room")
+    add("--sweep", action="store_true", help="also run each case with its rows divided by 16, 256, ...")
     add("--dtype", nargs="*", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU")
-    add("--threads", type=int, help="of a CPU; torch's default otherwise")
+    add("--threads", type=int, help="CPU threads (default: torch's)")
     add("--tests", action="store_true", help="run the op's own tests first")
-    add("--head", action="store_true", help="linear_cross_entropy; cases are tokens x hidden x vocabulary")
-    add("--small", action="store_true", help="the rule for small shapes")
-    add("--crossover", action="store_true", help="the smallest size worth a kernel")
+    add("--head", action="store_true", help="time linear_cross_entropy; cases are tokens x hidden x vocabulary")
+    add("--small", action="store_true", help="check the rule for small shapes")
+    add("--crossover", action="store_true", help="find the smallest size worth a kernel")
     add("--table", nargs="?", const="time", metavar="COLUMN", help="print the newest rows; default: time, %% of copy")
-    add("--plot", action="store_true", help="write PNG files beside the CSV files")
+    add("--plot", action="store_true", help="write PNG files next to the CSV files")
     options = parser.parse_args(argv)
     if options.rounds < 3:
-        parser.error("--rounds: at least 3, or the spread means nothing")
+        parser.error("--rounds: at least 3, because the spread needs them")
     usual = "bfloat16" if options.device == "cuda" else "float32"
     options.dtype = [getattr(torch, name) for name in options.dtype or [usual]]
     return options

@@ -1,5 +1,5 @@
-// What activations are made of on the CPU, beside exp_cpu.h: the normal distribution of GELU, and the sigmoid of its
-// tanh form. float32 uses approximations that vectorise, float64 the standard library.
+// Parts of activations on the CPU, besides exp_cpu.h: the normal distribution for GELU, and the sigmoid of its tanh
+// form. float32 uses approximations that vectorise, float64 the standard library.
 #pragma once
 #include "exp_cpu.h"
 
@@ -11,8 +11,8 @@ struct Normal {
   T cdf, pdf;
 };
 
-// The upper tail Phi(-t) is exp(-t^2 / 2) times a smooth function, here a polynomial in v = pt / (1 + pt), p = 0.22,
-// fitted to a relative error of 1e-8 below t = 4. At t = 0 it is exactly 1/2, and for negative x nothing cancels.
+// The upper tail Phi(-t) is exp(-t^2 / 2) times a smooth function: here a polynomial in v = pt / (1 + pt), p = 0.22,
+// fitted to a relative error of 1e-8 below t = 4. At t = 0 it is exactly 1/2. For negative x nothing cancels.
 HFNN_INLINE Normal<float> normal(float x) {
   const float t = std::fabs(x) > 14 ? 14 : std::fabs(x), pt = 0.22f * t, v = pt / (1 + pt);
   float smooth = -0.115025893f;
@@ -31,10 +31,10 @@ HFNN_INLINE Normal<double> normal(double x) {
   return {std::erfc(x * -0.70710678118654752) * 0.5, std::exp(x * x * -0.5) * 0.39894228040143268};
 }
 
-// 0.5 (1 + tanh(u)) is the sigmoid of 2u, with u = sqrt(2 / pi) (x + 0.044715 x^3): the same without cancellation.
+// 0.5 (1 + tanh(u)) is the sigmoid of 2u, with u = sqrt(2 / pi) (x + 0.044715 x^3). This form does not cancel.
 template <class T>
 struct Sigmoid {
-  T value, slope;  // the derivative by 2u
+  T value, slope;  // the derivative with respect to 2u
 };
 template <class T>
 HFNN_INLINE Sigmoid<T> sigmoid_2u(T x) {

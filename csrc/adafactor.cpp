@@ -1,4 +1,4 @@
-// Adafactor on the CPU; adafactor.h holds the contract.
+// Adafactor on the CPU. adafactor.h has the contract.
 #include "adafactor.h"
 
 #include "optim_row.h"
@@ -9,7 +9,7 @@ using O = Optim;
 using A = Adafactor;
 
 namespace {
-// A row of the table, as matrices (those of a vector are empty), and where it begins in the work.
+// A row of the table as matrices (none for a vector), and where it starts in `work`.
 struct Matrices {
   const int64_t* row;
   int64_t R, C, M, numel, first_tile, first_block, bands, across;
@@ -50,7 +50,7 @@ struct Square {
   }
 };
 
-// What a row multiplies with.
+// The coefficients of a row.
 struct Rule {
   double gradient, decay, eps1, eps2, lr, weight_decay, threshold, step;
 
@@ -67,7 +67,7 @@ struct Rule {
 };
 
 struct Call {
-  const Tensor &rows, &shapes, &owner, &hyper, &work;  // owner: of tiles, or of blocks
+  const Tensor &rows, &shapes, &owner, &hyper, &work;  // owner: the row of each tile or block
   double factor;
 
   Matrices matrices(int64_t item) const { return {rows, shapes, work, owner.as<int32_t>()[item]}; }
@@ -89,7 +89,7 @@ HFNN_INLINE void sums_tile(const Matrices& x, const Square& at, double factor) {
   std::copy_n(columns, at.n, x.col_sums + (at.m * x.bands + at.band) * x.C + at.c0);
 }
 
-// state += b (sums / count - state) for n elements from `first` on; then the state as it is kept.
+// state += b (sums / count - state) for n elements from `first` on. Returns the state as stored.
 template <class W>
 HFNN_INLINE const W* average(const int64_t* row, int64_t s, int64_t first, int64_t n, const double* sums, int64_t count,
                              double b, W* buffer) {
@@ -108,7 +108,7 @@ HFNN_INLINE double total(const W* x, int64_t n) {
   return sum;
 }
 
-// The rows of band `block` of all matrices, or behind those, columns.
+// A block: rows of one band, or, after all bands of all matrices, columns.
 template <class W>
 HFNN_INLINE void large_block(const Matrices& x, int64_t block, double b) {
   alignas(64) W buffer[A::kSide];
@@ -146,7 +146,7 @@ HFNN_INLINE void small_block(const Matrices& x, int64_t block, double b, double 
   }
 }
 
-// 1 / sqrt(max(V, eps1^2)) in place of V.
+// Replaces V by 1 / sqrt(max(V, eps1^2)).
 template <class W>
 HFNN_INLINE void invert(const Rule& rule, int64_t n, W* v) {
   const W least = W(rule.eps1 * rule.eps1);
@@ -209,7 +209,7 @@ HFNN_INLINE void for_tile(const Matrices& x, const Rule& rule, int64_t tile, Bod
   }
 }
 
-// variance of a tile.
+// Updates `variance` of a tile.
 template <class W>
 HFNN_INLINE void average_squares(const Matrices& x, const Rule& rule, int64_t tile) {
   const int64_t begin = (tile - x.first_tile) * A::kTile, end = std::min(begin + A::kTile, x.numel);
@@ -300,7 +300,7 @@ static void expect_all(const Tensor& rows, const Tensor& shapes, const Tensor& o
   expect("work", work, {work.shape[0]}, Dtype::float64);
 }
 
-// sums of tiles, factors of blocks. owner: the row of each.
+// sums of tiles, or factors of blocks. owner: the row of each.
 template <auto pass>
 static void statistics(const Tensor& rows, const Tensor& shapes, const Tensor& owner, const Tensor& hyper,
                        const Tensor& control, const Tensor& squares, const Tensor& work, int64_t threads) {

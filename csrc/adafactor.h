@@ -1,9 +1,9 @@
-// Adafactor (Shazeer and Stern, arXiv:1804.04235, as torch.optim has it) over any number of parameters, in five
-// launches behind optim.h's `prepare`. That header has the table `rows`, W, control, squares, g, and how a parameter is
-// kept; states are float32, bfloat16, float16 or float64.
+// Adafactor (Shazeer and Stern, arXiv:1804.04235, as in torch.optim) over any number of parameters, in five launches
+// after optim.h's `prepare`. optim.h describes the table `rows`, W, control, squares, g, and how a parameter is stored.
+// States are float32, bfloat16, float16 or float64.
 //
-// A parameter of two dimensions or more is M matrices of R x C, all one behind the other: states row (M, R) and col (M,
-// C). Another one is a vector, with the one state `variance` of its shape; its R and C are 0. eps1, eps2, d, wd: of the
+// A parameter of two or more dimensions is M consecutive matrices of R x C, with the states row (M, R) and col (M, C).
+// Any other is a vector, with one state `variance` of its shape; its R and C are 0. eps1, eps2, d, wd belong to the
 // group.
 //
 //   t = step,  b = t^decay (decay <= 0),  rho = min(lr, 1 / sqrt(t))
@@ -13,25 +13,25 @@
 //
 //   sums      the sums of g^2 over rows and columns within each tile of a large matrix
 //   factors   row, col, and sums of `row` over bands of kSide rows
-//   norms     variance; partials[tile] = {sum of p^2, sum of u^2} over a tile
-//   scale     scales[n] = what p loses of each g / sqrt(max(V, eps1^2)), g as it is kept: from the partials of row n in
-//             order, and all that makes u of it. control[kNorm] = norm, where squares are given
+//   norms     variance; partials[tile] = {sum of p^2, sum of u^2} over the tile
+//   scale     scales[n] = the factor on g / sqrt(max(V, eps1^2)) that is subtracted from p, with g as stored: from the
+//             partials of row n in order, and the gradients' factor. control[kNorm] = norm, if squares are given
 //   update    p
 //
-// Each does nothing where something was found infinite. Sums are in W, those of partials in float64.
+// Each does nothing if an infinity was found. Sums are in W, those of partials in float64.
 //
-// shapes (N, kShape) int64 says how a row is dealt out. Matrices of at most kSmall elements are small: one lane of
-// `factors` does one of them; the others are large. A tile is kSide x kSide of a large matrix (those of a band of kSide
-// rows behind one another, bands behind one another, matrices behind one another), or kTile consecutive elements of a
-// vector or of small matrices. A block is the rows of one band, bands of one matrix behind one another, and behind all
-// of these kSide columns, counted through all matrices; or it is kSide small matrices. tile_row (T,) and block_row (K,)
-// int32 name the row of each tile and block; kFirstTile and kFirstBlock are a row's first ones. A row of no elements
-// has neither. work (S,): float32, float64 on the CPU. Row n has in it, from kWork on, sums of `row` (M, bands), bands
-// = ceil(R / kSide), and if its matrices are large, row sums (ceil(C / kSide), M, R) and column sums (M, bands, C).
-// partials (T, 2), scales (N,): float64.
+// shapes (N, kShape) int64 describes how a row is distributed. Matrices of at most kSmall elements are small, and each
+// is processed by one lane of `factors`; the others are large. A tile is kSide x kSide of a large matrix (ordered by
+// matrix, then band of kSide rows, then columns), or kTile consecutive elements of a vector or of small matrices. A
+// block is the rows of one band, ordered by matrix, then band; after all of these, a block is kSide columns, counted
+// over all matrices. For small matrices, a block is kSide matrices. tile_row (T,) and block_row (K,) int32 give the row
+// of each tile and block; kFirstTile and kFirstBlock are a row's first ones. A row without elements has neither. work
+// (S,): float32, float64 on the CPU. From kWork on it has, for row n, sums of `row` (M, bands), bands = ceil(R /
+// kSide), and, for large matrices, row sums (ceil(C / kSide), M, R) and column sums (M, bands, C). partials (T, 2),
+// scales (N,): float64.
 //
-// Random bits: the element at place k of a tile, places of a large one being numbered kSide to a row of it, uses half k
-// % 8 of the words of counter `offset` + kTile / 8 tile + k / 8, as in optim.h.
+// Random bits: the element at place k of a tile (in a large matrix, places are numbered kSide per row of the tile) uses
+// half k % 8 of the words of counter `offset` + kTile / 8 tile + k / 8, as in optim.h.
 #pragma once
 #include "optim.h"
 
@@ -40,7 +40,7 @@ namespace hfnn {
 struct Adafactor {
   static constexpr int64_t kSide = 128, kTile = kSide * kSide, kSmall = 64;
   enum Shape { kR, kC, kFirstTile, kFirstBlock, kWork, kShape };
-  // Columns of hyper, beside Optim::kLr, kWeightDecay and kOptions.
+  // Columns of hyper, in addition to Optim::kLr, kWeightDecay and kOptions.
   enum Hyper { kDecay = 1, kEps1 = 2, kEps2 = 3, kThreshold = 6 };
 
   void (*sums)(const Tensor& rows, const Tensor& shapes, const Tensor& tile_row, const Tensor& hyper,
@@ -52,7 +52,7 @@ struct Adafactor {
                 int64_t queue);
   void (*scale)(const Tensor& rows, const Tensor& shapes, const Tensor& hyper, const Tensor& control,
                 const Tensor& squares, const Tensor& partials, const Tensor& scales, int64_t queue);
-  // ema_decay, seed: as in optim.h.
+  // ema_decay, seed: see optim.h.
   void (*update)(const Tensor& rows, const Tensor& shapes, const Tensor& tile_row, const Tensor& hyper,
                  const Tensor& control, const Tensor& work, const Tensor& scales, double ema_decay, int64_t seed,
                  int64_t offset, int64_t queue);

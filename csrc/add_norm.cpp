@@ -1,4 +1,4 @@
-// Norms of sums on the CPU: a block of rows is summed, and normalised while it is in the cache.
+// Norms of sums on the CPU. Each block of rows is summed, then normalised while it is in the cache.
 #include "add_norm.h"
 
 #include "dropout_cpu.h"
@@ -32,7 +32,8 @@ HFNN_INLINE void run(const Call& call, int64_t begin, int64_t end) {
 HFNN_CLONES static void layer_norm_blocks(const Call& call, int64_t begin, int64_t end) { run<true>(call, begin, end); }
 HFNN_CLONES static void rms_norm_blocks(const Call& call, int64_t begin, int64_t end) { run<false>(call, begin, end); }
 
-// Some 8192 elements, of which the first is a multiple of 4, as random words come.
+// Rows in a block of about 8192 elements. A block starts at a multiple of 4 elements: Philox gives 4 random words at
+// once.
 static int64_t block_of(int64_t cols) {
   const int64_t unit = cols % 4 == 0 ? 1 : 4;
   return std::max(unit, 8192 / cols / unit * unit);

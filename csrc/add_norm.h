@@ -1,10 +1,10 @@
-// A norm of a sum with dropout: the end of a block of a transformer, in one pass over its tensors.
+// A norm of a sum with dropout, the end of a transformer block, in one pass over its tensors.
 //
 //   sum = residual + dropped x,    y = norm(sum)
 //
-// `sum` (R, C) takes the place of x in the arguments of the norm's forward (layer_norm.h, rms_norm.h), whose bits y,
-// mean and rstd have; rebuild and backward are the norm's own, on `sum`. What follows them says which elements of x are
-// kept, as in dropout.h; threshold 0 keeps all. residual and sum share a dtype, which is float32 where x has another.
+// `sum` (R, C) takes the place of x in the arguments of the norm's forward (layer_norm.h, rms_norm.h). y, mean and rstd
+// are bitwise equal to that forward's; rebuild and backward are the norm's own, on `sum`. The next arguments select the
+// kept elements of x, as in dropout.h; threshold 0 keeps all. residual and sum share a dtype: that of x, or float32.
 #pragma once
 #include "tensor.h"
 

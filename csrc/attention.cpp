@@ -1,4 +1,4 @@
-// Attention on the CPU: checks, and the items that its passes are shared out in.
+// Attention on the CPU: checks, and how the passes are split into work items.
 #include "attention.h"
 
 #include "attention_cpu.h"
@@ -6,7 +6,7 @@
 namespace hfnn {
 namespace attention {
 
-// A tensor on the CPU whose rows are contiguous, whatever the other strides.
+// Checks a CPU tensor with contiguous rows and any other strides.
 static void expect_rows(const char* tensor, const Tensor& t, std::initializer_list<int64_t> shape) {
   if (!t) refuse(tensor, "be a tensor", "None");
   if (t.dims != int(shape.size()) || !std::equal(shape.begin(), shape.end(), t.shape))
@@ -19,7 +19,7 @@ static void expect_rows(const char* tensor, const Tensor& t, std::initializer_li
   expect_rows(tensor, t, shape);
   expect_dtype(tensor, t, dtype);
 }
-// The same with any strides.
+// The same with any last stride.
 static void expect_strided(const char* tensor, Tensor t, std::initializer_list<int64_t> shape, Dtype dtype) {
   if (t.dims > 0) t.strides[t.dims - 1] = 1;
   expect_rows(tensor, t, shape, dtype);
@@ -83,7 +83,7 @@ static Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   call.q = q, call.k = k, call.v = v, call.scale = scale, call.softcap = softcap;
   call.bits = bits, call.tiles = tiles, call.bias = bias, call.slopes = slopes, call.bounds = bounds;
   call.starts_q = starts_q, call.starts_k = starts_k;
-  constexpr int64_t kFar = int64_t(1) << 40;  // beyond any sequence: sums stay far from overflow
+  constexpr int64_t kFar = int64_t(1) << 40;  // beyond any sequence, and sums do not overflow
   call.left = std::min(left, kFar);
   call.right = std::min(right, kFar);
   call.shift = shift;
@@ -104,7 +104,7 @@ static Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 }
 
 namespace {
-struct Part {  // of a sequence: a block of its queries or keys
+struct Part {  // a block of queries or keys of a sequence
   Sequence s;
   int64_t begin, length;
 };
@@ -119,7 +119,7 @@ static std::vector<Part> parts(const Call& call, int64_t Sequence::* size) {
   return all;
 }
 
-// body(part, b, h, scratch) for every part of each of B x heads.
+// body(part, b, h, scratch) for every part, batch element and head.
 template <class Body>
 static void share_parts(const Call& call, const std::vector<Part>& parts, int64_t heads, int64_t elements, Body body) {
   const int64_t n = int64_t(parts.size());
@@ -193,8 +193,8 @@ static void check_grads(const Call& call, const Grads& grads) {
   expect_dtype("dbias", d, call.bias.dtype);
 }
 
-// dq, dk and dv in one pass of five products a tile where heads occupy the threads well enough, else in two passes of
-// seven together: they give the same bits.
+// Computes dq, dk and dv in one pass of five products per tile if the heads keep enough threads busy, else in two
+// passes of seven products together. Both give the same bits.
 static void gradients(const Call& call, const Grads& grads) {
   int64_t longest = 0;
   for (int64_t n = 0; n < sequences(call); ++n) longest = std::max(longest, sequence(call, n).keys);

@@ -1,8 +1,8 @@
-// What all passes of attention on the CPU spend their time in: products, whose tiles of c stay in registers while a and
-// b pass by, and rows on their way to and from memory.
+// The inner loops of all passes of attention on the CPU: matrix products whose tiles of c stay in registers, and
+// loading and storing rows.
 #include "attention_cpu.h"
 
-// Multiplying and adding may become one instruction here, in every vector alike: no element is computed in a tail.
+// Contraction to fma is allowed here: every element is computed in a full vector, so all elements round alike.
 #if defined(__GNUC__) && !defined(__clang__)
 #define HFNN_CONTRACT __attribute__((optimize("fp-contract=fast")))
 #else
@@ -24,7 +24,7 @@ struct Lanes<double> {
 };
 }  // namespace
 
-// kRows x kVectors vectors of c.
+// A register tile of c: kRows rows of kVectors vectors.
 template <int kRows, int kVectors, class W>
 HFNN_INLINE void tile(W* c, int64_t c_row, const W* a, Matrix strides, const W* b, int64_t b_row, int64_t K, bool add) {
   using V = typename Lanes<W>::type;
@@ -51,7 +51,7 @@ HFNN_INLINE void tile(W* c, int64_t c_row, const W* a, Matrix strides, const W* 
   }
 }
 
-// A panel of kVectors vectors of columns: b's part of it stays in the first-level cache.
+// A panel of kVectors vectors of columns. Its part of b stays in the L1 cache.
 template <int kRows, int kVectors, class W>
 HFNN_INLINE void panel(W* c, int64_t c_row, const W* a, Matrix strides, const W* b, int64_t b_row, int64_t M, int64_t K,
                        bool add) {
@@ -71,7 +71,7 @@ HFNN_INLINE void panels(W* c, int64_t c_row, const W* a, Matrix strides, const W
   for (; j < N; j += kLanes) panel<kRows, 1>(c + j, c_row, a, strides, b + j, b_row, M, K, add);
 }
 
-// AVX-512 has registers for 8 x 2 vectors of 64 bytes; elsewhere a vector takes two or four registers of 16.
+// AVX-512 has registers for 8 x 2 vectors of 64 bytes. Elsewhere such a vector takes two or four registers.
 #if defined(HFNN_HAS_CLONES)
 static const bool many_registers = __builtin_cpu_supports("avx512f");
 #elif defined(__AVX512F__)
@@ -92,7 +92,7 @@ HFNN_CLONES HFNN_CONTRACT void multiply(double* c, int64_t c_row, const double* 
   panels<4, 1>(c, c_row, a, strides, b, b_row, M, N, K, add);
 }
 
-// Sixteen rows at a time, so that a line of `out` is written at once.
+// Sixteen rows at a time, so that each cache line of `out` is written at once.
 template <class W>
 HFNN_INLINE void transposed(const W* in, int64_t rows, int64_t n, W* out) {
   const int64_t width = padded(n);
@@ -111,7 +111,7 @@ HFNN_INLINE void transposed(const W* in, int64_t rows, int64_t n, W* out) {
 HFNN_CLONES void transpose(const float* in, int64_t rows, int64_t n, float* out) { transposed(in, rows, n, out); }
 HFNN_CLONES void transpose(const double* in, int64_t rows, int64_t n, double* out) { transposed(in, rows, n, out); }
 
-// A row of n elements times `factor`, and zeros up to n padded.
+// A row of n elements times `factor`, padded with zeros to padded(n).
 template <class W>
 HFNN_INLINE void load_row(const Tensor& t, int64_t at, int64_t n, W factor, W* out) {
   if (t.dtype == Dtype::float16) {
@@ -153,7 +153,7 @@ HFNN_INLINE void stored_rows(const Tensor& t, int64_t b, int64_t h, int64_t begi
   for (int64_t r = 0; r < rows; ++r) stored_row(t, base + (begin + r) * t.strides[2], n, W(factor), in + r * padded(n));
 }
 
-// Clones of templates do not exist.
+// target_clones does not work on templates.
 #define HFNN_ROWS(W)                                                                                             \
   HFNN_CLONES void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor,  \
                              W* out) {                                                                           \

@@ -1,8 +1,8 @@
-// What the passes of attention on the CPU share: the call, its blocks, rows in the dtype of the arithmetic, and scores.
+// Shared by the passes of attention on the CPU: the call, its blocks, rows in the dtype of the arithmetic, and scores.
 //
-// Queries and keys go in blocks of kBlock, counted from their sequence's start: a tile of scores has a query a row and
-// its keys along the row, where they vectorise. Blocks and the order of sums depend on the shapes alone, so that
-// neither threads nor neighbours in a batch change a bit.
+// Queries and keys are processed in blocks of kBlock, counted from the start of their sequence. A row of a score tile
+// belongs to one query and vectorises over keys. Blocks and the order of sums depend only on shapes, so neither threads
+// nor neighbours in a batch change a bit.
 #pragma once
 #include <atomic>
 #include <limits>
@@ -14,10 +14,10 @@
 
 namespace hfnn::attention {
 
-constexpr int64_t kBlock = 128;  // of queries and of keys: a tile of `tiles`
+constexpr int64_t kBlock = 128;  // queries and keys: the tile size of `tiles`
 
 constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-HFNN_INLINE int64_t padded(int64_t n) { return up(n, 16); }  // rows in scratch memory: whole vectors of 64 bytes
+HFNN_INLINE int64_t padded(int64_t n) { return up(n, 16); }  // rows in scratch memory are whole 64-byte vectors
 
 struct Call {
   Tensor q, k, v, bits, tiles, bias, slopes, bounds, starts_q, starts_k;
@@ -26,10 +26,10 @@ struct Call {
   uint64_t seed = 0, offset = 0;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0, threads = 1;
   double kept() const { return 1 / (1 - double(threshold) / 65536); }
-  double factor() const { return softcap > 0 ? scale / softcap : scale; }  // q in scratch memory is multiplied by it
+  double factor() const { return softcap > 0 ? scale / softcap : scale; }  // applied to q in scratch memory
 };
 
-// Queries and keys that see each other: one of starts_q and starts_k, or all.
+// Queries and keys that see each other: one sequence of starts_q and starts_k, or all.
 struct Sequence {
   int64_t q, queries, k, keys;  // first and number
 };
@@ -40,7 +40,7 @@ HFNN_INLINE Sequence sequence(const Call& call, int64_t n) {
   return {q[0], q[1] - q[0], k[0], k[1] - k[0]};
 }
 
-// Rows of queries beside columns of keys; i and j count from the sequence's start.
+// Rows of queries times columns of keys. i and j count from the start of the sequence.
 struct Tile {
   int64_t b, h, i, rows, j, keys;
 };
@@ -48,13 +48,13 @@ struct Tile {
 struct Range {
   int64_t begin, end;
 };
-// The keys of a batch element that exist.
+// The existing keys of a batch element.
 HFNN_INLINE Range bounds(const Call& call, const Sequence& s, int64_t b) {
   if (!call.bounds) return {0, s.keys};
   const int32_t* pair = call.bounds.as<int32_t>() + 2 * b;
   return {std::max<int64_t>(pair[0], 0), std::min<int64_t>(pair[1], s.keys)};
 }
-// Keys that any of `rows` queries from i on sees, and queries that see any of `keys` keys from j on.
+// Keys seen by any of `rows` queries from i on, and queries that see any of `keys` keys from j on.
 HFNN_INLINE Range keys_of(const Call& call, const Range& in, int64_t i, int64_t rows) {
   const int64_t at = i + call.shift;
   return {call.left < 0 ? in.begin : std::max(in.begin, at - call.left),
@@ -64,31 +64,31 @@ HFNN_INLINE Range queries_of(const Call& call, int64_t queries, int64_t j, int64
   return {call.right < 0 ? 0 : std::max<int64_t>(0, j - call.shift - call.right),
           call.left < 0 ? queries : std::min(queries, j - call.shift + keys + call.left)};
 }
-// body(begin, length) for the blocks of kBlock that [range) touches, each up to the `size` of the sequence.
+// body(begin, length) for the blocks of kBlock that `range` touches, each cut off at `size`.
 template <class Body>
 HFNN_INLINE void for_blocks(const Range& range, int64_t size, Body body) {
   for (int64_t i = std::max<int64_t>(range.begin, 0) / kBlock * kBlock; i < range.end; i += kBlock)
     body(i, std::min(kBlock, size - i));
 }
 
-// What `tiles` says of a tile: 0 to skip it, 2 where no bits need to be read.
+// The entry of a tile in `tiles`: 0 to skip it, 2 if no bits need to be read.
 HFNN_INLINE int state(const Call& call, const Tile& t) {
   if (!call.tiles) return 2;
   const int64_t* s = call.tiles.strides;
   return call.tiles.as<uint8_t>()[t.b * s[0] + t.h * s[1] + t.i / kBlock * s[2] + t.j / kBlock * s[3]];
 }
 
-// Rows [begin, begin + rows) of head (b, h) of a tensor of n columns, times `factor`, each followed by zeros up to
-// padded(n); and back. attention_cpu.cpp.
+// Rows [begin, begin + rows) of head (b, h) of a tensor with n columns, times `factor`, each padded with zeros to
+// padded(n); and back. In attention_cpu.cpp.
 void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor, float* out);
 void load_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor, double* out);
 void store_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor, float* in);
 void store_rows(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t rows, double factor, double* in);
-// One row, from the offset `at` on.
+// One row, at the offset `at`.
 void store_row(const Tensor& t, int64_t at, int64_t n, float factor, float* in);
 void store_row(const Tensor& t, int64_t at, int64_t n, double factor, double* in);
 
-// The same for a block of keys, where those that do not exist are zeros: what is stored there may be anything.
+// The same for a block of keys. Rows that do not exist become zeros: their memory may hold anything.
 template <class W>
 void load_keys(const Tensor& t, const Sequence& s, const Range& in, int64_t b, int64_t g, int64_t j, int64_t keys,
                W* out) {
@@ -99,8 +99,8 @@ void load_keys(const Tensor& t, const Sequence& s, const Range& in, int64_t b, i
   std::fill_n(out + last * n, (keys - last) * n, W(0));
 }
 
-// c (M, N) = a (M, K) b (K, N), or c += that, each sum in the order of K. N and both leading dimensions are multiples
-// of 16; a has any strides. attention_cpu.cpp.
+// c (M, N) = a (M, K) b (K, N), or c += that, each sum in the order of K. N and both row strides are multiples of 16; a
+// has any strides. In attention_cpu.cpp.
 struct Matrix {
   int64_t row, column;  // strides
 };
@@ -108,11 +108,11 @@ void multiply(float* c, int64_t c_row, const float* a, Matrix strides, const flo
               int64_t N, int64_t K, bool add);
 void multiply(double* c, int64_t c_row, const double* a, Matrix strides, const double* b, int64_t b_row, int64_t M,
               int64_t N, int64_t K, bool add);
-// out (n padded, kBlock): the transpose of in (rows, n padded), whose missing rows count as zeros.
+// out (n padded, kBlock): the transpose of in (rows, n padded). Missing rows count as zeros.
 void transpose(const float* in, int64_t rows, int64_t n, float* out);
 void transpose(const double* in, int64_t rows, int64_t n, double* out);
 
-// The random numbers of query i (from the start of T) and the kBlock keys from j on.
+// The random numbers of query i (counted over all of T) and kBlock keys from j on.
 HFNN_INLINE void draw(const Call& call, int64_t b, int64_t h, int64_t i, int64_t j, uint16_t* out) {
   const uint64_t counter = call.offset + uint64_t((b * call.H + h) * call.T + i) * uint64_t((call.S + 7) / 8) + j / 8;
   const uint32_t low = uint32_t(call.seed), high = uint32_t(call.seed >> 32);
@@ -145,7 +145,7 @@ HFNN_INLINE void add_bias(const Call& call, const Tile& t, int64_t row, W* s) {
   });
 }
 
-// minus infinity where a pair does not count.
+// Sets pairs that do not count to -inf.
 template <class W>
 HFNN_INLINE void mask(const Call& call, const Tile& t, const Range& in, bool bits, int64_t row, W* s) {
   constexpr W kNone = -std::numeric_limits<W>::infinity();
@@ -162,7 +162,7 @@ HFNN_INLINE void mask(const Call& call, const Tile& t, const Range& in, bool bit
   }
 }
 
-// A row of u / softcap (u without softcap) becomes scores; `capped` keeps tanh for backward, where it is wanted.
+// Turns a row of u / softcap (u without softcap) into scores. `capped`, if given, keeps the tanh for backward.
 template <class W>
 HFNN_INLINE void score(const Call& call, const Tile& t, const Range& in, bool bits, int64_t row, W* s, W* capped) {
   const int64_t n = padded(t.keys);
@@ -181,7 +181,7 @@ HFNN_INLINE void score(const Call& call, const Tile& t, const Range& in, bool bi
   mask(call, t, in, bits, row, s);
 }
 
-// Memory of a thread, handed out in pieces that begin where vectors want to.
+// Memory of one thread, handed out in pieces aligned to 64 bytes.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : memory_(new char[bytes + 2048]) {}
@@ -201,20 +201,20 @@ class Scratch {
   int64_t next_ = 0;
 };
 
-// What a pass writes, and what it reads of forward.
+// What a pass writes, and what it reads from forward.
 struct Out {
   Tensor o, lse, sinks;
 };
 struct Grads {
   Tensor lse, dout, delta, dq, dk, dv, dbias;
 };
-// Elements of scratch memory that a pass needs, and the pass for an item of its own. attention_cpu_forward.cpp: rows
-// queries from i on.
+// The elements of scratch memory that a pass needs, and the pass for one work item. In attention_cpu_forward.cpp:
+// `rows` queries from i on.
 int64_t forward_scratch(const Call& call);
 void forward_block(const Call& call, const Out& out, const Sequence& s, Scratch& scratch, int64_t b, int64_t h,
                    int64_t i, int64_t rows);
-// attention_cpu_backward.cpp: dq of rows queries; dk and dv of some keys; all three of a sequence and a key head, at
-// two products out of seven less; dbias of a tile, summed over what is 1 there.
+// In attention_cpu_backward.cpp: dq of `rows` queries; dk and dv of some keys; all three of a sequence and a key head,
+// with five products instead of seven; dbias of a tile, summed over dimensions of size 1.
 int64_t backward_scratch(const Call& call, int64_t longest);
 void dq_block(const Call& call, const Grads& grads, const Sequence& s, Scratch& scratch, int64_t b, int64_t h,
               int64_t i, int64_t rows);
@@ -223,8 +223,8 @@ void dkv_block(const Call& call, const Grads& grads, const Sequence& s, Scratch&
 void whole_head(const Call& call, const Grads& grads, const Sequence& s, Scratch& scratch, int64_t b, int64_t g);
 void dbias_tile(const Call& call, const Grads& grads, Scratch& scratch, int64_t b, int64_t h, int64_t i, int64_t j);
 
-// body(item, memory of the thread) for every item, in any order: items of a window or of a ragged batch differ in
-// their work, so that a thread takes the next one when it is free.
+// body(item, scratch memory of the thread) for every item, in any order. Threads take the next item when they are free,
+// because windows and ragged batches make items unequal.
 template <class Body>
 void share(const Call& call, int64_t items, int64_t elements, Body body) {
   const int64_t pairs = call.B * call.H * call.T * call.S;

@@ -1,16 +1,16 @@
-// Backward of attention on the CPU. Probabilities are computed again from lse, tile by tile, as in Dao et al.,
-// "FlashAttention" (NeurIPS 2022). Every sum is over tiles in ascending order, so that the passes give the same bits.
+// Backward of attention on the CPU. Probabilities are recomputed from lse, tile by tile, as in Dao et al.,
+// "FlashAttention" (NeurIPS 2022). Every sum is over tiles in ascending order, so all passes give the same bits.
 #include "attention_cpu.h"
 
 namespace hfnn::attention {
 
 namespace {
 template <class W>
-struct Queries {  // a block: q times factor(), and dout
+struct Queries {  // of queries: q times factor(), and dout
   W *q, *dout;
 };
 template <class W>
-struct Keys {  // a block: k, and the transposes of k and v
+struct Keys {  // of keys: k, and the transposes of k and v
   W *k, *k_turned, *v_turned;
 };
 template <class W>
@@ -51,7 +51,7 @@ static void load(const Pass<W>& pass, const Keys<W>& block, int64_t b, int64_t g
   transpose(pass.spare, keys, pass.call.E, block.v_turned);
 }
 
-// A row of u and one of do . v become p m and du (ds for dbias, which is before the softcap).
+// Turns a row of u and one of do . v into p m and du (for dbias: ds, without the softcap's factor).
 template <class W>
 HFNN_INLINE void grad_row(const Pass<W>& pass, const Tile& t, bool bits, bool for_bias, int64_t row) {
   const Call& call = pass.call;
@@ -85,7 +85,7 @@ HFNN_CLONES static void grad_rows(const Pass<double>& pass, const Tile& t, bool 
   for (int64_t row = 0; row < t.rows; ++row) grad_row(pass, t, bits, for_bias, row);
 }
 
-// The tiles p m and du; false where the tile has no pair.
+// The tiles p m and du. False if no pair of the tile counts.
 template <class W>
 static bool grad_tile(const Pass<W>& pass, const Queries<W>& queries, const Keys<W>& keys, const Tile& t,
                       bool for_bias = false) {
@@ -113,7 +113,7 @@ static void add_dkv(const Pass<W>& pass, const Queries<W>& queries, const Tile& 
 }
 template <class W>
 static void store_dkv(const Pass<W>& pass, int64_t b, int64_t g, int64_t j, int64_t keys, W* dk, W* dv) {
-  const double softcap = pass.call.softcap > 0 ? pass.call.softcap : 1;  // factor() without it is in q
+  const double softcap = pass.call.softcap > 0 ? pass.call.softcap : 1;  // q includes scale / softcap
   if (pass.grads.dk) store_rows(pass.grads.dk, b, g, pass.s.k + j, keys, softcap, dk);
   if (pass.grads.dv) store_rows(pass.grads.dv, b, g, pass.s.k + j, keys, 1, dv);
 }
@@ -179,7 +179,7 @@ static void head(Pass<W> pass, Scratch& scratch, int64_t b, int64_t g) {
   store_dkv(pass, b, g, 0, pass.s.keys, dk, dv);
 }
 
-// bias has no sequences; its sums go over batch elements, then heads.
+// bias excludes packed sequences. Sums go over batch elements, then heads.
 template <class W>
 static void dbias_rows(const Call& call, const Grads& grads, Scratch& scratch, int64_t b, int64_t h, int64_t i,
                        int64_t j) {

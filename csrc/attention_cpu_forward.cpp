@@ -1,12 +1,12 @@
-// Forward of attention on the CPU: a block of queries goes over its keys with a running maximum and sum, as in Milakov
-// and Gimelshein, "Online normalizer calculation for softmax" (2018), and Dao et al., "FlashAttention" (NeurIPS 2022).
+// Forward of attention on the CPU. A block of queries visits its keys with a running maximum and sum, as in Milakov and
+// Gimelshein, "Online normalizer calculation for softmax" (2018), and Dao et al., "FlashAttention" (NeurIPS 2022).
 #include "attention_cpu.h"
 
 namespace hfnn::attention {
 
 namespace {
 template <class W>
-struct Block {  // of queries: scores, and what the keys so far have given
+struct Block {  // of queries: scores, and running results
   const Call& call;
   const Sequence& s;
   Range in;
@@ -14,8 +14,8 @@ struct Block {  // of queries: scores, and what the keys so far have given
 };
 }  // namespace
 
-// A row of u becomes scores, then exp(score - maximum) times the dropout's 0 or 1. What the row had so far is scaled to
-// its new maximum.
+// Turns a row of u into scores, then into exp(score - maximum) times dropout's 0 or 1. Rescales the row's running
+// results to the new maximum.
 template <class W>
 HFNN_INLINE void soften(const Block<W>& block, const Tile& t, bool bits, int64_t row) {
   const int64_t n = padded(t.keys);
@@ -27,7 +27,7 @@ HFNN_INLINE void soften(const Block<W>& block, const Tile& t, bool bits, int64_t
     for (int l = 0; l < 16; ++l) lanes[l] = s[j + l] > lanes[l] ? s[j + l] : lanes[l];
   W most = largest;
   for (int l = 0; l < 16; ++l) most = lanes[l] > most ? lanes[l] : most;
-  const W base = std::isinf(most) && most < 0 ? 0 : most;  // no key yet: every term is 0
+  const W base = std::isinf(most) && most < 0 ? 0 : most;  // no key so far: every term is 0
   for (int64_t j = 0; j < n; ++j) s[j] = exp_negative(s[j] - base);
   W sums[16] = {};
   for (int64_t j = 0; j < n; j += 16)
@@ -70,7 +70,7 @@ static void visit(const Block<W>& block, const Tile& t) {
   multiply(block.o, E, block.scores, {kBlock, 1}, block.keys, E, t.rows, E, t.keys, true);
 }
 
-// The sink joins the sum, and the block's rows are written.
+// Adds the sink to the sum, and writes the block's rows.
 template <class W>
 static void finish(const Block<W>& block, const Out& out, int64_t b, int64_t h, int64_t i, int64_t rows) {
   const Call& call = block.call;

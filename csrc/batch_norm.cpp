@@ -1,4 +1,4 @@
-// Batch normalisation on the CPU: what is checked, and how a call is split over threads.
+// Batch normalisation on the CPU: checks, and how a call is split over threads.
 #include "batch_norm_planes.h"
 #include "batch_norm_rows.h"
 
@@ -7,7 +7,7 @@ namespace hfnn {
 namespace {
 using Call = BatchNormCall;
 
-// weight and bias in the dtype of the arithmetic, for as long as this lives.
+// weight and bias in the dtype of the arithmetic. Must outlive the call.
 class Parameters {
  public:
   Parameters(const Tensor& weight, const Tensor& bias, const Tensor& x)
@@ -22,7 +22,7 @@ class Parameters {
 };
 }  // namespace
 
-// The whole sums into the first row of each half of partials, and the gradients of the parameters from there.
+// Sums the chunks into the first row of each half of partials, and derives the parameters' gradients.
 static void finish_sums(const Call& c) {
   const int64_t C = c.channels(), chunks = c.partials.shape[1];
   with_wide(c.x.dtype, [&](auto wide) {
@@ -62,7 +62,7 @@ static void check(const Call& c, const Tensor& weight, const Tensor& bias) {
       {"y", c.y}, {"residual", c.residual}, {"dx", c.dx}, {"dresidual", c.dresidual}};
   for (const auto& [name, t] : alike)
     if (t) expect_alike(name, t, x);
-  HFNN_CHECK(c.bits || !c.dresidual);  // it is dy where f is the identity
+  HFNN_CHECK(c.bits || !c.dresidual);  // for the identity, dresidual is dy
   expect_channels("mean", c.mean, x, true);
   expect_channels("rstd", c.rstd, x, true);
   const std::pair<const char*, const Tensor&> by_channel[] = {
@@ -90,7 +90,7 @@ static void split_parts(const Call& c, int64_t count, Part part, int64_t threads
   split(count, c.x.numel(), threads, [&](int64_t begin, int64_t end) { part(c, begin, end); });
 }
 
-// The elements, of which `planes` makes the statistics itself where it goes by channels.
+// Processes all elements. If by_channel, `planes` computes the statistics itself.
 static void split_elements(const Call& c, Part planes, Part rows, int64_t threads) {
   if (c.size() != 1) return split_parts(c, by_channel(c) ? c.channels() : c.planes() * c.channels(), planes, threads);
   split_runs(c.x.numel(), threads, [&](int64_t begin, int64_t end) { rows(c, begin, end); });

@@ -1,22 +1,22 @@
-// Batch normalisation over all dimensions but the channels, with a sum and an activation behind it:
+// Batch normalisation over all dimensions but the channels, followed by a sum and an activation:
 //
 //   y = f(z),   z = (x - mean) * rstd * weight + bias + residual,   rstd = 1 / sqrt(var + eps)
 //   backward, with g = dy * f'(z) and n = P S:  dresidual = g,  dbias = sum(g),  dweight = sum(g * xhat),
-//   dx = rstd * weight * (g - sum(g) / n - xhat * sum(g * xhat) / n)  in training, where mean and rstd are of x, else
+//   dx = rstd * weight * (g - sum(g) / n - xhat * sum(g * xhat) / n)  in training (mean and rstd are those of x), else
 //   dx = rstd * weight * g
 //
-// rstd is 0 where var and eps both are. `kind` is f: the identity, relu, leaky_relu(slope), relu6, silu, hardswish.
+// rstd is 0 if var and eps are both 0. `kind` selects f: identity, relu, leaky_relu(slope), relu6, silu, hardswish.
 //
-// x, y, dy, dx, residual, dresidual (P, C, S): contiguous, one dtype. S is 1 where the channels are last in memory.
-// weight, bias (C,) or absent: 1 and 0. mean, rstd (C,), partials (n, partials(P, C, S), C), n 3 in forward and 2 in
-// backward: dtype of the arithmetic.
-// forward computes mean and rstd, and moves running_mean and running_var, if there, by `momentum` towards mean and the
-// unbiased variance. rebuild is given them; both write the same bits into y.
+// x, y, dy, dx, residual, dresidual (P, C, S): contiguous, one dtype. S is 1 if the channels are last in memory.
+// weight, bias (C,), or absent for 1 and 0. mean, rstd (C,) and partials (n, partials(P, C, S), C), with n = 3 in
+// forward and 2 in backward, have the dtype of the arithmetic. forward computes mean and rstd. It moves running_mean
+// and running_var, if given, by `momentum` towards the mean and the unbiased variance. rebuild gets mean and rstd. Both
+// write the same bits to y.
 //
-// bits, a flag an element, for a piecewise linear f: forward and rebuild write them if asked; backward, where there was
-// a residual, reads them, and else tells f' from x. uint8: (ceil(P C / 8),) where S is 1, each 8 elements in memory a
-// byte, the first one the lowest bit; else (P, C, ceil(S / 8)), where each plane begins a byte.
-// Of dx, dresidual, dweight, dbias those that are absent are not computed. `queue` as in layer_norm.h.
+// bits: one flag per element, for a piecewise linear f. forward and rebuild write them if given. backward reads them if
+// there was a residual; otherwise it computes f' from x. uint8: (ceil(P C / 8),) if S is 1, with 8 elements in memory
+// order per byte, the first one in the lowest bit; else (P, C, ceil(S / 8)), where each plane starts a byte. Absent
+// ones of dx, dresidual, dweight, dbias are not computed. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

@@ -1,4 +1,4 @@
-// What batch_norm.cpp does to a run of elements, where numbers by channel are the same all along the run, or change
+// What batch_norm.cpp does to a run of elements, with per-channel numbers that are constant along the run or change
 // with the element.
 #pragma once
 #include <vector>
@@ -10,10 +10,10 @@
 namespace hfnn {
 
 namespace {
-// The activations; of a sum those up to kPiecewise.
+// The activations. Sums support those up to kPiecewise.
 enum Kind { kIdentity, kRelu, kLeakyRelu, kRelu6, kPiecewise = kRelu6, kSilu, kHardswish, kKinds };
 
-// y is dy in backward. dx and dresidual are backward's.
+// y is dy in backward. dx and dresidual are used in backward only.
 struct BatchNormCall {
   Tensor x, weight, bias, residual, y, bits, mean, rstd, running_mean, running_var, partials, dx, dresidual, dweight,
       dbias;
@@ -26,7 +26,7 @@ struct BatchNormCall {
   int64_t terms() const { return planes() * size(); }
 };
 
-// A mean and a sum of squares around it, of a growing number of terms (Chan, Golub and LeVeque, 1983).
+// The mean of a growing number of terms and their squares around it (Chan, Golub and LeVeque, 1983).
 struct Moments {
   double count = 0, mean = 0, squares = 0;
 
@@ -38,14 +38,14 @@ struct Moments {
   }
 };
 
-// z of one channel, and dx.
+// z and dx for elements of one channel.
 template <class W>
 struct One {
   W mean, scale, bias, mean_g, mean_gx;
   HFNN_INLINE W z(W x, int64_t) const { return fused(x - mean, scale, bias); }
   HFNN_INLINE W dx(W g, W x, int64_t) const { return scale * (g - mean_g) - (x - mean) * mean_gx; }
 };
-// Of many: the first one is the run's first element's.
+// For elements of many channels. The first entry belongs to the run's first element.
 template <class W>
 struct Each {
   const W *mean, *scale, *bias, *mean_g, *mean_gx;
@@ -54,8 +54,8 @@ struct Each {
   HFNN_INLINE W dx(W g, W x, int64_t i) const { return scale[i] * (g - mean_g[i]) - (x - mean[i]) * mean_gx[i]; }
 };
 
-// Numbers by channel, `rows` of them, laid out so that those of the run that begins at element `first` are at
-// `first % C`. longest: elements of a run.
+// `rows` rows of per-channel numbers, repeated so that those of a run starting at element `first` are contiguous at
+// `first % C`. longest: the maximum length of a run.
 template <class W>
 class Laid {
  public:
@@ -68,7 +68,7 @@ class Laid {
     for (int64_t i = channels_; i < length(); ++i) out[i] = out[i - channels_];
   }
   HFNN_INLINE W* at(int64_t row, int64_t first) { return row_of(row) + first % channels_; }
-  // What runs added to the copies of a channel goes to the first of them.
+  // Adds the copies of each channel to its first copy.
   HFNN_INLINE const W* folded(int64_t row) {
     W* out = row_of(row);
     for (int64_t from = channels_; from < length(); from += channels_) {
@@ -88,7 +88,7 @@ class Laid {
 };
 }  // namespace
 
-// f(z). Comparisons are such that a NaN stays one.
+// f(z). The comparisons keep a NaN.
 template <int kKind, class W>
 HFNN_INLINE W activated(W z, W slope) {
   if constexpr (kKind == kRelu) return z < 0 ? W(0) : z;
@@ -102,7 +102,7 @@ HFNN_INLINE W activated(W z, W slope) {
   return z;
 }
 
-// Whether the slope of a piecewise linear f is 1 at z.
+// Whether the slope of a piecewise linear f at z is 1.
 template <int kKind, class W>
 HFNN_INLINE bool flag_of(W z) {
   if constexpr (kKind == kRelu) return !(z <= 0);
@@ -124,7 +124,7 @@ HFNN_INLINE W descended(W z, W g, W slope) {
   return g;
 }
 
-// f(std::integral_constant) of the kind.
+// Calls f with the kind as a std::integral_constant.
 template <class F>
 HFNN_INLINE void with_piecewise(int64_t kind, F f) {
   if (kind == kIdentity) return f(std::integral_constant<int, kIdentity>{});
@@ -138,7 +138,7 @@ HFNN_INLINE void with_dear(int64_t kind, F f) {
   return f(std::integral_constant<int, kHardswish>{});
 }
 
-// A run of a sum z: f(z), and its flags where they are wanted. Functions of their own, which every layout calls.
+// A run of a sum z: f(z), and its flags if wanted. Separate functions, compiled once for all layouts.
 template <class T>
 HFNN_INLINE void store_run(int64_t kind, const Wide<T>* z, Wide<T> slope, T* y, uint8_t* bits, int64_t n) {
   uint8_t flags[kRun + 8];
@@ -165,8 +165,8 @@ HFNN_CLONES static void unpack_flags(const uint8_t* bits, uint8_t* flags, int64_
   unpack_run<1>(bits, flags, (n + 7) / 8 * 8);
 }
 
-// The tensors of a call, and buffers of a run. kSum: there may be a residual, and flags. `bit`: the byte where a run's
-// flags are, which have whole bytes.
+// The tensors of a call, and buffers of a run. kSum: there may be a residual and flags. `bit`: the byte where the run's
+// flags start; a run has whole bytes of them.
 template <class T, bool kSum>
 struct Lanes {
   using W = Wide<T>;
@@ -199,8 +199,8 @@ struct Lanes {
     y.close(first, n);
   }
 
-  // use(g) with the function that has g of element i of a run. Writes dresidual. kDear: whether kinds above kPiecewise
-  // come here.
+  // Calls use(g), where g(i) is dy * f'(z) of element i of the run. Writes dresidual. kDear: kinds above kPiecewise may
+  // occur.
   template <bool kDear, class Numbers, class Use>
   HFNN_INLINE void with_gradient(const BatchNormCall& c, Numbers at, const T* xs, int64_t first, int64_t n, int64_t bit,
                                  Use use) {
@@ -219,7 +219,7 @@ struct Lanes {
         const W scaled = load(dys[i]) * outside;
         z[i] = flags[i] ? load(dys[i]) : outside == 0 ? W(0) : scaled;
       }
-    } else {  // by itself an exponential is vectorised, among sums it is not
+    } else {  // an exponential alone is vectorised, inside sums it is not
       with_dear(c.kind, [&](auto kind) HFNN_FLAT {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) z[i] = descended<kind>(at.z(load(xs[i]), i), load(dys[i]), slope);
@@ -235,7 +235,7 @@ struct Lanes {
     use([=](int64_t i) HFNN_FLAT { return g[i]; });
   }
 
-  // loop(g, x) for a run, with functions that have both of element i. Writes dresidual.
+  // Calls loop(g, x), functions of element i of a run. Writes dresidual.
   template <class Numbers, class Loop>
   HFNN_INLINE void sums(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit, Loop loop) {
     const T* xs = x.read(first, n);
@@ -243,7 +243,7 @@ struct Lanes {
                         [&](auto g) HFNN_FLAT { loop(g, [=](int64_t i) HFNN_FLAT { return load(xs[i]); }); });
   }
 
-  // dx of a run, and dresidual, which is g, unless `sums` has written it; as it has for dear kinds without a sum.
+  // dx of a run, and dresidual (= g) unless `sums` wrote it. Without kSum, expensive kinds require that `sums` did.
   template <class Numbers>
   HFNN_INLINE void backward(const BatchNormCall& c, Numbers at, int64_t first, int64_t n, int64_t bit) {
     const T* xs = x.read(first, n);
@@ -263,7 +263,7 @@ struct Lanes {
   }
 };
 
-// mean and rstd of a channel from its moments, and what they do to the running ones.
+// A channel's mean and rstd from its moments, and the update of the running statistics.
 template <class W>
 HFNN_INLINE void settle(const BatchNormCall& c, int64_t channel, const Moments& m) {
   const double var = m.squares / m.count;

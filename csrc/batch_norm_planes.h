@@ -1,21 +1,21 @@
-// Batch normalisation on the CPU where each channel has planes: a run of elements is of one plane, and its numbers are
-// the channel's.
+// Batch normalisation on the CPU with separate planes for each channel. A run of elements belongs to one plane, and
+// uses the numbers of its channel.
 #pragma once
 #include "batch_norm_cpu.h"
 
 namespace hfnn {
 
 namespace {
-// Elements that are read for their mean and again for their squares, and whose terms are added in lanes.
+// Elements that are read for the mean and again for the squares. Their terms are added in lanes.
 constexpr int64_t kPiece = 4096;
 
-// What sums of W that may cancel are added up in, as in torch's kernels for planes: those of 16-bit numbers are no
-// better than float. Of float16, which is read as float, they are double too.
+// The accumulator type for sums that may cancel, as in torch's kernels for planes: float for bfloat16, double
+// otherwise. float16 is read as float, and so also uses double.
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, bfloat16>, float, double>;
 }  // namespace
 
-// body(first element, elements, byte of bits) for the runs of elements [from, from + n) of a plane.
+// body(first element, elements, byte of bits) for the runs in elements [from, from + n) of a plane.
 template <class Body>
 HFNN_INLINE void plane_runs(const BatchNormCall& c, int64_t plane, int64_t from, int64_t n, Body body) {
   const int64_t size = c.size();
@@ -64,7 +64,7 @@ HFNN_CLONES static void planes_moments(const BatchNormCall& c, int64_t begin, in
   });
 }
 
-// The numbers of a channel; what dx is made of is 0 but in training, after the sums.
+// The numbers of a channel. Those for dx are 0 except in training, after the sums.
 template <class W>
 HFNN_INLINE One<W> numbers(const BatchNormCall& c, int64_t channel, bool training) {
   const W rstd = c.rstd.as<W>()[channel];
@@ -77,7 +77,7 @@ HFNN_INLINE One<W> numbers(const BatchNormCall& c, int64_t channel, bool trainin
   return at;
 }
 
-// The sums of g * xhat and of g, of which there is one chunk.
+// The sums of g * xhat and of g, in one chunk.
 HFNN_CLONES static void planes_sums(const BatchNormCall& c, int64_t begin, int64_t end) {
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
     using W = Wide<decltype(t)>;
@@ -108,11 +108,12 @@ HFNN_CLONES static void planes_sums(const BatchNormCall& c, int64_t begin, int64
   });
 }
 
-// Whether planes are so large that a channel's are read again while they are in the cache, rather than in their order.
+// Whether planes are large enough to work by channel, whose planes are reread from the cache, instead of in memory
+// order.
 static bool by_channel(const BatchNormCall& c) { return c.size() >= 512; }
 
-// plane(its number, its channel) for [begin, end): planes, or channels and all of their planes, each after
-// statistics(c, channel, channel + 1).
+// plane(index, channel) for [begin, end), which counts planes, or channels with all their planes. For channels,
+// statistics(c, channel, channel + 1) runs first.
 template <class Plane>
 HFNN_INLINE void for_planes(const BatchNormCall& c, int64_t begin, int64_t end,
                             void (*statistics)(const BatchNormCall&, int64_t, int64_t), Plane plane) {

@@ -1,16 +1,16 @@
-// Batch normalisation on the CPU where the channels are last in memory: a run of elements begins anywhere in a row, and
-// numbers by channel are laid out so that those of a run are side by side.
+// Batch normalisation on the CPU with the channels last in memory. A run of elements may start anywhere in a row.
+// Per-channel numbers are laid out so that those of a run are contiguous.
 #pragma once
 #include "batch_norm_cpu.h"
 
 namespace hfnn {
 
 namespace {
-// Elements of a block of rows, which are read for their means and again for their squares.
+// Elements of a block of rows, which is read for the means and again for the squares.
 constexpr int64_t kBlock = 16384;
 }  // namespace
 
-// Bits of rows begin a byte every eight rows, so that is what chunks are made of.
+// Flags of eight rows fill whole bytes, so chunks consist of groups of eight rows.
 inline int64_t count_chunks(int64_t planes, int64_t channels, int64_t size) {
   return size != 1 ? 1 : std::clamp<int64_t>(std::min(planes / 8, planes * channels / (4 * kBlock)), 1, 64);
 }
@@ -18,7 +18,7 @@ inline int64_t first_row(const BatchNormCall& c, int64_t chunk) {
   return std::min(c.planes(), (c.planes() + 7) / 8 * chunk / c.partials.shape[1] * 8);
 }
 
-// block(first row, rows) for the rows of each of the chunks [begin, end), then chunk(its number).
+// block(first row, rows) for the rows of each chunk in [begin, end), then chunk(its index).
 template <class Block, class Chunk>
 HFNN_INLINE void row_blocks(const BatchNormCall& c, int64_t begin, int64_t end, Block block, Chunk chunk) {
   const int64_t several = std::max<int64_t>(16, kBlock / c.channels() / 8 * 8);
@@ -29,7 +29,7 @@ HFNN_INLINE void row_blocks(const BatchNormCall& c, int64_t begin, int64_t end, 
   }
 }
 
-// The mean, the squares and the count of each chunk of rows into its rows of partials.
+// Writes mean, squares and count of each chunk of rows to its rows of partials.
 HFNN_CLONES static void rows_moments(const BatchNormCall& c, int64_t begin, int64_t end) {
   const int64_t C = c.channels(), chunks = c.partials.shape[1];
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
@@ -39,7 +39,7 @@ HFNN_CLONES static void rows_moments(const BatchNormCall& c, int64_t begin, int6
     Laid<W> sums(C, 1), near(C, 1);
     const std::unique_ptr<double[]> of_chunk(new double[3 * C]());
     double *means = of_chunk.get(), *squares = means + C, *mean = squares + C, count = 0;
-    // Four parts of a block at a time, for fewer visits to the lanes.
+    // Four parts of a block at a time, to access the lanes less often.
     const auto total = [&](int64_t row, int64_t rows, auto term) HFNN_FLAT {
       sums.clear();
       const int64_t quarter = rows / 4 * C, whole = row * C, rest = rows % 4 * C;
@@ -103,7 +103,7 @@ inline void rows_settle(const BatchNormCall& c) {
   });
 }
 
-// The numbers of all channels as runs need them; those that dx is made of are 0 but in training.
+// The numbers of all channels as runs need them. Those for dx are 0 except in training.
 template <class W>
 HFNN_INLINE Laid<W> laid_out(const BatchNormCall& c, bool training) {
   Laid<W> laid(c.channels(), training ? 5 : 4);

@@ -1,4 +1,4 @@
-// hfnn._C: `_C.cpu.<op>` and, when built with nvcc, `_C.cuda.<op>`; each op's functions by their names, whatever the
+// hfnn._C: `_C.cpu.<op>` and, if built with nvcc, `_C.cuda.<op>`. An op's functions have the same names on every
 // device.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -45,7 +45,7 @@ const char* cuda_refusal();  // device.cu
 }
 #endif
 
-// What hfnn._autograd calls by pointers, by the names under which it asks for them.
+// The capsule names of ops that hfnn._autograd calls by function pointers.
 template <class Op>
 constexpr const char* kLent = nullptr;
 #define HFNN_LENT(Op) \
@@ -63,14 +63,14 @@ HFNN_LENT(Gated)
 HFNN_LENT(Unary)
 #undef HFNN_LENT
 
-// All names of functions of ops.
+// All function names that ops use.
 // clang-format off
 #define HFNN_NAMES(F)                                                                                              \
   F(partials) F(forward) F(rebuild) F(backward) F(add) F(fused) F(delta) F(pack) F(unpack) F(encode) F(decode)     \
   F(prepare) F(moments) F(sums) F(factors) F(norms) F(scale) F(update)
 // clang-format on
 
-// def_<name>(m, op, 0) defines a function of an op under its name, where the op has one of that name.
+// def_<name>(m, op, 0) binds an op's function of that name, if it has one.
 #define HFNN_DEF(name)                                                                   \
   template <class Op>                                                                    \
   static auto def_##name(py::module_& m, const Op& op, int) -> decltype(void(op.name)) { \
@@ -89,7 +89,7 @@ static void bind(py::module_ m, const Op& op, const char* functions = "functions
 #undef HFNN_CALL
 }
 
-// For the optimizers that have partial sums and what comes before a step from optim.cpp.
+// For optimizers that use the partial sums and `prepare` of optim.cpp.
 template <class Op>
 static void bind_optimizer(py::module_ m, const Op& op) {
   def_partials(m, optim_cpu, 0);
@@ -128,7 +128,7 @@ PYBIND11_MODULE(_C, m) {
   bind_optimizer(cpu.def_submodule("lamb"), lamb_cpu);
   bind_optimizer(cpu.def_submodule("adafactor"), adafactor_cpu);
   bind(cpu.def_submodule("optim"), optim_cpu);
-  py::module_ tables = m.def_submodule("optim");  // on the host, whatever the device
+  py::module_ tables = m.def_submodule("optim");  // on the host, for every device
   tables.def("look", detail::look, py::arg("params"), py::arg("grads") = py::none());
   tables.def("same", detail::same);
   py::class_<detail::Contents>(m, "Contents")

@@ -12,7 +12,7 @@ struct Call {
 };
 }  // namespace
 
-// f(W) with the width as a type.
+// Calls f with the width as a compile-time constant.
 template <class F>
 HFNN_INLINE void with_width(int64_t width, F f) {
   if (width == 1) f(std::integral_constant<int, 1>{});
@@ -22,7 +22,7 @@ HFNN_INLINE void with_width(int64_t width, F f) {
   if (width == 8) f(std::integral_constant<int, 8>{});
 }
 
-// A run of 1024 codes begins with a byte, whatever the width.
+// 1024 codes fill whole bytes at every width, so each run starts at a byte boundary.
 HFNN_CLONES static void pack_runs(const Call& call, int64_t begin, int64_t end) {
   with_width(call.width, [&](auto w) HFNN_FLAT {
     for_runs(call.n, begin, end, [&](int64_t i, int64_t n) HFNN_FLAT {

@@ -1,8 +1,8 @@
-// Codes of `width` bits, packed: code i is in the bits [width i, width (i + 1)) of the bytes, the lowest bit of a byte
-// first. width is 1, 2, 4, 5 or 8; the bits after the last code are 0.
+// Packed codes of `width` bits. Code i is in the bits [width i, width (i + 1)) of the bytes, the lowest bit of a byte
+// first. width is 1, 2, 4, 5 or 8. The bits after the last code are 0.
 //
-// codes (n,): uint8 (torch.bool where width is 1), each below 2^width; packed (ceil(n width / 8),): uint8. Contiguous,
-// of any shape. `queue` as in layer_norm.h.
+// codes (n,): uint8 (torch.bool for width 1), each below 2^width; packed (ceil(n width / 8),): uint8. Both contiguous,
+// of any shape. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

@@ -1,19 +1,19 @@
-// Codes of W bits, eight at a time: a 64-bit word with a code in the low bits of each byte, against W bytes that hold
-// the eight codes side by side. The first code or byte is the lowest, as in memory. Shifts alone, so that the
-// vectoriser works on several words at once.
+// Packs and unpacks eight codes of W bits at a time: between a 64-bit word with a code in the low bits of each byte,
+// and W bytes with the eight codes side by side. The first code or byte is the lowest, as in memory. Only shifts and
+// masks are used, so the vectoriser works on several words at once.
 #pragma once
 #include "cpu.h"
 
 namespace hfnn {
 
-// The low `bits` of every field of `field` bits.
+// A mask of the low `bits` of every field of `field` bits.
 constexpr uint64_t every(int field, int bits) {
   uint64_t mask = 0;
   for (int i = 0; i < 64; i += field) mask |= (~uint64_t(0) >> (64 - bits)) << i;
   return mask;
 }
 
-// In every field of 2 F bits: the upper half's low `bits` move down to those of the lower half, or back.
+// In every field of 2 F bits: moves the low `bits` of the upper half next to those of the lower half, or back.
 template <int F, int bits>
 HFNN_INLINE uint64_t join_halves(uint64_t x) {
   constexpr uint64_t low = every(2 * F, bits);
@@ -25,7 +25,7 @@ HFNN_INLINE uint64_t part_halves(uint64_t x) {
   return (x & low) | (x & low << bits) << (F - bits);
 }
 
-// Bits of a code above W are dropped.
+// Bits of a code above the lowest W are dropped.
 template <int W>
 HFNN_INLINE uint64_t squeeze(uint64_t x) {
   return join_halves<32, 4 * W>(join_halves<16, 2 * W>(join_halves<8, W>(x)));
@@ -35,7 +35,7 @@ HFNN_INLINE uint64_t spread(uint64_t x) {
   return part_halves<8, W>(part_halves<16, 2 * W>(part_halves<32, 4 * W>(x)));
 }
 
-// W bytes of memory as a number: by types, for the vectoriser does not see through copies of 1, 2 or 4 bytes.
+// W bytes of memory as a number. Typed loads, because the vectoriser does not handle memcpy of 1, 2 or 4 bytes.
 template <class T>
 struct Unaligned {
   using type __attribute__((may_alias, aligned(1))) = T;
@@ -65,7 +65,7 @@ HFNN_INLINE void store_word(uint8_t* p, uint64_t word) {
     std::memcpy(p, &word, W);
 }
 
-// n codes, a byte each, into ceil(n W / 8) bytes; the bits after the last code become 0.
+// Packs n codes, one byte each, into ceil(n W / 8) bytes. The bits after the last code become 0.
 template <int W>
 HFNN_INLINE void pack_run(const uint8_t* codes, uint8_t* packed, int64_t n) {
 #pragma omp simd
@@ -80,7 +80,6 @@ HFNN_INLINE void pack_run(const uint8_t* codes, uint8_t* packed, int64_t n) {
   }
 }
 
-// The way back.
 template <int W>
 HFNN_INLINE void unpack_run(const uint8_t* packed, uint8_t* codes, int64_t n) {
 #pragma omp simd

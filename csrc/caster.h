@@ -1,5 +1,5 @@
-// torch.Tensor -> hfnn::Tensor, for pybind11. Reads torch's DLPack exchange table where torch has one (about 50 ns a
-// tensor), Python attributes otherwise (about 300 ns). A sparse, meta or fake tensor is refused, as is complex memory.
+// torch.Tensor -> hfnn::Tensor, for pybind11. Reads torch's DLPack exchange table if torch has one (about 50 ns per
+// tensor), else Python attributes (about 300 ns). Sparse, meta, fake and complex tensors are refused.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -8,7 +8,7 @@
 namespace hfnn::detail {
 namespace py = pybind11;
 
-// The used part of dlpack.h 1.x, whose layouts are fixed for major version 1.
+// The used part of dlpack.h 1.x. Its layouts are fixed for major version 1.
 struct DLTensor {
   void* data;
   int32_t device_type, device_id, ndim;
@@ -24,7 +24,7 @@ struct DLApi {
   int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
-struct Torch {  // looked up at the first conversion, kept for ever
+struct Torch {  // looked up at the first conversion, never freed
   static constexpr int kDtypes = 9;
   static constexpr const char* kNames[kDtypes] = {"float32", "bfloat16", "float16", "float64", "int64",
                                                   "uint8",   "int32",    "int16",   "bool"};
@@ -64,7 +64,7 @@ inline bool from_api(const Torch& torch, PyObject* source, Tensor& t) {
   DLTensor d;
   if (torch.api->from_object(source, &d) || d.ndim > Tensor::kMaxDims) return false;
   if (d.device_type != 1 && d.device_type != 2) return false;  // the CPU, CUDA
-  if (d.code == 5) return false;                               // complex, conjugate views among them
+  if (d.code == 5) return false;                               // complex, including conjugate views
   t.data = static_cast<char*>(d.data) + d.byte_offset;
   t.dims = d.ndim;
   t.device = d.device_type == 1 ? -1 : d.device_id;
@@ -101,7 +101,7 @@ inline bool from_attributes(const Torch& torch, PyObject* source, Tensor& t) {
   return true;
 }
 
-// False, and no Python error left behind, for what no kernel can read.
+// False, without a pending Python error, if no kernel can read it.
 inline bool read(PyObject* source, Tensor& t) {
   const Torch& torch = Torch::get();
   if (!PyObject_TypeCheck(source, torch.tensor)) return false;
@@ -118,7 +118,7 @@ inline bool read(PyObject* source, Tensor& t) {
 template <>
 struct pybind11::detail::type_caster<hfnn::Tensor> {
   PYBIND11_TYPE_CASTER(hfnn::Tensor, const_name("torch.Tensor | None"));
-  // Throws where a caster returns false: pybind11's message would print every argument, and torch's printing of a
+  // Throws where a caster usually returns false: pybind11's message would print every argument, and printing a torch
   // tensor whose memory was freed is a segmentation fault.
   bool load(handle source, bool) {
     if (source.is_none() || hfnn::detail::read(source.ptr(), value)) return true;

@@ -1,4 +1,4 @@
-// Checks that print what they compared. A failed one becomes Python's ValueError.
+// Checks whose messages show the compared values. A failed check becomes Python's ValueError.
 #pragma once
 #include <sstream>
 #include <stdexcept>

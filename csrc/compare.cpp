@@ -1,4 +1,4 @@
-// Two-bit comparisons on the CPU. A run's codes pass through bytes.
+// Two-bit comparisons on the CPU. The codes of a run are bytes in a buffer before they are packed.
 #include "compare.h"
 
 #include "bits_cpu.h"
@@ -11,7 +11,7 @@ struct Call {
 };
 struct Slope {
   Tensor dy, codes, dx;
-  double factor[4];  // finite, or NaN for none
+  double factor[4];  // finite, or NaN: dx is 0
 };
 
 enum Kind { kAbs, kMaximum, kMinimum, kCodes };
@@ -20,7 +20,7 @@ enum Kind { kAbs, kMaximum, kMinimum, kCodes };
 template <Kind kKind, class T>
 HFNN_INLINE T choose(T a, T b) {
   if constexpr (kKind == kAbs) return std::fabs(a);
-  if constexpr (kKind == kMaximum) return a >= b ? a : b > a ? b : a + b;  // a NaN, where neither holds
+  if constexpr (kKind == kMaximum) return a >= b ? a : b > a ? b : a + b;  // NaN if neither comparison holds
   return a <= b ? a : b < a ? b : a + b;
 }
 

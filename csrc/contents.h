@@ -1,5 +1,5 @@
-// Whether dicts and lists still hold the objects that they held: what hfnn/capture/watch.py asks before each replay, of
-// thousands of them in one call. It keeps no references: who asks keeps the objects alive.
+// Checks whether dicts and lists still hold the same objects. hfnn/capture/watch.py checks thousands of them in one
+// call before each replay. Contents holds no references: the caller keeps the objects alive.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -17,14 +17,14 @@ class Contents {
     }
   }
 
-  // The number of the first part from `begin` on that holds other objects than it did, or -1.
+  // The index of the first part, from `begin` on, whose contents changed, or -1.
   Py_ssize_t changed(Py_ssize_t begin) const {
     for (size_t i = begin; i < parts_.size(); ++i)
       if (!same(parts_[i])) return Py_ssize_t(i);
     return -1;
   }
 
-  // From now on, what this part holds now is what it held.
+  // Makes the current contents of this part the expected ones.
   void look(size_t i) { parts_.at(i).values = values(parts_.at(i).part); }
 
  private:
@@ -34,7 +34,7 @@ class Contents {
   };
 
   template <class F>
-  static bool each(PyObject* part, F f) {  // whether f said yes to all values, in order
+  static bool each(PyObject* part, F f) {  // whether f returned true for all values, in order
     if (PyList_Check(part)) {
       for (Py_ssize_t i = 0; i < PyList_GET_SIZE(part); ++i)
         if (!f(PyList_GET_ITEM(part, i))) return false;

@@ -1,10 +1,11 @@
-// What the CPU kernels share: storage dtypes, one compilation per instruction set, reductions, threads, checks.
+// Shared by the CPU kernels: storage dtypes, one compilation per instruction set, reductions, threads, checks.
 //
-// A kernel is three layers, so that one source is compiled for several instruction sets:
-//   an always_inline template of the arithmetic, plain loops for the vectoriser;
-//   a plain function around it, marked HFNN_CLONES, that also chooses the dtypes (clones of templates do not exist);
-//   split(), which hands ranges of the work to threads, outside the clones: gcc outlines the body of a parallel region
-//   into a function of its own, which would be compiled for the baseline.
+// A kernel has three layers, so that one source is compiled for several instruction sets:
+//   an always_inline template with the arithmetic, as plain loops for the vectoriser;
+//   a plain function around it, marked HFNN_CLONES, which also selects the dtypes (target_clones does not work on
+//   templates);
+//   split(), which gives ranges of the work to threads. It is outside the clones, because gcc outlines the body of a
+//   parallel region into a separate function, which would be compiled for the baseline.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,10 +19,10 @@
 #include "tensor.h"
 
 #define HFNN_INLINE inline __attribute__((always_inline))
-#define HFNN_FLAT __attribute__((always_inline))  // for lambdas, which take no `inline`
+#define HFNN_FLAT __attribute__((always_inline))  // for lambdas, which do not accept `inline`
 
-// gcc's clones are chosen by an ifunc, which runs before ThreadSanitizer is ready for it. A build for one machine
-// (CMakeLists.txt) needs none.
+// gcc selects clones with an ifunc, which runs before ThreadSanitizer is initialised. A build for one machine
+// (CMakeLists.txt) needs no clones.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
     !defined(__AVX2__)
 #define HFNN_HAS_CLONES
@@ -30,7 +31,8 @@
 #define HFNN_CLONES
 #endif
 
-// Clones of templates do not exist: for a kind of a family, plain functions around its forward_runs and backward_runs.
+// target_clones does not work on templates: plain functions around forward_runs and backward_runs of one kind of a
+// family.
 #define HFNN_PASSES(kind)                                                                 \
   HFNN_CLONES static void forward_##kind(const Call& call, int64_t begin, int64_t end) {  \
     forward_runs<kind>(call, begin, end);                                                 \
@@ -48,7 +50,7 @@ struct float16 {
   uint16_t bits;
 };
 
-// What a stored T is computed in.
+// The type in which a stored T is computed.
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -67,7 +69,7 @@ HFNN_INLINE float load(float x) { return x; }
 HFNN_INLINE double load(double x) { return x; }
 HFNN_INLINE float load(bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 
-// float16 in integer arithmetic. A subnormal is an integer times 2^-24; infinity and NaN take the exponent 255.
+// float16 in integer arithmetic. A subnormal is an integer times 2^-24. Infinity and NaN get the exponent 255.
 HFNN_INLINE float load(float16 x) {
   const uint32_t magnitude = x.bits & 0x7fff, sign = uint32_t(x.bits & 0x8000) << 16;
   const uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? (255u - 31u) << 23 : (127u - 15u) << 23);
@@ -75,14 +77,14 @@ HFNN_INLINE float load(float16 x) {
   return float_of((magnitude < 0x0400 ? subnormal : normal) | sign);
 }
 
-// Stores round to nearest, ties to even; a NaN stays a NaN.
+// Stores round to nearest, ties to even. A NaN stays a NaN.
 HFNN_INLINE void store(float& y, float x) { y = x; }
 HFNN_INLINE void store(double& y, double x) { y = x; }
 HFNN_INLINE void store(bfloat16& y, float x) {
   const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   y.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
-// Below 2^-14, the smallest normal, adding 0.5 leaves the rounded multiple of 2^-24 in the low bits of the sum.
+// Below 2^-14, the smallest normal number, adding 0.5 leaves the rounded multiple of 2^-24 in the low bits of the sum.
 HFNN_INLINE void store(float16& y, float x) {
   const uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 16 & 0x8000;
   const uint32_t normal = (magnitude - ((127u - 15u) << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -95,8 +97,8 @@ HFNN_INLINE void store(float16& y, float x) {
 HFNN_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 HFNN_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
-// a * b + c for polynomials, whose bits nobody promises: fused where that is an instruction, which it is not in a
-// baseline x86-64 build without clones. (In the baseline clone it is a slow but exact call.)
+// a * b + c for polynomials, whose bits are not promised. Fused where that is an instruction: not in a baseline x86-64
+// build without clones. (In the baseline clone it is a slow but exact call.)
 HFNN_INLINE float madd(float a, float b, float c) {
 #if defined(HFNN_HAS_CLONES) || defined(__FMA__) || defined(__aarch64__)
   return fused(a, b, c);
@@ -105,8 +107,8 @@ HFNN_INLINE float madd(float a, float b, float c) {
 #endif
 }
 
-// Adds up, over i < n, what add(i, lane...) adds to K lanes, in an order that only n decides: the same bits on every
-// instruction set. There are as many lanes as hide the latency of an addition and fit into AVX2's registers.
+// Sums over i < n what add(i, lane...) adds to K sets of lanes. Only n decides the order, so the bits are the same on
+// every instruction set. There are enough lanes to hide the latency of an addition, and they fit into AVX2's registers.
 template <class T, int K>
 struct Sums {
   static constexpr int kLanes = 64 / K;
@@ -145,13 +147,13 @@ HFNN_INLINE T sum(int64_t n, Term term) {
   return sums.total(0);
 }
 
-// float16.cpp: n elements of a 16-bit dtype at once; float16 in the instructions of F16C where there are any, which the
-// vectoriser does not find.
+// In float16.cpp: convert n elements of a 16-bit dtype. float16 uses F16C where available; the vectoriser does not emit
+// it.
 void widen(Dtype dtype, const void* x, float* y, int64_t n);
 void narrow(Dtype dtype, const float* x, void* y, int64_t n);
 
-// A tensor's elements, run by run, for a kernel that reads and writes a T: float32 stands for 16 bits too, which pass
-// through a buffer of the `longest` run.
+// A tensor's elements, run by run, for a kernel that reads and writes T. With T = float, 16-bit elements are converted
+// in a buffer, which has room for the `longest` run.
 template <class T>
 class Runs {
  public:
@@ -178,7 +180,7 @@ class Runs {
   std::unique_ptr<T[]> buffer_;
 };
 
-// f(T{}) with the T that Runs need for a dtype.
+// f(T{}) with the T that Runs uses for a dtype.
 template <class F>
 HFNN_INLINE void with_runs(Dtype dtype, F f) {
   if (dtype == Dtype::float32 || dtype == Dtype::float16) f(float{});
@@ -186,7 +188,7 @@ HFNN_INLINE void with_runs(Dtype dtype, F f) {
   if (dtype == Dtype::float64) f(double{});
 }
 
-// f(X{}, Y{}) for the pairs that expect_pair() lets through.
+// f(X{}, Y{}) for the pairs that expect_pair() accepts.
 template <class F>
 HFNN_INLINE void with_runs(Dtype x, Dtype y, F f) {
   if (x == y) return with_runs(x, [=](auto t) HFNN_FLAT { f(t, t); });
@@ -195,7 +197,7 @@ HFNN_INLINE void with_runs(Dtype x, Dtype y, F f) {
   f(float{}, float{});
 }
 
-// f(T{}) with the T that a dtype stores.
+// f(T{}) with the storage type of a dtype.
 template <class F>
 HFNN_INLINE void with_dtype(Dtype dtype, F f) {
   if (dtype == Dtype::float16)
@@ -214,8 +216,8 @@ HFNN_INLINE void with_wide(Dtype dtype, F f) {
     f(float{});
 }
 
-// body(begin, end) over [0, count), on `threads` threads unless there is too little to do: waking them costs about
-// what 32768 elements do.
+// body(begin, end) over [0, count), on `threads` threads unless there is too little work: waking them costs about as
+// much as 32768 elements.
 template <class Body>
 void split(int64_t count, int64_t elements, int64_t threads, Body body) {
   const int64_t parts = elements < 32768 ? 1 : std::min(threads, count);
@@ -229,7 +231,7 @@ void split(int64_t count, int64_t elements, int64_t threads, Body body) {
   body(0, count);
 }
 
-// Elementwise kernels work in runs of kRun elements: short enough for the first-level cache.
+// Elementwise kernels work in runs of kRun elements, short enough for the L1 cache.
 constexpr int64_t kRun = 1024;
 HFNN_INLINE int64_t count_runs(int64_t elements) { return (elements + kRun - 1) / kRun; }
 template <class Body>
@@ -242,15 +244,15 @@ HFNN_INLINE void for_runs(int64_t elements, int64_t begin, int64_t end, Body bod
   for (int64_t run = begin; run < end; ++run) body(run * kRun, std::min(kRun, elements - run * kRun));
 }
 
-// `offset` + a vector of n weights, in the dtype of the arithmetic: the templates then depend on x and y only. Borrows
-// what has that dtype already. An absent vector is n times `absent`.
+// `offset` + a vector of n weights, in the dtype of the arithmetic, so that templates depend only on x and y. Borrows a
+// vector that already has this form. An absent vector is n times `absent`.
 class Vector {
  public:
   Vector(const Tensor& t, Dtype dtype, int64_t n, double absent, double offset = 0) : data_(t.data) {
     if (t.dtype == dtype && offset == 0) return;
     owned_.reset(new char[n * sizeof(double)]);
     data_ = owned_.get();
-    const double add = offset == 0 ? -0.0 : offset;  // which leaves every weight as it is, -0.0 too
+    const double add = offset == 0 ? -0.0 : offset;  // adding -0.0 leaves every weight unchanged, -0.0 too
     with_wide(dtype, [&](auto wide) { fill(static_cast<decltype(wide)*>(data_), t, n, absent, add); });
   }
   template <class T>
@@ -285,7 +287,7 @@ inline void expect_dtype(const char* tensor, const Tensor& t, Dtype dtype) {
   if (t.dtype != dtype) refuse(tensor, std::string("be ") + name(dtype), name(t.dtype));
 }
 
-// A contiguous tensor of this shape on the CPU.
+// Checks for a contiguous tensor of this shape on the CPU.
 inline void expect_shape(const char* tensor, const Tensor& t, const int64_t* shape, int dims) {
   if (!t) refuse(tensor, "be a tensor", "None");
   if (t.dims != dims || !std::equal(shape, shape + dims, t.shape))
@@ -306,7 +308,7 @@ inline void expect_floating(const char* tensor, Dtype dtype) {
     refuse(tensor, "be float32, bfloat16, float16 or float64", name(dtype));
 }
 
-// The storage dtypes of an input and an output: the same, or float32 and a 16-bit one.
+// Checks the storage dtypes of an input and an output: equal, or float32 and a 16-bit dtype.
 inline void expect_pair(const char* in, Dtype x, const char* out, Dtype y) {
   expect_floating(in, x);
   expect_floating(out, y);

@@ -1,4 +1,4 @@
-// Cross-entropy on the CPU: a row is read from memory once for its loss, and from the cache for its gradient.
+// Cross-entropy on the CPU. A row is read from memory once for its loss, and from the cache for its gradient.
 #include "cross_entropy.h"
 
 #include "logits_cpu.h"
@@ -6,7 +6,7 @@
 namespace hfnn {
 
 namespace {
-// A call: losses are computed where `loss` is there, gradients where `dx` is.
+// A call. Losses are computed if `loss` is given, gradients if `dx` is.
 struct Call {
   Tensor x, target, weight, loss, share, lse, slope, factor, dx;
   int64_t ignore_index;
@@ -20,13 +20,13 @@ struct Call {
 
 enum Target { kClass, kSmoothedClass, kProbabilities };
 
-// b_c = w_c (keep q_c + spread), where q is a row of probabilities; of classes b_c = unit * even(c), but for the class
-// itself, which has keep w_t more.
+// For a row q of probabilities: b_c = w_c (keep q_c + spread). For classes: b_c = unit * even(c), plus keep w_t for the
+// class itself.
 template <Target kTarget, class W>
 struct Coefficients {
   const W* weight;
   double keep, unit;
-  W near, spread;  // keep and smoothing / C for probabilities
+  W near, spread;  // for probabilities: keep and smoothing / C
 
   Coefficients(const W* weight, double smoothing, int64_t cols)
       : weight(weight),
@@ -52,7 +52,7 @@ struct Row {
 };
 }  // namespace
 
-// t is the row's class, or -1 where it has probabilities.
+// t is the row's class, or -1 for probabilities.
 template <Target kTarget, class X, class Q, class W>
 HFNN_INLINE Row<W> reduce(Runs<X>& xs, Runs<Q>& qs, int64_t first, int64_t cols, int64_t t, const Squash<W>& squash,
                           const Coefficients<kTarget, W> b) {
@@ -85,7 +85,8 @@ HFNN_INLINE Row<W> reduce(Runs<X>& xs, Runs<Q>& qs, int64_t first, int64_t cols,
   return row;
 }
 
-// dx_c = (a exp(z_c - base) - g b_c) dz_c/dx_c. The class's own is made in float64: there the difference cancels.
+// dx_c = (a exp(z_c - base) - g b_c) dz_c/dx_c. That of the class is computed in float64, because the difference
+// cancels.
 template <bool kCapped, Target kTarget, class X, class Q, class W>
 HFNN_INLINE void gradient(Runs<X>& xs, Runs<Q>& qs, Runs<X>& dxs, int64_t first, int64_t cols, int64_t t,
                           const Squash<W> squash, const Coefficients<kTarget, W> b, W base, double a, double g) {
@@ -116,7 +117,7 @@ HFNN_INLINE void put(const Tensor& t, int64_t row, double value) {
   if (t) t.as<W>()[row] = W(value);
 }
 
-// Rows [begin, end): the losses, the gradients, or both.
+// Rows [begin, end): losses, gradients, or both.
 template <Target kTarget, class X, class Q>
 HFNN_INLINE void rows(const Call& c, const Vector& weight, int64_t begin, int64_t end) {
   using W = Wide<X>;
@@ -128,7 +129,7 @@ HFNN_INLINE void rows(const Call& c, const Vector& weight, int64_t begin, int64_
   for (int64_t r = begin; r < end; ++r) {
     const int64_t t = kTarget == kProbabilities ? -1 : c.target.as<int64_t>()[r];
     const bool ignored = kTarget != kProbabilities && t == c.ignore_index;
-    // p = exp(z - base) / total: of the maximum and the sum, or of lse and what rounding it to W leaves out.
+    // p = exp(z - base) / total: from the maximum and the sum, or from lse and its rounding error in W.
     double lse = 0, slope = 0, base = 0, total = 1;
     if (c.loss) {
       double loss = 0;
@@ -206,7 +207,7 @@ static void check(const Call& c) {
 static void run(const Call& c, int64_t threads) {
   check(c);
   if (c.x.numel() == 0) return;
-  // Without smoothing, `weight` is read at the class alone.
+  // Without smoothing, only the class's entry of `weight` is read.
   const Vector weight(c.weight, wide(c.x.dtype), c.weight || c.all_weights() ? c.cols() : 0, 1);
   const auto rows = !c.classes() ? probability_rows : c.smoothing != 0 ? smoothed_rows : class_rows;
   split(c.rows(), c.x.numel(), threads, [&](int64_t begin, int64_t end) { rows(c, weight, begin, end); });

@@ -1,10 +1,10 @@
-// Cross-entropy against classes on CUDA; cross_entropy.h has the definition.
+// Cross-entropy against classes on CUDA. cross_entropy.h has the definition.
 //
-// forward: a block a row, one read. backward: elementwise, many short blocks. fused: the row stays in the shared memory
-// of a block, or of a cluster of up to eight, between its totals and its gradient: one read, one write. Rows that do
-// not fit there or are not made of whole vectors are read twice by one block.
+// forward: one block per row, one read. backward: elementwise, many short blocks. fused: the row stays in the shared
+// memory of a block, or of a cluster of up to eight, between totals and gradient: one read, one write. Rows that do not
+// fit there or do not consist of whole vectors are read twice by one block.
 //
-// Units: a vector is N elements of a row, 16 bytes where rows allow it, else one element.
+// Units: a vector is N elements of a row, 16 bytes if rows allow it, else one element.
 #include "cross_entropy.h"
 #include "cross_entropy_row.cuh"
 
@@ -13,7 +13,7 @@ namespace {
 
 using Args = CrossEntropyArgs;
 
-// Vectors that a thread loads at a time; threads of a row's block at most.
+// Vectors that a thread loads at a time; maximum threads per block of a row.
 template <int N, bool kOptions>
 constexpr int kRowUnits = N == 1 && !kOptions ? 8 : 4;
 constexpr int kRowThreads = 256, kBackThreads = 256;
@@ -21,21 +21,21 @@ constexpr int kRowThreads = 256, kBackThreads = 256;
 template <class T>
 constexpr bool kFast = sizeof(T) == 2;
 
-// An ignored row of a gradient, or a slice of it.
+// Zeros for an ignored row of a gradient, or a slice of it.
 template <class T, int N>
 __device__ void fill_zeros(T* dx, int first, int step, int end) {
   const float zeros[N] = {};
   for (int unit = first; unit < end; unit += step) store<N>(dx + int64_t(unit) * N, zeros);
 }
 
-// The logit that smoothing measures from: finite, or a masked target would make every distance infinite.
+// The origin for smoothing. Must be finite: a masked target would make every distance infinite.
 template <bool kCap>
 __device__ float origin_of(const Logit<kCap>& logit, float x_target) {
   const float z = logit.minus(x_target, 0);
   return isfinite(z) ? z : 0;
 }
 
-// Forward, and with kGradient fused in two reads. x is read plainly there: dx may be its memory.
+// Forward; with kGradient, fused in two reads. Then x is not loaded as constant memory, because dx may be x.
 template <class T, int N, bool kSmooth, bool kCap, bool kGradient>
 __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap || kGradient || N == 1 ? 4 : 6)
     cross_entropy_row_kernel(const __grid_constant__ Args args) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap || kGradient || N
   }
 }
 
-// A block has a piece of a row, or of blockDim.y short rows each a warp.
+// A block has a piece of one row, or of blockDim.y short rows with a warp each.
 template <class T, int N, bool kSmooth, bool kCap>
 __global__ void __launch_bounds__(kBackThreads, kSmooth || kCap || N == 1 ? 4 : 5)
     cross_entropy_backward_kernel(const __grid_constant__ Args args) {
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kBackThreads, kSmooth || kCap || N == 1 ? 4 : 
   }
 }
 
-// The stages in which a row comes in, and the vectors of a thread that are worked on at a time.
+// The number of stages in which a row is loaded, and the vectors that a thread processes at a time.
 constexpr int kStages = 4, kHeldUnits = 2;
 
 __device__ inline void wait_for_stage(int stage) {
@@ -141,8 +141,8 @@ __device__ inline void wait_for_stage(int stage) {
 // Bytes for the totals of all warps of a cluster.
 constexpr int kHeldScratch = kMaxCluster * (kRowThreads / 32) * sizeof(RowTotals<true, true>);
 
-// Fused in one read: a cluster of blocks holds a row in shared memory, a slice each. A thread copies its own vectors,
-// and nobody else reads them: they need no barrier.
+// Fused in one read. A cluster of blocks holds a row in shared memory, one slice per block. Each thread copies its own
+// vectors, and no other thread reads them, so they need no barrier.
 template <class T, bool kSmooth, bool kCap>
 __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap ? 2 : 3)
     cross_entropy_held_kernel(const __grid_constant__ Args args) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap ? 2 : 3)
   T* dx = static_cast<T*>(args.dx) + row * args.cols;
   const bool leads = rank == 0 && thread == 0;
   const int64_t target = args.target[row];
-  // All blocks of the cluster take this way together.
+  // All blocks of the cluster take this branch together.
   if (!row_counts(args, row, target)) {
     if (leads) RowResult().write(args, row);
     fill_zeros<T, N>(dx, begin + thread, threads, end);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap ? 2 : 3)
   const Logit<kCap> logit(args);
   const float x_target = to_float(x[target]), weight = args.weight[target];
   const float origin = kSmooth ? origin_of(logit, x_target) : 0;
-  // A block that has not begun has no shared memory to write to.
+  // Shared memory of a block must not be written to before the block has started.
   __syncwarp();
   if (ranks > 1) cluster_sync();
 
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kRowThreads, kSmooth || kCap ? 2 : 3)
   }
 }
 
-// Blocks of a cluster, threads of each and bytes of shared memory for a row of `vectors`; no blocks where it does not
-// fit. Three blocks on a multiprocessor, so that some load while others work, unless the row asks for more.
+// The blocks of a cluster, the threads of each, and bytes of shared memory for a row of `vectors`; 0 blocks if it does
+// not fit. Three blocks per multiprocessor, so that some load while others compute, unless the row needs more memory.
 struct HeldPlan {
   unsigned cluster = 0, threads = 0;
   size_t shared = 0;
@@ -224,7 +224,7 @@ struct HeldPlan {
     const auto bytes = [&](unsigned blocks) { return kHeldScratch + 16 * size_t(ceil_div(vectors, blocks)); };
     const unsigned most = device.major >= 9 ? kMaxCluster : 1;
     unsigned blocks = 1;
-    // The device keeps 1 KiB of each block for itself.
+    // The device reserves 1 KiB per block.
     while (blocks < most && bytes(blocks) > size_t(device.shared_per_multiprocessor / 3 - 1024)) blocks *= 2;
     if (bytes(blocks) > size_t(device.shared_per_block)) return;
     cluster = blocks;
@@ -233,7 +233,7 @@ struct HeldPlan {
   }
 };
 
-// f(kSmooth, kCap) as the call has them; both or neither for kernels of single elements.
+// f(kSmooth, kCap) for the options of the call. Kernels for single elements have both or neither.
 template <int N, class F>
 void with_options(const Args& args, F&& f) {
   constexpr std::true_type yes;
@@ -269,7 +269,7 @@ void launch_backward(Args args, int device, int64_t queue) {
 template <class T, int N>
 void launch_fused(const Args& args, int device, int64_t queue) {
   if constexpr (N > 1) {
-    // Rows of a warp are read again before they leave the caches.
+    // Rows of one warp are still in the cache when they are read again.
     const HeldPlan plan(device_of(device), args.cols / N);
     if (plan.cluster > 0 && args.cols / N > 32 * kRowUnits<N, false>)
       return with_options<N>(args, [&](auto smooth, auto cap) {
@@ -280,7 +280,7 @@ void launch_fused(const Args& args, int device, int64_t queue) {
   launch_rows<T, N, true>(args, device, queue);
 }
 
-// f(T{}, N) with the dtype of x and the width of what is loaded at a time.
+// f(T{}, N) with the dtype of x and the number of elements per load.
 template <class F>
 void with_width(const Args& args, const Tensor& x, F&& f) {
   with_floating("x", x.dtype, [&](auto type) {
@@ -298,7 +298,7 @@ void expect_statistic(const char* what, const Tensor& t, const Tensor& x) {
   expect_dtype(what, t, Dtype::float32);
 }
 
-// What all three calls share.
+// Common to all three calls.
 Args make_args(const Tensor& x, const Tensor& target, const Tensor& weight, int64_t ignore_index, double smoothing,
                double z_loss, double logit_scale, double softcap) {
   expect_rows("x", x);

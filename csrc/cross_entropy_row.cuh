@@ -1,8 +1,8 @@
-// What the kernels of cross_entropy.cu share: a call, the logit of an element, the totals of a row and what follows
-// from them, the gradient of an element.
+// Shared by the kernels of cross_entropy.cu: a call, the logit of an element, the totals of a row and what follows from
+// them, the gradient of an element.
 //
-// kSmooth and kCap leave label smoothing and the soft cap out of the code where a call has none. A kernel with them
-// also looks at the call: those of single elements have both or neither.
+// kSmooth and kCap remove the code for label smoothing and the soft cap if a call has none. Kernels with that code
+// still check the call: those for single elements are compiled with both or neither.
 #pragma once
 #include <cstdio>
 
@@ -14,14 +14,14 @@ struct CrossEntropyArgs {
   const void* x;
   void* dx;
   const int64_t* target;
-  Parameter weight;  // of a class; all 1 where it is absent
+  Parameter weight;  // per class; all 1 if absent
   float *loss, *share, *slope;
   double* lse;
   const float* factor;
   int64_t rows, cols, ignore, factor_step;  // factor_step: 1, or 0 for one factor for all rows
   float keep, smooth, z_loss;               // 1 - smoothing, smoothing / cols
   float scale, cap, inner;                  // cap: 0 for none; inner = scale / cap
-  int chunks;                               // of a row in backward
+  int chunks;                               // per row, in backward
 };
 
 static __device__ __noinline__ void refuse_class(int64_t row, int64_t target, int64_t classes) {
@@ -30,7 +30,7 @@ static __device__ __noinline__ void refuse_class(int64_t row, int64_t target, in
   __trap();
 }
 
-// Whether a row counts. A class out of bounds ends the kernel, and is not used as an index before that happens.
+// Whether a row counts. A class out of bounds stops the kernel before it is used as an index.
 __device__ inline bool row_counts(const CrossEntropyArgs& args, int64_t row, int64_t target) {
   if (target == args.ignore) return false;
   if (target >= 0 && target < args.cols) return true;
@@ -42,7 +42,7 @@ __device__ inline bool row_counts(const CrossEntropyArgs& args, int64_t row, int
 template <bool kCap>
 struct Logit {
   float scale, cap, inner;
-  unsigned negate;  // of largest(): a negative scale makes the smallest x the largest z
+  unsigned negate;  // for largest(): with a negative scale, the smallest x gives the largest z
 
   __device__ explicit Logit(const CrossEntropyArgs& args)
       : scale(args.scale), cap(args.cap), inner(args.inner), negate(args.scale < 0 ? 0x80008000u : 0) {}
@@ -51,20 +51,20 @@ struct Logit {
   __device__ float minus(float x, float about) const {
     return capped() ? fmaf(cap, tanhf(x * inner), -about) : fmaf(x, scale, -about);
   }
-  // The same, and dz/dx over s.
+  // The same. Also returns dz/dx divided by s.
   __device__ float minus(float x, float about, float& slope) const {
     if (!capped()) return slope = 1, fmaf(x, scale, -about);
     const float t = tanhf(x * inner);
     slope = fmaf(-t, t, 1.0f);
     return fmaf(cap, t, -about);
   }
-  // The largest z, from the largest x that largest() has found.
+  // The largest z, from the result of largest().
   __device__ float of_largest(float top) const {
     return capped() ? cap * tanhf(top * fabsf(inner)) : top * fabsf(scale);
   }
 };
 
-// The N class weights from a column on.
+// N class weights from a column on.
 template <int N>
 __device__ inline void class_weights(const Parameter& weight, int64_t column, float (&w)[N]) {
   if (!weight.data) {
@@ -78,8 +78,8 @@ __device__ inline void class_weights(const Parameter& weight, int64_t column, fl
   }
 }
 
-// Of some elements of a row: the peak of z, and with smoothing sum(w (z - origin)) and sum(w). The origin is the
-// target's logit, so that nothing cancels between that sum and lse.
+// For some elements of a row: the peak of z and, with smoothing, sum(w (z - origin)) and sum(w). The origin is the
+// target's logit, so the sum and lse do not cancel.
 template <bool kFast, bool kSmooth>
 struct RowTotals {
   Peak<kFast> peak;
@@ -94,7 +94,7 @@ struct RowTotals {
     return {peak.over_lanes(), {}};
   }
 
-  // Vectors `first`, `first` + step, .. of the row, as far as they are below `end`.
+  // Vectors `first`, `first` + step, .. of the row below `end`.
   template <class T, int N, int kUnits, bool kCap>
   __device__ void add(const CrossEntropyArgs& args, const Logit<kCap>& logit, const Vec<T, N> (&held)[kUnits],
                       int first, int step, int end, float origin) {
@@ -128,8 +128,7 @@ struct RowTotals {
   }
 };
 
-// What a row counts, and what forward says of it; loss = slope * nll - smooth * sum(w (z - z_t)) + z_loss * lse^2,
-// where nll = lse - z_t.
+// Forward's results for a row. loss = slope * nll - smooth * sum(w (z - z_t)) + z_loss * lse^2, where nll = lse - z_t.
 struct RowResult {
   float loss, share, lse, slope, max, sum;
 
@@ -158,13 +157,13 @@ struct RowResult {
   }
 };
 
-// The gradient of a row: (peak exp(z - about) - smooth w_c - hit [c = target]) dz/dx over s.
+// The gradient of a row: (peak exp(z - about) - smooth w_c - hit [c = target]) dz/dx, without the factor s of dz/dx.
 template <bool kFast, bool kSmooth, bool kCap>
 struct RowGradient {
   float about, peak, hit, smooth;
   int target;
 
-  // `sum` is that of exp(z - about) over the row.
+  // `sum`: that of exp(z - about) over the row.
   __device__ RowGradient(const CrossEntropyArgs& args, int64_t row, int64_t target, float weight, float slope,
                          float lse, float about, float sum)
       : about(about), target(target) {
@@ -188,7 +187,7 @@ struct RowGradient {
       if (kSmooth && smooth != 0) at[i] = fmaf(-smooth, w[i], at[i]);
       if constexpr (kCap) at[i] = (here == i ? at[i] - hit : at[i]) * slope;
     }
-    // One vector of the row has the target: the others pay one comparison.
+    // Only one vector of the row contains the target. The others cost one comparison.
     if constexpr (!kCap)
       if (unsigned(here) < unsigned(N))
 #pragma unroll

@@ -1,6 +1,6 @@
-// What the CUDA kernels share: errors, the device of a call, dtypes, 16-byte vectors, launching.
+// Shared by the CUDA kernels: errors, the device of a call, dtypes, 16-byte vectors, launches.
 //
-// A launch allocates nothing and waits for nothing, so that every kernel can be captured into a CUDA graph.
+// A launch allocates nothing and does not synchronise, so every kernel can be captured into a CUDA graph.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -24,11 +24,11 @@ namespace hfnn {
 
 inline void cuda_check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next call, which may be torch's, would report it once more
+  cudaGetLastError();  // else the next call, maybe torch's, would report it again
   throw std::runtime_error(std::string(call) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
 }
 
-// What a launch has to know of a device, read once.
+// Device properties that a launch needs, read once.
 struct Device {
   int multiprocessors, major, shared_per_multiprocessor, shared_per_block;
 };
@@ -52,7 +52,7 @@ inline const Device& device_of(int ordinal) {
   return devices.at(ordinal);
 }
 
-// Makes a device current, and the one before current again at the end of the scope.
+// Makes a device current, and restores the previous one at the end of the scope.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int ordinal) : ordinal_(ordinal) {
@@ -75,10 +75,10 @@ struct Launch {
   dim3 grid, block;
   size_t shared = 0;     // bytes of dynamic shared memory
   unsigned cluster = 1;  // blocks per cluster
-  bool early = false;    // may start before the kernel in front of it has ended, and waits for it by itself
+  bool early = false;    // may start before the preceding kernel ends, and waits for it itself
 };
 
-// More than 48 KiB of shared memory are allowed to a kernel once per device.
+// Enables more than 48 KiB of shared memory for a kernel, once per device.
 template <auto kKernel>
 void allow_shared(const Launch& how) {
   static std::atomic<uint64_t> allowed{0};
@@ -91,7 +91,7 @@ void allow_shared(const Launch& how) {
   allowed |= bit;
 }
 
-// `attributes` has room for two, and lives as long as what comes back.
+// `attributes` has room for two, and must outlive the result.
 inline cudaLaunchConfig_t configure(const Launch& how, cudaLaunchAttribute* attributes) {
   cudaLaunchConfig_t config = {};
   config.gridDim = how.grid;
@@ -110,7 +110,7 @@ inline cudaLaunchConfig_t configure(const Launch& how, cudaLaunchAttribute* attr
   return config;
 }
 
-// One kernel that takes one struct.
+// Launches a kernel that takes one struct.
 template <auto kKernel, class Args>
 void launch(const Launch& how, const Args& args) {
   allow_shared<kKernel>(how);
@@ -119,8 +119,8 @@ void launch(const Launch& how, const Args& args) {
   HFNN_CUDA_CHECK(cudaLaunchKernelEx(&config, kKernel, args));
 }
 
-// Clusters that the device can have at work at a time. Fewer than its multiprocessors would hold: a cluster lies within
-// one group of multiprocessors, and the groups differ in size.
+// The maximum number of resident clusters. Fewer than the multiprocessors could hold: a cluster must lie within one
+// GPC, and GPCs differ in size.
 template <auto kKernel>
 int resident_clusters(const Launch& how) {
   static std::mutex mutex;
@@ -137,7 +137,7 @@ int resident_clusters(const Launch& how) {
   return at->second;
 }
 
-// f(T{}) with the C++ type of a dtype; `what` names the tensor in the error.
+// f(T{}) with the C++ type of a dtype. `what` names the tensor in the error.
 template <class F>
 void with_floating(const char* what, Dtype dtype, F&& f) {
   switch (dtype) {
@@ -167,7 +167,7 @@ inline bool aligned(std::initializer_list<const void*> pointers) {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Elements of T in the 16 bytes that a thread loads or stores at once.
+// Elements of T in the 16 bytes of one load or store.
 template <class T>
 constexpr int kWidth = 16 / sizeof(T);
 
@@ -196,7 +196,7 @@ __device__ inline void to_float(const Vec<T, N>& vec, float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = to_float(vec.at[i]);
 }
-// A bfloat16 is the upper half of a float32: one instruction each, where the compiler would need three for two.
+// A bfloat16 is the upper half of a float32: one instruction each. The compiler would need three for two.
 template <int N>
 __device__ inline void to_float(const Vec<__nv_bfloat16, N>& vec, float (&x)[N]) {
   if constexpr (N == 1) {
@@ -216,8 +216,8 @@ __device__ inline void load(const T* from, float (&x)[N]) {
   to_float(*reinterpret_cast<const Vec<T, N>*>(from), x);
 }
 
-// N elements that no kernel writes while this one runs. Not by __ldg: the compiler takes those for safe anywhere, and
-// moves them out of the branch that knows whether there is memory behind the pointer.
+// N elements that no kernel writes during this one. Not __ldg: the compiler assumes that such loads are always safe,
+// and hoists them out of the branch that checks for a null pointer.
 template <int N, class T>
 __device__ inline Vec<T, N> load_constant(const T* from) {
   if constexpr (N == 1) {

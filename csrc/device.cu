@@ -1,17 +1,17 @@
-// Whether the CUDA kernels can run here at all.
+// Whether the CUDA kernels can run on this machine.
 #include <cuda_runtime.h>
 
 #include <string>
 
 namespace hfnn {
 
-const char* cuda_refusal();  // nullptr, or a sentence that says why not
+const char* cuda_refusal();  // nullptr, or the reason
 
 namespace {
 
 std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
 
-// A driver runs every runtime of its own major version, and older ones.
+// A driver supports every runtime of its own major version, and older ones.
 std::string refusal() {
   constexpr int kNeeded = CUDART_VERSION / 1000 * 1000;
   int driver = 0;
@@ -21,7 +21,7 @@ std::string refusal() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {
-    cudaGetLastError();  // not torch's to find
+    cudaGetLastError();  // so that torch does not see this error
     return std::string("CUDA reports: ") + cudaGetErrorString(error);
   }
   if (count == 0) return "there is no CUDA device";

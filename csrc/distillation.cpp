@@ -1,5 +1,5 @@
-// Divergences between the softmax of two rows of logits, on the CPU: both rows are read from memory once, and from the
-// cache for the loss and for the gradient.
+// Divergences between the softmaxes of two rows of logits, on the CPU. Both rows are read once from memory, and again
+// from the cache for loss and gradient.
 #include "distillation.h"
 
 #include "logits_cpu.h"
@@ -38,14 +38,14 @@ struct Pair {
   }
 };
 
-// A term of the sum, where 0 * log(0) is 0.
+// A term of the sum; 0 * log(0) is 0.
 template <class W>
 HFNN_INLINE W times(W p, W log) {
   return p == 0 ? 0 : p * log;
 }
 
-// log(p / m) and log(q / m) where m = beta q + (1 - beta) p, from d = log(p / q). The larger of p and q is taken out of
-// m: with e = exp(-|d|), m is beta + (1 - beta) e times q, or beta e + (1 - beta) times p.
+// log(p / m) and log(q / m) with m = beta q + (1 - beta) p, from d = log(p / q). The larger of p and q is factored out
+// of m: with e = exp(-|d|), m is (beta + (1 - beta) e) q, or (beta e + (1 - beta)) p.
 template <class W>
 struct Mixed {
   W p, q;
@@ -69,7 +69,7 @@ HFNN_INLINE LogSumExp<W> reduce(Runs<X>& xs, int64_t first, int64_t cols, const 
   return sum;
 }
 
-// The two parts of the loss of a row: KL(q | p or m) and KL(p | q or m).
+// The two parts of a row's loss: KL(q | p or m) and KL(p | q or m).
 struct Parts {
   double q = 0, p = 0;
 };

@@ -1,14 +1,14 @@
-// Divergence of the softmax p of student logits x (R, C) from the softmax q of teacher logits (R, C), both times
-// `scale` (1 / temperature) before the softmax.
+// Divergence between the softmax p of student logits x (R, C) and the softmax q of teacher logits (R, C). Both logits
+// are first multiplied by `scale` (1 / temperature).
 //
 //   beta = 0:  KL(q | p)        dx = scale * factor * (p - q)
 //   beta = 1:  KL(p | q)        dx = scale * factor * p (log p - log q - loss)
 //   between:   m = beta q + (1 - beta) p,  beta KL(q | m) + (1 - beta) KL(p | m)
 //              dx = scale * factor * (1 - beta) p (log p - log m - KL(p | m))
 //
-// Generalised Jensen-Shannon divergence, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649
-// x, teacher and dx have one dtype; loss (R,) or None and factor (R or 1 elements) are float32 (float64 for float64 x).
-// dx, which may be x itself, or None.
+// Generalised Jensen-Shannon divergence, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649 x, teacher and dx have
+// one dtype. loss (R,) or None and factor (R or 1 elements) are float32 (float64 for float64 x). dx may be x itself, or
+// None.
 #pragma once
 #include "tensor.h"
 

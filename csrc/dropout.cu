@@ -1,4 +1,4 @@
-// Dropout on CUDA; dropout.h defines every bit of it.
+// Dropout on CUDA. dropout.h defines the bits.
 #include "dropout.h"
 #include "elementwise.cuh"
 #include "philox.h"
@@ -6,8 +6,8 @@
 namespace hfnn {
 namespace {
 
-// The keys of Philox's ten rounds. They are the same for every element, and as operands from the constant bank they
-// cost nothing; only a seed that is on the device has its keys computed there.
+// The keys of Philox's ten rounds. They are the same for every element, and free as operands from the constant bank.
+// Only if the seed is on the device are they computed there.
 constexpr int kRounds = 10;
 struct Keys {
   uint32_t low[kRounds], high[kRounds];
@@ -23,11 +23,12 @@ struct Keys {
   }
 };
 
-// A group of N elements takes N / 4 counters. kAdd: the second tensor is the residual that what is kept is added to.
+// A group of N elements takes N / 4 counters. kAdd: the second tensor is the residual, to which kept elements are
+// added.
 template <bool kPair, bool kAdd>
 struct Drop {
-  uint32_t limit;  // threshold - 1: a word is kept when it is greater, which can drop everything too
-  bool all;        // threshold 0, which keeps everything
+  uint32_t limit;  // threshold - 1: greater words are kept, which can also drop everything
+  bool all;        // threshold 0: everything is kept
   float scale;
   Keys keys;
   uint64_t offset;

@@ -1,13 +1,13 @@
-// Dropout, elementwise over contiguous tensors; its own backward. `queue` as in layer_norm.h.
+// Dropout, elementwise over contiguous tensors. It is its own backward. `queue`: see layer_norm.h.
 //
-// Element i of the flattened tensor is kept when its random word is >= threshold, and multiplied by scale:
+// Element i of the flattened tensor is kept if its random word is >= threshold, and multiplied by scale. The word is
 //   word i % 4 of Philox4x32-10 with key (seed low, seed high) and counter (c low, c high, 0, 0x68666e6e),
 //   c = offset + i / 4 in 64 bits.
 // Integers only, so one (seed, offset) gives the same mask on the CPU, in Triton and in CUDA. The last counter word
-// keeps these numbers apart from those that torch draws with the same seed. With `pair`, an int64 tensor {seed, offset}
-// on the device, the pair is read there (CUDA graphs).
+// separates these numbers from those that torch draws with the same seed. `pair`, if given, is an int64 tensor {seed,
+// offset} on the device, and replaces seed and offset (CUDA graphs).
 //
-// x and y share a dtype; on the CPU and in Triton one may also be float32 and the other of 16 bits.
+// x and y share a dtype. On the CPU and in Triton, one may be float32 and the other a 16-bit dtype.
 #pragma once
 #include "tensor.h"
 
@@ -16,7 +16,7 @@ namespace hfnn {
 struct Dropout {
   void (*forward)(const Tensor& x, const Tensor& y, int64_t threshold, double scale, int64_t seed, int64_t offset,
                   const Tensor& pair, int64_t queue);
-  // y = residual + dropped x, rounded once. residual and y share a dtype, which is float32 where x has another.
+  // y = residual + dropped x, rounded once. residual and y share a dtype: that of x, or float32.
   void (*add)(const Tensor& x, const Tensor& residual, const Tensor& y, int64_t threshold, double scale, int64_t seed,
               int64_t offset, const Tensor& pair, int64_t queue);
 };

@@ -1,11 +1,11 @@
-// The arithmetic of dropout on the CPU, for dropout.cpp and add_norm.cpp; dropout.h defines every bit of it.
+// The arithmetic of dropout on the CPU, for dropout.cpp and add_norm.cpp. dropout.h defines the bits.
 #pragma once
 #include "cpu.h"
 #include "philox.h"
 
 namespace hfnn {
 
-// A mask, and what is kept times `scale`. Where everything is kept or nothing is, no word is drawn: all are 0 then.
+// A dropout mask and the scale. If everything is kept or everything is dropped, no words are drawn: all words are 0.
 struct Drop {
   uint32_t threshold;
   bool draws;
@@ -26,7 +26,7 @@ inline Drop drop_of(int64_t threshold, double scale, int64_t seed, int64_t offse
   return {nothing ? 1 : uint32_t(threshold), threshold > 0 && !nothing, scale, uint64_t(seed), uint64_t(offset)};
 }
 
-// y = dropped x (kAdd: residual + dropped x) for the elements [first, last); first is a multiple of 4.
+// y = dropped x (kAdd: residual + dropped x) for the elements [first, last). first is a multiple of 4.
 template <bool kAdd, class X, class Y>
 HFNN_INLINE void drop_elements(const Drop& drop, Runs<X>& xs, Runs<Y>& residuals, Runs<Y>& ys, int64_t first,
                                int64_t last) {
@@ -38,7 +38,7 @@ HFNN_INLINE void drop_elements(const Drop& drop, Runs<X>& xs, Runs<Y>& residuals
   for_runs(last - first, 0, count_runs(last - first), [&](int64_t begin, int64_t n) HFNN_FLAT {
     const int64_t i = first + begin;
     if (drop.draws) {
-      // The words of a whole run, even for a shorter one: straight loops over counters, then over elements.
+      // Words for a full run, even if the run is shorter: simple loops over counters, then over elements.
       const uint64_t counter = offset + uint64_t(i) / 4;
       for (int k = 0; k < kRun / 4; ++k) {
         const Words four = dropout_words(seed, counter + k);
@@ -63,7 +63,7 @@ HFNN_INLINE void drop_elements(const Drop& drop, Runs<X>& xs, Runs<Y>& residuals
   });
 }
 
-// x, and what it becomes: of one dtype, or 16 bits and float32.
+// Checks x and y: one dtype, or float32 and a 16-bit dtype.
 inline void drop_check(const Tensor& x, const char* y_name, const Tensor& y) {
   expect_pair("x", x.dtype, y_name, y.dtype);
   expect_shape("x", x, x.shape, x.dims);

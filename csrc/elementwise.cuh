@@ -1,7 +1,7 @@
-// y = f(x) or f(a, b) over contiguous tensors of one size: what gelu.cu and dropout.cu share. The dtypes may differ.
+// y = f(x) or f(a, b) over contiguous tensors of one size, for gelu.cu and dropout.cu. The dtypes may differ.
 //
-// A thread takes kUnroll groups of 16 bytes of the narrowest dtype, all loaded before the first is used. Blocks are
-// many and short: the device hands them out in the order of the memory and evens out their finish.
+// A thread takes kUnroll groups of 16 bytes of the narrowest dtype, and loads all of them before it uses the first.
+// Many short blocks: the device schedules them in memory order and balances the tail.
 #pragma once
 #include "cuda.cuh"
 
@@ -14,11 +14,11 @@ struct MapArgs {
   const void *a, *b;  // b is null for a function of one tensor
   void* y;
   int64_t numel;
-  bool vectors;  // all pointers at multiples of 16 bytes
+  bool vectors;  // all pointers are aligned to 16 bytes
   F f;
 };
 
-// The dtypes of a, b and y. Elements that a thread takes at once are as many as 16 bytes hold of the narrowest.
+// The dtypes of a, b and y. A group has as many elements as 16 bytes hold of the narrowest dtype.
 template <class A_, class B_ = A_, class Y_ = A_>
 struct Types {
   using A = A_;
@@ -27,7 +27,7 @@ struct Types {
   static constexpr int kGroup = std::max({kWidth<A>, kWidth<B>, kWidth<Y>});
 };
 
-// f(a, b, group) overwrites a; f.begin() comes first, once per thread.
+// f(a, b, group) overwrites a. f.begin() runs first, once per thread.
 template <class T, bool kTwo, int kUnroll, class F>
 __global__ void __launch_bounds__(kMapThreads) map_kernel(const __grid_constant__ MapArgs<F> args) {
   using A = typename T::A;
@@ -83,7 +83,7 @@ void map(const Tensor& a, const Tensor& b, const Tensor& y, int64_t queue, const
   launch<map_kernel<T, kTwo, kUnroll, F>>({y.device, queue, dim3(blocks), dim3(kMapThreads)}, args);
 }
 
-// Contiguous, on x's device and of its size, in any dtype.
+// Checks: contiguous, x's device and size, any dtype.
 inline void expect_beside(const char* what, const Tensor& t, const Tensor& x) {
   if (t.numel() != x.numel() || t.device != x.device || !t.contiguous())
     throw std::invalid_argument(std::string(what) + " must be contiguous, and on x's device with its size");

@@ -1,10 +1,10 @@
-// Exponentials, logarithms and tanh that vectorise, for float32; float64 takes the standard library's.
+// Exponentials, logarithms and tanh that vectorise, for float32. float64 uses the standard library.
 #pragma once
 #include "cpu.h"
 
 namespace hfnn {
 
-// exp(z) = 2^n * (1 + expm1(r)) to 1e-7, with |r| <= log(2) / 2; n is in the low bits.
+// exp(z) = 2^n * (1 + expm1(r)) to 1e-7, with |r| <= log(2) / 2. n is in the low bits.
 struct Exp {
   uint32_t n;
   float expm1;
@@ -18,15 +18,15 @@ HFNN_INLINE Exp split_exp(float z) {
   return {bits_of(shifted), madd(tail, r * r, r)};
 }
 
-// exp(z) for z <= 0, and for what rounding leaves a little above 0. What would be subnormal is 0.
+// exp(z) for z <= 0, and for values that rounding left slightly above 0. Subnormal results become 0.
 HFNN_INLINE float exp_negative(float z) {
   const Exp e = split_exp(z);
   return z < -87 ? 0 : (e.expm1 + 1) * float_of((e.n + 127) << 23);
 }
 HFNN_INLINE double exp_negative(double z) { return std::exp(z); }
 
-// exp(-x) for every x. Infinite where float32 overflows, as torch's is; what would be subnormal is 0. Half of 2^n is a
-// float32 for every n that is left, 2^128 is not.
+// exp(-x) for every x. Infinite where float32 overflows, as in torch; subnormal results become 0. The factor 2^n is
+// applied as 2 * 2^(n - 1), because 2^128 is not a float32.
 HFNN_INLINE float exp_minus(float x) {
   const float z = x < -89 ? 89 : -x;
   const Exp e = split_exp(z);
@@ -34,9 +34,9 @@ HFNN_INLINE float exp_minus(float x) {
 }
 HFNN_INLINE double exp_minus(double x) { return std::exp(-x); }
 
-// tanh(u) = 1 - 2 e / (1 + e) with e = exp(-2 |u|); near 0, where that cancels, a polynomial fitted to 5e-9.
+// tanh(u) = 1 - 2 e / (1 + e) with e = exp(-2 |u|). Near 0, where this cancels, a polynomial fitted to 5e-9.
 HFNN_INLINE float tanh_of(float u) {
-  const float size = std::fabs(u) > 10 ? 10 : std::fabs(u), square = size * size;  // 1 in float32 from 10 on
+  const float size = std::fabs(u) > 10 ? 10 : std::fabs(u), square = size * size;  // from 10 on, tanh is 1 in float32
   const float e = exp_negative(-2 * size);
   float p = -0.000349694252f;
   p = madd(p, square, 0.00227287109f);
@@ -49,8 +49,8 @@ HFNN_INLINE float tanh_of(float u) {
 }
 HFNN_INLINE double tanh_of(double u) { return std::tanh(u); }
 
-// log(y) for a normal, finite y > 0: k log(2) + log(1 + r) with y = 2^k (1 + r), 1 + r between sqrt(1/2) and sqrt(2),
-// and a polynomial fitted to a relative error of 6e-9.
+// log(y) for a normal, finite y > 0: k log(2) + log(1 + r), with y = 2^k (1 + r) and 1 + r between sqrt(1/2) and
+// sqrt(2). The polynomial is fitted to a relative error of 6e-9.
 HFNN_INLINE float log_positive(float y) {
   constexpr uint32_t kRootHalf = 0x3f3504f3;
   const uint32_t above = bits_of(y) - kRootHalf;
@@ -68,7 +68,7 @@ HFNN_INLINE float log_positive(float y) {
 }
 HFNN_INLINE double log_positive(double y) { return std::log(y); }
 
-// log(1 + e) for e >= 0, with what the sum 1 + e has lost.
+// log(1 + e) for e >= 0, corrected for the rounding of 1 + e.
 HFNN_INLINE float log1p_positive(float e) {
   const float y = 1 + e;
   return log_positive(y) + (e - (y - 1)) / y;

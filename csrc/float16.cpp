@@ -1,4 +1,4 @@
-// 16 bits <-> float32, many at once.
+// Conversions between 16 bits and float32, many at once.
 #include "cpu.h"
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -7,7 +7,7 @@
 namespace hfnn {
 
 #ifdef __x86_64__
-// The software conversions of cpu.h give the same bits at several times the cost.
+// The software conversions of cpu.h give the same bits but cost several times as much.
 #define HFNN_F16C __attribute__((target("avx2,f16c")))
 
 HFNN_F16C static void widen_f16c(const float16* x, float* y, int64_t n) {

@@ -1,4 +1,4 @@
-// Gated products on the CPU: one pass over gate and up, whose rows may lie apart.
+// Gated products on the CPU: one pass over gate and up, whose rows may have gaps between them.
 #include "gated.h"
 
 #include "activation_cpu.h"
@@ -8,7 +8,7 @@ namespace hfnn {
 namespace {
 enum Kind : int64_t { silu, gelu_erf, gelu_tanh, relu, sigmoid, quick_gelu, kinds };
 
-// f(x) and f'(x); what a caller does not use costs nothing.
+// f(x) and f'(x). An unused one costs nothing.
 template <class T>
 struct Curve {
   T value, slope;
@@ -17,14 +17,14 @@ struct Curve {
 struct Call {
   Tensor gate, up, y;     // forward
   Tensor dy, dgate, dup;  // backward
-  int64_t rows, cols;     // one long row where no tensor has gaps
+  int64_t rows, cols;     // one long row if no tensor has gaps
   int64_t run_count() const { return rows * count_runs(cols); }
 };
 
 using Work = void (*)(const Call&, int64_t begin, int64_t end);
 }  // namespace
 
-// x s and its derivative, s = sigmoid(factor x).
+// x s and its derivative, with s = sigmoid(factor x).
 template <class T>
 HFNN_INLINE Curve<T> swish(T x, T factor) {
   const T e = exp_minus(factor * x), s = 1 / (1 + e);
@@ -80,7 +80,7 @@ HFNN_INLINE void backward_gate(const T* dy, const T* gate, const T* up, T* dgate
 #pragma omp simd
   for (int64_t k = 0; k < n; ++k) {
     const auto slope = curve<kKind>(load(gate[k])).slope, by_up = load(dy[k]) * load(up[k]);
-    // Where relu is flat the gradient is 0, whatever dy and up are.
+    // Where relu is flat, the gradient is 0, whatever dy and up are.
     store(dgate[k], kKind == relu ? (slope == 0 ? 0 : by_up) : by_up * slope);
   }
 }
@@ -133,7 +133,7 @@ static constexpr Work kForward[kinds] = {forward_silu, forward_gelu_erf, forward
 static constexpr Work kBackward[kinds] = {backward_silu, backward_gelu_erf, backward_gelu_tanh,
                                           backward_relu, backward_sigmoid,  backward_quick_gelu};
 
-// The shape of `like`, elements of a row next to each other.
+// Checks for the shape of `like` and contiguous rows.
 static void expect_rows(const char* tensor, const Tensor& t, const Tensor& like) {
   if (!t) refuse(tensor, "be a tensor", "None");
   if (t.dims != 2 || !std::equal(t.shape, t.shape + 2, like.shape))

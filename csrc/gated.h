@@ -4,10 +4,10 @@
 //   5 quick gelu: gate / (1 + exp(-1.702 gate))
 //   dgate = dy up f'(gate),   dup = dy f(gate)
 //
-// All tensors are (rows, cols) of one dtype with rows that may be further apart than cols (a stride), so that gate and
-// up, or dgate and dup, may be the halves of one tensor; the elements of a row are next to each other. dgate or dup is
-// None where it is not wanted. The product is rounded once. Arithmetic in float32 (float64 for float64); y of the same
-// gate and up has the same bits whenever it is computed. `queue` as in layer_norm.h.
+// All tensors are (rows, cols) of one dtype. The elements of a row are contiguous; the row stride is free, so gate and
+// up, or dgate and dup, may be halves of one tensor. dgate or dup is None if not wanted. The product is rounded once.
+// Arithmetic in float32 (float64 for float64). The same gate and up always give the same bits of y. `queue`: see
+// layer_norm.h.
 #pragma once
 #include "tensor.h"
 

@@ -83,7 +83,7 @@ static void backward(const Tensor& dy, const Tensor& x, const Tensor& dx, bool t
              [&](int64_t begin, int64_t end) { (tanh ? backward_tanh : backward_erf)(call, begin, end); });
 }
 
-// All arithmetic is in float32, so that forward's y rounds to the same numbers whichever dtype it is stored in.
+// All arithmetic is in float32, so rounding forward's y gives the same numbers for every storage dtype.
 const Gelu gelu_cpu = {forward, forward, backward};
 
 }  // namespace hfnn

@@ -1,7 +1,8 @@
-// Gaussian error linear unit on CUDA; gelu.h has the definition.
+// Gaussian error linear unit on CUDA. gelu.h has the definition.
 //
-// Two bytes in and two out leave about 25 instructions an element, so 16-bit dtypes get forms of their own, from one
-// ex2 and one reciprocal, whose error is far below half an ulp of float16. float32 has twice the time: exact functions.
+// Two bytes in and two out leave time for about 25 instructions per element. So 16-bit dtypes use their own formulas
+// with one ex2 and one reciprocal, whose error is far below half an ulp of float16. float32 has twice the time, and
+// uses exact functions.
 #include "elementwise.cuh"
 #include "gelu.h"
 
@@ -25,8 +26,8 @@ constexpr float kSqrtHalf = 0.70710678118654752f, kInvSqrtTwoPi = 0.398942280401
 // Phi(x), the normal distribution, and e = exp(-x^2 / 2).
 //
 // With a = |x| and t = 1 / (1 + 0.375 a), the tail Phi(-a) is e * t (c1 + c2 t + c3 t^2 + c4 t^3 + c5 t^4), the form of
-// Abramowitz and Stegun 7.1.26. These c are the fit to the relative error, at most 2.7e-5 for a below 13, where float32
-// ends: a tenth of half an ulp of float16, in small outputs as in large ones.
+// Abramowitz and Stegun 7.1.26. The c are fitted to the relative error: at most 2.7e-5 for a below 13, where float32
+// ends. This is a tenth of half an ulp of float16, for small and large outputs.
 template <bool kFast>
 __device__ inline float normal(float x, float& e) {
   if constexpr (kFast) {
@@ -44,8 +45,8 @@ __device__ inline float normal(float x, float& e) {
   }
 }
 
-// e = exp(-2u), u = sqrt(2/pi) (x + 0.044715 x^3): tanh's part of y is (1 + tanh(u)) / 2 = 1 / (1 + e), which cancels
-// nowhere.
+// e = exp(-2u), u = sqrt(2/pi) (x + 0.044715 x^3). The tanh form uses (1 + tanh(u)) / 2 = 1 / (1 + e), which never
+// cancels.
 constexpr float kTwoU1 = 1.5957691216057308f, kTwoU3 = 0.071354816272600249f;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -96,7 +97,7 @@ struct Backward {
   }
 };
 
-// kFast: the arithmetic that is exact enough for 16 bits.
+// kFast: arithmetic that is accurate enough for 16 bits.
 template <class T, bool kFast, bool kTwo, template <bool, bool> class F>
 void run(const Tensor& a, const Tensor& b, const Tensor& y, bool tanh, int64_t queue) {
   if (tanh)
@@ -105,7 +106,7 @@ void run(const Tensor& a, const Tensor& b, const Tensor& y, bool tanh, int64_t q
     map<T, kTwo, kTwo ? 1 : 2>(a, b, y, queue, F<kFast, false>{});
 }
 
-// f(T{}) for the 16-bit dtype of x, whose y, or dy, is float32.
+// f(T{}) for the 16-bit dtype of x if y or dy is float32.
 template <class F>
 void with_narrow(const Tensor& x, const Tensor& wide, F&& f) {
   HFNN_CHECK_EQ(wide.dtype, Dtype::float32);

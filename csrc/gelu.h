@@ -1,8 +1,8 @@
-// Gaussian error linear unit, elementwise over contiguous tensors; `tanh` chooses the approximation. `queue` as in
+// Gaussian error linear unit, elementwise over contiguous tensors. `tanh` selects the approximation. `queue`: see
 // layer_norm.h.
 //
-// x and dx share a dtype, as do dy and forward's y: the same, or float32 where x is bfloat16 or float16, as authors get
-// it under autocast. `rebuild` gives that float32 y again as a cast to y's dtype leaves it, to the bit.
+// x and dx share a dtype, as do dy and forward's y: the same dtype, or float32 for bfloat16 or float16 x, as under
+// autocast. `rebuild` writes y with the bits of forward's float32 y cast to the dtype of y.
 #pragma once
 #include "tensor.h"
 

@@ -1,5 +1,5 @@
-// Group normalisation on the CPU. Where a channel's elements are side by side, so are a group's, which stay in the
-// cache from its statistics to its results. Where the channels are last, parts of a sample's rows make sums by channel.
+// Group normalisation on the CPU. If a channel's elements are contiguous, so are a group's, which stay in the cache
+// from the statistics to the results. If the channels are last, parts of a sample's rows give sums per channel.
 #include "group_norm.h"
 
 #include "batch_norm_cpu.h"
@@ -7,9 +7,9 @@
 namespace hfnn {
 
 namespace {
-// Elements that are read for their mean and again for what is around it.
+// Elements that are read for the mean and again for the squares.
 constexpr int64_t kPiece = 4096;
-// Elements of a part of a sample with the channels last, about.
+// Approximate elements of a part of a sample, with the channels last.
 constexpr int64_t kPart = 65536;
 
 // y is dy in backward.
@@ -23,14 +23,14 @@ struct Call : BatchNormCall {
   int64_t terms() const { return width() * size(); }
 };
 
-// z of one channel, and dx.
+// z and dx for elements of one channel.
 template <class W>
 struct OfChannel {
   W mean, scale, bias, shift, slope;
   HFNN_INLINE W z(W x, int64_t) const { return fused(x - mean, scale, bias); }
   HFNN_INLINE W dx(W g, W x, int64_t) const { return scale * g - fused(x - mean, slope, shift); }
 };
-// Of many: the first one is the run's first element's.
+// For elements of many channels. The first entry belongs to the run's first element.
 template <class W>
 struct OfRow {
   const W *mean, *scale, *bias, *shift, *slope;
@@ -38,8 +38,8 @@ struct OfRow {
   HFNN_INLINE W dx(W g, W x, int64_t i) const { return scale[i] * g - fused(x - mean[i], slope[i], shift[i]); }
 };
 
-// What a group's dx subtracts from scale * g: shift + (x - mean) * slope, of the sums of weight * g and of
-// weight * g * xhat.
+// What a group's dx subtracts from scale * g: shift + (x - mean) * slope, from the sums of weight * g and of weight * g
+// * xhat.
 template <class W>
 struct Centre {
   W shift, slope;
@@ -63,14 +63,15 @@ HFNN_INLINE void settle(const Call& c, int64_t group, const Moments& m) {
   c.rstd.as<W>()[group] = W(1 / std::sqrt((var < 0 ? 0 : var) + c.eps));
 }
 
-// Where a channel's elements are side by side.
+// Layout with a channel's elements contiguous.
 
 template <class T>
 HFNN_INLINE Moments group_moments(Runs<T>& x, int64_t first, int64_t n) {
   using W = Wide<T>;
   Moments moments;
-  // Around the mean of what was read before; the first elements are read twice. How far off it is counts in the squares
-  // of the whole, of which what cancels is a small part.
+  // Squares are taken around the mean of the preceding elements; the first elements are read twice. If a piece's mean
+  // is far from it, the squares cancel in part, but this distance is part of the total's squares, so the error stays
+  // small.
   for (int64_t from = 0, size; from < n; from += size) {
     size = std::min(from ? kPiece : kRun, n - from);
     const auto run = [&](auto& sums, auto add) HFNN_FLAT {
@@ -166,7 +167,7 @@ HFNN_CLONES static void groups_backward(const Call& c, int64_t begin, int64_t en
   });
 }
 
-// Where the channels are last. A part is of one sample: its first element, and how many.
+// Layout with the channels last. A part lies in one sample: its first element, and how many.
 
 template <class Part>
 HFNN_INLINE void for_parts(const Call& c, int64_t begin, int64_t end, Part part) {
@@ -179,7 +180,7 @@ HFNN_INLINE void for_parts(const Call& c, int64_t begin, int64_t end, Part part)
 
 static int64_t longest_run(const Call& c) { return std::min(kRun, c.size() * c.channels()); }
 
-// The sums over each group's channels of a row of numbers by channel.
+// Sums a row of per-channel numbers over each group's channels.
 template <class W>
 HFNN_INLINE void add_channels(const Call& c, const W* of_channel, double* of_group) {
   for (int64_t group = 0; group < c.groups; ++group) {
@@ -189,7 +190,7 @@ HFNN_INLINE void add_channels(const Call& c, const W* of_channel, double* of_gro
   }
 }
 
-// The mean and the squares of each group over a part into the part's row of partials.
+// Writes mean and squares of each group over a part to the part's row of partials.
 HFNN_CLONES static void rows_moments(const Call& c, int64_t begin, int64_t end) {
   const int64_t C = c.channels(), D = c.width(), G = c.groups;
   const int64_t block = std::max<int64_t>(1, 4 * kPiece / C) * C, few = std::max<int64_t>(1, kPiece / C) * C;
@@ -256,7 +257,7 @@ static void rows_settle(const Call& c) {
   });
 }
 
-// The numbers of all channels of a sample as runs need them; with those that dx is made of after the sums.
+// The numbers of all channels of a sample as runs need them; with `dx`, after the sums, also those for dx.
 template <class W>
 class OfSample {
  public:
@@ -309,7 +310,7 @@ HFNN_CLONES static void rows_forward(const Call& c, int64_t begin, int64_t end) 
   });
 }
 
-// The sums of g * xhat and of g of each channel over a part into the part's rows of partials.
+// Writes the sums of g * xhat and of g of each channel over a part to the part's rows of partials.
 HFNN_CLONES static void rows_sums(const Call& c, int64_t begin, int64_t end) {
   const int64_t C = c.channels(), D = c.width(), block = std::max<int64_t>(1, 4 * kPiece / C) * C;
   with_runs(c.x.dtype, [&](auto t) HFNN_FLAT {
@@ -452,7 +453,7 @@ static void backward(const Tensor& dy, const Tensor& x, const Tensor& weight, co
   Call c;
   c.x = x, c.y = dy, c.mean = mean, c.rstd = rstd, c.partials = partials, c.dx = dx, c.dweight = dweight;
   c.dbias = dbias, c.kind = kind, c.slope = slope, c.last = last;
-  // g, where f' is dear: for dx it is rounded, as torch's own is.
+  // If f' is expensive, g is stored in dx, and rounded as torch's own is.
   if (c.kind > kPiecewise) c.dresidual = dx;
   c.sums = true;
   HFNN_CHECK(bool(partials));

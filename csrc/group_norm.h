@@ -1,17 +1,16 @@
-// Group normalisation, with an activation behind it. A group is D = C / G channels side by side of one sample:
+// Group normalisation, followed by an activation. A group is D = C / G consecutive channels of one sample:
 //
 //   y = f(z),   z = (x - mean) * rstd * weight + bias,   rstd = 1 / sqrt(var + eps)
 //   backward, with g = dy * f'(z), xhat = (x - mean) * rstd and n = D S elements of a group:
-//   dbias = sum(g),  dweight = sum(g * xhat), of a channel;  of the group's sums
+//   dbias = sum(g),  dweight = sum(g * xhat), over a channel;  with sums over the group
 //   dx = rstd * (weight * g - sum(weight * g) / n - xhat * sum(weight * g * xhat) / n)
 //
-// `kind` and `slope` are f, as in batch_norm.h; f' is told from x.
+// `kind` and `slope` select f, as in batch_norm.h. f' is computed from x.
 //
-// x, y, dy, dx (N, C, S), or where `last` (N, S, C): contiguous; dx is of the dtype of x, dy of that of y, which on the
-// CPU is that of x. weight, bias (C,) or absent: 1 and 0. mean, rstd (N, G), and partials, as many numbers as
-// `partials` says: dtype of the arithmetic.
-// forward computes mean and rstd. rebuild is given them; both write the same bits into y.
-// Of dx, dweight, dbias those that are absent are not computed. `queue` as in layer_norm.h.
+// x, y, dy, dx (N, C, S), or (N, S, C) with `last`: contiguous. dx has the dtype of x, dy that of y, which on the CPU
+// is that of x. weight, bias (C,), or absent for 1 and 0. mean, rstd (N, G), and partials, with as many numbers as
+// `partials` returns, have the dtype of the arithmetic. forward computes mean and rstd. rebuild gets them. Both write
+// the same bits to y. Absent ones of dx, dweight, dbias are not computed. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

@@ -1,4 +1,4 @@
-// LAMB on the CPU; lamb.h holds the contract. As in optim.cpp, a tile goes in runs that stay in the first-level cache.
+// LAMB on the CPU. lamb.h has the contract. As in optim.cpp, a tile is processed in runs that stay in the L1 cache.
 #include "lamb.h"
 
 #include "optim_row.h"
@@ -8,7 +8,7 @@ namespace hfnn {
 using O = Optim;
 
 namespace {
-// What a step of a row multiplies with, and what of it a thread works on.
+// The coefficients of a row's step; then the part of a row that a thread processes.
 struct Rule {
   int64_t options;
   double gradient, coupled, decay, beta1, share, beta2, eps, root1, root2, lr;
@@ -41,7 +41,7 @@ static Span span_of(const Tensor& rows, const Tensor& owner, int64_t tile) {
   return {row, first, std::min(first + O::kTile, row[O::kNumel])};
 }
 
-// u of a run, from the states as they are kept.
+// u of a run, from the states as stored.
 template <class W>
 HFNN_INLINE void direction(const Rule& rule, const W* p, const W* m, const W* v, int64_t n, W* u) {
   const W root1 = W(rule.root1), root2 = W(rule.root2), eps = W(rule.eps), decay = W(rule.decay);

@@ -1,4 +1,4 @@
-// LayerNorm on the CPU; the arithmetic is in norm_cpu.h.
+// LayerNorm on the CPU. The arithmetic is in norm_cpu.h.
 #include "layer_norm.h"
 
 #include "norm_cpu.h"

@@ -1,4 +1,4 @@
-// Layer normalisation on CUDA; layer_norm.h has the definition, norm.cuh the kernels.
+// Layer normalisation on CUDA. layer_norm.h has the definition, norm.cuh the kernels.
 #include "layer_norm.h"
 #include "norm.cuh"
 

@@ -1,10 +1,11 @@
-// Layer normalisation of the rows of x (R, C). One signature for the CPU and for CUDA; `queue` is the number of threads
-// on the CPU and the raw stream on CUDA. Kernels fill what they are handed; an absent output is not computed.
+// Layer normalisation of the rows of x (R, C). The CPU and CUDA share one signature: `queue` is the number of threads
+// on the CPU and the raw stream on CUDA. Kernels fill the tensors that they are given; an absent output is not
+// computed.
 //
 //   y = (x - mean) * rstd * weight + bias
 //
-// x, dx share a dtype, as do y, dy, and weight, bias, dweight, dbias; mean, rstd (R,) and partials (2, P, C) are
-// float32 (float64 when x is), with P = partials(R, C).
+// Each of these groups shares a dtype: x, dx; y, dy; weight, bias, dweight, dbias. mean, rstd (R,) and partials (2, P,
+// C) are float32 (float64 for float64 x), with P = partials(R, C).
 #pragma once
 #include "tensor.h"
 
@@ -14,7 +15,7 @@ struct LayerNorm {
   int64_t (*partials)(int64_t rows, int64_t cols);
   void (*forward)(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y, const Tensor& mean,
                   const Tensor& rstd, double eps, int64_t queue);
-  // y again, bit for bit, from the saved statistics. Its dtype may be narrower than forward's float32.
+  // Recomputes y bit for bit from the saved statistics. Its dtype may be narrower than forward's float32.
   void (*rebuild)(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& mean, const Tensor& rstd,
                   const Tensor& y, int64_t queue);
   void (*backward)(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& mean, const Tensor& rstd,

@@ -1,4 +1,4 @@
-// What log-probabilities are made of, on the CPU: a row of logits is read once.
+// Parts of log-probabilities on the CPU. A row of logits is read once.
 #include "log_probs.h"
 
 #include "logits_cpu.h"
@@ -12,7 +12,7 @@ struct Call {
   int64_t cols() const { return x.shape[1]; }
 };
 
-// sum(exp(z) (z - base)) beside sum(exp(z)), both times exp(-base).
+// sum(exp(z) (z - base)) and sum(exp(z)), both times exp(-base).
 template <class W>
 struct Mean {
   LogSumExp<W> sum;
@@ -27,7 +27,7 @@ struct Mean {
     sums.run(n, [=](int64_t k, W& total, W& moment) HFNN_FLAT {
       const W shifted = z[k] - base, e = exp_negative(shifted);
       total += e;
-      moment += e * (shifted > kLowest ? shifted : kLowest);  // 0 * -inf is 0 here
+      moment += e * (shifted > kLowest ? shifted : kLowest);  // 0 * -inf counts as 0
     });
     sum.total += sums.total(0);
     moment += sums.total(1);
@@ -62,8 +62,7 @@ HFNN_CLONES static void forward_rows(const Call& c, int64_t begin, int64_t end) 
   });
 }
 
-// dx_c = (p_c (a + b z_c) + t [c = target]) dz_c/dx_c, with p = exp(z - base) * rest: of lse, and of what rounding it
-// leaves out.
+// dx_c = (p_c (a + b z_c) + t [c = target]) dz_c/dx_c, with p = exp(z - base) * rest, from lse and its rounding error.
 template <bool kCapped, class X, class W>
 HFNN_INLINE void gradient(Runs<X>& xs, Runs<X>& dxs, int64_t first, int64_t cols, int64_t target,
                           const Squash<W> squash, double lse, W a, W b, W t) {
@@ -74,7 +73,7 @@ HFNN_INLINE void gradient(Runs<X>& xs, Runs<X>& dxs, int64_t first, int64_t cols
     const W* logits = z;
     const auto value = [=](int64_t k, W t) HFNN_FLAT {
       const W p = exp_negative(logits[k] - base) * rest;
-      const W all = p == 0 ? 0 : p * (a + b * logits[k]);  // 0 * -inf is 0 here
+      const W all = p == 0 ? 0 : p * (a + b * logits[k]);  // 0 * -inf counts as 0
       return (all + t) * squash.template slope<kCapped>(logits[k]);
     };
     X* dx = dxs.open(first + begin);

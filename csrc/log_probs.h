@@ -1,4 +1,4 @@
-// What log-probabilities of the rows of logits x (R, C) are made of; z and p as in cross_entropy.h.
+// Log-probabilities and entropies of the rows of logits x (R, C), in parts. z and p: see cross_entropy.h.
 //
 //   picked = z[target], or 0 where target is not in 0..C-1 (another process has it);  lse;  mean = sum_c p_c z_c
 //   dx_c = (p_c (a + b z_c) + t [c = target]) dz_c/dx_c

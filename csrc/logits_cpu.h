@@ -1,4 +1,4 @@
-// What the kernels over rows of logits share: reading a run of them, the log-sum-exp of a row, checks.
+// Shared by the kernels over rows of logits: reading a run of them, the log-sum-exp of a row, checks.
 #pragma once
 #include <limits>
 
@@ -6,7 +6,7 @@
 
 namespace hfnn {
 
-// z = s x, or cap * tanh(s x / cap) where cap is not 0; slope(z) = dz/dx.
+// z = s x, or cap * tanh(s x / cap) if cap is not 0. slope(z) = dz/dx.
 template <class W>
 struct Squash {
   W scale, cap, inverse, rest;  // 1 / cap in two parts
@@ -34,7 +34,7 @@ struct Squash {
   }
 };
 
-// The largest of n values, of which those that are NaN are left out: what is made of them will be NaN in any case.
+// The largest of n values, ignoring NaNs: the sum of exponentials becomes NaN anyway.
 template <class W>
 HFNN_INLINE W largest(const W* z, int64_t n) {
   constexpr int kLanes = 64;
@@ -52,17 +52,17 @@ HFNN_INLINE W largest(const W* z, int64_t n) {
   return lane[0];
 }
 
-// sum(exp(z)) = total * exp(max), built up run by run while a run is in the first-level cache, so that a row is read
-// once. The runs are added up in float64: their number does not tell on the result.
+// sum(exp(z)) = total * exp(max), accumulated run by run while a run is in the L1 cache, so a row is read once. Runs
+// are added in float64, so their number does not affect the accuracy.
 template <class W>
 struct LogSumExp {
   W max = -std::numeric_limits<W>::infinity();
   double total = 0;
 
-  // What to subtract from logits before exp(): 0 as long as all of them are -inf, exp(-inf - -inf) being NaN.
+  // What to subtract from logits before exp(): 0 while all are -inf, because exp(-inf - -inf) is NaN.
   HFNN_INLINE W base() const { return max == -std::numeric_limits<W>::infinity() ? 0 : max; }
 
-  // Makes room for a run: the factor on sums made before it.
+  // Raises the maximum to include a run. Returns the factor for sums computed before.
   HFNN_INLINE double raise(const W* z, int64_t n) {
     const W most = largest(z, n);
     if (!(most > max)) return 1;
@@ -80,7 +80,7 @@ struct LogSumExp {
   double value() const { return double(max) + log_total(); }
 };
 
-// f(X{}, Y{}) for an x and what has its dtype, or that of the arithmetic.
+// f(X{}, Y{}) for x, and a y in x's dtype or that of the arithmetic.
 template <class F>
 HFNN_INLINE void with_result(Dtype x, Dtype y, F f) {
   if (x == Dtype::bfloat16 && y == Dtype::float32) return f(bfloat16{}, float{});
@@ -100,12 +100,12 @@ inline void expect_matrix(const char* name, const Tensor& t) {
   expect_alike(name, t, t);
 }
 
-// A number for each row of x, in the dtype of the arithmetic.
+// Checks for one number per row of x, in the dtype of the arithmetic.
 inline void expect_rows(const char* name, const Tensor& t, const Tensor& x) {
   expect_shape(name, t, {x.shape[0]});
   expect_dtype(name, t, wide(x.dtype));
 }
-// The same, or a single number for all rows.
+// The same, or one number for all rows.
 inline void expect_factor(const Tensor& factor, const Tensor& x) {
   if (!factor) refuse("factor", "be a tensor", "None");
   if (factor.numel() != 1) return expect_rows("factor", factor, x);

@@ -1,5 +1,5 @@
-// Masked softmax on the CPU: a row is read once, and its exponentials are computed once, relative to the largest score
-// so far; they wait in a buffer for the sum.
+// Masked softmax on the CPU. A row is read once. Its exponentials are computed once, relative to the largest score so
+// far, and are buffered until the sum is known.
 #include "masked_softmax.h"
 
 #include "logits_cpu.h"
@@ -15,12 +15,12 @@ struct Call {
 
   int64_t cols() const { return y.shape[3]; }
   int64_t rows() const { return y.shape[0] * y.shape[1] * y.shape[2]; }
-  // How many columns of a row count, as far as `causal` goes.
+  // The number of included columns of a row, as far as `causal` decides.
   int64_t limit(int64_t row) const {
     if (!causal) return cols();
     return std::max<int64_t>(0, std::min(cols(), row % y.shape[2] + shift + 1));
   }
-  // The elements of the mask before those of a row.
+  // The offset of a row in the mask.
   int64_t masked(int64_t row) const {
     const int64_t t = row % y.shape[2], h = row / y.shape[2] % y.shape[1], n = row / y.shape[2] / y.shape[1];
     return n * mask.strides[0] + h * mask.strides[1] + t * mask.strides[2];
@@ -30,13 +30,13 @@ struct Call {
 
 static int64_t bytes(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
-// Zeros in n elements of t, from `first` on.
+// Zeros n elements of t, from `first` on.
 HFNN_INLINE void clear(const Tensor& t, int64_t first, int64_t n) {
   const int64_t size = bytes(t.dtype);
   std::memset(t.as<char>() + first * size, 0, n * size);
 }
 
-// The mask of n columns, from its element `at` on, put on their scores.
+// Applies the mask of n columns, from element `at` on, to their scores.
 template <class W>
 HFNN_INLINE void put_on(const Tensor& mask, int64_t at, W* z, int64_t n) {
   constexpr W kNothing = -std::numeric_limits<W>::infinity();
@@ -64,7 +64,7 @@ HFNN_INLINE void put_on(const Tensor& mask, int64_t at, W* z, int64_t n) {
   });
 }
 
-// Exponentials of a row's scores, in runs that each are relative to a number of their own, and their sum.
+// Exponentials of a row's scores, in runs that are each relative to their own base, and their sum.
 template <class W>
 struct Row {
   std::unique_ptr<W[]> e, about;
@@ -72,7 +72,7 @@ struct Row {
 
   explicit Row(int64_t cols) : e(new W[cols]), about(new W[count_runs(cols)]) {}
 
-  // The scores of the columns [begin, begin + n) are in `e`.
+  // The scores of columns [begin, begin + n) are in `e`.
   HFNN_INLINE void add(int64_t begin, int64_t n) {
     W* z = e.get() + begin;
     sum.raise(z, n);
@@ -83,7 +83,8 @@ struct Row {
     sum.total += hfnn::sum<W>(n, [=](int64_t k) HFNN_FLAT { return done[k]; });
     about[begin / kRun] = sum.max;
   }
-  // What makes y of the exponentials of a run. Those relative to 0, for all so far was -inf, are 0 or NaN.
+  // The factor from a run's exponentials to y. If all scores so far were -inf, its exponentials are 0 or NaN, relative
+  // to 0.
   HFNN_INLINE W factor(int64_t begin) const {
     const W base = about[begin / kRun];
     if (base == sum.max) return W(1 / sum.total);

@@ -1,16 +1,18 @@
-// Softmax of masked scores: x (N, H, T, S), scaled, of which each row may leave columns out.
+// Softmax of scaled, masked scores x (N, H, T, S). Each row may exclude columns.
 //
-//   z = scale x + mask,   or scale x where the boolean mask is 1, else nothing;   y = exp(z - lse),  lse =
-//   log(sum(exp(z))) dx = scale y (dy - sum(dy y))
+//   z = scale x + mask,   or scale x where the boolean mask is 1; other columns are excluded
+//   y = exp(z - lse),   lse = log(sum(exp(z)))
+//   dx = scale y (dy - sum(dy y))
 //
-// causal: column j of row i (of T) counts where j <= i + shift; later ones are not read, and -T <= shift <= S. What
-// does not count is 0 in y and dx, whatever x or dy is there, and a row in which nothing counts, or everything is -inf,
-// is all 0. Where y is 0, dx is 0 and dy is not looked at. A NaN or +inf that counts makes a row NaN.
+// causal: row i (of T) includes column j if j <= i + shift, where -T <= shift <= S. Later columns are not read.
+// Excluded columns are 0 in y and dx, whatever x or dy holds there. A row is all 0 if it includes nothing, or if
+// everything that it includes is -inf. Where y is 0, dx is 0 and dy is not read. An included NaN or +inf makes its row
+// NaN.
 //
-// x, y, dy and dx are contiguous. y has the dtype of x, or one of the two is float32 and the other a 16-bit one; dy is
-// as y, dx as x in this. mask (N, H, T, S), or None: a bool (uint8), or of the dtype of x or float32; its last stride
-// is 0 or 1, the others are any, 0 where it is broadcast. On CUDA there are fewer than 2^31
-// rows. `queue` as in layer_norm.h.
+// x, y, dy and dx are contiguous. y has the dtype of x, or one of the two is float32 and the other a 16-bit dtype; dy
+// has the dtype of y, dx that of x. mask (N, H, T, S) or None: bool (uint8), the dtype of x, or float32. Its last
+// stride is 0 or 1; other strides are arbitrary, 0 for broadcast dimensions. On CUDA there are fewer than 2^31 rows.
+// `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

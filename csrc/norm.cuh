@@ -1,17 +1,17 @@
-// The calls of layer_norm.cu (kCentred) and rms_norm.cu (not) on CUDA: checks, the plan of a launch, the launch.
-// RMSNorm is LayerNorm with a mean of 0 and no bias.
+// The calls of layer_norm.cu (kCentred) and rms_norm.cu (not kCentred) on CUDA: checks, launch plans, launches. RMSNorm
+// is LayerNorm with mean 0 and no bias.
 //
-// x and y have one dtype (rebuild takes any pair with a float32 in it, too); weight and bias may have another. Rows of
-// whole 16-byte vectors at aligned addresses go fast. In forward and rebuild the rest goes an element at a time. In
-// backward it goes to the plain kernels, as do rows above 65536 columns of 16 bits or 32768 of 32, and rows wider than
-// a block on devices without clusters: right, and slow.
+// x and y have one dtype (rebuild also accepts pairs with a float32); weight and bias may have another. The fast
+// kernels need rows of whole, aligned 16-byte vectors. Otherwise forward and rebuild work element by element, and
+// backward uses the plain kernels, which are slow. Backward also uses them above 65536 columns of 16 bits or 32768 of
+// 32 bits, and, on devices without clusters, for rows wider than a block.
 #pragma once
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"
 
 namespace hfnn {
 
-// The blocks of forward and rebuild: threads of a row, rows.
+// Blocks of forward and rebuild: threads per row, rows.
 struct RowBlock {
   unsigned team, rows;
   Launch launch(const NormArgs& args, int device, int64_t queue) const {
@@ -26,28 +26,28 @@ inline RowBlock row_block(int64_t vectors, int units, int threads) {
   return {32 * warps, warps == 1 ? 8u : 1u};
 }
 
-// How the rows of a backward call are shared out.
+// How the rows of a backward call are distributed.
 struct NormPlan {
-  int team = 0;  // threads of a row; 0: the plain kernels
+  int team = 0;  // threads per row; 0: the plain kernels
   int cluster = 1, stages = 0;
   int64_t groups = 0;  // blocks, or clusters of blocks
   size_t shared = 0;
 };
 
-// Blocks of a cluster that have the threads for a row; above kMaxCluster where none has.
+// The number of blocks of a cluster with enough threads for a row; above kMaxCluster if no cluster has.
 inline int norm_cluster(int64_t vectors) {
   int cluster = 1;
   while (vectors > int64_t(cluster) * kThreads * kVectors && cluster <= kMaxCluster) cluster *= 2;
   return cluster;
 }
 
-// Blocks at work at a time on a multiprocessor and stages of the ring, by measurement on an H200: either way the rows
-// that come in keep the memory busy. One block is better where it has the instructions to spare.
+// Resident blocks per multiprocessor and stages of the ring, as measured on an H200. Both settings keep the memory busy
+// with incoming rows. One block is better if the kernel has instruction slots to spare.
 inline NormPlan norm_plan(const Device& device, bool centred, int64_t rows, int64_t cols, int width) {
   NormPlan plan;
   const int64_t vectors = cols / width;
   plan.cluster = norm_cluster(vectors);
-  if (rows >= 1 << 30) return NormPlan{};  // the kernels count them in 32 bits, a few steps ahead
+  if (rows >= 1 << 30) return NormPlan{};  // the kernels count rows in 32 bits, a few steps ahead
   if (plan.cluster > (device.major < 9 ? 1 : kMaxCluster)) return NormPlan{};
   plan.team = vectors <= 32 * kVectors ? 32 : vectors <= 128 * kVectors ? 128 : 256;
 
@@ -56,7 +56,7 @@ inline NormPlan norm_plan(const Device& device, bool centred, int64_t rows, int6
   const int stage = 2 * kThreads * kVectors * 16;
   const int scratch = plan.cluster > 1 ? kScratchBytes<true> : kScratchBytes<false>;
   const int fixed = scratch + plan.team * kVectors * width * 4;
-  // The device keeps 1 KiB of each block for itself.
+  // The device reserves 1 KiB per block.
   const int share = std::min(device.shared_per_multiprocessor / resident - 1024, device.shared_per_block);
   plan.stages = std::clamp((share - fixed) / stage, Ring<1>::kMinStages, std::min(stages, Ring<1>::kMaxStages));
   plan.shared = fixed + plan.stages * stage;
@@ -70,8 +70,8 @@ inline Launch norm_launch(const NormPlan& plan, int device, int64_t queue) {
   return {device, queue, dim3(plan.groups * plan.cluster), kThreads, plan.shared, unsigned(plan.cluster)};
 }
 
-// Rows of a plane of partials: one for each block or cluster that works on rows of its own, at most kResident a
-// multiprocessor. Clusters are smallest for 16-bit rows.
+// Rows of a plane of partials: one for each block or cluster with rows of its own, at most kResident per
+// multiprocessor. Sized for 16-bit rows, whose clusters are smallest.
 inline int64_t norm_partials(int64_t rows, int64_t cols) {
   int device = 0;
   HFNN_CUDA_CHECK(cudaGetDevice(&device));
@@ -94,7 +94,7 @@ inline void norm_expect_floating(const char* what, const Tensor& t) {
   with_floating(what, t.dtype, [](auto) {});
 }
 
-// What all three calls check; `y` is dy in backward.
+// Checks common to all three calls. `y` is dy in backward.
 inline void norm_check(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias) {
   HFNN_CHECK(x.device >= 0 && x.dims == 2 && x.shape[1] > 0 && x.shape[1] < 1 << 30 && x.contiguous());
   norm_expect("y", y, {x.shape[0], x.shape[1]}, x);
@@ -110,7 +110,7 @@ inline void norm_check_statistic(const char* what, const Tensor& t, const Tensor
   norm_expect_dtype(what, t, Dtype::float32);
 }
 
-// RMSNorm's `offset` goes with its weight. -0 is the bias, and the offset, that leaves every float as it is.
+// RMSNorm's `offset` is part of its weight. -0 as bias or offset leaves every float unchanged.
 inline NormArgs norm_args(const Tensor& x, const Tensor& y, const Tensor& weight, const Tensor& bias,
                           const Tensor& mean, const Tensor& rstd, double offset) {
   NormArgs args = {};
@@ -126,21 +126,21 @@ inline NormArgs norm_args(const Tensor& x, const Tensor& y, const Tensor& weight
   return args;
 }
 
-// Whether rows of T can be worked on in vectors. Null is aligned.
+// Whether rows of T can be processed in vectors. A null pointer counts as aligned.
 template <class T>
 bool whole_vectors(const NormArgs& args) {
   return args.cols % kWidth<T> == 0 &&
          aligned({args.x, args.y, args.dx, args.partials, args.weight.data, args.bias.data});
 }
 
-// Blocks of a plain backward kernel: teams of 32 threads for short rows, of 256 for long ones.
+// Blocks of a plain backward kernel: teams of 32 threads for short rows, 256 for long ones.
 constexpr int64_t kPlainShort = 2048;
 inline Launch norm_launch_plain(const NormArgs& args, int device, int64_t queue) {
   const int64_t blocks = ceil_div(args.rows, args.cols <= kPlainShort ? kThreads / 32 : 1);
   return {device, queue, dim3(std::min<int64_t>(blocks, 8 * device_of(device).multiprocessors)), kThreads};
 }
 
-// Rows in vectors of T, parameters of dtype W.
+// Rows as vectors of T, parameters of dtype W.
 template <class T, class W, bool kCentred>
 void norm_launch_forward(const NormArgs& args, int device, int64_t queue) {
   constexpr int N = kWidth<T>;
@@ -186,7 +186,7 @@ void norm_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, con
   with_floating("x", x.dtype, [&](auto type) { norm_launch_forward<decltype(type), kCentred>(args, x.device, queue); });
 }
 
-// X and Y of two types: only pairs with at least one float32, or of one dtype, exist.
+// Only pairs of one dtype, or with at least one float32, are instantiated.
 template <bool kCentred, class X, class Y>
 void norm_launch_rebuild(const NormArgs& args, int device, int64_t queue) {
   const bool vectors = whole_vectors<X>(args);
@@ -219,7 +219,7 @@ void norm_rebuild(const Tensor& x, const Tensor& weight, const Tensor& bias, con
   });
 }
 
-// The first kernel, which leaves `used` rows in each plane of partials.
+// The first kernel. Returns how many rows of each plane of partials it writes.
 template <class T, bool kCentred>
 int64_t norm_launch_backward(NormArgs& args, int device, int64_t queue) {
   NormPlan plan;

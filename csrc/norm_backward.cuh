@@ -1,10 +1,10 @@
-// Backward of the norms; norm_team.cuh says how rows are shared out.
+// Backward of the norms. norm_team.cuh describes how rows are distributed.
 //
 //   xhat = (x - mean) * rstd,  g = dy * weight,  dx = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))
 //   dweight = sum_R(dy * xhat),  dbias = sum_R(dy)
 //
-// RMSNorm is without the mean: xhat = x * rstd, and no mean_C(g). Every block adds up the parameter gradients of its
-// rows in registers and writes one row of partials; a second kernel sums those.
+// RMSNorm has no mean: xhat = x * rstd, and no mean_C(g). Every block accumulates the parameter gradients of its rows
+// in registers and writes one row of partials. A second kernel sums the partials.
 #pragma once
 #include "norm_team.cuh"
 
@@ -22,7 +22,7 @@ __device__ inline void wait_for_kernel_in_front() {
 #endif
 }
 
-// The teams' sums for the block's slice, added in the order of the teams, to a row of partials.
+// Adds the teams' sums for the block's slice, in the order of the teams, and writes them to a row of partials.
 template <int kTeam, int N>
 __device__ void norm_write_partials(const float (&sums)[kVectors][N], float4* shared, int thread, int team, int count,
                                     float* to) {
@@ -49,8 +49,8 @@ __device__ void norm_write_partials(const float (&sums)[kVectors][N], float4* sh
   }
 }
 
-// One reduction per row, of both sums. x and dy are read from the ring once for the sums and once for dx: to keep them
-// in registers would leave room for half as many threads.
+// One reduction per row, for both sums. x and dy are read twice from the ring, for the sums and for dx: keeping them in
+// registers would halve the number of threads.
 template <class T, int kTeam, bool kCluster, bool kCentred>
 __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(const __grid_constant__ NormArgs args) {
   constexpr int N = kWidth<T>, kTeams = kThreads / kTeam;
@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(cons
   for (int s = 0; s < args.stages; ++s) fetch(row + s * step);
   const Params scales(free, args.weight, team.first, team.count);
   if constexpr (kCluster)
-    cluster_sync();  // also: nobody writes into a block that has not started
+    cluster_sync();  // also ensures that no block writes to one that has not started
   else
     __syncthreads();
 
-  // The statistics come a row ahead, as they would otherwise be waited for.
+  // Statistics are loaded one row ahead, to hide their latency.
   const auto statistics = [&](int of_row) {
     if (of_row >= rows) return float2{0, 0};
     return float2{kCentred ? args.mean[of_row] : 0, args.rstd[of_row]};
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(cons
 
   start_dependent_kernel();
   if (!args.partials) return;
-  // Every fetched row has been used, so the ring is free.
+  // Every fetched row has been used, so the ring's memory is free.
   float4* ring_as_floats = reinterpret_cast<float4*>(free + Params::kBytes);
   float* partial = args.partials + block * args.cols + slice;
   norm_write_partials<kTeam, N>(dweight, ring_as_floats, team.thread(), team.index(), team.count, partial);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kResident) norm_backward_kernel(cons
                                   partial + args.planes * args.cols);
 }
 
-// dx for any number of columns, any alignment, any device.
+// dx for any number of columns, alignment and device.
 template <class T, int kTeam, bool kCentred>
 __global__ void __launch_bounds__(kThreads) norm_backward_plain_kernel(const __grid_constant__ NormArgs args) {
   __shared__ __align__(128) char shared[kScratchBytes<false>];
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) norm_backward_plain_kernel(const __g
   }
 }
 
-// The partials that go with it: a thread per column, a run of rows per gridDim.y.
+// The matching partials: a thread per column; blocks along y take interleaved rows.
 template <class T, bool kCentred>
 __global__ void __launch_bounds__(kThreads) norm_partials_plain_kernel(const __grid_constant__ NormArgs args) {
   const int64_t column = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -194,12 +194,12 @@ __global__ void __launch_bounds__(kThreads) norm_partials_plain_kernel(const __g
 
 struct PartialsArgs {
   const float* partials;
-  void* to[2];  // dweight, dbias; null when absent
+  void* to[2];  // dweight, dbias; null if absent
   Dtype dtype;
-  int64_t used, planes, cols;  // rows that were written, of the rows of a plane
+  int64_t used, planes, cols;  // rows written, rows of a plane, columns
 };
 
-// dweight and dbias in their dtype: 32 columns a block, 16 threads a column, always in the same order.
+// dweight and dbias in their dtype. 32 columns per block, 16 threads per column, fixed order.
 constexpr int kSumRows = 16;
 static __global__ void __launch_bounds__(32 * kSumRows)
     norm_sum_partials_kernel(const __grid_constant__ PartialsArgs args) {

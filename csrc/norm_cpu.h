@@ -1,14 +1,14 @@
-// The arithmetic of layer_norm.cpp (kCentred) and rms_norm.cpp (not): RMSNorm is LayerNorm with a mean of 0 and without
-// a bias. W is the dtype of the arithmetic, which weight, bias, mean, rstd and partials have here.
+// The arithmetic of layer_norm.cpp (kCentred) and rms_norm.cpp (not kCentred). RMSNorm is LayerNorm with mean 0 and no
+// bias. W is the dtype of the arithmetic, and of weight, bias, mean, rstd and partials here.
 #pragma once
 #include "cpu.h"
 
 namespace hfnn {
 
-// The bias that is none: fma(a, w, -0.0) is a * w rounded, signed zeros included.
+// Stands for no bias: fma(a, w, -0.0) is a * w rounded, signed zeros included.
 constexpr double kNoBias = -0.0;
 
-// A call. Backward takes dy for y.
+// A call. In backward, y is dy.
 struct Norm {
   Tensor x, y, dx, mean, rstd, partials;
   const Vector &weight, &bias;
@@ -17,13 +17,13 @@ struct Norm {
   int64_t cols() const { return x.shape[1]; }
 };
 
-// The parameter gradients are summed over `chunks` runs of rows, then over the chunks: a number that depends on nothing
-// but the shape, so that the result does not depend on the threads. Enough for 64 of them, and 32 rows at least, so
-// that the partial sums are a small part of the traffic.
+// Parameter gradients are summed over `chunks` runs of rows, then over the chunks. Their number depends only on the
+// shape, so the result does not depend on the threads. At most 64 chunks, of at least 32 rows each: partial sums stay a
+// small part of the memory traffic.
 inline int64_t norm_chunks(int64_t rows, int64_t) { return std::clamp<int64_t>(rows / 32, 1, 64); }
 
-// Forward and rebuild both come here: the same bits. Outputs are written in short runs, so that what float16 passes
-// through stays in the first-level cache.
+// Used by forward and rebuild, so their bits are equal. Outputs are written in short runs, so float16's buffer stays in
+// the L1 cache.
 template <bool kCentred, class X, class Y, class W>
 HFNN_INLINE void norm_output(const X* x, const W* weight, const W* bias, W mean, W rstd, Runs<Y>& ys, int64_t first,
                              int64_t cols) {
@@ -54,7 +54,7 @@ HFNN_INLINE void norm_forward(const Norm& n, int64_t begin, int64_t end) {
         if (kCentred) mean = means[r];
         rstd = rstds[r];
       } else {
-        // Two passes, the second over a row that is in the cache: E[x^2] - E[x]^2 would cancel.
+        // Two passes, because E[x^2] - E[x]^2 would cancel. The second one reads a row that is in the cache.
         if (kCentred) mean = sum<W>(cols, [=](int64_t c) HFNN_FLAT { return load(x[c]); }) / W(cols);
         const W squares = sum<W>(cols, [=](int64_t c) HFNN_FLAT { return (load(x[c]) - mean) * (load(x[c]) - mean); });
         rstd = 1 / std::sqrt(squares / W(cols) + W(n.eps));
@@ -92,7 +92,7 @@ HFNN_INLINE void norm_gradients(const Y* dy, const X* x, const W* weight, W mean
   });
 }
 
-// The rows of chunks [begin, end): dx, and a row of partials per chunk.
+// The rows of chunks [begin, end): dx, and one row of partials per chunk.
 template <bool kCentred>
 HFNN_INLINE void norm_backward(const Norm& n, int64_t begin, int64_t end) {
   if (!n.dx && !n.partials) return;
@@ -121,7 +121,7 @@ HFNN_INLINE void norm_backward(const Norm& n, int64_t begin, int64_t end) {
   });
 }
 
-// Columns [begin, end) of one plane of partials, summed in pairs and stored in out's dtype.
+// Columns [begin, end) of one plane of partials, summed pairwise and stored in out's dtype.
 HFNN_CLONES static void norm_sum_columns(const Tensor& partials, int64_t plane, const Tensor& out, int64_t begin,
                                          int64_t end) {
   const int64_t chunks = partials.shape[1], cols = partials.shape[2];
@@ -146,9 +146,9 @@ inline void norm_sum_partials(const Tensor& partials, int64_t plane, const Tenso
         [&](int64_t begin, int64_t end) { norm_sum_columns(partials, plane, out, begin, end); });
 }
 
-// Runs rows(n, begin, end) over the rows, or the chunks of rows, of a call.
+// Processes rows [begin, end), or chunks of rows, of a call.
 using NormRows = void (*)(const Norm& n, int64_t begin, int64_t end);
-// Clones of templates do not exist.
+// target_clones does not work on templates.
 #define HFNN_NORM(kCentred)                                                            \
   HFNN_CLONES static void forward_rows(const Norm& n, int64_t begin, int64_t end) {    \
     norm_forward<kCentred, false>(n, begin, end);                                      \
@@ -164,7 +164,7 @@ inline void norm_run(NormRows rows, const Norm& n, int64_t count, int64_t thread
   split(count, n.rows() * n.cols(), threads, [&](int64_t begin, int64_t end) { rows(n, begin, end); });
 }
 
-// What both norms and their three calls have in common; `y_name` is dy in backward.
+// Checks common to both norms and their three calls. `y_name` is dy in backward.
 inline void norm_check(const Tensor& x, const char* y_name, const Tensor& y, const Tensor& weight, const Tensor& bias) {
   if (x.dims != 2 || x.shape[1] < 1) refuse("x", "have the shape (R, C) with C > 0", text(x.shape, x.dims));
   const int64_t rows = x.shape[0], cols = x.shape[1];
@@ -192,7 +192,7 @@ inline void norm_check_dx(const Tensor& dx, const Tensor& x) {
   expect_dtype("dx", dx, x.dtype);
 }
 
-// The gradient of a parameter, and the partial sums that it needs; `planes` is how many parameters the norm has.
+// Checks a parameter's gradient and its partial sums. `planes`: the number of parameters of the norm.
 inline void norm_check_gradient(const char* name, const Tensor& t, const Tensor& weight, const Tensor& x,
                                 const Tensor& partials, int64_t planes) {
   if (!t) return;

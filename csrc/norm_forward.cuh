@@ -1,18 +1,18 @@
 // Forward and rebuild of the norms.
 //
-// Blocks are many and short: one row each, or one row per warp where rows are short. The device hands rows out in the
-// order of the memory and evens out the finish by itself; enough blocks are at work on a multiprocessor that some load
-// while others reduce and store. Rings of rows in blocks that stay were tried: they left a tenth of the bandwidth.
+// Many short blocks: one row each, or one row per warp for short rows. The device schedules rows in memory order and
+// balances the tail by itself. Enough blocks are resident that some load while others reduce and store. Persistent
+// blocks with rings of rows were tried: they lost a tenth of the bandwidth.
 //
-// Units: a vector is N elements of a row, 16 bytes where rows allow it, else one element. A thread takes kUnits of them
-// at a time, blockDim.x apart, all loaded before the first is used.
+// Units: a vector is N elements of a row, 16 bytes if rows allow it, else one element. A thread takes kUnits vectors at
+// a time, blockDim.x apart, and loads all of them before it uses the first.
 #pragma once
 #include "norm_row.cuh"
 
 namespace hfnn {
 
-// Units of a thread, by measurement on an H200: LayerNorm's second pass wants more of them in one thread, RMSNorm more
-// threads; and for the widest rows that stay in registers.
+// Vectors per thread, as measured on an H200. LayerNorm's second pass prefers more per thread, RMSNorm more threads.
+// The second constant is for the widest rows that fit in registers.
 template <bool kCentred>
 constexpr int kRowUnits = kCentred ? 4 : 2;
 constexpr int kWideRowUnits = 8;
@@ -24,7 +24,7 @@ constexpr bool kWider<float, __nv_bfloat16> = true;
 template <>
 constexpr bool kWider<float, __half> = true;
 
-// Threads on a multiprocessor that the registers must leave room for, and threads of a row at most. `wide`: weight and
+// Threads per multiprocessor, for the register limit, and the maximum number of threads per row. `wide`: weight and
 // bias have a wider dtype than x.
 constexpr int row_residents(int units, bool wide) {
   const int need = units * (wide ? 2 : 1);
@@ -32,9 +32,9 @@ constexpr int row_residents(int units, bool wide) {
 }
 constexpr int row_threads(int units, bool wide) { return row_residents(units, wide) == 2048 ? 1024 : 512; }
 
-// Of some elements of a row: how many, their sum, and the sum of their squared differences from their own mean, which
-// for RMSNorm is from 0. Two passes over a few elements, then unions by the formula of Chan, Golub and LeVeque: as
-// exact as two passes over the row, for one barrier.
+// For some elements of a row: count, sum, and the sum of squared differences from their mean (from 0 for RMSNorm). Two
+// passes over a few elements, then merging by the formula of Chan, Golub and LeVeque: as accurate as two passes over
+// the row, with one barrier.
 template <bool kCentred>
 struct Moments {
   int count = 0;
@@ -70,7 +70,7 @@ struct Moments {
     all.squares = lanes_sum<32>(fmaf(float(count) * apart, apart, squares));
     return all;
   }
-  // Of the whole row, the same bits in every thread. A block has more than one row only when these have a warp each.
+  // For the whole row, with the same bits in every thread. A block has several rows only if each has one warp.
   __device__ Moments over_team() const {
     const Moments own = over_lanes();
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -82,8 +82,8 @@ struct Moments {
   }
 };
 
-// kLoop: a row of any length, read once for its moments and once more, from the L2 cache, for its output. Else it stays
-// in registers, where blockDim.x * kUnits vectors fit. W: the dtype of weight and bias; void: any.
+// kLoop: rows of any length, read once for the moments and again, from the L2 cache, for the output. Otherwise a row
+// stays in registers and has at most blockDim.x * kUnits vectors. W: the dtype of weight and bias, or void for any.
 template <class T, class W, int N, int kUnits, bool kLoop, bool kCentred>
 __global__ void __launch_bounds__(row_threads(kUnits, kWider<W, T>),
                                   row_residents(kUnits, kWider<W, T>) / row_threads(kUnits, kWider<W, T>))
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(row_threads(kUnits, kWider<W, T>),
       if (unit < vectors) held[u] = load_constant<N>(x + int64_t(unit) * N);
     }
   };
-  // f(place, elements) for each vector of the thread that is held.
+  // f(unit, elements) for each vector that the thread holds.
   const auto over_held = [&](int first, auto&& f) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(row_threads(kUnits, kWider<W, T>),
   }
 }
 
-// The blocks of forward, without its reduction.
+// The blocks of forward without its reduction.
 constexpr int kRebuildThreads = 256;
 template <class X, class Y, int N, bool kCentred>
 __global__ void __launch_bounds__(kRebuildThreads, 6) norm_rebuild_kernel(const __grid_constant__ NormArgs args) {

@@ -1,4 +1,4 @@
-// What all row kernels of layer_norm.cu and rms_norm.cu share: a call, its parameters, the value of an output.
+// Shared by all row kernels of layer_norm.cu and rms_norm.cu: a call, its parameters, the value of an output.
 #pragma once
 #include "cuda.cuh"
 
@@ -11,13 +11,13 @@ __device__ inline float lanes_sum(float v) {
   return v;
 }
 
-// A weight, a bias, or one that is absent, of any floating dtype.
+// A weight or bias of any floating dtype, possibly absent.
 struct Parameter {
   const void* data;
   Dtype dtype;
-  float offset, absent;  // what is added to each element; what stands for each when there is none
+  float offset, absent;  // added to each element; stands for each element if there is no data
 
-  // N elements from a column on, of dtype W: whole vectors at aligned addresses. The offset is not in them.
+  // N elements of dtype W from a column on: whole vectors at aligned addresses. Without the offset.
   template <class W, int N>
   __device__ Vec<W, N> fetch(int64_t column) const {
     if (data) return load_constant<N>(static_cast<const W*>(data) + column);
@@ -26,7 +26,7 @@ struct Parameter {
     for (int i = 0; i < N; ++i) store1(vec.at + i, absent);
     return vec;
   }
-  // The same in float32 of any dtype, and with the offset.
+  // The same in float32, with the offset; the second version takes any dtype.
   template <class W, int N>
   __device__ void read(int64_t column, float (&to)[N]) const {
     const auto vec = fetch<W, N>(column);
@@ -49,7 +49,7 @@ struct Parameter {
   }
 };
 
-// Forward and rebuild both come here: the same bits, however the compiler contracts.
+// Used by forward and rebuild. Intrinsics keep the bits equal, however the compiler contracts.
 template <bool kCentred>
 __device__ inline float norm_output(float x, float mean, float rstd, float scale, float shift) {
   if constexpr (!kCentred) return __fmul_rn(__fmul_rn(x, rstd), scale);
@@ -60,7 +60,7 @@ __device__ inline float norm_rstd(float squares, float inverse, float eps) {
   return rsqrtf(fmaf(squares, inverse, eps));
 }
 
-// A call; the kernels take what they need of it. y is dy in backward.
+// A call; each kernel uses part of it. y is dy in backward.
 struct NormArgs {
   const void* x;
   void *y, *dx;
@@ -69,7 +69,7 @@ struct NormArgs {
   int64_t rows, cols;
   int64_t planes;      // rows of a plane of partials
   float inverse, eps;  // 1 / cols
-  int stages;          // of the ring of backward
+  int stages;          // of backward's ring
 };
 
 }  // namespace hfnn

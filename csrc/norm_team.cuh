@@ -1,10 +1,10 @@
-// The parts of the backward kernels of the norms: the team that works on a row, the ring through which rows come in,
-// and the parameters in shared memory.
+// Parts of the norms' backward kernels: the team of threads of a row, the ring of incoming rows, and parameters in
+// shared memory.
 //
-// A team of 32, 128 or 256 threads takes a row, or a cluster of up to eight blocks does; a block of 256 threads holds
-// eight teams, two, or one. Blocks stay for many rows. Every thread copies its own 16-byte vectors of the rows to come
-// into its own slots of a ring in shared memory (cp.async), so the memory works through each reduction, and no barrier
-// guards the ring: nobody else reads a thread's slots.
+// A row belongs to a team of 32, 128 or 256 threads, or to a cluster of up to eight blocks. A block has 256 threads:
+// eight teams, two or one. Blocks are persistent and process many rows. Every thread copies its own 16-byte vectors of
+// coming rows into its own slots of a ring in shared memory (cp.async). So loads continue during reductions, and the
+// ring needs no barrier: no other thread reads these slots.
 //
 // Units: a vector is 16 bytes of a row, N elements. A row has `vectors` of them; a block of a cluster has a slice.
 #pragma once
@@ -12,12 +12,12 @@
 
 namespace hfnn {
 
-constexpr int kThreads = 256;   // of a block
+constexpr int kThreads = 256;   // per block
 constexpr int kVectors = 4;     // of a row, per thread
-constexpr int kResident = 2;    // blocks per multiprocessor that the registers must leave room for
-constexpr int kMaxCluster = 8;  // more is not portable
+constexpr int kResident = 2;    // blocks per multiprocessor, for the register limit
+constexpr int kMaxCluster = 8;  // larger clusters are not portable
 
-// Bytes for the partial sums of a block's teams, in two sets each, so that one barrier per reduction is enough.
+// Bytes for the partial sums of a block's teams, double-buffered, so that one barrier per reduction suffices.
 template <bool kCluster>
 constexpr int kScratchBytes = 2 * sizeof(float2) * (kThreads / 32) * (kCluster ? kMaxCluster : 1);
 
@@ -27,17 +27,17 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
-// The threads of one row. Sums go over the lanes, then over the warps of all blocks, always in one order; every thread
+// The threads of one row. Sums go over the lanes, then over the warps of all blocks, in a fixed order. Every thread
 // gets the same bits.
 template <int kTeam, bool kCluster>
 struct Team {
   static constexpr int kWarps = kTeam / 32;
-  // Partial sums that a lane holds when those of all warps come together, and how many lanes have different ones.
+  // Partial sums per lane when those of all warps are combined, and how many lanes hold different ones.
   static constexpr int kHeld = kCluster ? ceil_div(kWarps * kMaxCluster, 32) : 1;
   static constexpr int kApart = kCluster ? 32 : kWarps;
 
   int first, count;  // this block's vectors of the row
-  unsigned scratch;  // address of the set of partial sums that comes next
+  unsigned scratch;  // address of the next set of partial sums
 
   // `shared` is aligned to its size.
   __device__ Team(int64_t vectors, void* shared) {
@@ -47,12 +47,12 @@ struct Team {
     scratch = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + index() * 2 * kSet;
   }
 
-  // Of the warp, of the team, of the block. Cheaper to find again than to keep: backward has no register to spare.
+  // Indices in the warp, the team and the block. Recomputed, because backward has no registers to spare.
   __device__ static int lane() { return threadIdx.x % 32; }
   __device__ static int warp() { return threadIdx.x % kTeam / 32; }
   __device__ static int index() { return threadIdx.x / kTeam; }
   __device__ static int thread() { return threadIdx.x % kTeam; }
-  // Of the block, in its cluster.
+  // The block's index in its cluster.
   __device__ static int rank() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kCluster) return __clusterRelativeBlockRank();
@@ -68,7 +68,7 @@ struct Team {
   __device__ int unit(int v) const { return v * kTeam + thread(); }  // the v-th vector of this thread, in the slice
   __device__ bool leads() const { return rank() == 0 && thread() == 0; }
 
-  // `mine` is the same in all lanes of a warp. What comes back covers every warp once over kApart lanes.
+  // `mine` is the same in all lanes of a warp. `all` holds each warp's value once, spread over kApart lanes.
   __device__ void exchange(float2 mine, float2 (&all)[kHeld]) {
     if constexpr (kCluster) {
       if (lane() < ranks()) write(scratch + (rank() * kWarps + warp()) * 8, lane(), mine);
@@ -81,7 +81,7 @@ struct Team {
       asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "n"(kTeam) : "memory");
       all[0] = read(scratch + lane() % kWarps * 8);
     }
-    // The other set comes next: a warp that is ahead must not overwrite what another still reads.
+    // Switches to the other set: a warp that is ahead must not overwrite what another still reads.
     scratch ^= kSet;
   }
 
@@ -120,7 +120,7 @@ struct Team {
   __device__ static void write(unsigned at, float2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
   }
-  // Into the same place of another block of the cluster.
+  // Writes to the same address in another block of the cluster.
   __device__ static void write(unsigned at, unsigned rank, float2 v) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -132,10 +132,10 @@ struct Team {
   }
 };
 
-// A thread's slots for `stages` rows to come of kTensors tensors.
+// A thread's slots for the next `stages` rows of kTensors tensors.
 template <int kTensors>
 struct Ring {
-  static constexpr int kMinStages = 2, kMaxStages = 4;  // as wait() has them
+  static constexpr int kMinStages = 2, kMaxStages = 4;  // supported by wait()
   unsigned slots;                                       // an address in shared memory
   int stages, stage = 0;
 
@@ -148,12 +148,12 @@ struct Ring {
   __device__ void fetch(int tensor, int v, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot(tensor, v)), "l"(from) : "memory");
   }
-  // Ends the fetches of a stage, also of one that fetched nothing, and goes to the next.
+  // Commits the fetches of a stage, even if there are none, and goes to the next stage.
   __device__ void commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
-  // Waits for the current stage: the oldest of `stages`.
+  // Waits for the current stage, the oldest of `stages`.
   __device__ void wait() {
     if (stages == 2)
       asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -162,7 +162,7 @@ struct Ring {
     else
       asm volatile("cp.async.wait_group 3;" ::: "memory");
   }
-  // Volatile, as a vector that is read twice must not stay in registers in between.
+  // Volatile, so that a vector that is read twice does not stay in registers in between.
   template <int N, class T>
   __device__ void read(int tensor, int v, float (&x)[N]) const {
     uint4 raw;
@@ -174,7 +174,7 @@ struct Ring {
   }
 };
 
-// A parameter's slice in float32 in shared memory. Planes of float4, so that lanes read neighbouring 16 bytes.
+// A slice of a parameter, as float32 in shared memory. Planes of float4: neighbouring lanes read neighbouring 16 bytes.
 template <int kTeam, int N>
 struct Slice {
   static constexpr int kUnits = kTeam * kVectors, kPlanes = N / 4, kBytes = kUnits * N * 4;

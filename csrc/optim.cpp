@@ -1,5 +1,5 @@
-// Optimizer steps on the CPU. A tile goes in runs that stay in the first-level cache. What is kept as W, the dtype of
-// the arithmetic, or mostly as bfloat16, is used where it is; the rest passes through buffers of W.
+// Optimizer steps on the CPU. A tile is processed in runs that stay in the L1 cache. Arrays stored as W, the dtype of
+// the arithmetic, or (mostly) as bfloat16 are used in place. Others pass through buffers of W.
 #include "optim.h"
 
 #include "optim_row.h"
@@ -10,7 +10,7 @@ using O = Optim;
 constexpr int64_t kStates = O::kScale - O::kState;
 
 namespace {
-// What the rules multiply with: the numbers of a group at one step.
+// The coefficients of a group at one step.
 struct Coefficients {
   int64_t group = -1, options = 0, states = 0;
   double step = 0, gradient = 1, rate = 0, decay = 0, coupled = 0, beta1 = 0, beta2 = 0, eps = 0, root = 0;
@@ -21,7 +21,7 @@ struct Call {
   const int32_t* owner;
   const double* hyper;
   int64_t rule;
-  double factor;  // of the gradients
+  double factor;  // for the gradients
   Keeping keeping;
 };
 
@@ -40,7 +40,7 @@ static int64_t states_of(int64_t rule, const double* hyper) {
   return rule == O::kLion || hyper[O::kMomentum] != 0;
 }
 
-// Rows of one group at one step follow each other: powers are taken once for all of them.
+// Consecutive rows of one group at one step share the powers.
 static void look_up(const Call& call, const int64_t* row, Coefficients& k) {
   const double step = row[O::kStep] ? *pointer<float>(row[O::kStep]) : 0;
   if (k.group == row[O::kGroup] && k.step == step) return;
@@ -62,7 +62,7 @@ static void look_up(const Call& call, const int64_t* row, Coefficients& k) {
   k.root = 1 / std::sqrt(1 - std::pow(k.beta2, step));
 }
 
-// The rules, of one element: from its parameter, gradient and up to three states to the new ones.
+// The rules for one element: from its parameter, gradient and up to three states to the new ones.
 template <bool kAmsgrad, class W>
 struct Adam {
   static constexpr int kStates = kAmsgrad ? 3 : 2;
@@ -86,7 +86,7 @@ struct Adam {
   }
 };
 
-// kFirst: the state holds nothing yet.
+// kFirst: the state is not initialised yet.
 template <bool kMomentum, bool kFirst, bool kNesterov, class W>
 struct Sgd {
   static constexpr int kStates = kMomentum;
@@ -114,13 +114,13 @@ struct Lion {
   }
 };
 
-// Two bfloat16 as one word: even and odd elements then go apart, and no vector is shuffled.
+// Two bfloat16 as one word, so that even and odd elements are separated without shuffling vectors.
 HFNN_INLINE uint32_t load_pair(const bfloat16* x) {
   uint32_t pair;
   std::memcpy(&pair, x, 4);
   return pair;
 }
-// What store() gives, in the upper half.
+// The result of store(), in the upper half.
 HFNN_INLINE uint32_t rounded(float x) {
   const uint32_t bits = bits_of(x);
   return x != x ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
@@ -176,7 +176,7 @@ HFNN_INLINE void each_pair(const Run<bfloat16, bfloat16>& run, const Rule& rule)
   }
 }
 
-// A whole run by the rule that the options make of it.
+// Processes a run by the rule that the options select.
 template <class T, class S>
 HFNN_INLINE void apply(const Run<T, S>& run, const Coefficients& k, int64_t rule, bool first) {
   using W = Wide<T>;
@@ -194,15 +194,15 @@ HFNN_INLINE void apply(const Run<T, S>& run, const Coefficients& k, int64_t rule
   first ? go(Sgd<true, true, false, W>(k)) : go(Sgd<true, false, false, W>(k));
 }
 
-// Asks for the run from element `first` on. Codes take so long that the processor by itself does not look far enough
-// ahead; what passes through no arithmetic of theirs is slower with it.
+// Prefetches the run from element `first` on. Decoding takes so long that the hardware prefetcher does not reach far
+// enough. Without codes, prefetching is slower.
 HFNN_INLINE void fetch(const Kept& kept, int64_t first) {
   constexpr int64_t kBits[] = {32, 16, 16, 64, 8, 4};
   const int64_t bits = kBits[kept.format], begin = int64_t(uintptr_t(kept.data)) + first * bits / 8;
   for (int64_t line = 0; line < kRun * bits / 8; line += 64) __builtin_prefetch(pointer<char>(begin + line), 1, 2);
 }
 
-// Elements [first, last) of a row: what it has of one tile.
+// Elements [first, last) of a row: its part of one tile.
 template <class T, class S>
 HFNN_INLINE void step_tile(const Call& call, const int64_t* row, const Coefficients& k, uint64_t counter, int64_t first,
                            int64_t last) {
@@ -227,7 +227,7 @@ HFNN_INLINE void step_tile(const Call& call, const int64_t* row, const Coefficie
   }
 }
 
-// f(T{}, S{}): what a row's parameters and gradients, and its states, are to the rules.
+// f(T{}, S{}) with the types in which the rules see a row's parameters and gradients, and its states.
 template <class F>
 HFNN_INLINE void with_types(const Call& call, const int64_t* row, F f) {
   const int64_t codes = row[O::kCodes];
@@ -270,7 +270,7 @@ HFNN_CLONES static double sum_squares(const Call& call, int64_t begin, int64_t e
   return total;
 }
 
-// One for no tiles, too, which the norm is then taken of.
+// At least one, even without tiles, because the norm is taken of them.
 static int64_t partials(int64_t tiles) { return std::clamp<int64_t>(tiles, 1, 128); }
 
 static void prepare(const Tensor& rows, const Tensor& owner, const Tensor& control, const Tensor& squares,

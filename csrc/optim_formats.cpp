@@ -11,19 +11,19 @@ static_assert(Optim::kTile % Optim::kBlock == 0);
 constexpr int64_t kBlock = Optim::kBlock;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// A code, with m in units of kUnit, where the bits of 4 value(m) are 3 times those of m.
+// Codes, with m in units of kUnit: there the bits of 4 value(m) are 3 times those of m.
 template <int kWidth, bool kSigned>
 struct Cubic {
   static constexpr int kBits = kWidth, kTop = kSigned ? kBits - 1 : kBits;
-  static constexpr int kZero = kSigned ? (1 << kTop) - 1 : -1;  // where codes of m begin
+  static constexpr int kZero = kSigned ? (1 << kTop) - 1 : -1;  // the code of m = 0
   static constexpr float kUnit = 0x1p-80f / float(1 << (kTop + 4));
 
   static HFNN_INLINE float four_values(int32_t code) { return float_of(bits_of(float(code - kZero) * kUnit) * 3); }
 
-  // inverse: 4 / |scale|. units: 1 / kUnit, with the sign of scale.
+  // inverse: 4 / |scale|. units: 1 / kUnit with the sign of scale.
   static HFNN_INLINE uint8_t encode(float x, float inverse, float units) {
     const float third = float_of(bits_of(std::fabs(x) * inverse) / 3);
-    // Numbers lie 1 apart here, and are whole. What falls below is -1, or 0 where that has no code.
+    // From 2^23 to 2^24 floats are integers, so the sum is rounded to one. A code below the first becomes the first.
     const float whole = (kSigned ? std::copysign(third, x) : third) * units + (0x1p23f + kZero);
     return uint8_t(bits_of(std::max(whole, 0x1p23f)));
   }
@@ -32,8 +32,8 @@ struct Cubic {
   static HFNN_INLINE float scale(const W* in, int64_t n) {
     int32_t up = std::numeric_limits<int32_t>::min();
     uint32_t down = 0;
-    // As whole numbers, magnitudes are in their own order, infinity above and NaN above that; negative numbers, of the
-    // opposite order, are above all others or below them.
+    // Compared as integers, positive floats keep their order, with infinity and then NaN above them. Negative ones are
+    // in reverse order, above all positive ones (unsigned) or below them (signed).
 #pragma omp simd reduction(max : up, down)
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = bits_of(kSigned ? float(in[i]) : std::fabs(float(in[i])));
@@ -46,7 +46,7 @@ struct Cubic {
   }
 };
 
-// f(code) with what keeps the array.
+// f(code) with the code in which the array is stored.
 template <class F>
 HFNN_INLINE void with_code(const Kept& kept, F f) {
   if (kept.format == Optim::kInt8)
@@ -108,7 +108,7 @@ HFNN_INLINE void encode(const W* in, int64_t first, int64_t n, const Kept& kept)
   });
 }
 
-// f(T{}) with the T that keeps an element of its own.
+// f(T{}) with the type in which single elements are stored.
 template <class F>
 HFNN_INLINE void with_format(int64_t format, F f) {
   if (format == Optim::kFloat32) f(float{});
@@ -164,12 +164,12 @@ HFNN_CLONES void narrow_master(const float* in, int64_t n, bfloat16* parameter, 
   }
 }
 
-// Adds 16 random bits below what bfloat16 keeps. Infinity has none there and stays what it is.
+// Adds 16 random bits below those that bfloat16 keeps. Infinity has zeros there and stays infinity.
 HFNN_INLINE void store_stochastic(bfloat16& y, float x, uint32_t random) {
   const uint32_t bits = bits_of(x);
   y.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + random) >> 16);
 }
-// The same with 13 bits, above which an exponent of 8 bits becomes one of 5; what is not normal is rounded to nearest.
+// The same with 13 bits; the 8-bit exponent becomes one of 5 bits. What is not normal is rounded to nearest.
 HFNN_INLINE void store_stochastic(float16& y, float x, uint32_t random) {
   const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffff;
   const uint32_t rounded = (magnitude - ((127u - 15u) << 23) + (random & 0x1fff)) >> 13;

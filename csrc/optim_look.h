@@ -1,10 +1,11 @@
-// What a step asks about the tensors that its table was made for, of all of them in one call: at every step, so that it
-// is not Python. hfnn/optim/look.py has the same functions in Python, for where this is not built.
+// What a step checks about the tensors for which its table was made, in one call for all. It runs at every step, so it
+// is not in Python; hfnn/optim/look.py has the same functions as a fallback.
 //
-//   look   (parameters, gradients, layouts), bytes each: the addresses, int64, 0 for an absent gradient; and of each
-//          parameter and its gradient the dtype, the device, the shape and the strides, or that it is absent. None
-//          where a tensor is one that no kernel can read.
-//   same   whether `kept` are just these items and then the values of those that are dicts: the same objects, in order.
+//   look   (parameters, gradients, layouts), as bytes: the addresses, int64, 0 for an absent gradient; and for each
+//          parameter and its gradient the dtype, device, shape and strides, or that it is absent. None if no kernel
+//          can read one of the tensors.
+//   same   whether `kept` is exactly these items, followed by the values of those that are dicts: the same objects, in
+//          the same order.
 #pragma once
 #include <optional>
 #include <vector>
@@ -17,7 +18,7 @@ class Look {
  public:
   explicit Look(size_t tensors) : layouts_(8 * tensors + kMost) {}
 
-  // False for what cannot be read.
+  // False if it cannot be read.
   bool add(PyObject* x, int64_t& address) {
     if (layouts_.size() - size_ < kMost) layouts_.resize(2 * layouts_.size());
     int64_t *first = layouts_.data() + size_, *end = first;
@@ -44,13 +45,13 @@ class Look {
   }
 
  private:
-  static constexpr size_t kMost = 1 + 2 * Tensor::kMaxDims;  // numbers of one tensor
-  Tensor tensor_;  // one for all: clearing it takes longer than reading into it
+  static constexpr size_t kMost = 1 + 2 * Tensor::kMaxDims;  // numbers per tensor
+  Tensor tensor_;  // reused, because clearing it takes longer than reading into it
   std::vector<int64_t> layouts_;
   size_t size_ = 0;
 };
 
-// grads: a list, or None for `.grad` of each parameter.
+// grads: a list, or None for each parameter's `.grad`.
 inline py::object look(const py::list& params, const std::optional<py::list>& grads) {
   static PyObject* const name = PyUnicode_InternFromString("grad");
   const size_t n = params.size();

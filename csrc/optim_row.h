@@ -1,5 +1,5 @@
-// What the optimizers on the CPU do with a row of optim.h's table: its arrays as runs of W, its group, its gradients'
-// factor.
+// What the CPU optimizers do with a row of optim.h's table: its arrays as runs of W, its group, the factor of its
+// gradients.
 #pragma once
 #include "optim_formats.h"
 
@@ -16,7 +16,7 @@ HFNN_INLINE Kept parameter_of(const int64_t* row) {
 HFNN_INLINE Kept gradient_of(const int64_t* row) {
   return {pointer<void>(row[Optim::kGrad]), nullptr, row[Optim::kCodes] >> 4 & 15, true};
 }
-// The first state has signs, as Adam's has.
+// The first state is signed, as Adam's is.
 HFNN_INLINE Kept state_of(const int64_t* row, int64_t s) {
   return {pointer<void>(row[Optim::kState + s]), pointer<float>(row[Optim::kScale + s]), row[Optim::kCodes] >> 8 & 15,
           s == 0};
@@ -33,13 +33,13 @@ HFNN_INLINE W* open_parameter(const int64_t* row, int64_t first, int64_t n, W* b
   return open<W>(parameter_of(row), first, n, buffer);
 }
 
-// How parameters are kept; see Optim::update.
+// How parameters are stored; see Optim::update.
 struct Keeping {
   double ema_decay;
   int64_t seed, offset;
 };
 
-// counter: of the first random bits of the run. p is used up.
+// counter: for the first random bits of the run. Overwrites p.
 template <class W>
 HFNN_INLINE void close_parameter(const Keeping& keeping, const int64_t* row, W* p, int64_t first, int64_t n,
                                  uint64_t counter) {
@@ -63,7 +63,7 @@ HFNN_INLINE void close_parameter(const Keeping& keeping, const int64_t* row, W* 
   for (int64_t i = 0; i < n; ++i) ema[i] = float(W(ema[i]) + rest * (master[i] - W(ema[i])));
 }
 
-// A state, now as it is kept: what later steps will read.
+// Rounds a state to its storage format: later steps will read these values.
 template <class W>
 HFNN_INLINE void keep(W* run, int64_t first, int64_t n, const Kept& kept) {
   if (in_place<W>(kept)) return;
@@ -87,7 +87,7 @@ inline double step_of(const int64_t* row) { return *pointer<float>(row[Optim::kS
 
 inline bool found_inf(const Tensor& control) { return control.as<float>()[Optim::kFoundInf] != 0; }
 
-// What the gradients are multiplied with; the norm is left in `norm`. A norm that is NaN makes every gradient NaN.
+// The factor of the gradients. Writes the norm to `norm`. A NaN norm makes every gradient NaN.
 inline double gradient_factor(const Tensor& control, const Tensor& squares, float* norm) {
   const float* c = control.as<float>();
   if (!squares) return 1 / double(c[Optim::kGradScale]);
@@ -109,7 +109,7 @@ inline void expect_call(const Tensor& rows, const Tensor& hyper, const Tensor& c
   if (squares) expect("squares", squares, {squares.shape[0]}, Dtype::float64);
 }
 
-// What the work on all rows costs, in elements: a row by itself costs as much as some hundreds.
+// The cost of all rows, in elements. A row alone costs as much as a few hundred.
 inline int64_t work_of(const Tensor& rows) {
   const int64_t *row = rows.as<int64_t>(), *end = row + rows.shape[0] * Optim::kColumns;
   int64_t elements = 0;

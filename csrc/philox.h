@@ -1,5 +1,5 @@
-// Philox4x32-10, the counter-based random generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-// (SC 2011): 128 bits of counter in, 128 random bits out, integers only. Host and device code share these lines.
+// Philox4x32-10, the counter-based random generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC
+// 2011): 128-bit counter in, 128 random bits out, integers only. Shared by host and device code.
 #pragma once
 #include <cstdint>
 
@@ -11,12 +11,12 @@
 
 namespace hfnn {
 
-// Words 0 to 3, under a name each: arrays would keep the vectoriser away.
+// Words 0 to 3. Named members, because arrays would prevent vectorisation.
 struct Words {
   uint32_t a, b, c, d;
 };
 
-// One instruction on the device, where nvcc adds a zero to the high half of a product written as in C++.
+// One instruction on the device. For the C++ expression, nvcc also adds a zero to the high half.
 HFNN_HOST_DEVICE inline uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -32,7 +32,7 @@ HFNN_HOST_DEVICE inline Words philox_round(Words x, uint32_t key_low, uint32_t k
   return {uint32_t(q >> 32) ^ x.b ^ key_low, uint32_t(q), uint32_t(p >> 32) ^ x.d ^ key_high, uint32_t(p)};
 }
 
-// What the keys grow by from round to round: the golden ratio and sqrt(3) - 1.
+// Key increments per round: the golden ratio and sqrt(3) - 1.
 constexpr uint32_t kPhiloxLow = 0x9E3779B9u, kPhiloxHigh = 0xBB67AE85u;
 
 HFNN_HOST_DEVICE inline Words philox(Words x, uint32_t key_low, uint32_t key_high) {
@@ -47,7 +47,7 @@ HFNN_HOST_DEVICE inline Words philox(Words x, uint32_t key_low, uint32_t key_hig
   return x;
 }
 
-// The words of four elements in a row; dropout.h says which, and why the last word of the counter is not 0.
+// The words of four consecutive elements. dropout.h explains the counter, and why its last word is not 0.
 HFNN_HOST_DEVICE inline Words dropout_counter(uint64_t counter) {
   return {uint32_t(counter), uint32_t(counter >> 32), 0u, 0x68666e6eu};
 }

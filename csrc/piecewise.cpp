@@ -1,4 +1,4 @@
-// Piecewise linear maps on the CPU: a run of elements at a time, with its flags in bytes before they are packed.
+// Piecewise linear functions on the CPU, one run of elements at a time. Flags are bytes before they are packed.
 #include "piecewise.h"
 
 #include "bits_cpu.h"
@@ -6,7 +6,7 @@
 namespace hfnn {
 
 namespace {
-// Forward's y is the map of x, backward's is dx of x = dy. first and second: a and b, or inside and outside.
+// Forward: y is f(x). Backward: x is dy, y is dx. first and second: a and b, or inside and outside.
 struct Call {
   Tensor x, y, bits;
   double first, second;
@@ -15,7 +15,7 @@ struct Call {
 enum Kind { kRelu, kLeakyRelu, kHardtanh, kClamp, kThreshold, kHardshrink, kSoftshrink, kHardsigmoid, kKinds };
 }  // namespace
 
-// Comparisons fail for a NaN, and it falls through to the end, as itself or as what is added to it.
+// Comparisons fail for a NaN, so it reaches the last branch and stays a NaN.
 template <Kind kKind, class T>
 HFNN_INLINE T value(T x, T a, T b) {
   if constexpr (kKind == kRelu) return x < 0 ? T(0) : x;

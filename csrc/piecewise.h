@@ -1,4 +1,4 @@
-// Piecewise linear maps with two slopes, and a bit an element that tells which one it is on.
+// Piecewise linear functions with two slopes. One bit per element stores the slope.
 //
 //   kind              y                                                              bit
 //   0 relu            x < 0 ? 0 : x                                                  !(x <= 0)
@@ -10,12 +10,12 @@
 //   6 softshrink      x > a ? x - a : x < -a ? x + a : x * 0                         !(|x| <= b)
 //   7 hardsigmoid     min(max(x + 3, 0), 6) / 6                                      x > -3 && x < 3
 //
-// torch compares with a rounded to the dtype of x in the backward of softshrink alone: that is its b.
-// A NaN stays a NaN in y, and takes the slope that the comparisons above give it, which is torch's.
-// backward: dx = dy * inside where the bit is set, dy * outside elsewhere; where a factor is 0, dx is 0 whatever dy is.
+// softshrink's b is a rounded to the dtype of x: only in its backward does torch compare with the rounded number.
+// A NaN stays a NaN in y. Its slope follows from the comparisons above, as in torch.
+// backward: dx = dy * inside where the bit is set, else dy * outside. If a factor is 0, dx is 0 whatever dy is.
 //
-// x, y, dy, dx: contiguous, one dtype, one shape; arithmetic in float32 (float64 for float64). bits: as in bits.h,
-// width 1, or None in forward. `queue` as in layer_norm.h.
+// x, y, dy, dx: contiguous, one dtype, one shape. Arithmetic in float32 (float64 for float64). bits: see bits.h, width
+// 1; may be None in forward. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

@@ -1,4 +1,4 @@
-// Pointwise losses on the CPU, with the gradient made in the same pass.
+// Pointwise losses on the CPU, with the gradient computed in the same pass.
 #include "pointwise_loss.h"
 
 #include "exp_cpu.h"
@@ -19,7 +19,7 @@ struct Term {
 };
 }  // namespace
 
-// For Huber and smooth L1, |d| < p fails for a NaN, whose slope then is NaN too.
+// In Huber and smooth L1, |d| < p fails for a NaN. Its slope is then a NaN, too.
 template <Kind kKind, class T>
 HFNN_INLINE Term<T> term(T x, T target, T p) {
   if constexpr (kKind == kBinaryCrossEntropy) {

@@ -1,4 +1,4 @@
-// Losses that are sums of one function over all elements, with the gradient made in the same pass.
+// Losses that sum one function over all elements. The gradient is computed in the same pass.
 //
 //   d = x - target
 //   kind 0, squared:   d^2                                         d/dx: 2 d
@@ -6,8 +6,8 @@
 //   kind 2, smooth L1: d^2 / (2 parameter) where |d| < parameter, else |d| - parameter / 2     (parameter 0: |d|)
 //   kind 3, binary cross-entropy of logits: max(x, 0) - x target + log(1 + exp(-|x|))      d/dx: sigmoid(x) - target
 //
-// x, target, dx: one dtype, one shape. sums (partials(numel),): float32 (float64 for float64), sums over runs of
-// elements whose length depends on numel alone. dx, the derivative, unscaled, or None.
+// x, target, dx: one dtype, one shape. sums (partials(numel),): float32 (float64 for float64), each over a run of
+// elements whose length depends only on numel. dx: the unscaled derivative, or None.
 #pragma once
 #include "tensor.h"
 

@@ -1,5 +1,5 @@
-// Max pooling on the CPU: forward makes a row of outputs at a time, backward a row of inputs, or a
-// plane of them where its elements are not channels. Each is one thread's.
+// Max pooling on the CPU. Forward computes one row of outputs at a time. Backward computes one row of inputs, or one
+// plane if C is 1. Each is computed by one thread.
 #include "pool.h"
 
 #include <limits>
@@ -10,17 +10,17 @@ namespace hfnn {
 
 namespace {
 struct Call {
-  Tensor x, y, codes;  // in backward dx and dy
+  Tensor x, y, codes;  // in backward: dx and dy
   Triple window, stride, padding, dilation;
 };
 
-// A position of a window in a dimension, in elements of x.
+// One dimension of the windows, in elements of x.
 struct Axis {
   int64_t window, stride, padding, dilation, in, out;
 
   HFNN_INLINE int64_t at(int64_t o, int64_t k) const { return o * stride - padding + k * dilation; }
   HFNN_INLINE bool inside(int64_t i) const { return i >= 0 && i < in; }
-  // Whether window o has a position inside: the first one that is not before the beginning.
+  // Whether window o has a position inside x: tests its first position that is not negative.
   HFNN_INLINE bool reaches(int64_t o) const {
     const int64_t first = at(o, 0);
     if (first >= 0) return first < in;
@@ -34,7 +34,7 @@ HFNN_INLINE Axis axis(const Call& c, int d) {
   return {c.window[d], c.stride[d], c.padding[d], c.dilation[d], c.x.shape[d + 1], c.y.shape[d + 1]};
 }
 
-// A place that no window has: the first position that counts is taken whatever its number is.
+// No position yet: the first position inside x is taken whatever its value.
 constexpr int32_t kNone = -1;
 
 template <class T, class W>
@@ -45,7 +45,7 @@ HFNN_INLINE void take(T x, int32_t k, W& best, int32_t& code) {
   code = better ? k : code;
 }
 
-// Row (p, od, oh) of y into best and code: position k of all windows, for all k in order.
+// Row (p, od, oh) of y into best and code. For each k, in order: position k of all windows.
 template <class T, class W>
 HFNN_INLINE void forward_row(const Call& call, int64_t row, W* best, int32_t* code) {
   const Axis d = axis(call, 0), h = axis(call, 1), w = axis(call, 2);
@@ -62,7 +62,7 @@ HFNN_INLINE void forward_row(const Call& call, int64_t row, W* best, int32_t* co
       }
       const T* x = call.x.as<T>() + ((p * d.in + id) * h.in + ih) * w.in * C;
       for (int64_t kw = 0; kw < w.window; ++kw, ++k) {
-        int64_t first = 0, last = w.out;  // of the windows whose position k is inside
+        int64_t first = 0, last = w.out;  // windows whose position k is inside x
         while (first < last && w.at(first, kw) < 0) ++first;
         while (first < last && w.at(last - 1, kw) >= w.in) --last;
         const int64_t from = w.at(0, kw);
@@ -102,13 +102,13 @@ HFNN_CLONES static void forward_rows(const Call& call, int64_t begin, int64_t en
   });
 }
 
-// The windows whose position k is at i, of which there is at most one for each k: the number of the window, or -1.
+// The index of the window whose position k is at i (at most one), or -1.
 HFNN_INLINE int64_t window_at(const Axis& a, int64_t i, int64_t k) {
   const int64_t from = i + a.padding - k * a.dilation;
   return from >= 0 && from % a.stride == 0 && from / a.stride < a.out ? from / a.stride : -1;
 }
 
-// Adds a row of dy, whose codes begin at `number` where they lead into this row of dx, to `sum`.
+// Adds a row of dy to `sum`, a row of dx. Codes in [number, number + window) point into this row.
 template <class T, class W>
 HFNN_INLINE void add_row(const T* dy, const uint8_t* codes, int32_t number, const Axis& w, int64_t C, W* sum) {
   for (int64_t o = 0; o < w.out; ++o) {
@@ -122,7 +122,7 @@ HFNN_INLINE void add_row(const T* dy, const uint8_t* codes, int32_t number, cons
   }
 }
 
-// Row (p, id, ih) of dx into `sum`. A position nearer to the end of its window belongs to an earlier window.
+// Row (p, id, ih) of dx into `sum`. Descending k visits the windows in ascending order.
 template <class T, class W>
 HFNN_INLINE void backward_row(const Call& call, int64_t row, W* sum) {
   const Axis d = axis(call, 0), h = axis(call, 1), w = axis(call, 2);
@@ -139,7 +139,7 @@ HFNN_INLINE void backward_row(const Call& call, int64_t row, W* sum) {
   }
 }
 
-// Plane p of dx into `sum` where C is 1: each dy to where its code leads.
+// Plane p of dx into `sum`, if C is 1: adds each dy where its code points.
 template <class T, class W>
 HFNN_INLINE void backward_plane(const Call& call, int64_t p, const int64_t* places, W* sum) {
   const Axis d = axis(call, 0), h = axis(call, 1), w = axis(call, 2);
@@ -157,14 +157,14 @@ HFNN_INLINE void backward_plane(const Call& call, int64_t p, const int64_t* plac
   }
 }
 
-// Rows [begin, end) of dx; where C is 1, planes.
+// Rows [begin, end) of dx, or planes if C is 1.
 HFNN_CLONES static void backward_parts(const Call& call, int64_t begin, int64_t end) {
   with_dtype(call.x.dtype, [&](auto stored) HFNN_FLAT {
     using T = decltype(stored);
     using W = Wide<T>;
     const int64_t *in = call.x.shape, C = in[4], n = C == 1 ? in[1] * in[2] * in[3] : in[3] * C;
     const std::unique_ptr<W[]> sum(new W[n]);
-    // Where position k of a window is, from its first one.
+    // The offset of position k of a window from its first position.
     int64_t places[256] = {}, k = 0;
     for (int64_t kd = 0; kd < call.window[0]; ++kd)
       for (int64_t kh = 0; kh < call.window[1]; ++kh)

@@ -1,15 +1,15 @@
-// Max pooling over three dimensions, with the place of each maximum in its window as a byte.
+// Max pooling over three dimensions. The position of each maximum in its window is stored as a byte.
 //
 //   y[p, o, c] = max over k of x[p, i(o, k), c],   i(o, k) = o * stride - padding + k * dilation in each dimension
-//   code[p, o, c] = the number of that k in the window, row-major;   positions outside x do not count
-//   backward: dx[p, i, c] = the sum of dy over the windows o whose code leads to i, in the order of o
+//   code[p, o, c] = the row-major index of that k in the window;   positions outside x are excluded
+//   backward: dx[p, i, c] = the sum of dy over the windows o whose code points to i, in the order of o
 //
-// The first of equal numbers is the maximum, and a NaN wins, the last of several. A window that has no position inside
-// x gives -infinity and the code 0, which leads nowhere.
+// Of equal numbers the first is the maximum. A NaN wins; of several NaNs, the last. A window without a position inside
+// x gives -infinity and the code 0, and contributes to no dx.
 //
-// x, dx (P, D, H, W, C), y, dy (P, oD, oH, oW, C): contiguous, one dtype. C is 1 where the channels are planes of their
-// own, P. codes: uint8, as y. window, stride, padding, dilation: of D, H, W; a window has at most 256 positions.
-// Pooling over one or two dimensions has sizes and windows of 1 in the others. `queue` as in layer_norm.h.
+// x, dx (P, D, H, W, C), y, dy (P, oD, oH, oW, C): contiguous, one dtype. C is 1 if each channel is a plane of its own,
+// counted in P. codes: uint8, shaped as y. window, stride, padding, dilation: of D, H, W; a window has at most 256
+// positions. For pooling over one or two dimensions, sizes and windows of the others are 1. `queue`: see layer_norm.h.
 #pragma once
 #include <array>
 

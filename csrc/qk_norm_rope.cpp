@@ -1,4 +1,4 @@
-// RMS norm of each head, then rotary position embedding, on the CPU; the gradient of a row is norm_cpu.h's.
+// RMS norm of each head, then rotary position embedding, on the CPU. norm_cpu.h has the gradient of a row.
 #include "qk_norm_rope.h"
 
 #include "norm_cpu.h"
@@ -7,7 +7,7 @@
 namespace hfnn {
 
 namespace {
-// Two of each: of the queries, of the keys. Backward takes dy for y.
+// Pairs: queries, keys. In backward, y is dy.
 struct Call {
   Tensor x[2], y[2], dx[2], rstd[2];
   const Vector* weight[2];
@@ -17,7 +17,7 @@ struct Call {
   bool rebuild;
 
   int64_t heads() const { return x[0].shape[1] + x[1].shape[1]; }
-  // Where token s of head h has its statistic.
+  // The index of the statistic of token s of head h.
   int64_t statistic(int64_t key, int64_t b, int64_t h, int64_t s) const {
     return (b * x[key].shape[2] + s) * x[key].shape[1] + h;
   }
@@ -45,12 +45,12 @@ HFNN_CLONES static void forward_blocks(const Call& call, int64_t begin, int64_t 
   });
 }
 
-// Each token adds all its heads, so long sums come sooner than in a norm: more chunks, of 32 tokens up to 1024 chunks.
+// A token adds all its heads, so sums get long sooner than in a norm: more chunks, of at least 32 tokens, at most 1024.
 static int64_t count_chunks(int64_t batch, int64_t sequence, int64_t) {
   return std::clamp<int64_t>(batch * sequence / 32, 1, 1024);
 }
 
-// dx, and a row of each plane of partials per chunk; where no gradient of the weights is wanted, it is thrown away.
+// dx, and one row of each plane of partials per chunk. Without weight gradients, the rows are discarded.
 HFNN_CLONES static void backward_chunks(const Call& call, int64_t begin, int64_t end) {
   const Tensor& q = call.x[0];
   const int64_t rotary = call.angles.rotary, dims = q.shape[3];
@@ -61,7 +61,7 @@ HFNN_CLONES static void backward_chunks(const Call& call, int64_t begin, int64_t
     Runs<decltype(out)> gradients[] = {{call.y[0], dims}, {call.y[1], dims}};
     const std::unique_ptr<W[]> memory(new W[2 * kTokens * rotary + 4 * dims]);
     W *own = memory.get(), *other = own + kTokens * rotary, *turned = other + kTokens * rotary, *thrown = turned + dims;
-    W* head = thrown + 2 * dims;  // of one head's tokens: short sums first, whose rounding does not add up
+    W* head = thrown + 2 * dims;  // sums of one head's tokens: short sums first limit the rounding error
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       W* rows = call.partials.as<W>();
       W* dweights[] = {rows ? rows + chunk * dims : thrown, rows ? rows + (chunks + chunk) * dims : thrown + dims};
@@ -94,7 +94,7 @@ static void check_weight(const char* name, const Tensor& weight, const Tensor& q
   expect_floating(name, weight.dtype);
 }
 
-// offset + weight, where there is one, after a look at what says how long it is.
+// offset + weight, if there is one. Its length is checked first.
 static Vector weights(const char* name, const Tensor& weight, const Tensor& q, double offset) {
   expect_heads("q", q, q);
   if (weight) check_weight(name, weight, q);
@@ -106,7 +106,7 @@ static void check_statistics(const char* name, const Tensor& rstd, const Tensor&
   expect_dtype(name, rstd, wide(x.dtype));
 }
 
-// What all three have in common. With no keys at all, k and what is of it are absent.
+// Common to all three calls. Without keys, k and its tensors are absent.
 static void check(const Call& call, const Tensor& wq, const Tensor& wk, const char* yq_name, const char* yk_name) {
   const Tensor &q = call.x[0], &k = call.x[1];
   expect_like_heads(yq_name, call.y[0], "q", q);

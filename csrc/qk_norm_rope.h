@@ -2,13 +2,13 @@
 //
 //   n = x * rstd * (offset + weight),    rstd = 1 / sqrt(mean(x^2) + eps),    y = rope(n)
 //
-// Of rope.h are the shapes, strides and dtypes of q, k, yq and yk (of the gradients too: dyq as yq, dq as q), cos, sin,
-// positions, rotary and interleaved. wq, wk (D) and their gradients have one dtype. rstd_q (B, S, H), rstd_k (B, S, G),
-// contiguous: float32, for float64 float64. What is of k may be absent, all of it; so may forward's rstd_q and rstd_k.
+// q, k, yq, yk, cos, sin, positions, rotary and interleaved are as in rope.h; for the gradients, dyq is as yq and dq as
+// q. wq, wk (D) and their gradients have one dtype. rstd_q (B, S, H), rstd_k (B, S, G): contiguous, float32 (float64
+// for float64). Everything of k may be absent together; forward's rstd_q and rstd_k may be absent.
 //
-// rebuild: forward's yq, bit for bit, from the rstd that forward left.
-// backward: dwq and dwk (both, or none of them) are summed over partials (2, P, D), of the dtype of rstd, P =
-// partials(B, S, D): plane 0 is of the queries. No atomics: the same bits in every run.
+// rebuild: forward's yq, bit for bit, from forward's rstd.
+// backward: dwq and dwk (both or neither) are summed over partials (2, P, D) in the dtype of rstd, with
+// P = partials(B, S, D). Plane 0 belongs to the queries. No atomics: the same bits in every run.
 #pragma once
 #include "tensor.h"
 

@@ -1,4 +1,4 @@
-// Codes of 16-bit numbers on the CPU: looked up, and packed five bits each.
+// Codes of 16-bit numbers on the CPU: table lookups, packed into five bits each.
 #include "recode.h"
 
 #include "cpu.h"
@@ -27,7 +27,7 @@ static void expect_lut(const char* tensor, const Tensor& t, Dtype dtype) {
   expect_dtype(tensor, t, dtype);
 }
 
-// Eight codes are five bytes, so a run, of a multiple of eight elements, begins with a byte of its own.
+// Eight codes are five bytes, and runs are multiples of eight elements, so every run starts at a byte boundary.
 static_assert(kRun % 8 == 0);
 
 static void encode(const Tensor& x, const Tensor& rank, const Tensor& packed, int64_t threads) {
@@ -69,7 +69,7 @@ static void decode(const Tensor& y, const Tensor& packed, const Tensor& start, c
         const uint8_t* in = bytes + i / 8 * kWidth;
         uint64_t codes = 0;
         for (int64_t k = 0; k < packed_bytes(count); ++k) codes |= uint64_t(in[k]) << (8 * k);
-        // A pattern that no x gives has no place in the table; a code added to it must not lead out of it.
+        // A y that no x gives has no entry. The index is cut to 16 bits, so it stays inside the table.
         for (int64_t k = 0; k < count; ++k)
           out[i + k] = found[uint16_t(starts[patterns[i + k]] + (codes >> (kWidth * k) & 31))];
       }

@@ -1,10 +1,10 @@
-// A 16-bit number x told by y = f(x) and five bits: which of the numbers with that y it is.
+// Recovers a 16-bit number x from y = f(x) and a five-bit code, which selects one of the numbers with that y.
 //
-// `rank` (65536,) uint8: for the bit pattern of each x, its place among the x with its y, below 32. `start` (65536,)
-// int32: for the bit pattern of each y, where its x begin in `table` (65536,) int16, the bit patterns of all x in the
-// order of their y. encode: codes of x, packed as in bits.h with width 5. decode: x of y and its codes.
+// `rank` (65536,) uint8: for the bit pattern of each x, its place among all x with the same y, below 32. `table`
+// (65536,) int16: the bit patterns of all x, ordered by their y. `start` (65536,) int32: for the bit pattern of each y,
+// where its x start in `table`. encode: codes of x, packed as in bits.h with width 5. decode: x from y and its codes.
 //
-// x, y: contiguous, bfloat16 or float16, one shape; packed (ceil(5 n / 8),) uint8. `queue` as in layer_norm.h.
+// x, y: contiguous, bfloat16 or float16, one shape; packed (ceil(5 n / 8),) uint8. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

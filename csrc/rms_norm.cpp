@@ -1,4 +1,4 @@
-// RMSNorm on the CPU; the arithmetic is in norm_cpu.h.
+// RMSNorm on the CPU. The arithmetic is in norm_cpu.h.
 #include "rms_norm.h"
 
 #include "norm_cpu.h"

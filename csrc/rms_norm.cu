@@ -1,4 +1,4 @@
-// Root-mean-square normalisation on CUDA; rms_norm.h has the definition, norm.cuh the kernels.
+// Root-mean-square normalisation on CUDA. rms_norm.h has the definition, norm.cuh the kernels.
 #include "norm.cuh"
 #include "rms_norm.h"
 

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation of the rows of x (R, C); layer_norm.h says what holds for both.
+// Root-mean-square normalisation of the rows of x (R, C). layer_norm.h describes what both norms share.
 //
 //   y = x * rstd * (offset + weight)
 #pragma once

@@ -7,7 +7,7 @@ namespace hfnn {
 
 namespace {
 struct Call {
-  Tensor x[2], y[2];  // of the queries, of the keys
+  Tensor x[2], y[2];  // of queries, of keys
   Angles angles;
 };
 }  // namespace

@@ -1,7 +1,7 @@
-// What rope.cpp and qk_norm_rope.cpp share: the factors of a token, the turn of a row, and the checks.
+// Shared by rope.cpp and qk_norm_rope.cpp: the factors of a token, the rotation of a row, and checks.
 //
-// Work is dealt out in blocks of kTokens tokens of one batch, with all heads: a block's factors are made once, and in
-// either layout of the heads a few rows lie one behind the other. W is the dtype of the arithmetic.
+// A block of work is kTokens tokens of one batch element, with all heads. Its factors are computed once, and in both
+// layouts of the heads a few rows are contiguous. W is the dtype of the arithmetic.
 #pragma once
 #include "cpu.h"
 
@@ -9,7 +9,7 @@ namespace hfnn {
 
 constexpr int64_t kTokens = 8;
 
-// Where the factors of a token come from.
+// Where a token's factors come from.
 struct Angles {
   Tensor cos, sin, positions;
   int64_t rotary;
@@ -23,7 +23,7 @@ struct Angles {
   }
 };
 
-// A block's batch and its tokens [first, end).
+// A block's batch element and its tokens [first, end).
 struct Tokens {
   int64_t batch, first, end;
   HFNN_INLINE Tokens(const Tensor& q, int64_t block) {
@@ -55,7 +55,7 @@ HFNN_INLINE void rope_factors(const Angles& angles, const Tokens& tokens, W* own
     }
   });
 }
-// Not a part of the loops over heads, which are compiled for every pair of dtypes.
+// Separate from the loops over heads, which are compiled for every pair of dtypes.
 HFNN_CLONES static void fill_factors(const Angles& angles, const Tokens& tokens, float* own, float* other) {
   rope_factors(angles, tokens, own, other);
 }
@@ -63,7 +63,7 @@ HFNN_CLONES static void fill_factors(const Angles& angles, const Tokens& tokens,
   rope_factors(angles, tokens, own, other);
 }
 
-// y of a row x of `dims` columns, the first `rotary` of which are turned.
+// y of a row x with `dims` columns, of which the first `rotary` are rotated.
 template <class X, class Y, class W>
 HFNN_INLINE void rope_turn(const X* x, const W* own, const W* other, Y* y, int64_t rotary, int64_t dims, bool pairs) {
   const int64_t half = rotary / 2;
@@ -86,13 +86,13 @@ HFNN_INLINE void rope_turn(const X* x, const W* own, const W* other, Y* y, int64
   for (int64_t i = rotary; i < dims; ++i) store(y[i], W(load(x[i])));
 }
 
-// Of (B, H, S, D): the first element of a row.
+// The first element of a row of a tensor (B, H, S, D).
 HFNN_INLINE int64_t row_of(const Tensor& t, int64_t b, int64_t h, int64_t s) {
   return b * t.strides[0] + h * t.strides[1] + s * t.strides[2];
 }
 
-// y of the tokens of blocks, all heads: each row as row(x, key, b, h, s, scratch) gives it, turned. call: x[2] and
-// y[2], of the queries and of the keys, and angles; scratch: room for a row.
+// y of the tokens of blocks, all heads: rows from row(x, key, b, h, s, scratch), rotated. call has x[2] and y[2], of
+// queries and keys, and angles. scratch has room for one row.
 template <class Call, class Row>
 HFNN_INLINE void turn_blocks(const Call& call, int64_t begin, int64_t end, Row row) {
   const Tensor& q = call.x[0];
@@ -122,7 +122,7 @@ HFNN_INLINE void turn_blocks(const Call& call, int64_t begin, int64_t end, Row r
 
 inline int64_t count_token_blocks(const Tensor& q) { return q.shape[0] * ((q.shape[2] + kTokens - 1) / kTokens); }
 
-// (B, any heads, S, D) on the CPU with a last stride of 1.
+// Checks for (B, any heads, S, D) on the CPU with last stride 1.
 inline void expect_heads(const char* tensor, const Tensor& t, const Tensor& q) {
   if (!t) refuse(tensor, "be a tensor", "None");
   if (t.dims != 4 || t.shape[3] < 1 || t.shape[0] != q.shape[0] || t.shape[2] != q.shape[2] || t.shape[3] != q.shape[3])
@@ -134,7 +134,7 @@ inline void expect_heads(const char* tensor, const Tensor& t, const Tensor& q) {
   expect_floating(tensor, t.dtype);
 }
 
-// A result, or a gradient, of the heads of x.
+// Checks a result or gradient for the heads of x.
 inline void expect_like_heads(const char* tensor, const Tensor& t, const char* of, const Tensor& x) {
   expect_heads(tensor, t, x);
   if (t.shape[1] != x.shape[1]) refuse(tensor, std::string("have as many heads as ") + of, text(t.shape, t.dims));

@@ -1,4 +1,4 @@
-// Scaling by a number that is in memory, on the CPU.
+// Scaling by a number in memory, on the CPU.
 #include "scale.h"
 
 #include "cpu.h"

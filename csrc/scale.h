@@ -1,6 +1,6 @@
-// y = factor * x, computed in float32 (float64 for float64) and rounded once; factor is one element, float32 (float64).
+// y = factor * x, computed in float32 (float64 for float64) and rounded once. factor is one element, float32 (float64).
 //
-// y may be x itself: nothing is read or written where the factor is 1.
+// y may be x itself. Then nothing is read or written if the factor is 1.
 #pragma once
 #include "tensor.h"
 

@@ -1,4 +1,4 @@
-// Sigmoid linear unit, elementwise over contiguous tensors of one dtype. `queue` as in layer_norm.h.
+// Sigmoid linear unit, elementwise over contiguous tensors of one dtype. `queue`: see layer_norm.h.
 #pragma once
 #include "tensor.h"
 

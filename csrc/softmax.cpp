@@ -1,4 +1,4 @@
-// Softmax and its logarithm on the CPU: a row is read from memory once, and once more from the cache.
+// Softmax and its logarithm on the CPU. A row is read once from memory and once from the cache.
 #include "softmax.h"
 
 #include "logits_cpu.h"
@@ -27,7 +27,7 @@ HFNN_INLINE void forward_rows(const Call& c, int64_t begin, int64_t end) {
         widened.run(xs.read(first + k, n), x, n);
         sum.add(x, n);
       });
-      // Subtracting the maximum first leaves more digits than subtracting log(sum(exp(x))).
+      // Subtracting the maximum first keeps more digits than subtracting lse at once.
       const W max = sum.max, inverse = W(1 / sum.total), log_total = W(sum.log_total());
       for_runs(cols, 0, count_runs(cols), [&](int64_t begin, int64_t n) HFNN_FLAT {
         const auto* x = xs.read(first + begin, n);
@@ -44,7 +44,7 @@ HFNN_INLINE void forward_rows(const Call& c, int64_t begin, int64_t end) {
   });
 }
 
-// dx = (dy - sum(dy * y)) * y, and of the logarithm dx = dy - exp(y) * sum(dy)
+// dx = (dy - sum(dy * y)) * y; for the logarithm, dx = dy - exp(y) * sum(dy)
 template <bool kLog>
 HFNN_INLINE void backward_rows(const Call& c, int64_t begin, int64_t end) {
   const int64_t cols = c.cols();

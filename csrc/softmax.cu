@@ -1,19 +1,19 @@
-// Softmax and its logarithm on CUDA; softmax.h has the definition.
+// Softmax and its logarithm on CUDA. softmax.h has the definition.
 //
-// Blocks are many and short: one row each, or one row per warp where rows are short. The elements stay in registers
-// between the passes where they fit, else they are read twice, the second time mostly from the L2 cache.
+// Many short blocks: one row each, or one row per warp for short rows. Elements stay in registers between the passes if
+// they fit. Otherwise they are read twice, the second time mostly from the L2 cache.
 //
-// Units: a vector is N elements of a row, 16 bytes where rows allow it, else one element. A thread takes kUnits of them
-// at a time, blockDim.x apart, all loaded before the first is used.
+// Units: a vector is N elements of a row, 16 bytes if rows allow it, else one element. A thread takes kUnits vectors at
+// a time, blockDim.x apart, and loads all of them before it uses the first.
 #include "softmax.h"
 #include "softmax_row.cuh"
 
 namespace hfnn {
 namespace {
 
-constexpr int kUnits = 2, kMoreUnits = 4, kWideUnits = 8, kLoopUnits = 4;  // of forward
-constexpr int kBackUnits = 2, kWideBackUnits = 4, kLoopBackUnits = 2;      // of each tensor in backward
-constexpr int kScalarUnits = 8, kScalarBackUnits = 4;                      // of one element each
+constexpr int kUnits = 2, kMoreUnits = 4, kWideUnits = 8, kLoopUnits = 4;  // forward
+constexpr int kBackUnits = 2, kWideBackUnits = 4, kLoopBackUnits = 2;      // backward, per tensor
+constexpr int kScalarUnits = 8, kScalarBackUnits = 4;                      // single elements
 
 struct Args {
   const void *dy, *y, *x;
@@ -22,7 +22,7 @@ struct Args {
   bool log;
 };
 
-// a / b from 1 / b, in float32 rounded once: a second rounding would be an error of the whole row.
+// a / b from 1 / b; in float32, rounded once: a second rounding would be an error of the whole row.
 template <bool kFast>
 __device__ inline float divide(float a, float b, float inverse) {
   const float quotient = a * inverse;
@@ -32,7 +32,7 @@ __device__ inline float divide(float a, float b, float inverse) {
 template <class X, class Y, int N, int kUnits, bool kLoop>
 __global__ void __launch_bounds__(softmax_threads(kUnits), softmax_residents(kUnits) / softmax_threads(kUnits))
     softmax_forward_kernel(const __grid_constant__ Args args) {
-  // A 16-bit y does not show the error of the fast exponential; float32 has more time for each element.
+  // A 16-bit y hides the error of the fast exponential. float32 has more time per element.
   constexpr bool kFast = sizeof(Y) == 2;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= args.rows) return;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(softmax_threads(kUnits), softmax_residents(kUn
       if (unit >= vectors) continue;
       float at[N];
       to_float(held[u], at);
-      // The maximum itself, and not about(): a row all -inf gives NaN.
+      // The maximum itself, not about(), so that a row of -inf gives NaN.
       if (args.log) {
 #pragma unroll
         for (int i = 0; i < N; ++i) at[i] = at[i] - peak.max - second;
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(softmax_threads(kUnits), softmax_residents(kUn
   }
 }
 
-// Vectors that a thread of backward holds, and one for what a loop keeps besides.
+// Vectors that a backward thread holds, plus one for what a loop needs besides.
 constexpr int back_held(int units, bool loop) { return 2 * units + loop; }
 
-// A vector is 16 bytes of y, also where x has fewer.
+// A vector is 16 bytes of y, even if it is fewer of x.
 template <class X, class Y, int N, int kUnits, bool kLoop>
 __global__ void __launch_bounds__(softmax_threads(back_held(kUnits, kLoop)),
                                   softmax_residents(back_held(kUnits, kLoop)) /
@@ -211,7 +211,7 @@ void launch_backward(const Args& args, int device, int64_t queue) {
     run(vector, integral_constant<int, kLoopBackUnits>{}, std::true_type{});
 }
 
-// f(X{}, Y{}): the dtype of x and dx, and that of y and dy.
+// f(X{}, Y{}) with the dtype of x and dx, and that of y and dy.
 template <class F>
 void with_pair(const Tensor& x, const Tensor& y, F&& f) {
   with_floating("x", x.dtype, [&](auto in) {

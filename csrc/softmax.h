@@ -2,7 +2,7 @@
 //
 //   y = exp(x - lse)    or    y = x - lse,    lse = log(sum(exp(x)))
 //
-// y has the dtype of x, or is float32. dy and y have one dtype, dx and x too.
+// y has the dtype of x, or is float32. dy has the dtype of y, dx that of x.
 #pragma once
 #include "tensor.h"
 

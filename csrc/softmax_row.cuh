@@ -1,20 +1,20 @@
-// What softmax.cu and cross_entropy.cu share: the largest element of a row and the sum of its exponentials, and how the
-// threads of a row agree on such totals.
+// Shared by softmax.cu and cross_entropy.cu: the largest element of a row, the sum of its exponentials, and how the
+// threads of a row combine such totals.
 //
-// The totals of the whole row are unions of those of its parts, each relative to its own maximum: one pass, and one
-// barrier. Unions come in an order that depends on the shape alone.
+// The totals of a row are merged from those of its parts, each relative to its own maximum: one pass, one barrier. The
+// order of merges depends only on the shape.
 #pragma once
 #include "norm_team.cuh"
 
 namespace hfnn {
 
-// Threads of a row's block, by the 16-byte vectors that a thread holds at a time, and the threads of a multiprocessor
-// that the registers must leave room for: as the norms were measured to want them.
+// Threads per block of a row, by the number of 16-byte vectors that a thread holds at a time, and threads per
+// multiprocessor for the register limit. Values as measured for the norms.
 constexpr int softmax_residents(int held) { return held <= 2 ? 2048 : held <= 4 ? 1536 : 1024; }
 constexpr int softmax_threads(int held) { return held <= 2 ? 1024 : 512; }
 
-// exp(x) for x <= 0. The fast one is off by |x| 6e-8 of its value, which no 16-bit result shows; the argument must come
-// with the maximum taken off already, or that error grows with the logits.
+// exp(x) for x <= 0. The fast one has a relative error of |x| 6e-8, which no 16-bit result shows. The maximum must
+// already be subtracted: otherwise the error grows with the logits.
 template <bool kFast>
 __device__ inline float softmax_exp(float x) {
   if constexpr (!kFast) return expf(x);
@@ -33,8 +33,8 @@ __device__ inline float lanes_max(float v) {
 __device__ inline __nv_bfloat162 pair_max(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2(a, b); }
 __device__ inline __half2 pair_max(__half2 a, __half2 b) { return __hmax2(a, b); }
 
-// The largest of N elements, or the largest of their negatives where `negate` is 0x80008000 and not 0. A NaN is passed
-// over: the sum of exponentials shows it.
+// The largest of N elements, or of their negatives if `negate` is 0x80008000 instead of 0. NaNs are ignored: the sum of
+// exponentials shows them.
 template <int N>
 __device__ inline float largest(const Vec<float, N>& vec, unsigned negate) {
   float top = -INFINITY;
@@ -59,17 +59,17 @@ __device__ inline float largest(const Vec<T, N>& vec, unsigned negate) {
   }
 }
 
-// Of some elements of a row: the largest, and the sum of exp(x - largest).
+// For some elements of a row: the largest, and the sum of exp(x - largest).
 template <bool kFast>
 struct Peak {
   float max = -INFINITY, sum = 0;
 
-  // What to take off: -inf - -inf would be NaN where all elements so far are -inf and a later one is not.
+  // What to subtract: 0 while all elements are -inf, because -inf - -inf would be NaN.
   __device__ static float about(float max) { return max == -INFINITY ? 0 : max; }
   __device__ float about() const { return about(max); }
   __device__ float sum_about(float about) const { return sum * softmax_exp<kFast>(max - about); }
 
-  // Makes room for elements of which `top` is the largest: the caller then adds exp(x - about()) of each to the sum.
+  // Raises the maximum to include `top`. The caller then adds exp(x - about()) for the new elements.
   __device__ void raise(float top) {
     top = fmaxf(max, top);
     sum = sum_about(about(top));
@@ -93,7 +93,7 @@ struct Sums {
   __device__ Sums over_lanes() const { return {lanes_sum<32>(first), lanes_sum<32>(second)}; }
 };
 
-// Into the same place of another block of the cluster.
+// Writes to the same address in another block of the cluster.
 __device__ inline void write_to_block(float2* at, unsigned rank, float2 v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -106,9 +106,9 @@ __device__ inline void write_to_block(float2* at, unsigned rank, float2 v) {
 
 constexpr int kMaxWarps = 32;
 
-// The union of the totals V of all threads of a row, the same bits in each of them, and a barrier for them. The row has
-// a warp of its own, or the block, or with kCluster the cluster, which may be one block; every block of it must have
-// begun. `scratch` has room for a V of each warp of the row, and is used once.
+// Merges the totals V of all threads of a row. All get the same bits. Also a barrier for them. A row is processed by
+// one warp, by the block, or with kCluster by the cluster, which may be one block; all its blocks must have started.
+// `scratch` has room for one V per warp of the row, and is used once.
 template <bool kCluster, class V>
 __device__ V over_row(const V& mine, float2* scratch) {
   constexpr int kWords = sizeof(V) / sizeof(float2);
@@ -147,7 +147,7 @@ __device__ V over_row(const V& mine, float2* scratch) {
   return all.over_lanes();
 }
 
-// The blocks of a kernel: threads of a row, rows. Rows that one warp can hold share a block.
+// Blocks of a kernel: threads per row, rows. Rows that fit in one warp share a block.
 inline dim3 softmax_block(int64_t vectors, int units, int threads) {
   const unsigned warps = std::min<int64_t>(ceil_div(vectors, units * 32), threads / 32);
   return dim3(32 * warps, warps == 1 ? 8 : 1);

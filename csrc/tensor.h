@@ -1,11 +1,11 @@
-// hfnn::Tensor: what a kernel needs to know of a torch.Tensor, without torch headers. It borrows the memory; an absent
-// tensor (Python's None) is empty and tests false.
+// hfnn::Tensor: what a kernel needs to know of a torch.Tensor, without torch headers. It borrows the memory. An absent
+// tensor (Python's None) converts to false.
 #pragma once
 #include <cstdint>
 
 namespace hfnn {
 
-// A bool is a uint8 that is 0 or 1.
+// torch.bool is uint8 with the values 0 and 1.
 enum class Dtype : uint8_t { none, float32, bfloat16, float16, float64, int64, uint8, int32, int16, other };
 
 struct Tensor {

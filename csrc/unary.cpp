@@ -1,5 +1,5 @@
 // Smooth functions of one input on the CPU. float32 and the 16-bit dtypes use exponentials and logarithms that
-// vectorise, float64 the standard library's.
+// vectorise, float64 the standard library.
 #include "unary.h"
 
 #include "exp_cpu.h"
@@ -22,8 +22,8 @@ enum Kind {
   kReluSquared,
 };
 
-// Forward: x is the input and y the output. Backward: x is what was kept and y is dx. limit: what elu tends to, as the
-// dtype has it.
+// Forward: x is the input and y the output. Backward: x is the kept tensor and y is dx. limit: elu's limit, rounded to
+// the dtype.
 struct Call {
   Tensor dy, x, y;
   double a, b, c, limit;
@@ -35,7 +35,7 @@ struct Options {
 };
 }  // namespace
 
-// exp(x) for every x, subnormal results too: 2^n in two factors, either of which is a normal number.
+// exp(x) for every x, including subnormal results: 2^n is applied as two factors, each a normal number.
 HFNN_INLINE float exp_of(float x) {
   const float z = x > 89 ? 89 : x < -104 ? -104 : x;
   const Exp e = split_exp(z);
@@ -44,7 +44,7 @@ HFNN_INLINE float exp_of(float x) {
 }
 HFNN_INLINE double exp_of(double x) { return std::exp(x); }
 
-// exp(z) - 1 for z <= 0, with the sign of z where it is 0.
+// exp(z) - 1 for z <= 0. A zero keeps the sign of z.
 HFNN_INLINE float expm1_negative(float z) {
   const Exp e = split_exp(z);
   const float power = float_of((e.n + 127) << 23), value = madd(e.expm1, power, power - 1);
@@ -56,7 +56,7 @@ template <class T>
 struct Mish {
   T e, w, share;  // exp(x), e (e + 2), 1 / (w + 2): tanh(log(1 + e)) is w * share
 };
-// From 20 on (40 in float64) w * share is 1, and e squared does not overflow yet.
+// From 20 on (40 in float64), w * share is 1, and e squared does not overflow.
 template <class T>
 constexpr T kMishEnd = sizeof(T) == 8 ? 40 : 20;
 template <class T>
@@ -89,7 +89,7 @@ HFNN_INLINE T value(T x, const Options<T>& o) {
     return x >= 3 ? x : x * inner * T(1 / 6.0);  // x * 6 would overflow
   }
   if constexpr (kKind == kReluSquared) {
-    const T r = x < 0 ? 0 : x;  // a NaN stays one
+    const T r = x < 0 ? 0 : x;  // a NaN stays a NaN
     return r * r;
   }
   return x / (1 + exp_minus(T(kQuick) * x));
@@ -175,7 +175,7 @@ HFNN_PASSES(kHardswish)
 HFNN_PASSES(kQuickGelu)
 HFNN_PASSES(kReluSquared)
 
-// Of each kind, in the order of the kinds.
+// For each kind, in the order of the enum.
 struct Passes {
   void (*forward)(const Call& call, int64_t begin, int64_t end);
   void (*backward)(const Call& call, int64_t begin, int64_t end);
@@ -200,7 +200,7 @@ static const Passes& passes_of(int64_t kind) {
   return all[kind];
 }
 
-// A number as a dtype has it.
+// A number rounded to a dtype.
 static double rounded(double number, Dtype dtype) {
   double found = number;
   with_dtype(dtype, [&](auto stored) {

@@ -120,12 +120,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str, prog: str):
         super().__init__(description=doc.split("\n")[0], prog=prog)
         add = self.add_argument
-        add("--seed", type=int, default=0, help="of weights, batches and dropout masks")
+        add("--seed", type=int, default=0, help="for weights, batches and dropout masks")
         add("--dtype", choices=DTYPES, help="default: float32 on the CPU, autocast (to bfloat16) on a GPU")
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         add("--compile", action="store_true", help="torch.compile every model")
         add("--no-convert", dest="convert", action="store_false", help="plain torch only")
-        add("--no-band", dest="band", action="store_false", help="without the third run")
+        add("--no-band", dest="band", action="store_false", help="skip the third run")
         name = prog.removesuffix(".py")
         add("--out", default="out", help=f"folder for {name}.json and {name}.png (default: out)")
 

@@ -48,9 +48,9 @@ LINES = (
 )
 WHY = {
     "linear": "hfnn: what a product's input is rebuilt from, the inputs of the norm and of the activation",
-    "norm": "the norm's own input, where no product keeps it already",
-    "scaleddotproduct": "torch's attention: q, k, v, and a number for each row of the softmax",
-    "mm": "torch's product: its input, as that of attention's projection, which attention keeps as well",
+    "norm": "the norm's own input, unless a product keeps it already",
+    "scaleddotproduct": "torch's attention: q, k, v, and one number per row of the softmax",
+    "mm": "torch's product: its input, such as that of attention's projection, which attention keeps as well",
 }
 
 
@@ -81,15 +81,15 @@ def arguments() -> Parser:
     add("--data", help="a text file, a folder of them (default: the standard library's sources), or records:FOLDER")
     for name in ("layers", "width", "heads", "seq", "batch", "steps"):
         add(f"--{name}", type=int, help=f"default: {ON_CPU[name]} on the CPU, {ON_CUDA[name]} on a GPU")
-    add("--dropout", type=float, default=0.1, help="of embeddings and residuals, gpt2 only (default: 0.1)")
+    add("--dropout", type=float, default=0.1, help="for embeddings and residuals, gpt2 only (default: 0.1)")
     add("--save", metavar="PATH", help="write a checkpoint after the last step")
-    add("--resume", metavar="PATH", help="go on from a checkpoint, to --steps in all")
-    add("--tune", action="store_true", help="take the way of running the model that hfnn.tune measures as the fastest")
+    add("--resume", metavar="PATH", help="continue from a checkpoint, up to --steps in total")
+    add("--tune", action="store_true", help="run the model in the way that hfnn.tune measures as the fastest")
     add("--dist", choices=("ddp", "fsdp", "pipeline"), help="train on --nproc ranks, wrapped by haiscale")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="ranks of --dist (default: the GPUs, or 2)")
-    add("--stages", type=int, help="of the pipeline; several pipelines are replicas (default: --nproc)")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default: 1f1b)")
-    add("--microbatches", type=int, default=4, help="into which a pipeline cuts its batch (default: 4)")
+    add("--stages", type=int, help="stages of the pipeline; several pipelines are replicas (default: --nproc)")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="schedule of the pipeline (default: 1f1b)")
+    add("--microbatches", type=int, default=4, help="microbatches per batch of a pipeline (default: 4)")
     return parser
 
 

@@ -45,11 +45,11 @@ LINES = (
 )
 WHY = {
     "convolution": "torch's convolution: its input",
-    "norm": "the norm's own input, where no other op keeps it already",
-    "gelu": "the activation's input, of which the product behind it has its own rebuilt",
+    "norm": "the norm's own input, unless another op keeps it already",
+    "gelu": "the activation's input, from which the next product rebuilds its own",
     "mm": "torch's product: its input",
-    "scaleddotproduct": "torch's attention: q, k, v, and a number for each row of the softmax",
-    "maxpool": "a few bits for each place of the output, which tell the largest number of its window",
+    "scaleddotproduct": "torch's attention: q, k, v, and one number per row of the softmax",
+    "maxpool": "a few bits per output element: the position of the maximum in its window",
 }
 
 
@@ -57,13 +57,13 @@ def parse(argv=None) -> argparse.Namespace:
     parser = Parser(__doc__, "train_images.py")
     add = parser.add_argument
     add("--arch", choices=SIZES, default="resnet")
-    add("--data", help="folder:PATH, with a folder for each class, or records:PATH (default: images made here)")
-    add("--layers", type=int, help="of a stage of the resnet, of which there are four, or of the vit")
+    add("--data", help="folder:PATH, with one folder per class, or records:PATH (default: generated images)")
+    add("--layers", type=int, help="per stage of the resnet, which has four, or of the vit")
     add("--width", type=int, help="channels of the first stage, or of a token")
     for name in ("size", "batch", "steps"):
         add(f"--{name}", type=int)
-    add("--heads", type=int, default=4, help="of the vit's attention (default: 4)")
-    add("--dropout", type=float, default=0.1, help="of the vit (default: 0.1)")
+    add("--heads", type=int, default=4, help="heads of the vit's attention (default: 4)")
+    add("--dropout", type=float, default=0.1, help="dropout of the vit (default: 0.1)")
     args = parser.parse_args(argv)
     for name, value in SIZES[args.arch][args.device != "cpu"].items():
         if getattr(args, name) is None:

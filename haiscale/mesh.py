@@ -140,6 +140,9 @@ def sibling(
     It has the backend and the timeout of `group`, which torch's new_group does not take over. backend: another backend.
     options: of the backend, as `pg_options`. ranks: a subset of `group`, as global ranks.
     """
+    if backend == "nccl" and options is None:
+        options = dist.ProcessGroupNCCL.Options()  # haiscale.auto switches no group that has options
+        options._timeout = timeout_of(group) or options._timeout
     ranks = dist.get_process_group_ranks(group) if ranks is None else ranks
     order = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.13's option for another order
     # Not with the whole world, because other ranks may create other groups at this time. torch would name the group by
@@ -181,6 +184,14 @@ def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
     inside = hosts[_host()]
     place = inside.index(dist.get_rank())
     return sibling(group, ranks=inside), sibling(group, ranks=[ranks[place] for ranks in hosts.values()])
+
+
+def own_gpus(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL can connect the ranks of `group`: each passes a CUDA device of its own. All of them call this."""
+    mine = f"{_host()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+    every: list[str] = [""] * group.size()
+    dist.all_gather_object(every, mine if dist.is_nccl_available() else "", group=group)
+    return "" not in every and len(set(every)) == len(every)
 
 
 def _host() -> str:

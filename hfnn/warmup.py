@@ -63,7 +63,7 @@ def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `run`."""
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="columns of a row")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="row lengths")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=("float32", "bfloat16", "float16"))
 
 

@@ -104,12 +104,12 @@ def parser() -> Parser:
     commands = found.add_subparsers(metavar="COMMAND", required=True)
     calls = {"info": info, "verify": verify, "bench": bench, "unpack": unpack}
     does = {
-        "info": "what is in the files",
+        "info": "show the content of the files",
         "verify": "read everything, and report the first damaged record",
         "bench": "time random batches, outside the page cache and in it",
         "unpack": "write each record as a file",
-        "pack": "the files of a folder, by their names",
-        "convert": "images, tar (webdataset), parquet, jsonl, npy, text or other record files",
+        "pack": "pack the files of a folder, by name",
+        "convert": "convert images, tar (webdataset), parquet, jsonl, npy, text or other record files",
     }
     subs = {name: commands.add_parser(name, help=does[name]) for name in calls}
     for name, sub in subs.items():
@@ -117,20 +117,20 @@ def parser() -> Parser:
         sub.set_defaults(call=calls[name])
     subs["unpack"].add_argument("out", help="folder for the files")
     subs["bench"].add_argument("--batch", type=int, default=64, help="records per batch")
-    subs["bench"].add_argument("--batches", type=int, default=1000, help="at most")
+    subs["bench"].add_argument("--batches", type=int, default=1000, help="number of batches, at most")
     subs["bench"].add_argument("--seed", type=int, default=0)
     for name in ("pack", "convert"):
         sub = commands.add_parser(name, help=does[name])
-        sub.add_argument("source", help="a folder" if name == "pack" else "what is converted")
+        sub.add_argument("source", help="a folder" if name == "pack" else "the data to convert")
         sub.add_argument("out", help="folder of the records; continues a run that was killed")
         sub.add_argument("--part-bytes", type=int, default=1 << 30)
         sub.add_argument("--compression", choices=("zstd",))
         sub.add_argument("--jobs", type=int, default=1, help="processes that read and encode")
         sub.set_defaults(call=write, format="folder", length=1, tokenizer=None)
     sub.set_defaults(format=None)
-    sub.add_argument("--format", choices=convert.FORMATS, help="by default from the source's name")
+    sub.add_argument("--format", choices=convert.FORMATS, help="default: from the source's name")
     sub.add_argument("--length", type=int, default=1024, help="tokens per record (documents: at most)")
-    sub.add_argument("--tokenizer", help="of documents, for transformers' AutoTokenizer; bytes without one")
+    sub.add_argument("--tokenizer", help="for documents, by transformers' AutoTokenizer (default: bytes)")
     return found
 
 

@@ -1,20 +1,20 @@
-"""Collectives that say who went wrong: on CPU tensors by shared memory in a host and TCP between hosts, on CUDA tensors
-by kernels over peer memory or by copy engines and host cores.
+"""Collectives whose errors name the rank at fault. CPU tensors use shared memory inside a host and TCP between hosts.
+CUDA tensors use kernels over peer memory, or copy engines and host cores.
 
-As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged (on CPU tensors; on CUDA
-tensors that is not tested yet):
+As a backend of torch.distributed, on which DDP, FSDP and the rest of torch run unchanged (CPU tensors, and CUDA tensors
+on one host):
 
     import hfreduce
     torch.distributed.init_process_group("hfreduce")
 
-Directly, without c10d's overhead (`hfreduce.api`):
+Direct calls, without c10d's overhead (`hfreduce.api`):
 
     hfreduce.init()
     hfreduce.all_reduce_(gradient, "avg")
 
-What goes wrong is an exception on every rank that names ranks, hosts and operations: from a process group
-torch.distributed.DistBackendError, from the direct functions hfreduce.Fault. Groups that nobody ended are ended before
-the interpreter is, without waiting long.
+An error is an exception on every rank that names ranks, hosts and operations: torch.distributed.DistBackendError from a
+process group, hfreduce.Fault from the direct functions. Groups that are still open are closed before the interpreter
+exits, without waiting long.
 """
 
 from hfreduce import wire
@@ -41,10 +41,10 @@ from hfreduce.backend import Options, describe, monitored_barrier, nbytes, opera
 
 try:
     from hfreduce._C import Fault
-except ImportError:  # nothing was compiled: whoever uses it is told, see api.native
+except ImportError:  # nothing was compiled: api.native raises an error on use
 
     class Fault(RuntimeError):
-        """What goes wrong in a group; `cause` says how, `ranks` whose fault it is."""
+        """An error in a group: `cause` is its kind, `ranks` are the ranks at fault."""
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Collectives of hfreduce: what runs for a message, and what is fastest on this machine.
+"""Collectives of hfreduce: which algorithm runs for a message, and which is fastest on this machine.
 
 hfreduce explain all_reduce 4194304 --ranks 8
 hfreduce tune --ranks 4
@@ -19,8 +19,8 @@ def parser() -> Parser:
     commands = found.add_subparsers(metavar="COMMAND", required=True)
     sub = commands.add_parser("explain", help="which algorithm a collective runs, and why")
     sub.add_argument("op", metavar="OP", choices=plan.KINDS[:-2], help=", ".join(plan.KINDS[:-2]))
-    sub.add_argument("nbytes", metavar="BYTES", type=int, help="of the whole message")
-    sub.add_argument("--ranks", type=int, help="default: as the launcher's environment says, else one for each core")
+    sub.add_argument("nbytes", metavar="BYTES", type=int, help="size of the whole message")
+    sub.add_argument("--ranks", type=int, help="default: from the launcher's environment, else one per core")
     sub.add_argument("--hosts", type=int)
     sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     sub.add_argument(

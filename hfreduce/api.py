@@ -1,14 +1,14 @@
 """The direct functions: collectives on contiguous CPU tensors, on the calling thread, without torch.distributed.
 
-A trailing underscore says that the tensor given is written to. All ranks of a group call the same functions in the same
-order, with the same shapes (but for the uneven all_to_all) and dtypes. ValueError: what was given cannot be computed;
-nothing was sent. hfreduce.Fault: the group is of no more use; the message names ranks, hosts and operations, `cause` is
-one of died, timeout, mismatch, aborted, left, broken, and `ranks` are the culprits.
+A trailing underscore means that the given tensor is written to. All ranks of a group call the same functions in the
+same order, with the same shapes (except in an uneven all_to_all) and dtypes. ValueError: the arguments are invalid;
+nothing was sent. hfreduce.Fault: the group is unusable. The message names ranks, hosts and operations; `cause` is one
+of died, timeout, mismatch, aborted, left, broken; `ranks` are the ranks at fault.
 
 dtypes: uint8, int8, int16, int32, int64, bool, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2.
 op: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"; and "premul_sum", which multiplies this rank's input by
-`factor`. Bit operations take integers and bool, premul_sum floats, avg all but bool. Floats of 16 and 8 bits are added
-in float32 and rounded once; results are equal to the bit on all ranks, and from run to run.
+`factor`. Bit operations take integers and bool, premul_sum takes floats, avg everything except bool. Floats of 16 and 8
+bits are added in float32 and rounded once. Results are bitwise equal on all ranks and in every run.
 """
 
 import os
@@ -20,15 +20,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")  # as csrc/hfreduce/types.h has them
-_ORDER = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"  # as well
+OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum")  # the order of csrc/hfreduce/types.h
+_ORDER = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"  # too
 DTYPES = {getattr(torch, name): number for number, name in enumerate(_ORDER.split())}
-GROUP_TIMEOUT = -1.0  # of an operation that names none
+GROUP_TIMEOUT = -1.0  # use the group's timeout
 _OPS = {name: number for number, name in enumerate(OPS)}
 
 
 def native():
-    """hfreduce._C; ImportError says what to run."""
+    """hfreduce._C. The ImportError says what to run."""
     try:
         from hfreduce import _C
     except ImportError as error:
@@ -37,7 +37,7 @@ def native():
 
 
 def plan_rows(size, slot_bytes=None):
-    """The measured plan of this machine, as rows of numbers; none where it was not tuned, or for slots of this size."""
+    """The measured plan of this machine, as rows of numbers; empty without one, or for slots of another size."""
     from hfreduce import plan
 
     return plan.rows(size) if slot_bytes in (None, plan.SLOT) else []
@@ -51,14 +51,14 @@ def device_plan_rows(size):
 
 
 def explain(op, nbytes, *, ranks=None, hosts=None, device="cpu", peers=True):
-    """What a collective of `nbytes` runs in a group of so many ranks and hosts, and why: see hfreduce.plan."""
+    """Which algorithm a collective of `nbytes` runs with so many ranks and hosts, and why: see hfreduce.plan."""
     from hfreduce import plan
 
     return plan.explain(op, nbytes, ranks=ranks, hosts=hosts, device=device, peers=peers)
 
 
 def where():
-    """What the main thread does: "train.py:42 in step", its innermost frame outside torch and hfreduce."""
+    """Where the main thread is: its innermost frame outside torch and hfreduce, as "train.py:42 in step"."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -70,9 +70,9 @@ def where():
 
 
 def why():
-    """The exception because of which groups are being ended: the one that ends the program, or is being handled."""
+    """The exception that makes groups close: the one that ends the program or is being handled. "" if there is none."""
     error = sys.exc_info()[1]
-    if error is None and not hasattr(sys, "ps1"):  # at the end of the program, unless somebody types it in
+    if error is None and not hasattr(sys, "ps1"):  # at the end of the program, unless it is interactive
         error = getattr(sys, "last_value", None)
     if (isinstance(error, SystemExit) and error.code in (None, 0)) or isinstance(error, GeneratorExit):
         return ""
@@ -80,7 +80,7 @@ def why():
 
 
 class Group:
-    """Ranks that compute together. See `init` for the arguments; the functions of this module are its methods."""
+    """A group of ranks. See `init` for the arguments; the functions of this module are its methods."""
 
     def __init__(self, store, rank, size, *, name="default", timeout=300.0, **config):
         self.rank, self.size = rank, size
@@ -88,50 +88,50 @@ class Group:
         with _Making(store, name) as making:
             keys = dist.PrefixStore(f"hfreduce/{name}", store)
 
-            def find(key):  # never waits
+            def find(key):  # does not wait
                 making.check()
                 return keys.get(key) if keys.check([key]) else None
 
             self._core = native().Communicator(
                 keys.set, find, rank, size, name=name, timeout=timeout, where=where, **config
             )
-        self.close = weakref.finalize(self, _end, self._core, os.getpid())  # at the latest when the interpreter ends
+        self.close = weakref.finalize(self, _end, self._core, os.getpid())  # at the latest when the interpreter exits
 
     def __repr__(self):
         return f"<{self._core.describe()}>"
 
     @property
     def operations(self):
-        """How many operations this rank has begun."""
+        """The number of operations that this rank has begun."""
         return self._core.operations
 
     def record(self):
-        """The last operations, as JSON: what torch's flight recorder writes, schema 2.10."""
+        """The last operations, as JSON in the schema of torch's flight recorder, 2.10."""
         return self._core.record()
 
     def abort(self, reason):
-        """Makes all operations, running and to come, of all ranks fail with this reason."""
+        """Makes all running and later operations of all ranks fail with this reason."""
         self._core.abort(reason)
 
     def all_reduce(self, x, op="sum", *, factor=1.0, out=None, timeout=GROUP_TIMEOUT):
-        """out = op of the x of all ranks. x: [*shape]; out: [*shape], made if None."""
+        """out = op over the x of all ranks. x: [*shape]; out: [*shape], allocated if None."""
         p, n, dtype = _memory(x)
         out = _output(out, x, x.shape)
         self._core.all_reduce(p, _memory(out)[0], n, dtype, _op(op), factor, timeout)
         return out
 
     def all_reduce_(self, x, op="sum", *, factor=1.0, timeout=GROUP_TIMEOUT):
-        """x = op of the x of all ranks, in place. Returns x."""
+        """x = op over the x of all ranks, in place. Returns x."""
         return self.all_reduce(x, op, factor=factor, out=x, timeout=timeout)
 
     def reduce_(self, x, root=0, op="sum", *, factor=1.0, timeout=GROUP_TIMEOUT):
-        """x of rank `root` = op of the x of all ranks, in place; the others keep theirs. Returns x."""
+        """x of rank `root` = op over the x of all ranks, in place; the other ranks keep theirs. Returns x."""
         p, n, dtype = _memory(x)
         self._core.reduce(p, p if self.rank == root else 0, n, dtype, root, _op(op), factor, timeout)
         return x
 
     def reduce_scatter(self, x, op="sum", *, factor=1.0, out=None, timeout=GROUP_TIMEOUT):
-        """out = op of x[rank] of all ranks. x: [size, *shape]; out: [*shape], made if None."""
+        """out = op over x[rank] of all ranks. x: [size, *shape]; out: [*shape], allocated if None."""
         self._blocks(x)
         out = _output(out, x, x.shape[1:])
         p, n, dtype = _memory(out)
@@ -139,7 +139,7 @@ class Group:
         return out
 
     def all_gather(self, x, *, out=None, timeout=GROUP_TIMEOUT):
-        """out[r] = x of rank r. x: [*shape]; out: [size, *shape], made if None; x may be out[rank]."""
+        """out[r] = x of rank r. x: [*shape]; out: [size, *shape], allocated if None; x may be out[rank]."""
         p, n, dtype = _memory(x)
         out = _output(out, x, (self.size, *x.shape))
         self._core.all_gather(p, _memory(out)[0], n, dtype, timeout)
@@ -151,7 +151,7 @@ class Group:
         return x
 
     def gather(self, x, root=0, *, out=None, timeout=GROUP_TIMEOUT):
-        """out[r] = x of rank r, on rank `root`; None on the others. x: [*shape]; out: [size, *shape], made if None."""
+        """On rank `root`: out[r] = x of rank r; elsewhere None. x: [*shape]; out: [size, *shape], allocated if None."""
         p, n, dtype = _memory(x)
         out = _output(out, x, (self.size, *x.shape)) if self.rank == root else None
         self._core.gather(p, 0 if out is None else _memory(out)[0], n, dtype, root, timeout)
@@ -167,15 +167,15 @@ class Group:
         return out
 
     def all_to_all(self, x, *, input_splits=None, output_splits=None, out=None, timeout=GROUP_TIMEOUT):
-        """Rows of x for every rank, in order; rows of out from every rank. Returns out.
+        """Sends rows of x to every rank, in order; out has the rows from every rank. Returns out.
 
-        x: [rows, *shape], input_splits[r] rows for rank r; out: [sum(output_splits), *shape], made if None. Without
-        splits every rank gets the same number of rows.
+        x: [rows, *shape], input_splits[r] rows for rank r; out: [sum(output_splits), *shape], allocated if None.
+        Without splits every rank gets the same number of rows.
         """
         into = self._splits("input_splits", input_splits, x.shape[0])
         if output_splits is None and input_splits is not None:
             raise ValueError(
-                "all_to_all was given input_splits, and needs output_splits: rows that each rank sends here"
+                "all_to_all with input_splits needs output_splits: the numbers of rows that each rank sends here"
             )
         back = self._splits("output_splits", output_splits, x.shape[0] if output_splits is None else sum(output_splits))
         out = _output(out, x, (sum(back), *x.shape[1:]))
@@ -189,16 +189,16 @@ class Group:
         self._core.barrier(timeout)
 
     def send(self, x, to, tag=0, *, timeout=GROUP_TIMEOUT):
-        """Sends x to a rank; returns when x may be written again."""
+        """Sends x to a rank. Returns when x may be written to again."""
         self._core.send(*_memory(x), to, tag, timeout)
 
     def recv_(self, x, source, tag=0, *, timeout=GROUP_TIMEOUT):
-        """x = the next message with this tag from a rank, of the same size and dtype, in place. Returns x."""
+        """x = the next message with this tag from rank `source`, of the same size and dtype, in place. Returns x."""
         self._core.recv(*_memory(x), source, tag, timeout)
         return x
 
     def recv_any_(self, x, tag=0, *, timeout=GROUP_TIMEOUT):
-        """x = a message with this tag from whoever has sent one, in place. Returns the rank that sent it."""
+        """x = a message with this tag from any rank, in place. Returns its sender."""
         return self._core.recv_any(*_memory(x), tag, timeout)
 
     def _blocks(self, x):
@@ -216,7 +216,7 @@ class Group:
 
 
 class _Making:
-    """A group that is being made. Two of one name at once would find each other's ranks: both are refused."""
+    """A group that is being made. Two with one name at once would find each other's ranks, so both are refused."""
 
     _lock, _all = threading.Lock(), {}
 
@@ -239,20 +239,20 @@ class _Making:
     def check(self):
         if not self._alone:
             raise ValueError(
-                f"two threads make an hfreduce.Group named {self._name!r} on one store at once, and none can tell "
+                f"two threads are making an hfreduce.Group named {self._name!r} on one store at once, so it is unknown "
                 "which ranks belong together: give them different names"
             )
 
 
 def _place(store):
-    """What two stores have in common that lead to the same keys, as far as it shows."""
+    """An identity that is equal for two stores with the same keys, as far as can be seen."""
     if isinstance(store, dist.TCPStore):
         return store.host, store.port
     return (store.path,) if isinstance(store, dist.FileStore) else (id(store),)
 
 
 def _end(core, pid):
-    if os.getpid() == pid:  # else it is a child of a fork that ends, and the group is its parent's
+    if os.getpid() == pid:  # otherwise a forked child is exiting, and the group is its parent's
         core.shutdown(why())
 
 
@@ -261,7 +261,7 @@ def _told(x):
 
 
 def _memory(x):
-    """Address, elements and dtype of a tensor; ValueError where the core cannot work on it."""
+    """Address, number of elements and dtype of a tensor. ValueError if the core does not support it."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not x.is_contiguous() or x.is_neg():
         raise ValueError(
@@ -291,19 +291,19 @@ def _ranges(splits, row):
     return [sum(counts[:i]) for i in range(len(counts))], counts
 
 
-_default = []  # none or one
+_default = []  # at most one
 
 
 def init(store=None, rank=None, size=None, *, name="default", timeout=300.0, **config):
-    """A group of all ranks, which is then also the one that the functions of this module use. Returns it.
+    """Makes and returns the default group, of all ranks, which the functions of this module use.
 
-    store, rank, size: a torch.distributed store that all ranks reach, who this is, how many there are. Without them
-    they come from the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE), as torchrun sets it.
-    name: of the group, for messages; groups on one store need different ones. timeout: seconds, to connect and for
-    operations that name none. config: interface, host_id, slot_bytes, plan, global_ranks; see `hfreduce.Options`.
+    store, rank, size: a torch.distributed store that all ranks reach, this rank, the number of ranks. The default is
+    the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE), as torchrun sets it. name: of the group, in error
+    messages; groups on one store need different names. timeout: seconds, for connecting and as the default of
+    operations. config: interface, host_id, slot_bytes, plan, global_ranks; see `hfreduce.Options`.
     """
     if _default:
-        raise RuntimeError("hfreduce.init was called before: call hfreduce.close() first, or make a Group")
+        raise RuntimeError("hfreduce.init was already called: call hfreduce.close() first, or make a Group")
     if store is None:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     if rank is None or size is None:
@@ -313,7 +313,7 @@ def init(store=None, rank=None, size=None, *, name="default", timeout=300.0, **c
 
 
 def close():
-    """Ends the default group: lets out what was sent, and says goodbye to the others."""
+    """Closes the default group: sends what is still queued, and tells the other ranks that this one leaves."""
     if _default:
         _default.pop().close()
 

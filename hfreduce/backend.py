@@ -1,4 +1,4 @@
-"""The c10d backend "hfreduce": its registration with torch.distributed, and what can be asked of a process group."""
+"""The c10d backend "hfreduce": its registration with torch.distributed, and queries about a process group."""
 
 import atexit
 import copy
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from hfreduce import api
 
 _log = logging.getLogger("hfreduce")
-_AT_EXIT = 10.0  # seconds that groups nobody ended are given to let their last messages out
+_AT_EXIT = 10.0  # seconds for groups that are still open to send their last messages
 
 
 def native():
-    """hfreduce._c10d. ImportError says why there is none, and what to run.
+    """hfreduce._c10d. The ImportError gives the reason and the command to run.
 
-    It is a C++ class of one version of torch: with another one it would not load, or worse.
+    The module is built for one version of torch. With another version it might not load, or crash.
     """
     run = "pip install --no-build-isolation --force-reinstall --no-deps hfnn (or `make`), with this Python"
     try:
@@ -40,27 +40,27 @@ def native():
 def Options():
     """`pg_options` of init_process_group and new_group: interface, host_id, slot_bytes, plan, device_plan.
 
-    interface: the network interface between hosts; "" for the one that has a route to the others. host_id: two ranks
-    share memory when it is equal; "" for the machine's own. slot_bytes: shared memory that a rank fills in one step;
-    each rank has two. plan: rows as `hfreduce.plan` keeps them; empty for this machine's. device_plan: the same for
-    CUDA tensors (`hfreduce.plan.DeviceRow`).
+    interface: the network interface between hosts; "" for the one with a route to the others. host_id: ranks with equal
+    ids share memory; "" for the machine's own. slot_bytes: shared memory that a rank fills in one step; each rank has
+    two. plan: rows of `hfreduce.plan`; empty for this machine's. device_plan: the same for CUDA tensors
+    (`hfreduce.plan.DeviceRow`).
     """
     return native().Options()
 
 
 def register():
-    """Makes "hfreduce" known to torch.distributed; `import hfreduce` has done it."""
+    """Registers "hfreduce" with torch.distributed; `import hfreduce` calls it."""
     if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower() not in ("0", "false", ""):
         raise RuntimeError(
-            "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set: torch.distributed would hand all groups to torchcomms and never "
-            "ask hfreduce; unset it, or do not import hfreduce"
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set: torch.distributed would give all groups to torchcomms, none to "
+            "hfreduce; unset it, or do not import hfreduce"
         )
     if not hasattr(dist.Backend, "HFREDUCE"):
         dist.Backend.register_backend("hfreduce", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def create(options, pg_options=None):
-    """The backend of one process group, as torch.distributed asks for it."""
+    """Makes the backend of one process group; torch.distributed calls it."""
     c10d = native()
     if pg_options is not None and not isinstance(pg_options, c10d.Options):
         raise TypeError(f"pg_options of the hfreduce backend are hfreduce.Options, got {type(pg_options).__name__}")
@@ -76,7 +76,7 @@ def create(options, pg_options=None):
     return backend
 
 
-_ready = []  # not empty once the module was told of Python
+_ready = []  # not empty once `create` has set up the module
 
 
 def _backend(group):
@@ -84,7 +84,7 @@ def _backend(group):
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group('hfreduce') first")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank does not belong to the given process group: ask one that does")
+        raise ValueError("this rank does not belong to the given process group: call this on a rank that does")
     backend = group._get_backend(torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     if not isinstance(backend, native().Backend):
@@ -93,31 +93,31 @@ def _backend(group):
 
 
 def describe(group=None):
-    """Ranks, hosts and connections of a process group, and how CUDA tensors go once it has seen some, in one line."""
+    """One line: ranks, hosts and connections of a process group, and paths of CUDA tensors once it has seen some."""
     return _backend(group).describe()
 
 
 def record(group=None):
-    """The last operations of a process group, as JSON: what torch's flight recorder writes, schema 2.10."""
+    """The last operations of a process group, as JSON in the schema of torch's flight recorder, 2.10."""
     return _backend(group).record()
 
 
 def operations():
-    """How many operations this process has begun on the backend, on all process groups."""
+    """The number of operations that this process has begun on the backend, over all process groups."""
     return native().operations()
 
 
 def nbytes():
-    """How many bytes the dense tensors have that those operations give back, all together."""
+    """The bytes of all dense tensors that those operations return."""
     return native().nbytes()
 
 
 def monitored_barrier(group=None, timeout=None):
-    """torch.distributed.monitored_barrier, which torch itself allows for gloo alone.
+    """torch.distributed.monitored_barrier, which torch itself only allows for gloo.
 
-    timeout: a timedelta, or seconds; the group's, if None. DistBackendError names the ranks that did not come, with
-    where all of them are. Unlike gloo's, the group is of no use after it, as after any failure. On a rank outside the
-    group it warns and returns, as torch's collectives do.
+    timeout: a timedelta or seconds; the group's if None. The DistBackendError names the missing ranks, and shows where
+    each of them is. Unlike with gloo, the group is then unusable, as after any failure. On a rank outside the group it
+    warns and returns, as torch's collectives do.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         warnings.warn(
@@ -126,7 +126,7 @@ def monitored_barrier(group=None, timeout=None):
         )
         return
     if timeout is None:
-        timeout = timedelta(milliseconds=-1)  # c10d's own word for none
+        timeout = timedelta(milliseconds=-1)  # c10d's value for "none given"
     elif not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     _backend(group)

@@ -1,7 +1,7 @@
-"""Which algorithm runs, for which size, and why: `explain`; and the rows that `python -m hfreduce.tune` has measured.
+"""Which algorithm runs for which size, and why (`explain`), and the rows measured by `python -m hfreduce.tune`.
 
-The rows of this machine are in one JSON file, `path()`. They are kept by the shape of the group: ranks and hosts. All
-ranks of a group must have the same rows; the choice itself is made by csrc/hfreduce/plan.cpp, which has defaults.
+The rows of this machine are in one JSON file, `path()`, by the shape of the group: ranks and hosts. All ranks of a
+group use the same rows. The choice itself is made by csrc/hfreduce/plan.cpp, which has defaults.
 """
 
 import datetime
@@ -22,13 +22,13 @@ KINDS = (
 )  # fmt: skip
 INSIDE = ("one_shot", "two_shot")
 BETWEEN = ("direct", "ring", "tree")
-# Of gpu::Path in csrc/hfreduce/cuda/accelerator.h, in its order.
+# In the order of gpu::Path in csrc/hfreduce/cuda/paths.h.
 PATHS = (
     "packets", "packets_two_shot", "one_shot", "two_shot", "mapped", "mapped_two_shot", "assisted", "copies", "host",
     "automatic",
 )  # fmt: skip
 BACKENDS = ("hfreduce", "nccl")
-BUCKET = 25 << 20  # bytes that DDP averages at a time
+BUCKET = 25 << 20  # bytes of a DDP bucket
 VERSION = 1
 SLOT = 256 << 10  # Config::slot_bytes, in communicator.h
 ANY = 2**63 - 1
@@ -38,12 +38,12 @@ _log = logging.getLogger("hfreduce")
 
 
 class PlanError(ValueError):
-    """A file of rows that cannot be used; the message says which, why, and what to do."""
+    """An unusable plan file. The message says which file, why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What messages of `kind` up to `max_bytes` do."""
+    """How messages of `kind` up to `max_bytes` run."""
 
     kind: str
     max_bytes: int
@@ -53,7 +53,7 @@ class Row:
     streams: int
 
     def tuple(self) -> tuple[int, int, int, int, int, int]:
-        """As hfreduce._C takes it."""
+        """The form that hfreduce._C accepts."""
         inside, between = INSIDE.index(self.inside), BETWEEN.index(self.between)
         return (KINDS.index(self.kind), self.max_bytes, inside, between, self.chunk, self.streams)
 
@@ -65,9 +65,9 @@ class Row:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """What messages of `kind` up to `max_bytes` on CUDA tensors do; blocks, threads, slot: of a launch, 0 by default.
+    """How messages of `kind` up to `max_bytes` on CUDA tensors run. blocks, threads, slot: of a launch; 0: the default.
 
-    Where a path is not to be had (no peer access, another dtype) it is the next row that fits, or the default.
+    If a path is not available (no peer access, another dtype), the next matching row applies, or the default.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class DeviceRow:
     slot: int = 0
 
     def tuple(self) -> tuple[int, int, int, int, int, int]:
-        """As hfreduce.Options().device_plan takes it."""
+        """The form that hfreduce.Options().device_plan accepts."""
         return (KINDS.index(self.kind), self.max_bytes, PATHS.index(self.path), self.blocks, self.threads, self.slot)
 
 
@@ -93,7 +93,7 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a group: what rows are kept by."""
+    """The shape of a group: the key of its rows."""
 
     ranks: int
     hosts: int = 1
@@ -107,14 +107,14 @@ class Shape:
 
 
 def shape(size: int) -> Shape:
-    """The shape that a group of this size most likely has, as far as a launcher's environment tells."""
+    """The likely shape of a group of this size, from the launcher's environment."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     local_size = int(local) if local.isdecimal() and int(local) > 0 else size
     return Shape(size, max(1, size // local_size) if size % local_size == 0 else 1)
 
 
 def job_size() -> int:
-    """Ranks of the whole job as a launcher's environment tells, else one for each core."""
+    """The number of ranks of the job, from the launcher's environment; otherwise one per core."""
     return int(os.environ.get("WORLD_SIZE") or os.cpu_count() or 1)
 
 
@@ -122,7 +122,7 @@ def job_size() -> int:
 
 
 def path() -> Path | None:
-    """HFREDUCE_PLAN, or hfreduce/plan.json in XDG's folder of caches. None where HFREDUCE_PLAN is empty: no file."""
+    """HFREDUCE_PLAN, or hfreduce/plan.json in XDG's cache folder. None (no file) if HFREDUCE_PLAN is set but empty."""
     given = os.environ.get("HFREDUCE_PLAN")
     if given is not None:
         return Path(given) if given else None
@@ -131,7 +131,7 @@ def path() -> Path | None:
 
 
 def load(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
-    """{shape: {"measured": date, "rows": [Row]}} of a file; empty where there is none. Raises PlanError.
+    """{shape: {"measured": date, "rows": [Row]}} from a file; empty if there is no file. Raises PlanError.
 
     part: "shapes"; "devices", whose rows are DeviceRows; or "backends", whose rows are BackendRows.
     """
@@ -175,7 +175,7 @@ def _backend_row(fields: dict) -> BackendRow:
 
 
 def _checked(row, numbers: dict, names: dict):
-    """The row, if its numbers are within their limits, and its names are among those known. Raises PlanError."""
+    """Returns the row. Raises PlanError if a number is out of its limits or a name is unknown."""
     for name, (least, most) in numbers.items():
         value = getattr(row, name)
         if type(value) is not int or not least <= value <= most:
@@ -190,7 +190,7 @@ _PARTS = {"shapes": _row, "devices": _device_row, "backends": _backend_row}
 
 
 def usable(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
-    """The same for who can do without: a file that cannot be used is none, and is told of once."""
+    """Like `load`, but logs an unusable file once and treats it as missing."""
     try:
         return load(file, part)
     except PlanError as why:
@@ -198,14 +198,13 @@ def usable(file: Path | None = None, part: str = "shapes") -> dict[str, dict]:
         return {}
 
 
-_tell = functools.cache(_log.warning)  # once for each text
+_tell = functools.cache(_log.warning)  # once per text
 
 
 def save(of: Shape, rows: list[Row | DeviceRow | BackendRow], file: Path | None = None, part: str = "shapes") -> Path:
-    """Replaces the rows of one shape. The file is renamed into its place: who reads it meanwhile has the old one.
+    """Replaces the rows of one shape. The new file is renamed into place, so concurrent readers see the old one.
 
-    Of a file that cannot be used nothing is kept. Raises PlanError where there is to be none, OSError where it cannot
-    be written.
+    Nothing of an unusable file is kept. Raises PlanError if HFREDUCE_PLAN is empty, OSError if writing fails.
     """
     file = file or path()
     if file is None:
@@ -230,21 +229,21 @@ def save(of: Shape, rows: list[Row | DeviceRow | BackendRow], file: Path | None 
 
 
 def rows(size: int | None = None) -> list[tuple]:
-    """The measured rows of a group of this size, for hfreduce._C.Communicator(plan=...); empty for the defaults."""
+    """The measured rows of a group of this size, for hfreduce._C.Communicator(plan=...); empty: the defaults."""
     entry = usable().get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
 
 
 def device_rows(size: int | None = None) -> list[tuple]:
-    """The same of CUDA tensors, for hfreduce.Options().device_plan."""
+    """The same for CUDA tensors, for hfreduce.Options().device_plan."""
     entry = usable(part="devices").get(str(shape(size or job_size())))
     return [row.tuple() for row in entry["rows"]] if entry else []
 
 
 def backend(size: int | None = None) -> tuple[str, str] | None:
-    """Which backend was faster for the buckets of DDP between GPUs of hosts like these, and when that was measured.
+    """The backend that was faster for DDP buckets between GPUs of several hosts, and the date of the measurement.
 
-    None where nothing was measured for this number of ranks and hosts.
+    None if nothing was measured for this number of ranks and hosts.
     """
     entry = usable(part="backends").get(str(shape(size or job_size())))
     rows = entry["rows"] if entry else ()
@@ -256,7 +255,7 @@ def backend(size: int | None = None) -> tuple[str, str] | None:
 
 
 def choose(kind: str, nbytes: int, of: Shape, measured: list[tuple]) -> Row:
-    """The row that a group of this shape takes; `max_bytes` is the message's."""
+    """The row that a group of this shape uses. Its `max_bytes` is that of the message."""
     cores = os.cpu_count() or 1
     return Row.of(_C.choose(of.local_size, of.hosts, cores, SLOT, measured, KINDS.index(kind), nbytes))
 
@@ -264,13 +263,12 @@ def choose(kind: str, nbytes: int, of: Shape, measured: list[tuple]) -> Row:
 def explain(
     op: str, nbytes: int, *, ranks: int | None = None, hosts: int | None = None, device: str = "cpu", peers: bool = True
 ) -> str:
-    """What a collective of `nbytes` would run, and why, as a text.
+    """A text: which algorithm a collective of `nbytes` would run, and why.
 
-    `nbytes` counts the whole message: the blocks of all ranks, where it is made of blocks. Without `ranks` and `hosts`
-    it is the job that the launcher's environment tells of (WORLD_SIZE, LOCAL_WORLD_SIZE), else a rank for each core.
-    `device`: of the tensors, "cpu" or "cuda"; `peers`: whether the GPUs of a host reach each other's memory, each rank
-    having one of its own. Raises ValueError for an operation that is no collective or another device, PlanError for a
-    broken file.
+    `nbytes` is the size of the whole message (of all ranks' blocks, if it consists of blocks). The default of `ranks`
+    and `hosts` is the launcher's environment (WORLD_SIZE, LOCAL_WORLD_SIZE), otherwise one rank per core. `device`: of
+    the tensors, "cpu" or "cuda". `peers`: whether the GPUs of a host reach each other's memory, with one GPU per rank.
+    Raises ValueError for other operations and devices, PlanError for an unusable file.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
@@ -296,15 +294,15 @@ def explain(
 
 
 _PATHS_ARE = {
-    "packets": "packets through peer memory, to all at once",
+    "packets": "packets through peer memory, sent to all ranks at once",
     "packets_two_shot": "packets through peer memory: slices, then their sums",
-    "one_shot": "slots in peer memory, everything to all",
+    "one_shot": "slots in peer memory, everything sent to all ranks",
     "two_shot": "slots in peer memory",
-    "mapped": "packets through pinned memory of the host",
-    "mapped_two_shot": "slots in pinned memory of the host",
+    "mapped": "packets through pinned host memory",
+    "mapped_two_shot": "slots in pinned host memory",
     "assisted": "CPU-assisted: copy engines, sums by host cores, no multiprocessor",
     "copies": "copy engines that write to peer memory",
-    "host": "by way of the host: copied there, the collective of CPU tensors, copied back",
+    "host": "by way of the host: copy there, run the CPU collective, copy back",
 }
 
 

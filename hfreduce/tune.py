@@ -1,13 +1,13 @@
-"""Measure which algorithm and chunk are fastest on this machine, and keep them for all later groups of the same shape.
+"""Measure which algorithm and chunk are fastest on this machine, and keep them for later groups of the same shape.
 
-    hfreduce tune                            # a rank for each core
+    hfreduce tune                            # one rank per core
     hfreduce tune --ranks 4 --seconds 0.1
-    torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # over hosts; every host gets the file
-    hfreduce tune --device cuda              # paths and launches on CUDA tensors, a rank for each GPU
-    torchrun --nnodes 2 ... -m hfreduce.tune --device cuda    # over hosts: hfreduce or NCCL, for haiscale.init
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m hfreduce.tune    # between hosts; every host gets the file
+    hfreduce tune --device cuda              # paths and launches on CUDA tensors, one rank per GPU
+    torchrun --nnodes 2 ... -m hfreduce.tune --device cuda    # between hosts: hfreduce or NCCL, for haiscale.init
 
-All candidates take turns in the same rounds; a time is the slowest rank's median. The default stays where no candidate
-is 5% faster. The table shows microseconds; `hfreduce.explain(op, nbytes)` tells what is chosen from then on.
+All candidates take turns in the same rounds. A time is the slowest rank's median. The default stays unless a candidate
+is 5% faster. The table shows microseconds. `hfreduce.explain(op, nbytes)` then shows the new choice.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from hfreduce import api, plan, tune_device
 
 SIZES = [1 << k for k in (10, 12, 14, 15, 16, 17, 18, 20, 22, 24, 26)]
 CHUNKS = [plan.SLOT >> k for k in (3, 2, 1, 0)]
-WORTH = 0.95  # of the default's time, from which another candidate is preferred
-PATIENCE = 60  # seconds that a group waits for a rank
+WORTH = 0.95  # of the default's time: a candidate must be below
+PATIENCE = 60  # seconds, the timeout of groups
 
 
 def candidates(of: plan.Shape) -> dict[str, list[plan.Row]]:
-    """Rows to be compared, for each kind; the default is not among them."""
+    """The rows to compare, by kind, without the default."""
     if of.hosts == 1:
         rows = [plan.Row("all_reduce", plan.ANY, way, "direct", chunk, 1) for way in plan.INSIDE for chunk in CHUNKS]
         return {"all_reduce": rows}
@@ -67,8 +67,8 @@ def call(group: api.Group, kind: str, nbytes: int):
 
 
 def measure(group: api.Group, calls: list, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each call, and how far its rounds lie apart, as a part of that. The calls, the same on all ranks of
-    the group, take turns in each round, for `seconds` each; a time is the median over rounds, the slowest rank's."""
+    """Seconds of each call, and the relative spread of its rounds. The calls are the same on all ranks. They take turns
+    in each round, for `seconds` each in total. A time is the slowest rank's median over rounds."""
     once = []
     for call in calls:
         call()
@@ -89,18 +89,18 @@ def measure(group: api.Group, calls: list, rounds: int, seconds: float) -> tuple
 
 
 def agreed(group: api.Group, times: list[float]) -> list[float]:
-    """The greatest of all ranks: the same everywhere, so that all ranks decide alike."""
+    """The maximum over all ranks, so that all ranks decide alike."""
     return group.all_reduce_(torch.tensor(times, dtype=torch.float64), "max").tolist()
 
 
 def pick(times: list[float]) -> int:
-    """The fastest, unless the first one, the default, is about as fast."""
+    """The index of the fastest; 0, the default, if that is about as fast."""
     best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < WORTH * times[0] else 0
 
 
 def merged(chosen: list[tuple[int, plan.Row]]) -> list[plan.Row]:
-    """Rows for all sizes from those for some: a row ends halfway, by ratio, to the next size, the last one nowhere."""
+    """Rows for all sizes from measured ones. A row ends at the geometric mean with the next size, the last nowhere."""
     rows = []
     for i, (nbytes, row) in enumerate(chosen):
         end = int((nbytes * chosen[i + 1][0]) ** 0.5) if i + 1 < len(chosen) else plan.ANY
@@ -112,7 +112,7 @@ def merged(chosen: list[tuple[int, plan.Row]]) -> list[plan.Row]:
 
 
 def tune(store, rank: int, size: int, options) -> list[plan.Row]:
-    """Measures all kinds on all ranks; prints on rank 0. Returns the rows, the same on every rank."""
+    """Measures all kinds on all ranks, and prints on rank 0. Returns the rows, the same on every rank."""
     of, found = plan.shape(size), []
     for kind, rows in candidates(of).items():
         names = ["default", *(label(row, of) for row in rows)]
@@ -139,12 +139,12 @@ def tune(store, rank: int, size: int, options) -> list[plan.Row]:
 
 
 def start(ranks: int, program: list[str], hosts: int = 1) -> int:
-    """Runs a command as so many ranks of this machine, as torchrun does, until one fails; exit status.
+    """Runs a command as `ranks` ranks on this machine, like torchrun, until one fails. Returns the exit status.
 
-    hosts: how many the ranks are told to be on.
+    hosts: the number of hosts that the ranks are told they run on.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # The store is there already: rank 0 need not make it.
+    # The store already exists; rank 0 does not create it.
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // hosts), "OMP_NUM_THREADS": "1"}
     children = []
@@ -161,31 +161,31 @@ def start(ranks: int, program: list[str], hosts: int = 1) -> int:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Adds what `checked` and `run` take."""
+    """Adds the options of `checked` and `run`."""
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--ranks", type=int, help="started on this machine, by default one for each core or GPU; not under torchrun")
-    add("--hosts", type=int, default=1, help="of --device cuda: the ranks started are those of so many hosts")
+    add("--ranks", type=int, help="to start on this machine, default one per core or GPU; not under torchrun")
+    add("--hosts", type=int, default=1, help="with --device cuda: treat the started ranks as those of this many hosts")
     add("--sizes", type=int, nargs="+", metavar="BYTES")
     add("--rounds", type=int, default=7)
-    add("--seconds", type=float, default=0.2, help="spent on each candidate and size")
-    add("--dry", action="store_true", help="only print")
+    add("--seconds", type=float, default=0.2, help="per candidate and size")
+    add("--dry", action="store_true", help="only print, write no plan")
 
 
 def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """The options with what is not given filled in; ends the process with the parser's error where they are wrong."""
+    """The options, with defaults filled in. Exits with the parser's error if they are invalid."""
     count = torch.cuda.device_count() if options.device == "cuda" else os.cpu_count()
     options.ranks = options.ranks or count or 1
     options.sizes = sorted(options.sizes or (tune_device.SIZES if options.device == "cuda" else SIZES))
     if options.ranks < 2:
-        parser.error("--ranks: at least 2, for one alone has nothing to choose")
+        parser.error("--ranks: at least 2, because a single rank has no choice to make")
     if options.hosts < 1 or options.ranks % options.hosts or (options.hosts > 1 and options.device == "cpu"):
-        parser.error("--hosts: of --device cuda, and each host with equally many ranks")
+        parser.error("--hosts: only with --device cuda, and with the same number of ranks on each host")
     return options
 
 
 def write(of: plan.Shape, rows: list, part: str) -> int:
-    """Into the plan's file; where that cannot be written the rows are printed, and not lost. Exit status."""
+    """Writes the plan's file. If that fails, prints the rows, so that they are not lost. Returns the exit status."""
     try:
         print(f"written to {plan.save(of, rows, part=part)}")
         return 0
@@ -195,7 +195,7 @@ def write(of: plan.Shape, rows: list, part: str) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Measures as one rank, or starts the ranks, each with these arguments; exit status."""
+    """Measures as one rank, or starts the ranks with these arguments. Returns the exit status."""
     if "RANK" not in os.environ:
         return start(options.ranks, [sys.executable, "-P", "-m", "hfreduce.tune", *arguments], options.hosts)
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))

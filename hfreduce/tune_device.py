@@ -1,11 +1,10 @@
-"""What `python -m hfreduce.tune --device cuda` measures: paths and launches of collectives on CUDA tensors.
+"""`python -m hfreduce.tune --device cuda`: measures paths and launches of collectives on CUDA tensors.
 
-A time is the device's, of calls that were enqueued behind a kernel which sleeps meanwhile; the slowest rank's median.
-Beyond what a path takes, its row falls back to the default, which is then measured twice: the first of candidates that
-are about as fast is taken.
+A time is the slowest rank's median of device time, for calls that are enqueued behind a sleeping kernel. If a path does
+not accept a message, its row falls back to the default, which is then measured twice. Among candidates that are about
+as fast, the first is chosen.
 
-Between hosts it is backends that are compared, hfreduce and NCCL, by the clock of the host. haiscale.init takes the
-faster one from then on.
+Between hosts, the backends hfreduce and NCCL are compared, by the host's clock. haiscale.init then uses the faster one.
 """
 
 import os
@@ -22,12 +21,12 @@ from rich.table import Table
 from hfreduce import backend, plan
 
 SIZES = [1 << k for k in range(12, 31, 2)]
-WORTH = 0.97  # of the default's time, from which another candidate is preferred
+WORTH = 0.97  # of the default's time: a candidate must be below
 PATIENCE = timedelta(seconds=60)
 
 
 def candidates(ranks: int, peers: bool) -> dict[str, list[plan.DeviceRow]]:
-    """Rows to be compared, for each kind; the default is not among them. peers: see have_peers."""
+    """The rows to compare, by kind, without the default. peers: see have_peers."""
     if peers:
         ways = {"packets": (4, 16, 32), "two_shot": (8, 16, 32, 64, 128)}
     else:
@@ -70,7 +69,7 @@ def greatest(*numbers: float) -> list[float]:
 
 
 def timed(call, count: int, ahead: float, cycles: float = 2e6) -> tuple[float, float]:
-    """Milliseconds of the device and of the host for one of `count` calls, begun `ahead` ms later. cycles: of a ms."""
+    """Milliseconds of device and host per call, of `count` calls behind a sleep of `ahead` ms. cycles: per ms."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda._sleep(int(cycles * ahead))
@@ -85,7 +84,7 @@ def timed(call, count: int, ahead: float, cycles: float = 2e6) -> tuple[float, f
 
 
 def measure(calls: list, options) -> list[float]:
-    """Milliseconds of each, all in the same rounds."""
+    """Milliseconds of each call, all in the same rounds."""
     plans = []
     for each in calls:
         timed(each, 2, 1.0)
@@ -100,13 +99,13 @@ def measure(calls: list, options) -> list[float]:
 
 
 def pick(times: list[float]) -> int:
-    """The fastest, unless the first one, the default, is about as fast."""
+    """The index of the fastest; 0, the default, if that is about as fast."""
     best = min(range(len(times)), key=times.__getitem__)
     return best if times[best] < WORTH * times[0] else 0
 
 
 def merged(chosen: list[tuple[int, plan.DeviceRow | plan.BackendRow]]) -> list:
-    """Rows for all sizes from those for some: a row ends halfway, by ratio, to the next size, the last one nowhere."""
+    """Rows for all sizes from measured ones. A row ends at the geometric mean with the next size, the last nowhere."""
     rows = []
     for i, (nbytes, row) in enumerate(chosen):
         end = int((nbytes * chosen[i + 1][0]) ** 0.5) if i + 1 < len(chosen) else plan.ANY
@@ -117,7 +116,7 @@ def merged(chosen: list[tuple[int, plan.DeviceRow | plan.BackendRow]]) -> list:
 
 
 def waited_for(call, count: int, device: str) -> float:
-    """Milliseconds of one of `count` calls, until the device has done the last one."""
+    """Milliseconds per call, of `count` calls, until the device has finished the last."""
     dist.barrier()
     begun = time.perf_counter()
     for _ in range(count):
@@ -128,9 +127,9 @@ def waited_for(call, count: int, device: str) -> float:
 
 
 def compare(store, rank: int, size: int, options, other: str = "nccl", device: str = "cuda") -> list[plan.BackendRow]:
-    """The faster backend of hfreduce and another, by kind and size, the same on every rank; prints on rank 0.
+    """The faster of hfreduce and another backend, by kind and size, the same on every rank. Prints on rank 0.
 
-    options.hosts > 1: the ranks of one machine are those of so many hosts, which talk over its loopback interface.
+    options.hosts > 1: the ranks of one machine act as that many hosts, which communicate over its loopback interface.
     """
     given = backend.Options()
     if options.hosts > 1:
@@ -177,7 +176,7 @@ def _print(table: Table, rank: int) -> None:
 
 
 def tune(store, rank: int, size: int, options) -> list[plan.DeviceRow]:
-    """Measures all kinds on all ranks; prints on rank 0. Returns the rows, the same on every rank."""
+    """Measures all kinds on all ranks, and prints on rank 0. Returns the rows, the same on every rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     found = []

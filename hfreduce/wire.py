@@ -1,32 +1,32 @@
-"""All-reduce in a narrower format on the wire than in memory: bfloat16, or float8_e4m3fn with a scale for each block.
+"""All-reduce with a narrower format on the wire than in memory: bfloat16, or float8_e4m3fn with a scale per block.
 
-    wire.all_reduce_(gradient, "avg", dtype=torch.float8_e4m3fn)              # 1.008 bytes an element instead of 4
+    wire.all_reduce_(gradient, "avg", dtype=torch.float8_e4m3fn)              # 1.008 bytes per element instead of 4
     wire.all_reduce_(gradient, "avg", dtype=torch.float8_e4m3fn, error=kept)  # kept: float32, zeros at first
 
-On any process group of c10d and any device. A tensor is cut in n slices, one for each of n ranks:
+For any process group of c10d and any device. A tensor is split into n slices, one per rank:
 
-    encode    | each rank brings the slices of the others into the format
-    travel    | one all_to_all: each rank has its slice from all
-    reduce    | it adds them up in the order of ranks, in float32, its own as it is, and encodes the result
-    travel    | one all_gather
-    decode    | every rank, from the same bytes: so results are equal to the bit on all ranks, and from run to run
+    encode    | each rank encodes the slices of the others
+    exchange  | one all_to_all: each rank has its slice from all
+    reduce    | each rank adds them in rank order, in float32, its own slice unrounded, and encodes the result
+    exchange  | one all_gather
+    decode    | all ranks decode the same bytes, so results are bitwise equal on all ranks and in every run
 
-Every number is rounded twice, whatever n is: before the sum (but what a rank keeps for itself) and after it. Where
-hosts have several ranks each, `hosts` does all this to their sums, between ranks of the same place on each host.
+Every number is rounded twice, for any n: before the sum (except a rank's own slice) and after it. If hosts have several
+ranks each, `hosts` does this to the sums of each host, between the ranks with the same local rank.
 
-float8_e4m3fn: each block of 128 numbers is divided by a power of two, the smallest that brings it into the format's
-range, so that nothing but the 3 bits of mantissa is lost; its exponent travels as a byte. After Rouhani et al.,
-"Microscaling Data Formats for Deep Learning", arXiv 2310.10537. There is no inf: what is not finite on some rank is nan
-in the result, and nothing else is. In bfloat16 inf stays inf.
+float8_e4m3fn: each block of 128 numbers is divided by a power of two, the smallest one that brings the block into the
+format's range. So only the precision beyond 3 bits of mantissa is lost. The exponent is sent as a byte. After Rouhani
+et al., "Microscaling Data Formats for Deep Learning", arXiv 2310.10537. There is no inf: a value that is not finite on
+some rank is nan in the result; no other value is. With bfloat16, inf stays inf.
 
-Error feedback: what rounding took from an input, and what the rounded result lacks, is kept in `error` and added to the
-next input, so that over many calls nothing is lost, and a rank keeps one number for each element, not two:
+Error feedback: the rounding errors of an input and of the result are kept in `error` and added to the next input. So
+nothing is lost over many calls. A rank keeps one number per element, not two:
 
-    sum over ranks of (x + error before) = result of the sum + sum over ranks of error after     (but for float32's own)
+    sum over ranks of (x + error before) = result of the sum + sum over ranks of error after   (up to float32 rounding)
 
-The error of a result is kept by the rank that made it, in the place of the slice that it did not have to round. After
+The error of a result is kept by the rank that computed it, in the place of its own slice, which it did not round. After
 Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
-DNNs", Interspeech 2014; of both roundings as in Tang et al., "1-bit Adam", ICML 2021, arXiv 2102.02888.
+DNNs", Interspeech 2014; for both roundings, as in Tang et al., "1-bit Adam", ICML 2021, arXiv 2102.02888.
 """
 
 import functools
@@ -39,26 +39,26 @@ import torch.distributed as dist
 FORMATS = (torch.bfloat16, torch.float8_e4m3fn)
 BLOCK = 128  # elements that share a scale
 OPS = ("sum", "avg")
-_PART = 1 << 21  # elements that travel at a time
-_PIECE = 1 << 17  # elements that torch's operations take at a time: all that is between them stays in the cache
+_PART = 1 << 21  # elements sent at a time
+_PIECE = 1 << 17  # elements that torch's operations process at a time: intermediates stay in the cache
 _log = logging.getLogger("hfreduce")
 
 
 def all_reduce_(x, op="sum", group=None, *, dtype=torch.bfloat16, error=None, hosts=None):
-    """x = op of the x of all ranks, in place, rounded to `dtype` on the way. Returns x.
+    """x = op over the x of all ranks, in place, sent as `dtype`. Returns x.
 
-    x: [*shape], of a floating-point dtype of at least 16 bits, of any strides, on any device that `group` takes (the
-    default group if None). op: "sum" or "avg". dtype: one of FORMATS. error: float32, contiguous, x's number of
-    elements, of x's device; zeros before the first call, what rounding has left out after each. Where something is
-    not finite its error is 0. A group of one rank sends nothing, so it rounds nothing.
+    x: [*shape], floating-point with at least 16 bits, any strides, on any device that `group` (the default group if
+    None) supports. op: "sum" or "avg". dtype: one of FORMATS. error: float32, contiguous, with x's number of elements,
+    on x's device; zeros before the first call, the rounding errors after each. Elements that are not finite have an
+    error of 0. A group of one rank sends nothing, so it rounds nothing.
 
-    hosts: instead of a group two, this rank's host and the ranks of its place on all hosts. Inside a host x is then
-    added up in float32, and only between hosts it travels in `dtype`: a host sends as much as one rank, not as all.
+    hosts: two groups instead of `group`: the ranks of this host, and the ranks with this local rank on all hosts. Then
+    x is added in float32 inside a host, and sent as `dtype` between hosts only: a host sends as much as one rank.
     Raises ValueError.
     """
     _check(x, op, error)
     flat, line = x.detach().contiguous().view(-1), Wire(group, dtype, hosts)
-    parts = flat.split(_PART)  # while one travels, the next is encoded
+    parts = flat.split(_PART)  # while one is sent, the next is encoded
     errors = [None] * len(parts) if error is None else error.view(-1).split(_PART)
     begun = [line.begin(part, op, left) for part, left in zip(parts, errors, strict=True)]
     line.flush()
@@ -70,11 +70,11 @@ def all_reduce_(x, op="sum", group=None, *, dtype=torch.bfloat16, error=None, ho
 
 
 class Reduction:
-    """An all-reduce of a contiguous tensor of one dimension that has begun: several collectives, one after the other.
+    """A running all-reduce of a contiguous tensor of one dimension: several collectives in sequence.
 
-    `advance()` waits for one and begins the next, False where there is none; `wait()` ends all. All ranks call them in
-    the same order for all their reductions, but for wait() after the last advance(). stream: of CUDA, on which all but
-    the end runs; the current one if None.
+    `advance()` waits for one and begins the next; it returns False if there is none. `wait()` finishes all. All ranks
+    call them in the same order for all their reductions, except wait() after the last advance(). stream: the CUDA
+    stream of everything except the end; the current one if None.
     """
 
     def __init__(self, x, op, group, dtype, error, stream=None, hosts=None):
@@ -105,7 +105,7 @@ class Reduction:
             self.work = next(self.steps, None)
 
     def _run(self, error):
-        """Yields each collective that it has begun, and goes on when that is done."""
+        """Begins a collective and yields it; continues when it is done."""
         if self.inside is None:
             yield from self._between(self.x, error)
             return
@@ -119,14 +119,14 @@ class Reduction:
         self.x.copy_(total[:n])
 
     def _sums_inside(self, error):
-        """Room for all sums of this host, in equal pieces, and the piece of them that is this rank's."""
+        """A buffer for all sums of this host, in equal pieces, and this rank's piece of the sums."""
         n, local = len(self.x), self.inside.size()
         length = -(-n // (local * BLOCK)) * BLOCK
         total = torch.zeros(local * length, device=self.x.device)
         total[:n] = self.x
         if error is not None:
             total[:n] += error
-            error.zero_()  # it has gone to whose piece it is
+            error.zero_()  # it is now in the sums, at the owner of each piece
         piece = torch.empty(length, device=self.x.device)
         dist.reduce_scatter_tensor(piece, total, group=self.inside)
         return total, piece
@@ -145,23 +145,23 @@ class Reduction:
         kernels.decode(rows, x, length)
 
     def _rows(self, count, length):
-        """Slices as they travel: codes, then the exponents of scales, to whole vectors of 16 bytes."""
+        """Buffers of slices as sent: codes, then the exponents of scales, padded to a multiple of 16 bytes."""
         if self.dtype == torch.bfloat16:
             return torch.empty(count, length, dtype=self.dtype, device=self.x.device)
         width = -(-(length + length // BLOCK) // 16) * 16
         return torch.empty(count, width, dtype=torch.uint8, device=self.x.device)
 
     def _adopt(self, *made):
-        """The memory of the other stream's tensors is not used anew before the current one is done with them."""
+        """The other stream's tensors are not reused before the current stream is done with them."""
         for x in made if self.stream is not None else ():
             x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class Wire:
-    """Reductions one after another, such as those of gradient buckets: while one is in its first collective, the one
-    before is in its second. On a GPU they run on a stream of their own.
+    """Overlaps successive reductions, such as those of gradient buckets: while one runs its first collective, the one
+    before runs its second. On a GPU they have their own stream.
 
-    All ranks call `begin` and `flush` in the same order. group, hosts: as of `all_reduce_`.
+    All ranks call `begin` and `flush` in the same order. group, hosts: as in `all_reduce_`.
     """
 
     def __init__(self, group=None, dtype=torch.float8_e4m3fn, hosts=None):
@@ -171,7 +171,7 @@ class Wire:
         self.under_way, self.streams = [], {}
 
     def begin(self, x, op="avg", error=None):
-        """x = op of the x of all ranks, as by `all_reduce_`, once `wait()` of what this returns was called.
+        """Begins x = op over the x of all ranks, as in `all_reduce_`. Call `wait()` of the returned reduction.
 
         x: [N], contiguous; error: [N].
         """
@@ -181,7 +181,7 @@ class Wire:
         return reduction
 
     def flush(self):
-        """Begins all collectives that are still to come; those before them are waited for (on a GPU, by the stream)."""
+        """Begins all remaining collectives, and waits for those before them (on a GPU, the stream waits)."""
         while self.under_way:
             self._advance()
 
@@ -189,7 +189,7 @@ class Wire:
         self.under_way = [reduction for reduction in self.under_way if reduction.advance()]
 
     def _stream(self, device):
-        """The one for a device, after what the current one has been given so far; None for the CPU."""
+        """The stream for a device, made to wait for the work queued in the current one; None for the CPU."""
         if device.type != "cuda":
             return None
         if device not in self.streams:
@@ -199,10 +199,10 @@ class Wire:
 
 
 class HookState:
-    """The state of `hook`: the group (the default one if None) or hosts, the format, and what it keeps for each bucket.
+    """The state of `hook`: the group (the default one if None) or hosts, the format, and the errors of each bucket.
 
-    With error_feedback, 4 bytes for each element of a gradient. Torch makes its buckets anew after the first backward;
-    where other parameters are in a bucket then, or in another order, what was kept for it is dropped.
+    error_feedback costs 4 bytes per element of a gradient. torch rebuilds its buckets after the first backward. If a
+    bucket then has other parameters, or another order, its error is dropped.
     """
 
     def __init__(self, group=None, dtype=torch.float8_e4m3fn, error_feedback=True, hosts=None):
@@ -210,7 +210,7 @@ class HookState:
         self.kept, self.begun = {}, []
 
     def error(self, bucket):
-        """What to add to a bucket's gradients; None without error feedback."""
+        """The error to add to a bucket's gradients; None without error feedback."""
         if not self.error_feedback:
             return None
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -222,14 +222,14 @@ class HookState:
 
 
 def hook(state, bucket):
-    """A communication hook: gradients are averaged in the state's format. `ddp.register_comm_hook(HookState(), hook)`
+    """A communication hook that averages gradients in the state's format: `ddp.register_comm_hook(HookState(), hook)`.
 
-    For torch.nn.parallel.DistributedDataParallel; haiscale.ddp.DDP has `wire_dtype` instead.
+    For torch.nn.parallel.DistributedDataParallel. haiscale.ddp.DDP has `wire_dtype` instead.
     """
     buffer = bucket.buffer()
     future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     state.begun.append((future, buffer, state.wire.begin(buffer, "avg", state.error(bucket))))
-    if bucket.is_last():  # of all ranks' backwards: nothing is left to do meanwhile
+    if bucket.is_last():  # no computation is left to overlap with
         state.wire.flush()
         begun, state.begun = state.begun, []
         for waiting, result, reduction in begun:
@@ -265,7 +265,7 @@ def _bytes(rows):
 
 
 def _kernels(x):
-    """What has encode, reduce and decode for x: this module, or on a GPU kernels that do the same."""
+    """The module with encode, reduce and decode for x: this one, or the equivalent Triton kernels on a GPU."""
     return _triton() or sys.modules[__name__] if x.is_cuda else sys.modules[__name__]
 
 
@@ -279,11 +279,11 @@ def _triton():
     return wire
 
 
-# In torch's operations. A row holds a slice, of `length` elements at most: see Reduction._rows.
+# In torch's operations. A row holds a slice of at most `length` elements: see Reduction._rows.
 
 
 def encode(x, error, rows, me, length):
-    """rows[r] = slice r of x + error, for all ranks but `me`; error = what that leaves out. x, error: flat."""
+    """rows[r] = slice r of x + error, for all ranks except `me`; error = the rounding error. x, error: flat."""
     for r, row in enumerate(rows):
         if r == me:
             continue
@@ -295,7 +295,7 @@ def encode(x, error, rows, me, length):
 
 
 def reduce(x, error, rows, row, me, length, mean):
-    """row[0] = the sum of all rows / mean, with the slice of x + error itself in the place of row `me`."""
+    """row[0] = the sum of all rows / mean. Row `me` is replaced by the unrounded slice of x + error."""
     for lo, hi, at in _pieces(me, length, x.numel()):
         total = torch.zeros(hi - lo, device=x.device)
         for r, other in enumerate(rows):
@@ -306,7 +306,7 @@ def reduce(x, error, rows, row, me, length, mean):
 
 
 def decode(rows, x, length):
-    """x = all rows, one after another."""
+    """x = all rows, concatenated."""
     for r, row in enumerate(rows):
         for lo, hi, at in _pieces(r, length, x.numel()):
             x[lo:hi] = _get(row, at, hi - lo, length)
@@ -318,14 +318,14 @@ def _wide(x, error, lo, hi):
 
 
 def _pieces(r, length, n):
-    """(from, to, offset in the slice) of the pieces of slice r of n elements; none where it is beyond them."""
+    """(from, to, offset in the slice) of the pieces of slice r of n elements; none if the slice is beyond the end."""
     end = min((r + 1) * length, n)
     for lo in range(r * length, end, _PIECE):
         yield lo, min(lo + _PIECE, end), lo - r * length
 
 
 def _put(value, row, at, length):
-    """Encodes float32 numbers. The last block may be ragged; it is filled up with zeros."""
+    """Encodes float32 numbers. A ragged last block is padded with zeros."""
     if row.dtype == torch.bfloat16:
         row[at : at + len(value)] = value
         return
@@ -334,17 +334,17 @@ def _put(value, row, at, length):
     # 448 is 1.75 * 2**8: a mantissa above 1.75 carries over into the exponent, which has a bias of 127.
     exponents = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp_(min=1)
     codes = blocks * ((254 - exponents) << 23).view(torch.float32).unsqueeze(1)
-    codes.nan_to_num_(torch.nan, torch.nan, torch.nan)  # torch's cast of inf is nan up to 2.12, and 448 from then on
+    codes.nan_to_num_(torch.nan, torch.nan, torch.nan)  # torch casts inf to nan up to 2.12, later to 448
     row[at : at + codes.numel()] = codes.to(torch.float8_e4m3fn).view(torch.uint8).view(-1)
     row[length + at // BLOCK :][: len(exponents)] = exponents
 
 
 def _get(row, at, count, length):
-    """`count` numbers as they are after a journey, in float32."""
+    """Decodes `count` numbers to float32."""
     if row.dtype == torch.bfloat16:
         return row[at : at + count].float()
     blocks = -(-count // BLOCK)
-    # A table, for torch's cast from 8 bits is several times slower.
+    # A table, because torch's cast from 8 bits is several times slower.
     value = _values(row.device).index_select(0, row[at : at + blocks * BLOCK].int()).view(blocks, BLOCK)
     scales = (row[length + at // BLOCK :][:blocks].int() << 23).view(torch.float32)
     return value.mul_(scales.unsqueeze(1)).view(-1)[:count]

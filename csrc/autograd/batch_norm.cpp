@@ -1,4 +1,4 @@
-// Batch norm, with a sum and an activation behind it: hfnn/ops/batch_norm.py, which says what is torch's.
+// Batch norm, followed by a sum and an activation. hfnn/ops/batch_norm.py describes what is torch's.
 #include "../batch_norm.h"
 
 #include <ATen/Context.h>
@@ -32,7 +32,7 @@ struct BatchNormKernel {
   Launch<In, In, In, In, In, In, In, In, int64_t, double> rebuild;
   Launch<In, In, In, In, In, In, In, In, In, In, In, In, bool, int64_t, double> backward;
   Partials<int64_t, int64_t, int64_t> partials;
-  bool whole_bytes;  // with the channels last in memory, whether each row of flags begins a byte
+  bool whole_bytes;  // with channels last, whether each row of flags starts a byte
 };
 
 struct BatchNormTable : Table<BatchNormKernel> {
@@ -46,12 +46,12 @@ struct BatchNormTable : Table<BatchNormKernel> {
     for (py::handle of : floors) apart.emplace_back(py::reinterpret_borrow<py::dict>(of));
   }
   py::object second;        // gradients by differentiable ops
-  const int64_t piecewise;  // the last of the activations that may follow a sum
+  const int64_t piecewise;  // the last activation that may follow a sum
   const int64_t least_plane, least_last;
-  std::vector<Floors> apart;  // of each activation's own room
+  std::vector<Floors> apart;  // for each activation's own room
 };
 
-// How kernels see a tensor: (planes, channels, elements of a plane). With the channels last in memory, of one element.
+// How kernels see a tensor: (planes, channels, elements of a plane). With channels last, a plane has one element.
 struct Layout {
   at::MemoryFormat format = at::MemoryFormat::Contiguous;
   std::array<int64_t, 3> shape;
@@ -83,7 +83,7 @@ struct Layout {
   }
 };
 
-// What a call was given, and fits.
+// The arguments of a call that fits.
 struct BatchNormCall {
   const Tensor *x, *running_mean, *running_var, *weight, *bias, *residual;
   bool training;
@@ -171,7 +171,7 @@ enum { kRelu = 1, kLeakyRelu, kRelu6, kSilu, kHardswish };
 
 static bool is_number(PyObject* x) { return PyFloat_CheckExact(x) || PyLong_CheckExact(x); }
 
-// Reads the arguments as `batch_norm` below has them; false where Python is to be asked.
+// Reads the arguments of `batch_norm` below. False if Python must be asked.
 static bool read(const BatchNormTable& table, PyObject* const* args, BatchNormCall& call) {
   const Tensor** tensors[] = {&call.running_mean, &call.running_var, &call.weight, &call.bias};
   for (int i = 0; i < 4; ++i)
@@ -202,9 +202,8 @@ static bool read(const BatchNormTable& table, PyObject* const* args, BatchNormCa
                                  residual.device() == x.device() && call.kind <= table.piecewise);
 }
 
-// torch's own ops, for a call that is smaller than any room is worth: without Python's functions, which take longer
-// than what they call. An undefined tensor where Python is to call them: they raise, or the arguments are no plain
-// tensors.
+// torch's own ops, for a call below every room's size limit: called from Python, they would take longer than they run.
+// An undefined tensor if Python must call them, because they raise errors or the arguments are not plain tensors.
 static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* const* args, Prefer prefer) {
   const Tensor* given[5];
   const int places[] = {1, 2, 3, 4, 8};
@@ -226,7 +225,7 @@ static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* c
   const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
   Tensor y = at::batch_norm(x, maybe(*weight), maybe(*bias), maybe(*mean), maybe(*var), training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
-  // Nobody else has y, nor does its node keep it: it may be written over where the layout stays the same.
+  // Nobody else has y, and its node does not keep it, so it may be overwritten if the layout stays the same.
   if (sum) y = y.strides() == residual->strides() && !ambiguous(y) ? y.add_(*residual) : at::add(y, *residual);
   switch (kind) {
     case kRelu:
@@ -244,7 +243,7 @@ static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* c
   }
 }
 
-// Whether such a call is torch's, although there is a kernel for it; prefer: as Python gave it.
+// Whether such a call is left to torch although a kernel exists. prefer: as given by Python.
 static bool is_torchs(const BatchNormTable& table, const BatchNormKernel& kernel, const BatchNormCall& call,
                       const Layout& layout, Prefer prefer) {
   const Tensor& x = *call.x;
@@ -300,7 +299,7 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
                       rstd, *call.running_mean, *call.running_var, partials, FreshReal{call.momentum}, call.eps,
                       call.kind, call.slope);
     } else {
-      // Copies: who changes the running statistics before backward changes nothing of this call.
+      // Copies, so that changes to the running statistics before backward do not affect this call.
       mean = call.running_mean->to(wide, false, true);
       rstd = reciprocal(*call.running_var, call.eps, wide);
       kernel->rebuild(dense, layout.of(dense), *call.weight, *call.bias, layout.of(residual), layout.of(y), flags, mean,
@@ -311,7 +310,7 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
     auto node = make_node<BatchNormRoom>();
     node->inputs[BatchNormRoom::kX].take_or_save(x);
     node->inputs[BatchNormRoom::kWeight].save(*call.weight, is_parameter(args[3]));
-    // Without an activation only what builds y again reads the bias: it may be written to before backward.
+    // Without an activation, only rebuilding y reads the bias, so it may be written to before backward.
     Kept& bias = node->inputs[BatchNormRoom::kBias];
     if (call.kind) {
       bias.save(*call.bias, is_parameter(args[4]));

@@ -1,4 +1,4 @@
-// hfnn._autograd: the calls of rooms in C++, one for each family; hfnn/core/native.py gives them the tables of ops.
+// hfnn._autograd: the calls of rooms in C++, one per family. hfnn/core/native.py passes the tables of ops.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,11 +8,11 @@
 namespace hfnn::node {
 namespace {
 
-bool resharded = false;  // by haiscale.fsdp
+bool resharded = false;  // set by haiscale.fsdp
 
 PyObject* is_capturing = nullptr;
 
-// What a consumer in Python keeps of a room here.
+// What a consumer in Python keeps of a C++ room.
 class Token {
  public:
   static py::object take(const Tensor& x) {
@@ -53,11 +53,11 @@ bool sharded_parameters() {
   if (resharded) return true;
   static PyObject *name = PyUnicode_InternFromString("torch.distributed._composable_state"), *states = nullptr;
   if (!states) {
-    PyObject* module = PyDict_GetItem(PyImport_GetModuleDict(), name);  // of fully_shard
+    PyObject* module = PyDict_GetItem(PyImport_GetModuleDict(), name);  // imported by fully_shard
     if (!module) return false;
     py::object mapping = py::getattr(module, "_module_state_mapping", py::none());
     if (mapping.is_none()) return false;
-    states = py::object(py::getattr(mapping, "data", mapping)).release().ptr();  // a WeakKeyDictionary's dict
+    states = py::object(py::getattr(mapping, "data", mapping)).release().ptr();  // the dict in a WeakKeyDictionary
   }
   return PyObject_Length(states) > 0;
 }
@@ -94,14 +94,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "packed",
       [](py::handle node) {
         py::list found;
-        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return found;  // one in Python
+        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return found;  // a node in Python
         auto* room = dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
         for (Kept& input : room ? room->kept() : std::span<Kept>())
           if (auto data = input.packed()) found.append(py::reinterpret_borrow<py::object>(*data));
         return found;
       },
       "What hooks of saved tensors made of those that a node of a room saved.");
-  // Functions of Python for rare cases, and torch's question about graph capture.
+  // Python functions for rare cases, and torch's query for graph capture.
   m.def("connect", [](py::object take, py::object batched, py::object capturing) {
     python().take = take.release().ptr();
     python().batched = batched.release().ptr();

@@ -1,4 +1,4 @@
-// Convolutions that keep a recipe of their input: hfnn/ops/conv.py, which says what is torch's.
+// Convolutions that keep a recipe of their input. hfnn/ops/conv.py describes what is torch's.
 #include <ATen/ops/conv1d.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/conv3d.h>
@@ -17,7 +17,7 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
-// Elements of an input. A step that waits for the host would wait for this node, too, which takes longer than torch's.
+// Elements of the input. Below, a step may wait for the host, on which this node takes longer than torch's.
 constexpr int64_t kLeastOnCuda = 1 << 23;
 
 struct ConvTable {
@@ -30,16 +30,16 @@ struct ConvTable {
   }
   int dims;
   bool transposed;
-  int64_t floors[kPrefers];  // under autocast: from how many elements on not to keep casts is worth it
+  int64_t floors[kPrefers];  // under autocast: elements from which not keeping casts pays
 };
 
-// A number for each dimension of an image.
+// One number per dimension of an image.
 struct PerDimension {
   std::array<int64_t, 3> numbers{};
   int dims = 0;
 
   operator at::IntArrayRef() const { return {numbers.data(), size_t(dims)}; }
-  // A tuple of as many numbers, or one for all of them; false for what torch's own parser is to read.
+  // A tuple of `count` numbers, or one number for all. False if torch's own parser must read it.
   bool read(PyObject* given, int count) {
     dims = count;
     const bool one = PyLong_CheckExact(given);
@@ -55,13 +55,13 @@ struct PerDimension {
   }
 };
 
-// How a convolution goes over its input.
+// The geometry of a convolution.
 struct Geometry {
   PerDimension stride, padding, dilation, output_padding;
   int64_t groups = 1;
   bool transposed = false;
 
-  // Of (stride, padding, dilation, output_padding, groups) in Python; false for what torch's own parser is to read.
+  // Reads (stride, padding, dilation, output_padding, groups) from Python. False if torch's own parser must read them.
   bool read(const ConvTable& table, PyObject* const* args, const Tensor& weight) {
     transposed = table.transposed;
     if (!stride.read(args[0], table.dims) || !dilation.read(args[2], table.dims) ||
@@ -73,7 +73,7 @@ struct Geometry {
   }
 
  private:
-  // padding="valid", or "same" where as much is added on either side: torch pads otherwise.
+  // padding="valid", or "same" if both sides get the same padding. Otherwise torch pads the input.
   bool named(PyObject* name, const Tensor& weight) {
     padding.dims = stride.dims;
     if (transposed) return false;
@@ -88,14 +88,14 @@ struct Geometry {
   }
 };
 
-// Where the elements of a tensor lie.
+// Sizes and strides of a tensor.
 struct Placed {
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
 
   Placed() = default;
   explicit Placed(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), options(x.options()) {}
-  // In the place of one of which nothing is read but this; edge: where its gradient would go, in a recorded graph.
+  // Replaces a tensor of which only these are read. edge: where its gradient would go, in a recorded graph.
   Tensor empty(const ag::Edge& edge) const {
     Tensor made = at::empty_strided(sizes, strides, options);
     if (at::GradMode::is_enabled() && edge.is_valid()) ag::impl::set_gradient_edge(made, edge);
@@ -108,8 +108,8 @@ struct ConvRoom : Room {
   Geometry how;
   Placed x, weight;  // as they were convolved
   bool casts_weight;
-  std::optional<Mark> unread;      // of an x that is not kept, for no gradient is made of it
-  std::vector<int64_t> bias_size;  // empty where there is no bias
+  std::optional<Mark> unread;      // of an x that is not kept, because no gradient reads it
+  std::vector<int64_t> bias_size;  // empty without a bias
 
   std::span<Kept> kept() override { return inputs; }
   std::string name() const override { return "_ConvolutionBackward"; }
@@ -123,9 +123,9 @@ struct ConvRoom : Room {
     auto [dx, dweight, dbias] =
         at::convolution_backward(dy, x_low, weight_low, bias, how.stride, how.padding, how.dilation, how.transposed,
                                  how.output_padding, how.groups, mask);
-    // Where backward runs under autocast, sums on CUDA are float32: torch rounds them to the dtype of its cast bias.
+    // If backward runs under autocast, sums on CUDA are float32. torch rounds them to the dtype of its cast bias.
     if (mask[2]) dbias = as(dbias, dtype());
-    // Some of torch's kernels make a gradient that is not asked for.
+    // Some of torch's kernels compute gradients that were not requested.
     return {mask[0] ? dx : Tensor(), mask[1] ? dweight : Tensor(), mask[2] ? dbias : Tensor()};
   }
 
@@ -141,7 +141,7 @@ struct ConvRoom : Room {
     return as(unpacked_weight(inputs[1], dtype(), "a convolution of hfnn"), dtype());
   }
 
-  // read: whether a gradient is made of it.
+  // read: whether a gradient is computed from x.
   Tensor x_again(bool read) {
     if (unread && !unread->holds()) throw_written_to(x.options, x.sizes, next_edge(0), *unread);
     if (!inputs[0].defined() || (!read && !at::GradMode::is_enabled() && inputs[0].checked(dtype())))
@@ -150,7 +150,7 @@ struct ConvRoom : Room {
   }
 };
 
-// torch's op, called from here: a call from Python takes longer.
+// torch's op. Calling it from here is faster than from Python.
 static Tensor of_torch(const ConvTable& table, const Geometry& g, const Tensor& x, const Tensor& w, const Tensor& b) {
   const auto bias = b.defined() ? std::optional(b) : std::nullopt;
   if (table.transposed) {
@@ -164,8 +164,8 @@ static Tensor of_torch(const ConvTable& table, const Geometry& g, const Tensor& 
   return at::conv3d(x, w, bias, g.stride, g.padding, g.dilation, g.groups);
 }
 
-// (input, weight, bias, stride, padding, dilation, output_padding, groups, prefer): torch's op where there is nothing
-// to gain.
+// (input, weight, bias, stride, padding, dilation, output_padding, groups, prefer). Calls torch's op if there is
+// nothing to gain.
 static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<ConvTable>(self);
@@ -182,7 +182,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
   const bool large = x->numel() >= table.floors[prefer], frozen = !given->requires_grad();
   const bool asked = !x->is_cuda() || prefer == kMemory || (prefer == kAuto && x->numel() >= kLeastOnCuda);
-  // All that a call pays where there is nothing to gain.
+  // All that a call costs if there is nothing to gain.
   if (!asked || !at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
     return THPVariable_Wrap(torchs());
   const ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(device.type()) : x->scalar_type();
@@ -190,7 +190,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   for (const Tensor* t : {x, given, bias}) {
     if (!t->defined()) continue;
     fits = fits && at::isFloatingType(t->scalar_type()) && t->device() == device && !t->is_inference() &&
-           !(autocast && t->scalar_type() == at::kDouble);  // which autocast leaves alone
+           !(autocast && t->scalar_type() == at::kDouble);  // autocast leaves float64 alone
     casts = casts || t->scalar_type() != dtype;
   }
   fits = fits && (autocast || !casts) && ag::compute_requires_grad(*x, *given, *bias);
@@ -213,7 +213,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   }
   if (low.defined()) node->inputs[0].save(low);
   if (frozen && x->scalar_type() == dtype) node->unread.emplace(*x);
-  // Of a cast that is not kept, what is written to the weight is of no concern where no gradient is made of it.
+  // If the cast weight is not kept and no gradient reads it, writes to the weight do not matter.
   node->casts_weight = given->scalar_type() != dtype;
   if (!node->casts_weight || x->requires_grad()) node->inputs[1].save(*given, is_parameter(args[1]));
   node->how = how;

@@ -1,4 +1,4 @@
-// Dropout, and a residual connection with dropout: hfnn/ops/dropout.py, hfnn/ops/dropout_add.py.
+// Dropout, and a residual connection with dropout. See hfnn/ops/dropout.py, hfnn/ops/dropout_add.py.
 #include "../dropout.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -23,7 +23,7 @@ Mask::Mask(const Tensor& x, double p) : threshold(int64_t(std::nearbyint(p * 429
   std::lock_guard<std::mutex> lock(generator.mutex());
   offset.value = int64_t(generator.get_offset());
   const int64_t used = (x.numel() + 3) / 4;
-  generator.set_offset(uint64_t(offset.value + (used + 3) / 4 * 4));  // torch wants multiples of 4
+  generator.set_offset(uint64_t(offset.value + (used + 3) / 4 * 4));  // torch requires multiples of 4
   seed.value = int64_t(generator.current_seed());
 }
 
@@ -33,7 +33,7 @@ static Tensor dropped(const DropoutKernel& kernel, const Mask& mask, const Tenso
   return y;
 }
 
-// The layout of torch's gradient: on CUDA that of a picture or the usual one, whatever dy's, on the CPU dy's.
+// Gives dx the layout of torch's gradient: on CUDA channels-last or contiguous, whatever dy has; on the CPU that of dy.
 static Tensor as_torchs(const Tensor& dx, const Tensor& dy) {
   if (dx.is_contiguous() && dy.is_contiguous() && !(dy.is_cuda() && ambiguous(dy))) return dx;
   if (dy.is_cuda())
@@ -41,12 +41,12 @@ static Tensor as_torchs(const Tensor& dx, const Tensor& dy) {
   return dx.strides() == dy.strides() ? dx : laid(dx, result_strides(dy, dx));
 }
 
-// Linear in x, so its own backward and its own second derivative.
+// Linear in x, so it is its own backward and second derivative.
 struct DropoutRoom : Room {
-  Kept input[1];  // where x has a recipe itself: else x would be kept in y's stead, and nothing saved
+  Kept input[1];  // kept only if x has a recipe: else x would replace y, and nothing is saved
   const DropoutKernel* kernel;
   Mask mask;
-  std::vector<int64_t> strides;  // of the result, for the mask goes by memory
+  std::vector<int64_t> strides;  // of the result, because the mask follows memory order
 
   std::span<Kept> kept() override { return input; }
   std::string name() const override { return "_DropoutBackward"; }
@@ -95,7 +95,7 @@ static PyObject* dropout(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (!x || !PyFloat_Check(args[1]) || !plain_context() || !dense(*x) || capturing(*x)) Py_RETURN_NOTIMPLEMENTED;
   DropoutKernel* kernel = table.choose(*x, x->scalar_type(), 1, table.out_dtype(*x, args[0]));
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
-  if (x->is_cuda() && ambiguous(*x)) Py_RETURN_NONE;  // torch's result has the channels last, or not
+  if (x->is_cuda() && ambiguous(*x)) Py_RETURN_NONE;  // torch's result is channels-last, or not
   return THPVariable_Wrap(
       apply_mask(*x, kernel, Mask(*x, PyFloat_AS_DOUBLE(args[1])), x->strides(), true, table.chosen));
   END_HANDLE_TH_ERRORS

@@ -1,4 +1,4 @@
-// Gated products: hfnn/ops/gated.py.
+// Gated products. See hfnn/ops/gated.py.
 #include "../gated.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -10,7 +10,7 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
-constexpr int64_t kReluGate = 3;  // of the kinds in csrc/gated.h
+constexpr int64_t kReluGate = 3;  // as in csrc/gated.h
 
 struct GatedKernel {
   explicit GatedKernel(py::handle module) {
@@ -26,7 +26,7 @@ struct GatedTable : Table<GatedKernel> {
   py::object second;  // gradients of (dy, needs, gate, up, kind, gate_first) by differentiable ops
 };
 
-// x as (rows, cols), elements of a row next to each other.
+// x as (rows, cols), with the elements of a row contiguous.
 static Tensor by_rows(const Tensor& x) {
   const int64_t cols = x.dim() ? x.size(-1) : 1;
   if (x.numel() == 0) return at::empty({cols ? x.numel() / cols : 0, cols}, x.options());
@@ -34,7 +34,7 @@ static Tensor by_rows(const Tensor& x) {
   return x_RC.stride(1) == 1 || cols == 1 ? x_RC : x_RC.contiguous();
 }
 
-// gate and up, of two tensors or of the halves of one.
+// gate and up, from two tensors or from the halves of one.
 static std::pair<Tensor, Tensor> operands(const Tensor& gate, const Tensor& up, bool gate_first) {
   if (up.defined()) return {by_rows(gate), by_rows(up)};
   const Tensor both = by_rows(gate);
@@ -80,7 +80,7 @@ struct GatedRoom : Room {
     kernel->backward(gate, by_rows(dy), gate_RC, up_RC, dgate.defined() ? by_rows(dgate) : dgate,
                      dup.defined() ? by_rows(dup) : dup, kind);
     if (dgate.defined() && kind == kReluGate && !dy.is_contiguous()) {
-      dgate = laid(dgate, result_strides(dgate, dy));  // torch's is first of the result
+      dgate = laid(dgate, result_strides(dgate, dy));  // as in torch, whose first operand is the result
     } else if (dgate.defined()) {
       dgate = like_dy(dgate, dy);
     }

@@ -1,7 +1,7 @@
-// q, k and v that are views of one product: attention's three gradients become the product's in one copy.
+// q, k and v that are views of one product: attention's three gradients become the product's gradient in one copy.
 //
-// Of `q, k, v = qkv.view(...).permute(...).unbind()` torch stacks the three gradients and copies them once more, into
-// the order of the product. The node here stands between the views and attention, and knows the product as well as the
+// For `q, k, v = qkv.view(...).permute(...).unbind()`, torch stacks the three gradients and copies them once more into
+// the order of the product. The node here stands between the views and attention, and has edges to both product and
 // views.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
-// Where each of q, k and v lies in the product.
+// The location of q, k or v in the product.
 struct Part {
   std::vector<int64_t> sizes, strides;
   int64_t offset;
@@ -31,7 +31,7 @@ struct JointRoom : Room {
   std::array<int, 3> order{0, 1, 2};  // by their offsets
   std::vector<int64_t> sizes;         // of the product
   bool in_rows;                       // whether each part is a range of columns of the product
-  // The product's node and those of the views, with how often edges of this node and of the views lead to each.
+  // The nodes of the product and of the views, and how many edges of this node and of the views lead to each.
   Between between;
 
   std::span<Kept> kept() override { return {}; }
@@ -40,7 +40,7 @@ struct JointRoom : Room {
   variable_list gradients(const Tensor&) override { TORCH_INTERNAL_ASSERT(false, "has three outputs"); }
   variable_list differentiable(const Tensor&) override { TORCH_INTERNAL_ASSERT(false, "has three outputs"); }
 
-  // Of the product and the views: either the joint gradient goes past the views, or each view gets its own.
+  // Gradients of the product and the views: either the joint one, past the views, or one for each view.
   variable_list apply(variable_list&& dys) override {
     if (!may_pass(dys)) return {Tensor(), dys[0], dys[1], dys[2]};
     at::AutoDispatchBelowADInplaceOrView below;
@@ -52,7 +52,8 @@ struct JointRoom : Room {
     if (at::GradMode::is_enabled() || !wanted(0)) return false;
     for (const Tensor& dy : dys)
       if (!dy.defined() || !dy.unsafeGetTensorImpl()->has_storage() || dy._is_zerotensor() || dy.is_neg()) return false;
-    // Nobody else holds a view or a node: he might ask for its gradient, or add to it, and in another order than torch.
+    // If anybody else holds a view or a node, they might ask for its gradient, or add to it in another order than
+    // torch.
     for (const auto& [node, edges] : between) {
       if (size_t(node->getptr().use_count()) != size_t(edges) + 1) return false;
       const bool hooked =
@@ -86,11 +87,11 @@ static bool one_of(const Node& node) {
   return (... || (typeid(node) == typeid(Views)));
 }
 
-// From how many elements of the product on one copy less is worth a node.
+// The number of elements of the product from which saving one copy is worth a node.
 constexpr int64_t kFloor = 1 << 16;
 
-// Whether the gradient of a view goes to `end` through nodes of views alone, which are counted. False, too, where the
-// product itself is split: torch then copies once.
+// Whether a view's gradient reaches `end` through view nodes only. Counts these nodes. Also false if the product itself
+// is split: torch then copies only once.
 static bool leads(ag::Edge from, const ag::Edge& end, Between& between) {
   using namespace ag::generated;
   bool splits = true;
@@ -104,7 +105,7 @@ static bool leads(ag::Edge from, const ag::Edge& end, Between& between) {
       between.emplace_back(node, 1);
     }
     if (node == end.function.get()) return !splits && from.input_nr == end.input_nr;
-    if (known) return true;  // another view has gone on from here
+    if (known) return true;  // another view continues from here
     splits = one_of<UnbindBackward0, SplitBackward0, SplitWithSizesBackward0>(*node);
     if ((!splits && !one_of<ViewBackward0, PermuteBackward0, TransposeBackward0, SelectBackward0>(*node)) ||
         node->num_outputs() != 1)
@@ -114,7 +115,7 @@ static bool leads(ag::Edge from, const ag::Edge& end, Between& between) {
   return false;
 }
 
-// Whether q, k and v, (B, H, T, D) each, are disjoint parts of the rows of a contiguous product, and all of it.
+// Whether q, k and v, each (B, H, T, D), are disjoint parts of the rows of a contiguous product and cover all of it.
 static bool covers(const Tensor& product, const Tensor (&views)[3], bool& in_rows) {
   const int64_t width = product.size(-1), heads = views[0].size(-1);
   if (heads == 0 || width % heads || width / heads > 64 * 16) return false;
@@ -148,7 +149,7 @@ static const Tensor* base_of(const Tensor& view) {
   return meta && meta->has_bw_view() ? &meta->get_backward_view().base_ : nullptr;
 }
 
-// (q, k, v): the same with the node behind them, or None where there is nothing to join.
+// (q, k, v): the same tensors with the node added, or None if there is nothing to join.
 static PyObject* joint(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!at::GradMode::is_enabled()) Py_RETURN_NONE;
@@ -188,7 +189,7 @@ static PyObject* joint(PyObject*, PyObject* const* args, Py_ssize_t) {
       at::AutoDispatchBelowADInplaceOrView below;
       same = view.alias();
     }
-    ag::impl::set_version_counter(same, ag::impl::version_counter(view));  // a write to either is seen
+    ag::impl::set_version_counter(same, ag::impl::version_counter(view));  // a write to either is seen by both
     ag::set_history(same, node);
     found[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(same));
   }

@@ -72,7 +72,7 @@ const Tensor* plain(PyObject* argument) {
   const Tensor& x = THPVariable_Unpack(argument);
   if (x.key_set().raw_repr() & ~usual.raw_repr()) return nullptr;
   if (!x.unsafeGetTensorImpl()->has_storage()) return nullptr;
-  if (!x.storage().data() && x.numel()) return nullptr;  // freed, as a sharded parameter's
+  if (!x.storage().data() && x.numel()) return nullptr;  // freed, as in a sharded parameter
   return &x;
 }
 
@@ -139,13 +139,13 @@ static Tensor on_meta(const Tensor& x) {
 }
 
 std::vector<int64_t> broadcast_strides(const Tensor& x) {
-  // An op of three tensors, for which the meta device has no way of its own.
+  // An op with three tensors, for which the meta device has no fast path.
   const Tensor one = at::empty({1}, x.options().device(at::kMeta));
   return at::addcmul(on_meta(x), one, one).strides().vec();
 }
 
 std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b) {
-  if (a.is_contiguous() && b.is_contiguous())  // where the meta device has others
+  if (a.is_contiguous() && b.is_contiguous())  // here the meta device gives other strides
     return at::empty(a.sizes(), a.options().device(at::kMeta)).strides().vec();
   return at::add(on_meta(a), on_meta(b)).strides().vec();
 }

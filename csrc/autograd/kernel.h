@@ -1,4 +1,4 @@
-// Kernels as rooms call them: functions of hfnn._C by pointer, or Triton's with cached handles.
+// How rooms call kernels: functions of hfnn._C by pointer, or Triton's by cached handles.
 #pragma once
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -14,7 +14,7 @@
 #include "room.h"
 #include "triton.h"
 
-// Of ATen/autocast_mode.h, which includes every operator.
+// From ATen/autocast_mode.h, which includes every operator.
 namespace at::autocast {
 TORCH_API bool is_autocast_enabled(at::DeviceType device_type);
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
@@ -61,20 +61,20 @@ inline hfnn::Tensor borrow(const Tensor& x) {
   return t;
 }
 
-// The queue of a kernel: threads on the CPU, the raw stream on CUDA.
+// A kernel's queue: the number of threads on the CPU, the raw stream on CUDA.
 inline int64_t queue_of(const Tensor& x) {
   if (!x.is_cuda()) return at::get_num_threads();
   return reinterpret_cast<int64_t>(
       c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device()).native_handle());
 }
 
-// A dense tensor as its elements in the order of memory.
+// A dense tensor, as its elements in memory order.
 struct Flat {
   const Tensor& x;
 };
 hfnn::Tensor in_order(const Tensor& x);
 
-// The memory of a dense tensor as a contiguous one of three dimensions.
+// The memory of a dense tensor as a contiguous tensor of three dimensions.
 struct Shaped {
   const Tensor& x;
   std::array<int64_t, 3> shape;
@@ -92,7 +92,7 @@ inline hfnn::Tensor borrow(const Shaped& given) {
   return t;
 }
 
-// One function of a kernel, of hfnn._C or of a module of Triton's; A: its arguments without the queue.
+// One function of a kernel, in hfnn._C or in a Triton module. A: its arguments without the queue.
 template <class... A>
 class Launch {
  public:
@@ -156,7 +156,7 @@ class Launch {
 
 using In = const hfnn::Tensor&;
 
-// The functions that hfnn._C has in a capsule beside them, or null for a module of Triton's.
+// The functions that hfnn._C has in a capsule, or null for a Triton module.
 template <class Functions>
 const Functions* functions_of(py::handle module, const char* name, const char* attribute = "functions") {
   if (!py::hasattr(module, attribute)) return nullptr;
@@ -165,7 +165,7 @@ const Functions* functions_of(py::handle module, const char* name, const char* a
   return capsule.get_pointer<Functions>();
 }
 
-// Loads one function of a kernel's module: by its pointer in hfnn._C, or by its name where the module is Triton's.
+// Loads one function of a kernel's module: by its pointer in hfnn._C, or by name from a Triton module.
 template <class Functions, class L, class M>
 void load(py::handle module, const char* name, L& launch, M Functions::* member, const char* attribute,
           const char* capsule = "functions") {
@@ -176,7 +176,7 @@ void load(py::handle module, const char* name, L& launch, M Functions::* member,
   }
 }
 
-// How many partial sums a kernel wants for sizes of a call; a module of Triton's is asked once for each.
+// The number of partial sums that a kernel needs for given sizes. A Triton module is asked once for each.
 template <class... N>
 class Partials {
  public:
@@ -206,12 +206,12 @@ class Partials {
 
 enum Prefer { kAuto, kMemory, kSpeed, kPrefers };
 Prefer prefer_of(PyObject* text);  // kPrefers: unknown
-// What is forced by hfnn.use: 0 nothing, 1 torch's own ops, else a kind of kernel.
+// What hfnn.use forces: 0 nothing, 1 torch's own ops, else a kind of kernel.
 extern int forced;
-// Whether rooms here take any call; for tests of those in Python.
+// Whether rooms here take calls. Switched off in tests of the rooms in Python.
 extern bool enabled;
 
-// `Op.floors`: by preference, from how many elements on a kernel is worth it, on the CPU and on CUDA.
+// `Op.floors`: by preference, the number of elements from which a kernel pays, on the CPU and on CUDA.
 class Floors {
  public:
   explicit Floors(const py::dict& floors);
@@ -221,21 +221,21 @@ class Floors {
   int64_t floors_[kPrefers][2];
 };
 
-// An op of hfnn/core/kernel.py: which of its kernels takes a call is asked once for each kind of input.
+// An op of hfnn/core/kernel.py. Which of its kernels takes a call is asked once for each kind of input.
 class Choices {
  public:
   explicit Choices(py::object op);
 
-  // Whether the input is as large as a kernel is worth; true where others have to tell.
+  // Whether the input is large enough for a kernel; true if the decision is made elsewhere.
   bool worth(const Tensor* x, PyObject* prefer) const {
     if (!x || forced) return true;
     const Prefer known = prefer_of(prefer);
     TORCH_CHECK_VALUE(known != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
     return x->numel() >= floors_.of(*x, known);
   }
-  // The module of the kernel that takes such a call, None where none does. Called with the GIL.
+  // The module of the kernel that takes such a call, or None. Needs the GIL.
   PyObject* find(const Tensor& x, ScalarType dtype, int64_t cols, ScalarType out);
-  // What torch's op returns for x under autocast. Called with the GIL.
+  // The dtype of torch's result for x under autocast. Needs the GIL.
   ScalarType out_dtype(const Tensor& x, PyObject* input);
 
   py::object op;
@@ -246,7 +246,7 @@ class Choices {
   std::unordered_map<uint32_t, ScalarType> outs_;
 };
 
-// Kernels of one op, by module.
+// The kernels of one op, by module.
 template <class K>
 class Table : public Choices {
  public:
@@ -272,49 +272,49 @@ class Table : public Choices {
   std::unordered_map<PyObject*, std::unique_ptr<K>> kernels_;
 };
 
-// A call from Python returns the result; None, where torch's own op is to run; NotImplemented, where the room in Python
-// is to be asked.
+// A call from Python returns the result, None if torch's own op must run, or NotImplemented if the room in Python must
+// be asked.
 
-// Whether rooms take the call at all: no tracer, mode or transform, and grad mode's usual keys.
-// batched: also while gradients are computed for many dy at once, where a checkpoint may repeat a forward: for rooms
-// that draw nothing and have no other in Python.
+// Whether rooms take the call at all: no tracer, mode or transform, and the usual dispatch keys. batched: also while
+// gradients of many dy are computed at once, where a checkpoint may repeat a forward; for rooms that draw nothing and
+// have no counterpart in Python.
 bool plain_context(bool batched = false);
-// The tensor behind an argument, null where it is none that rooms take; None is an undefined tensor.
+// The tensor behind an argument, or null if rooms do not take it. plain_or_none: None is an undefined tensor.
 const Tensor* plain(PyObject* argument);
 const Tensor* plain_or_none(PyObject* argument);
-// Whether parameters go with x, as kernels ask.
+// Whether the parameters' devices and dtypes suit x, as kernels require.
 bool goes_with(const Tensor& x, std::initializer_list<const Tensor*> parameters);
 
-// `function(*arguments)` in Python, a tuple of gradients or None: what runs under create_graph.
+// `function(*arguments)` in Python, which returns a tuple of gradients or None. Used under create_graph.
 variable_list differentiated(const py::object& function, const py::tuple& arguments);
 py::object dtype_object(ScalarType type);
 ScalarType scalar_type(PyObject* dtype);
 inline py::object maybe(const Tensor& x) { return x.defined() ? py::cast(x) : py::none(); }
 
-// Layouts, as hfnn/ops/layout.py.
+// Layouts, as in hfnn/ops/layout.py.
 inline bool dense(const Tensor& x) { return x.is_contiguous() || x.is_non_overlapping_and_dense(); }
-hfnn::Tensor in_order(const Tensor& x);  // a dense tensor, by its memory
+hfnn::Tensor in_order(const Tensor& x);  // a dense tensor, in memory order
 bool in_rows(const Tensor& x);
-// A new tensor with the strides of torch's elementwise results for x, which is dense: the usual ones in dimensions of
-// size 1, whatever those of x are.
+// A new tensor with the strides that torch's elementwise ops give for a dense x. In dimensions of size 1 they are the
+// usual ones, whatever x has.
 inline Tensor like(const Tensor& x, ScalarType dtype) {
   using at::MemoryFormat;
   const bool last = !x.is_contiguous() && x.is_contiguous(MemoryFormat::ChannelsLast);
   const auto format = last ? MemoryFormat::ChannelsLast : MemoryFormat::Preserve;
   return at::empty_like(x, x.options().dtype(dtype), x.is_contiguous() ? MemoryFormat::Contiguous : format);
 }
-// Whether x is contiguous, or has its channels last, and `like` has other strides in dimensions of size 1.
+// Whether x is contiguous or channels-last, but `like` gives other strides in dimensions of size 1.
 bool ambiguous(const Tensor& x);
 std::vector<int64_t> result_strides(const Tensor& a, const Tensor& b);
-std::vector<int64_t> broadcast_strides(const Tensor& x);  // of torch's result for x and another that is broadcast
+std::vector<int64_t> broadcast_strides(const Tensor& x);  // of torch's result for x and a broadcast tensor
 Tensor laid(const Tensor& x, at::IntArrayRef strides);
-// Both dense, in the layout of torch's result for (a, b), which is returned, empty.
+// Makes both dense, in the layout of torch's result for (a, b). Returns an empty tensor in that layout.
 Tensor order(Tensor& a, Tensor& b, ScalarType dtype);
 inline Tensor like_dy(const Tensor& dx, const Tensor& dy) {
   return dy.is_contiguous() ? dx : laid(dx, result_strides(dy, dx));
 }
 
-// A function of Python bound to a table that lives for ever.
+// A Python function bound to a table that is never freed.
 using Fast = PyObject* (*)(PyObject* self, PyObject* const* args, Py_ssize_t count);
 inline PyMethodDef fast_method(const char* name, Fast function) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL, nullptr};

@@ -1,4 +1,4 @@
-// Linear maps that keep a recipe of their input: hfnn/ops/linear.py, which says what is torch's.
+// Linear maps that keep a recipe of their input. hfnn/ops/linear.py describes what is torch's.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -22,7 +22,7 @@ struct LinearTable {
       this->floors[i] = floor > 1e18 ? std::numeric_limits<int64_t>::max() : int64_t(floor);
     }
   }
-  int64_t floors[kPrefers];  // under autocast: from how many elements on not to keep casts is worth it
+  int64_t floors[kPrefers];  // under autocast: elements from which not keeping casts pays
 };
 
 static Tensor rows(const Tensor& x) { return x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0); }
@@ -31,7 +31,7 @@ static Tensor product(const Tensor& x, const Tensor& weight, const Tensor& bias,
   return at::linear(as(x, dtype), as(weight, dtype), as(bias, dtype));
 }
 
-// a b + beta * out, in the dtype of out: of 16-bit operands without a result of 16 bits in between.
+// a b + beta * out, in the dtype of out. 16-bit operands give no intermediate 16-bit result.
 static void product_into(Tensor& out, const Tensor& a, const Tensor& b, double beta) {
   if (out.scalar_type() == a.scalar_type() || !a.is_cuda()) {
     at::addmm_out(out, out, as(a, out.scalar_type()), as(b, out.scalar_type()), beta);
@@ -44,16 +44,16 @@ static Tensor product_as(const Tensor& a, const Tensor& b, ScalarType dtype) {
   return a.is_cuda() ? at::mm(a, b, dtype) : at::mm(as(a, dtype), as(b, dtype));
 }
 
-// Rows of ones, kept for ever, for a recorded graph may read them. Undefined where a graph is being recorded.
+// Rows of ones, never freed, because a recorded graph may read them. Undefined while a graph is being recorded.
 static Tensor ones(const Tensor& like, ScalarType dtype, int64_t count) {
-  static auto& made = *new std::vector<Tensor>;  // under the GIL; never ended, for a GPU's runtime ends first
+  static auto& made = *new std::vector<Tensor>;  // under the GIL; never destroyed, because the GPU runtime ends first
   for (const Tensor& row : made)
     if (row.size(1) >= count && row.scalar_type() == dtype && row.device() == like.device()) return row;
   if (capturing(like)) return {};
   return made.emplace_back(at::ones({1, 2 * count}, like.options().dtype(dtype)));
 }
 
-// The gradient of an input that several products read, as far as this backward has added it up. The engine holds it.
+// The gradient, accumulated in this backward, of an input that several products read. The engine holds it.
 struct Sum {
   WeakTensor total{Tensor().getIntrusivePtr()};
   const Node* producer = nullptr;
@@ -76,12 +76,12 @@ Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
 }
 
 struct LinearRoom : Room {
-  Kept inputs[3];  // x, weight (out, in), and with recompute the bias
+  Kept inputs[3];  // x, weight (out, in), with recompute also the bias
   ScalarType dtype;
-  ScalarType of[3];  // the dtype in which each gradient leaves its product: of x, weight, bias
+  ScalarType of[3];  // the dtypes in which products give the gradients of x, weight, bias
   Tensor row_of_ones;
   int64_t width;
-  bool by_rows, by_columns;  // the layouts of the weight and of x
+  bool by_rows, by_columns;  // layouts of the weight and of x
 
   std::span<Kept> kept() override { return inputs; }
   std::string name() const override { return "_LinearBackward"; }
@@ -92,7 +92,7 @@ struct LinearRoom : Room {
 
   variable_list one_of_many(const Tensor& dy) override { return gradients(dy, of, false); }
 
-  // Every op is torch's, and differentiable.
+  // Every op is torch's own and differentiable.
   variable_list differentiable(const Tensor& dy) override {
     const ScalarType low[] = {dtype, dtype, dtype};
     return gradients(dy, low, false);
@@ -102,7 +102,7 @@ struct LinearRoom : Room {
   variable_list gradients(const Tensor& dy, const ScalarType (&of)[3], bool adds_up) {
     const Tensor dy_RO = rows(dy);
     Tensor dx, dweight, dbias;
-    if (wanted(1)) {  // first, so that what is rebuilt for it is gone before dx is there
+    if (wanted(1)) {  // first, so that what is rebuilt for it is freed before dx is allocated
       const Tensor x_RI = rows(as(inputs[0].get(dtype), dtype));
       dweight = by_rows ? product_as(dy_RO.t(), x_RI, of[1]) : product_as(x_RI.t(), dy_RO, of[1]).t();
     }
@@ -128,8 +128,8 @@ struct LinearRoom : Room {
     return grads;
   }
 
-  // dy W, or an undefined tensor where the product was added to the gradient of x that another room has returned, and
-  // that waits with the engine for the others. That nobody else holds it tells that the engine has not replaced it.
+  // dy W, or an undefined tensor if the product was added to the gradient of x that another room returned, which waits
+  // in the engine. If nobody else holds that gradient, the engine has not replaced it.
   Tensor added_up(const Tensor& dy_RO, const Tensor& weight, at::IntArrayRef shape) {
     thread_local std::array<Sum, 4> sums;
     thread_local size_t next = 0;
@@ -154,7 +154,7 @@ struct LinearRoom : Room {
   }
 };
 
-// torch's op on plain tensors, called from here: a call from Python takes longer. None for others.
+// torch's op on plain tensors. Calling it from here is faster than from Python. None for other tensors.
 static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
   const Tensor *weight = plain(args[1]), *bias = plain_or_none(args[2]);
   if (!x || !weight || !bias || !plain_context()) Py_RETURN_NONE;
@@ -166,8 +166,8 @@ static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
   return THPVariable_Wrap(y);
 }
 
-// (input, weight, bias, recompute, prefer, by_columns, exact, whole): the weight is (in, out) where by_columns is true;
-// torch's op where `whole` is, and there is nothing to gain.
+// (input, weight, bias, recompute, prefer, by_columns, exact, whole): by_columns: the weight is (in, out). whole: calls
+// torch's op if there is nothing to gain.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);
@@ -176,7 +176,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (!at::GradMode::is_enabled()) return nothing();
   const Prefer prefer = prefer_of(args[4]);
   if (!x || prefer == kPrefers) Py_RETURN_NOTIMPLEMENTED;
-  // All that a call pays where there is nothing to gain.
+  // All that a call costs if there is nothing to gain.
   if (args[3] != Py_True && !Kept::takes(*x) &&
       !(at::autocast::is_autocast_enabled(x->device().type()) && x->numel() >= table.floors[prefer]))
     return nothing();
@@ -192,12 +192,12 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   for (const Tensor* t : {x, given, bias}) {
     if (!t->defined()) continue;
     if (!at::isFloatingType(t->scalar_type()) || t->device() != device || (autocast && t->scalar_type() == at::kDouble))
-      Py_RETURN_NONE;  // torch's own op raises, or works in float64, which autocast leaves alone
+      Py_RETURN_NONE;  // torch's op raises an error, or works in float64, which autocast leaves alone
     casts = casts || t->scalar_type() != dtype;
   }
-  if (casts && !autocast) Py_RETURN_NONE;  // torch's own op raises
+  if (casts && !autocast) Py_RETURN_NONE;  // torch's op raises an error
   if (sharded_parameters()) Py_RETURN_NOTIMPLEMENTED;
-  const bool recompute = args[3] == Py_True && x->requires_grad();  // of what is in the graph
+  const bool recompute = args[3] == Py_True && x->requires_grad();  // only if x is in the graph
   const bool to_weight = given->requires_grad();
   const bool grad = x->requires_grad() || to_weight || (bias->defined() && bias->requires_grad());
   auto node = grad ? make_node<LinearRoom>() : nullptr;
@@ -227,7 +227,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (x->requires_grad() || recompute) node->inputs[1].save(weight, is_parameter(args[1]));
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
-  // By the size alone, and not by whether a recipe was taken, for no bit of a gradient may depend on that.
+  // Only the size decides, not whether a recipe was taken: no bit of a gradient may depend on that.
   const bool wide = worth && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
   const Tensor* leaves[] = {x, given, bias};
   for (int i = 0; i < 3; ++i)

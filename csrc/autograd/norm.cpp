@@ -1,4 +1,4 @@
-// Layer norm and RMS norm: hfnn/ops/layer_norm.py, hfnn/ops/rms_norm.py.
+// Layer norm and RMS norm. See hfnn/ops/layer_norm.py, hfnn/ops/rms_norm.py.
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -12,7 +12,7 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
-// Both, as one: without a centre there are no bias and no mean, and the weight has an offset.
+// Both norms as one. Without a centre (RMS norm) there is no bias or mean, and the weight has an offset.
 struct NormKernel {
   explicit NormKernel(py::handle module, bool centre) : centre(centre) {
     if (centre) {
@@ -47,7 +47,7 @@ struct NormKernel {
     if (centre) return layer_backward_(x, dy, x, w, mean, rstd, dx, dw, db, partials);
     rms_backward_(x, dy, x, w, rstd, dx, dw, partials, offset);
   }
-  // The same as forward of a sum with dropout, which is computed first.
+  // Like forward, but first computes its input as a sum with dropout.
   void add(const Tensor& x, const Tensor& residual, const Tensor& sum, const Tensor& w, const Tensor& b,
            const Tensor& y, const Tensor& mean, const Tensor& rstd, double eps, double offset, const Mask& m) const {
     const Tensor none;
@@ -124,16 +124,16 @@ struct NormRoom : Room {
   }
 };
 
-// What a call of a norm was given, and fits.
+// The arguments of a call that fits.
 struct NormCall {
   const Tensor *weight, *bias;
-  bool parameters[2];  // whether they are
+  bool parameters[2];  // whether weight, bias are parameters
   int64_t dims = 1, cols;
   double eps, offset;
   ScalarType out;
 };
 
-// Reads normalized_shape (None: the last dimension), weight, bias, eps and offset; false where Python is to be asked.
+// Reads normalized_shape (None: the last dimension), weight, bias, eps and offset. False if Python must be asked.
 static bool read(const NormTable& table, const Tensor& x, PyObject* const* args, NormCall& call) {
   call.weight = plain_or_none(args[1]);
   call.bias = plain_or_none(args[2]);
@@ -151,7 +151,7 @@ static bool read(const NormTable& table, const Tensor& x, PyObject* const* args,
   }
   const auto shape = x.sizes().slice(x.dim() - call.dims);
   call.cols = c10::multiply_integers(shape);
-  // Of images torch's result may have the channels last.
+  // For images, torch's result may be channels-last.
   if (call.cols == 0 || (!table.centre && x.dim() > 3 && !in_rows(x))) return false;
   for (const Tensor* p : {call.weight, call.bias})
     if (p->defined() && (p->sizes() != shape || !p->is_contiguous())) return false;
@@ -165,7 +165,7 @@ static bool read(const NormTable& table, const Tensor& x, PyObject* const* args,
   return true;
 }
 
-// The norm of x; forward(x_RC, weight, bias, y_RC, mean, rstd) computes it.
+// The norm of x, computed by forward(x_RC, weight, bias, y_RC, mean, rstd).
 template <class Forward>
 static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x, const NormCall& call,
                      Forward forward) {
@@ -191,7 +191,7 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
     node->offset = call.offset;
     node->dims = call.dims;
     node->cols = call.cols;
-    if (!taken) node->inputs[0].save(x);  // not before `forward` has filled a sum: a hook may copy it
+    if (!taken) node->inputs[0].save(x);  // after `forward` has filled a sum, because a hook may copy it
     node->inputs[1].save(*call.weight, call.parameters[0]);
     node->inputs[2].save(*call.bias, call.parameters[1]);
     node->inputs[3].save(mean, true);
@@ -201,7 +201,7 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
   return y;
 }
 
-// (input, normalized_shape or None, weight, bias, eps, offset, out or None for torch's, prefer)
+// (input, normalized_shape or None, weight, bias, eps, offset, out or None for torch's dtype, prefer)
 static PyObject* norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto& table = table_of<NormTable>(self);
@@ -212,7 +212,7 @@ static PyObject* norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   call.out = args[6] == Py_None ? table.out_dtype(*x, args[0]) : scalar_type(args[6]);
   const NormKernel* kernel = table.choose(*x, x->scalar_type(), call.cols, call.out);
   if (!kernel) Py_RETURN_NOTIMPLEMENTED;
-  // What is computed by elementwise ops, torch's RMS norm too, then has other strides.
+  // Results of elementwise ops, such as torch's RMS norm, then have other strides.
   if ((!table.centre || args[1] == Py_None) && ambiguous(*x)) Py_RETURN_NONE;
   return THPVariable_Wrap(normed(table, kernel, *x, call,
                                  [&](const auto&... tensors) { kernel->forward(tensors..., call.eps, call.offset); }));
@@ -221,11 +221,11 @@ static PyObject* norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 
 struct AddNormTable {
   NormTable fused;
-  NormTable& norm;        // for what torch returns
+  NormTable& norm;        // for the dtype of torch's result
   DropoutTable& dropout;  // for the mask's backward
 };
 
-// (input, residual, normalized_shape, weight, bias, eps, offset, p, prefer): the norm of the sum, and the sum.
+// (input, residual, normalized_shape, weight, bias, eps, offset, p, prefer). Returns the norm of the sum, and the sum.
 static PyObject* add_norm(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto& table = table_of<AddNormTable>(self);

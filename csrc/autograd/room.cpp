@@ -47,7 +47,7 @@ static bool same(const std::optional<c10::SafePyObject>& a, const std::optional<
   return a->ptr(getPyInterpreter()) == b->ptr(getPyInterpreter());
 }
 
-// A node of a torch.autograd.Function. Its class is not exported, but its name is known.
+// Whether a node is a torch.autograd.Function. Its class is not exported, but the name is known.
 static bool in_python(const Node& node) {
   static std::atomic<const std::type_info*> known{nullptr};
   const std::type_info& type = typeid(node);
@@ -131,7 +131,7 @@ bool Kept::intact() const {
 }
 
 namespace {
-// Autograd's keys as they are for a user's code: a hook may run a forward.
+// Restores autograd's dispatch keys as in user code: a hook may run a forward.
 struct AboveAutograd {
   c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
   c10::impl::ForceDispatchKeyGuard guard{now.included_ | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView),
@@ -139,7 +139,7 @@ struct AboveAutograd {
 };
 }  // namespace
 
-// Of every `unpacked_`. Not held while a hook runs, nor while a tensor ends, for either may wait for the GIL.
+// Guards every `unpacked_`. Not held while a hook runs or a tensor is freed, because either may wait for the GIL.
 static std::mutex& unpacking() {
   static auto* mutex = new std::mutex;
   return *mutex;
@@ -167,7 +167,7 @@ void Kept::forget() {
 }
 
 namespace {
-// The gradients of many dy at once, which ask for each kept tensor once, as torch does. One at a time in a thread.
+// Gradients of many dy at once. They ask for each kept tensor once, as in torch. One batch per thread at a time.
 struct Batch {
   explicit Batch(std::span<Kept> of) : of(of), tensors(of.size()), outer(now) { now = this; }
   ~Batch() { now = outer; }
@@ -193,8 +193,8 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
 
 void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes, const ag::Edge& made_by,
                       const Mark& mark) {
-  // In torch's words, which differ between its versions: a tensor of one element in memory stands for what was written
-  // to.
+  // Uses torch's own error, whose words differ between versions: a tensor with one element in memory stands for the one
+  // that was written to.
   const Tensor x = at::empty_strided(sizes, std::vector<int64_t>(sizes.size(), 0), options);
   ag::impl::set_version_counter(x, c10::VariableVersion(mark.version));
   if (made_by.is_valid() && !dynamic_cast<ag::AccumulateGrad*>(made_by.function.get()))
@@ -260,7 +260,7 @@ void Kept::release() {
   }
   if (token_) {
     pybind11::gil_scoped_acquire gil;
-    py::error_scope raised;  // an exception may be on its way
+    py::error_scope raised;  // an exception may be in flight
     py::object done =
         py::reinterpret_steal<py::object>(PyObject_CallMethod(token_->ptr(getPyInterpreter()), "release", nullptr));
     if (!done) PyErr_Clear();
@@ -363,7 +363,7 @@ Tensor Room::rebuild(Kept& consumer, ScalarType dtype, bool last) {
   return as(y, dtype);
 }
 
-// A partial backward may never reach the last consumer; its end comes for certain.
+// A partial backward may never reach the last consumer, but it always reaches its end.
 void Room::clear_at_the_end() {
   const int now = task();
   if (now < 0 || callback_.exchange(now) == now) return;
@@ -382,7 +382,7 @@ void Room::forget() {
 variable_list Room::apply(variable_list&& dys) {
   Tensor dy = dys[0];
   if (!dy.defined()) return variable_list(num_outputs());
-  // Zeros without memory, of forward AD and second derivatives, and what is to be negated when it is read.
+  // Zero tensors without memory (forward AD, second derivatives), and tensors with a lazy negation.
   if (dy._is_zerotensor()) dy = dy.clone();
   if (dy.is_neg()) dy = dy.resolve_neg();
   if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
@@ -394,7 +394,7 @@ variable_list Room::apply(variable_list&& dys) {
 }
 
 void Room::release_variables() {
-  int compiled = kCompiled;  // then the graph is released before it runs
+  int compiled = kCompiled;  // in compiled autograd, the graph is released before it runs
   if (compiled_.compare_exchange_strong(compiled, kReleasedLater)) return;
   bool waiting;
   {
@@ -407,7 +407,7 @@ void Room::release_variables() {
       at::AutoGradMode no_grad(false);
       at::AutoDispatchBelowADInplaceOrView below;
       y = watched(build(dtype_));
-    } catch (const c10::Error&) {  // a source was written to: the consumer's backward says so
+    } catch (const c10::Error&) {  // a source was written to: the consumer's backward raises the error
     }
     std::lock_guard<std::mutex> lock(sharing_);
     left_ = y;

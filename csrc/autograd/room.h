@@ -1,6 +1,6 @@
 // Autograd nodes that are their own recipes.
 //
-// A room is a node with one output y that it can build again, bit for bit, from what it keeps for its own backward. A
+// A room is a node with one output y. It can rebuild y, bit for bit, from what it keeps for its own backward. A
 // consumer that would save y keeps its producer's node instead, and asks it for y in backward. hfnn/core/recipe.py does
 // the same for nodes in Python; a chain may mix both.
 #pragma once
@@ -37,7 +37,7 @@ auto make_node() {
 
 class Room;
 
-// A tensor as it is now: tells later whether it was written to, without keeping its memory.
+// A tensor's current version. Tells later whether the tensor was written to, without keeping its memory.
 struct Mark {
   c10::VariableVersion counter;
   uint32_t version = 0;
@@ -47,7 +47,7 @@ struct Mark {
   bool holds() const { return counter.current_version() == version; }
 };
 
-// Raises what torch raises of a saved tensor that was written to; made_by: its gradient's edge.
+// Raises torch's error for a saved tensor that was written to. made_by: the edge of its gradient.
 [[noreturn]] void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes,
                                    const torch::autograd::Edge& made_by, const Mark& mark);
 
@@ -59,34 +59,35 @@ class Kept {
   Kept& operator=(const Kept&) = delete;
   ~Kept() { release(); }
 
-  // Keeps the node that made x; false, and nothing kept, where it must be saved. Called with the GIL.
+  // Keeps the node that made x. False, and keeps nothing, if x must be saved. Needs the GIL.
   bool take(const Tensor& x);
-  // Whether to ask `take`, in a fraction of its time.
+  // Whether `take` may succeed, checked in a fraction of its time.
   static bool takes(const Tensor& x);
-  // Saves x. source: whether y may be made of it although it is not of the graph, as a parameter or the room's own.
+  // Saves x. source: whether y may be rebuilt from it although it is not in the graph (a parameter, or the room's own).
   void save(const Tensor& x, bool source = false);
-  // Keeps what only y is made of: no hook sees it, and it may be written to before the room's own backward.
+  // Keeps a tensor that only rebuilding y reads: no hook sees it, and it may be written to before the room's own
+  // backward.
   void hold(const Tensor& x, bool source = false);
   void take_or_save(const Tensor& x) {
     if (!x.defined() || !take(x)) save(x);
   }
 
-  // The tensor for the room's own backward, which asks once; dtype: that of a cast that the room worked on. Raises what
-  // torch raises where the tensor itself was kept, and was written to.
+  // The tensor for the room's own backward, which asks once. dtype: that of the cast that the room worked on. Raises
+  // torch's error if the tensor itself was kept and was written to.
   Tensor get(ScalarType dtype);
   Tensor get() { return get(dtype_); }
-  // Raises as `get` does where the tensor was written to, and makes none; false where `get` alone can tell.
+  // Raises like `get` if the tensor was written to, without making it. False if only `get` can tell.
   bool checked(ScalarType dtype) const;
-  // The tensor as a part of what the room builds. last: the room's own backward will not ask for it.
+  // The tensor as a source for building y. last: the room's own backward will not ask for it.
   Tensor part(bool last = false) { return part(dtype_, last); }
   Tensor part(ScalarType dtype, bool last = false);
 
   void release();
-  // What hooks of saved tensors made of it.
+  // What hooks of saved tensors packed it into.
   std::optional<PyObject*> packed() const;
   bool taken() const { return producer_ || token_; }
   bool defined() const { return defined_; }
-  // Whether y may be made of it: it is of the graph, a parameter or the room's own; and whether it is as it was.
+  // Whether y may be rebuilt from it (in the graph, a parameter or the room's own), and whether it is unchanged.
   bool source() const { return !defined_ || source_; }
   bool intact() const;
 
@@ -102,9 +103,9 @@ class Kept {
   Room* producer_ = nullptr;
   std::optional<c10::SafePyObject> token_;  // of a producer in Python
   Mark mark_;
-  const c10::TensorImpl* impl_ = nullptr;  // of what is saved, whose memory may be exchanged by `x.data = ...`
+  const c10::TensorImpl* impl_ = nullptr;  // the saved tensor, whose memory `x.data = ...` may exchange
   const void* data_ = nullptr;
-  Tensor unpacked_;  // where hooks made it, for they are called once in a backward
+  Tensor unpacked_;  // made by hooks, which run once per backward
   int unpacked_in_ = -1, served_in_ = -1;
   ScalarType dtype_ = ScalarType::Undefined;
   bool defined_ = false, source_ = false, hooked_ = false, released_ = false;
@@ -115,34 +116,35 @@ class Room : public Node {
   PyObject* module = nullptr;  // of the kernel that ran, for reports
   ~Room() override = default;
 
-  // y again, as a cast to `dtype` leaves it, or in its own dtype: runs below autograd.
+  // Rebuilds y, in its own dtype or as cast to `dtype`. Runs below autograd.
   virtual Tensor build(ScalarType dtype) = 0;
-  // Of dy, one for each edge: runs below autograd.
+  // The gradients of dy, one per edge. Runs below autograd.
   virtual variable_list gradients(const Tensor& dy) = 0;
-  // The same of one of several dy that the engine gives as one.
+  // The same for one of several dy that the engine gives at once.
   virtual variable_list one_of_many(const Tensor& dy) { return gradients(dy); }
-  // The same by differentiable ops, under create_graph.
+  // The same with differentiable ops, under create_graph.
   virtual variable_list differentiable(const Tensor& dy) = 0;
   virtual std::span<Kept> kept() = 0;
 
   variable_list apply(variable_list&& dys) override;
   void release_variables() override;
-  // Compiled autograd: the node is called as it is. Another node means another graph, for what it keeps is its own.
+  // Compiled autograd: the node is called as it is. Every node means another graph, because a node keeps its own
+  // tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
   variable_list apply_with_saved(const variable_list& dys, torch::dynamo::autograd::SwapSavedVariables& saved) override;
-  void release_resources();  // torch 2.13's, before which a node's destructor does it all
+  void release_resources();  // since torch 2.13; before, the destructor did this
 
-  // Makes y this room's output, with edges to the inputs. carries: whether a consumer may keep this node instead of y.
+  // Makes y this room's output, with edges to the inputs. carries: whether consumers may keep this node instead of y.
   void finish(const NodePtr& self, Tensor& y, torch::autograd::edge_list&& edges, bool carries);
-  // Whether y is still what this room gave, and can be built again.
+  // Whether y is still what this room returned, and can be rebuilt.
   bool gives(const Tensor& y);
   bool intact();
   // y for a consumer's backward.
   Tensor rebuild(Kept& consumer, ScalarType dtype, bool last);
 
  protected:
-  // The dtype of a kernel's result that is to become `dtype`: kernels take one that is as wide as their input, or
-  // wider, not one half for another.
+  // The dtype of a kernel's result that will become `dtype`. Kernels write the dtype of their input or a wider one, not
+  // one 16-bit dtype for another.
   ScalarType into(const Tensor& x, ScalarType dtype) const {
     return x.scalar_type() == dtype || x.scalar_type() == ScalarType::Float ? dtype : dtype_;
   }
@@ -159,26 +161,26 @@ class Room : public Node {
   c10::SmallVector<int64_t, 5> sizes_, strides_;
   ScalarType dtype_ = ScalarType::Undefined;
   std::optional<c10::Stream> made_on_;
-  std::optional<c10::SafePyObject> hooks_;  // those of saved tensors in forward
+  std::optional<c10::SafePyObject> hooks_;  // hooks of saved tensors during forward
   bool carries_ = false;
-  mutable uint64_t number_ = 0;  // of all that compiled autograd asked for
+  mutable uint64_t number_ = 0;  // unique id for compiled autograd
   enum { kNotCompiled, kCompiled, kReleasedLater };
   std::atomic<int> compiled_{kNotCompiled};
   std::atomic<bool> released_{false};
 
-  std::atomic<int> tokens_{0};  // alive
+  std::atomic<int> tokens_{0};  // tokens alive
   std::atomic<int> callback_{-1};
-  // Of what follows. Not held while a hook runs, nor while a tensor ends, for either may wait for the GIL.
+  // Guards the members below. Not held while a hook runs or a tensor is freed, because either may wait for the GIL.
   std::mutex sharing_;
   int task_ = -1, served_ = 0;
   Tensor shared_, left_;               // for the consumers of this backward; for those of later ones
   std::optional<c10::Stream> stream_;  // of shared_
 };
 
-// Switches and counters, for tests and reports.
+// Switches and counters for tests and reports.
 struct State {
   std::atomic<bool> recipes{true};
-  std::atomic<bool> wide_on_cpu{false};  // 16-bit products end in float32 there, too, as they do on a GPU: for tests
+  std::atomic<bool> wide_on_cpu{false};  // for tests: wide gradients as on a GPU
   std::atomic<int64_t> taken{0}, rebuilt{0};
 };
 State& state();
@@ -187,14 +189,14 @@ inline Tensor as(const Tensor& x, ScalarType dtype) {
   return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
 }
 
-// x in `dtype`, differentiable. Of a tensor of the graph one cast serves consumers that follow one another, while one
-// of them keeps it. Any other tensor may be filled anew by what moves no version.
+// x in `dtype`, differentiable. For a tensor in the graph, consecutive consumers share one cast while one of them keeps
+// it. Any other tensor may be refilled without a new version, so its cast is not shared.
 Tensor shared_cast(const Tensor& x, ScalarType dtype);
 
-// Python's functions that rare cases go to; see hfnn/core/native.py.
+// Python functions for rare cases; see hfnn/core/native.py.
 struct Python {
   PyObject *take = nullptr, *batched = nullptr;
-  PyObject* watch = nullptr;  // called with what is built, for tests
+  PyObject* watch = nullptr;  // for tests: called with what is built
 };
 Python& python();
 

@@ -1,13 +1,13 @@
-// What the files of rooms share, and what bindings.cpp needs of each.
+// Shared by the files of rooms, and what bindings.cpp needs from each.
 #pragma once
 #include "../dropout.h"
 #include "kernel.h"
 
 namespace hfnn::node {
 
-// Whether parameters of this process may be resharded: rooms in Python then keep copies for their recipes.
+// Whether parameters of this process may be resharded. Rooms in Python then keep copies for their recipes.
 bool sharded_parameters();
-// Whether a CUDA graph is being captured on x's stream: numbers are then drawn on the device.
+// Whether a CUDA graph is being captured on x's stream. Random numbers are then drawn on the device.
 bool capturing(const Tensor& x);
 inline bool is_parameter(PyObject* argument) {
   return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
@@ -26,24 +26,25 @@ struct DropoutTable : Table<DropoutKernel> {
   explicit DropoutTable(py::object op) : Table(std::move(op)) {}
 };
 
-// What is dropped of a tensor, by numbers of a seed and an offset; nothing by default.
+// A dropout mask, defined by a seed and an offset. By default nothing is dropped.
 struct Mask {
   int64_t threshold = 0;
   double scale = 1;
   Fresh seed{0}, offset{0};
 
   Mask() = default;
-  // p of the elements; numbers of the default generator of x's device, as `draw` of hfnn/ops/dropout.py takes them.
+  // Drops a fraction p. Seed and offset come from the default generator of x's device, as in `draw` of
+  // hfnn/ops/dropout.py.
   Mask(const Tensor& x, double p);
 };
 
-// Whether the kernels take x + residual as torch computes it, and the node of such a sum, of x with the mask.
+// addable: whether the kernels compute x + residual as torch does. finish_sum: adds the node of such a sum.
 bool addable(const Tensor& x, const Tensor& residual);
 void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const DropoutKernel* kernel, const Mask& mask,
                 PyObject* module);
 
-// A weight that a room has kept, where under autocast (dtype is not its own) torch keeps a copy. module: for the error
-// of one that was written to.
+// A weight that a room kept. Under autocast (dtype is not its own) torch keeps a copy. module: named in the error if
+// the weight was written to.
 Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module);
 
 void bind_batch_norm(py::module_& m);

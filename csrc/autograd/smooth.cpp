@@ -1,4 +1,4 @@
-// Smooth functions that keep their input: rows of hfnn/ops/smooth.py whose backward is a kernel's.
+// Smooth functions that keep their input: rows of hfnn/ops/smooth.py whose backward has a kernel.
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -12,7 +12,7 @@
 namespace hfnn::node {
 namespace ag = torch::autograd;
 
-// What kernels take after the tensors: nothing (silu), one boolean (gelu), or a kind and three numbers (unary).
+// What kernels take after the tensors: nothing (silu), a boolean (gelu), or a kind and three numbers (unary).
 struct Numbers {
   bool tanh = false;
   int64_t kind = 0;
@@ -94,7 +94,7 @@ struct SmoothTable : Table<SmoothKernel> {
     return new UnaryKernel(module);
   }
 
-  // The numbers of torch's arguments, as Python says; null where torch's own op is to run. Called with the GIL.
+  // Python's translation of torch's arguments, or null if torch's own op must run. Needs the GIL.
   const Numbers* of(PyObject* const* arguments, Py_ssize_t count) {
     py::tuple key(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -141,7 +141,7 @@ struct SmoothRoom : Room {
 
   variable_list gradients(const Tensor& dy) override {
     Tensor a = dy, x = input[0].get();
-    if (table->like_x && ambiguous(x)) x = like(x, x.scalar_type()).copy_(x);  // as the result, of which torch makes dx
+    if (table->like_x && ambiguous(x)) x = like(x, x.scalar_type()).copy_(x);  // as the result: torch makes dx from it
     const Tensor dx = table->like_x ? order(x, a, x.scalar_type()) : order(a, x, x.scalar_type());
     kernel->backward({a}, {x}, {dx}, *numbers);
     return {dx};
@@ -154,7 +154,7 @@ struct SmoothRoom : Room {
   }
 };
 
-// (input, out or None for torch's, prefer, *torch's arguments)
+// (input, out or None for torch's dtype, prefer, *torch's arguments)
 static PyObject* smooth(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   auto& table = table_of<SmoothTable>(self);

@@ -17,10 +17,10 @@ namespace py = pybind11;
 namespace hfnn::node {
 namespace {
 
-constexpr size_t kMostKinds = 4096;  // of a function; what comes later runs in Python
-constexpr int kMostTries = 3;        // to record a kind
+constexpr size_t kMostKinds = 4096;  // per function; further kinds run in Python
+constexpr int kMostTries = 3;        // attempts to record a kind
 
-// What is used of CUDA's driver, bound when the first launch is recorded, so that nothing of CUDA is linked.
+// The part of the CUDA driver that is used. Bound when the first launch is recorded, so nothing of CUDA is linked.
 struct Driver {
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared, void* stream, void** params, void** extra) = nullptr;
@@ -50,7 +50,7 @@ const Driver& cuda() {
   return found;
 }
 
-// In a test a Python function takes the driver's place, and tensors may be of the CPU.
+// In tests, a Python function replaces the driver, and tensors may be on the CPU.
 PyObject* fake_launch = nullptr;
 
 int launch_fake(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
@@ -72,7 +72,7 @@ bool bind_driver() {
   return driver.load();
 }
 
-// What tells that someone watches Triton's launches; kernels/launch.py explains.
+// Detects that someone watches Triton's launches; see kernels/launch.py.
 struct Watch {
   static constexpr int kLists = 2, kDicts = 2, kTypes = 3;
   std::atomic<bool> usable{false};
@@ -82,8 +82,8 @@ struct Watch {
   std::array<std::atomic<Py_ssize_t>, kDicts> sizes{};
   std::array<std::atomic<unsigned>, kTypes> versions{};
 
-  // Without the GIL: the objects live for ever, and only their counts are read. What another thread changes at this
-  // very moment may be seen one launch late.
+  // Needs no GIL: the objects are never freed, and only their counts are read. A concurrent change may be seen one
+  // launch late.
   bool quiet() const {
     if (!usable.load(std::memory_order_acquire)) return false;
     for (PyObject* list : lists)
@@ -95,7 +95,7 @@ struct Watch {
     return true;
   }
 
-  // With the GIL, while nobody watches.
+  // Needs the GIL. Called while nobody watches.
   void look(const py::module_& launch) {
     const py::object found = launch.attr("watch")();
     if (found.is_none()) {
@@ -104,7 +104,7 @@ struct Watch {
     }
     bool all = true;
     const auto [first, second, third] = py::cast<std::tuple<py::tuple, py::tuple, py::tuple>>(found);
-    const bool fresh = !lists[0];  // they are the same objects at each look
+    const bool fresh = !lists[0];  // the objects are the same each time
     for (int i = 0; i < kLists && fresh; ++i) lists[i] = py::object(first[i]).release().ptr();
     for (int i = 0; i < kDicts; ++i) {
       if (fresh) dicts[i] = py::object(second[i]).release().ptr();
@@ -113,7 +113,7 @@ struct Watch {
     for (int i = 0; i < kTypes; ++i) {
       if (fresh) types[i] = reinterpret_cast<PyTypeObject*>(py::object(third[i]).release().ptr());
       versions[i] = types[i]->tp_version_tag;
-      all = all && types[i]->tp_version_tag;  // 0 for a type of which nothing is remembered
+      all = all && types[i]->tp_version_tag;  // 0: the type has no version tag
     }
     usable.store(all, std::memory_order_release);
   }
@@ -150,7 +150,7 @@ c10::Device describe(c10::ArrayRef<Arg> args, Words& key, Addresses& values) {
         const auto on = x.device();
         if (!device || (device->is_cpu() && !on.is_cpu())) device = on;
         value = reinterpret_cast<uint64_t>(x.data_ptr());
-        size_t twin = 0;  // the first argument with this address, which may be this one
+        size_t twin = 0;  // the first argument with this address, possibly this one
         while (twin < values.size() && !(values[twin] == value && args[twin].kind == Arg::tensor)) ++twin;
         key.push_back(word | static_cast<uint64_t>(x.scalar_type()) << 8 | static_cast<uint64_t>(on.type()) << 16 |
                       static_cast<uint64_t>(static_cast<uint8_t>(on.index())) << 24 |
@@ -223,7 +223,7 @@ py::tuple as_python(c10::ArrayRef<Arg> args, int queue_at, c10::Device device, p
   return py::tuple(list);
 }
 
-// Makes the device of the tensors the current one.
+// Makes the tensors' device the current one.
 struct OnDevice {
   explicit OnDevice(c10::Device device) {
     if (!device.is_cuda()) return;
@@ -260,7 +260,7 @@ std::vector<TritonLaunch> parse(const py::list& found, int queue_at) {
       if (kind == pointer) launch.patches.push_back({param, arg, py::cast<int64_t>(b)});
       if (kind == fresh) launch.patches.push_back({param, arg, 0});
     }
-    // Triton's kernels end with addresses of scratch memory, which those that are recorded do without.
+    // The last parameters of Triton's kernels are addresses of scratch memory. Recorded kernels use none.
     launch.params.insert(launch.params.end(), 2, 0);
     launches.push_back(std::move(launch));
   }
@@ -279,7 +279,7 @@ void replay(const TritonLaunch& launch, const Addresses& given, c10::Device devi
     return with.launch(launch.function, x, y, z, launch.threads, 1, 1, launch.shared, stream, params.data(), nullptr);
   };
   int error = run();
-  if (error == kInvalidContext && with.device_get) {  // a thread that has not called CUDA's runtime yet
+  if (error == kInvalidContext && with.device_get) {  // this thread has not called the CUDA runtime yet
     int number = 0;
     void* context = nullptr;
     if (!with.device_get(&number, device.index()) && !with.primary_context_retain(&context, number) &&
@@ -385,7 +385,7 @@ TritonFunction::Recording TritonFunction::record(c10::ArrayRef<Arg> args, c10::D
     made.refusal = "libcuda.so.1 cannot be used";
     return made;
   }
-  if (device.is_cuda()) {  // torch must give C++ the stream that it gives Python
+  if (device.is_cuda()) {  // torch must give C++ the same stream as Python
     try {
       if (reinterpret_cast<uintptr_t>(on.stream(device)) != raw_stream(device)) made.refusal = "another stream";
     } catch (const c10::Error& error) {

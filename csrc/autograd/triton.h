@@ -1,10 +1,10 @@
-// Functions of kernels/*.py called from C++. The first call of a kind runs in Python, which says what it launched;
-// later ones hand the same compiled kernels to the driver, with the addresses of this call, and run no Python.
+// Functions of kernels/*.py called from C++. The first call of a kind runs in Python, which reports its launches. Later
+// calls pass the same compiled kernels to the driver, with their own addresses, and run no Python.
 //
-// Two calls are of one kind when None, numbers, dtypes, devices, sizes, strides and alignment to 16 bytes agree, and
-// the same tensors share an address. So a function may look at nothing else: it computes a grid and constants from
-// them and launches by kernels/launch.py. Where that cannot be repeated (operators of torch, descriptors, scratch
-// memory, Triton's interpreter) and while someone watches Triton's launches, every call runs in Python.
+// Two calls are of one kind if None, numbers, dtypes, devices, sizes, strides and alignment to 16 bytes agree, and the
+// same tensors share an address. So a function must not depend on anything else: it computes a grid and constants from
+// these and launches through kernels/launch.py. If that cannot be repeated (torch operators, descriptors, scratch
+// memory, Triton's interpreter), or while someone watches Triton's launches, every call runs in Python.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/python_headers.h>
@@ -24,13 +24,13 @@ class module_;
 
 namespace hfnn::node {
 
-// An integer that differs at each call, as a seed or an offset: it is not part of the kind. The function may hand it to
-// kernels that do not specialise on it; what else is computed from it is found when it is recorded, and runs in Python.
+// An integer that differs at each call, such as a seed or an offset. It is not part of the kind. The function may pass
+// it to kernels that do not specialise on it. Other uses are detected when it is recorded, and run in Python.
 struct Fresh {
   int64_t value;
 };
 
-// The same of a number that kernels take as float32.
+// The same for a number that kernels take as float32.
 struct FreshReal {
   double value;
 };
@@ -38,7 +38,7 @@ struct FreshReal {
 struct Arg {
   enum Kind : uint8_t { none, tensor, integer, fresh, fresh_real, real, boolean } kind = none;
   union {
-    const at::Tensor* t;  // must live as long as the call
+    const at::Tensor* t;  // must outlive the call
     int64_t i = 0;
     double d;
   };
@@ -62,31 +62,31 @@ struct Arg {
   Arg(T x) : kind(real), d(x) {}
 };
 
-// One kernel's launch: what the driver is given, but for what each call has of its own.
+// The launch of one kernel: what the driver gets, without the values that differ per call.
 struct TritonLaunch {
   struct Patch {
     uint16_t param, arg;
-    int64_t offset;  // bytes behind the address of a tensor
+    int64_t offset;  // bytes added to the tensor's address
   };
   void* function = nullptr;
   std::array<unsigned, 3> grid{};
   unsigned threads = 0, shared = 0;
-  PyObject* hooks = nullptr;     // a list; not empty while someone wants to be called first
-  std::vector<uint64_t> params;  // 8 bytes for each, of which the driver reads as many as the kernel takes
+  PyObject* hooks = nullptr;     // a list; not empty while launch hooks are set
+  std::vector<uint64_t> params;  // 8 bytes each; the driver reads as many as the kernel takes
   std::vector<Patch> patches;
 };
 
-// One function of a module of kernels, as hfnn.kernels.layer_norm.forward. It is thread-safe. Tensors are of one
-// device, which need not be the current one; launches go to its current stream.
+// One function of a kernel module, such as hfnn.kernels.layer_norm.forward. Thread-safe. All tensors are on one device,
+// which need not be the current one. Launches use its current stream.
 class TritonFunction {
  public:
-  // Called with the GIL. The reference is kept for ever.
+  // Needs the GIL. The reference is never released.
   explicit TritonFunction(PyObject* function);
   TritonFunction(const TritonFunction&) = delete;
   TritonFunction& operator=(const TritonFunction&) = delete;
 
-  // args: all but `queue`, which is added where the function has it. Called with or without the GIL; without it is
-  // better, since the driver waits where the device's queue is full. Runs below autograd. Python's exceptions pass.
+  // args: all but `queue`, which is added if the function has it. Call it without the GIL if possible, because the
+  // driver blocks while the device's queue is full. Runs below autograd. Python's exceptions propagate.
   void operator()(c10::ArrayRef<Arg> args);
 
   struct Counts {
@@ -99,7 +99,7 @@ class TritonFunction {
   struct Entry {
     bool recorded = false;
     int tries = 0;
-    std::vector<TritonLaunch> launches;  // unchanged once recorded
+    std::vector<TritonLaunch> launches;  // constant once recorded
   };
   using Key = c10::ArrayRef<uint64_t>;
   struct Hash {
@@ -121,8 +121,8 @@ class TritonFunction {
 
   PyObject* function_;
   std::string name_;
-  int queue_ = -1;    // its place among the arguments
-  std::mutex mutex_;  // of what follows; not held while Python runs or a kernel is launched
+  int queue_ = -1;    // its position among the arguments
+  std::mutex mutex_;  // for the members below; not held while Python runs or a kernel is launched
   std::unordered_map<std::vector<uint64_t>, Entry, Hash, Equal> entries_;
   Counts counts_;
 };

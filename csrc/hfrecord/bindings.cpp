@@ -1,4 +1,4 @@
-// hfrecord._C: reading records and checking them, without Python's lock.
+// hfrecord._C: reads and checks records without the GIL.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -16,11 +16,11 @@ using namespace hfrecord;
 
 namespace {
 
-constexpr uint64_t AT_ONCE = 4 << 20;      // bytes whose checksums are compared before more memory is taken
-constexpr size_t MOST_AT_ONCE = 1024;      // records
-constexpr size_t WITHOUT_LOCK = 16 << 10;  // bytes from which another thread's work is worth a lock
+constexpr uint64_t AT_ONCE = 4 << 20;  // after this many bytes, checksums are compared before more memory is allocated
+constexpr size_t MOST_AT_ONCE = 1024;  // records
+constexpr size_t WITHOUT_LOCK = 16 << 10;  // bytes from which releasing the GIL pays
 
-// A buffer of bytes, for as long as this lives.
+// A Python buffer, held for the lifetime of this object.
 class Bytes {
  public:
   explicit Bytes(const py::handle& object) {
@@ -36,7 +36,7 @@ class Bytes {
   Py_buffer view_;
 };
 
-// A file with its index, which is mapped and stays so.
+// A file and its memory-mapped index.
 class Opened {
  public:
   Opened(int fd, uint64_t size, bool own, const py::object& index, uint64_t records)
@@ -54,7 +54,7 @@ class Opened {
   File file_;
 };
 
-// Records of files: those of `numbers` in files[which], copied, for a caller may change them meanwhile.
+// Records `numbers` of files[which]. Both arrays are copied, because the caller may change them meanwhile.
 class Batch {
  public:
   Batch(const py::sequence& files, const py::handle& which, const py::handle& numbers) {
@@ -73,7 +73,7 @@ class Batch {
     }
   }
 
-  // Looks into the indices. Records from the first on that lie in their files: the others are left out. Without lock.
+  // Reads the indices, up to the first record that does not lie in its file. Runs without the GIL.
   void find() {
     std::vector<signed char> whole(files_.size(), -1);
     for (size_t k = 0; k < numbers_.size(); ++k) {
@@ -85,7 +85,7 @@ class Batch {
     }
   }
 
-  // The end of the records that begin with `begin` and are of one file.
+  // The end of the run of records that starts at `begin` and lies in one file.
   size_t run(size_t begin, size_t end) const {
     size_t last = begin + 1;
     while (last < end && which_[last] == which_[begin]) ++last;
@@ -112,7 +112,8 @@ class Batch {
   std::vector<int64_t> which_, numbers_;
 };
 
-// Records from `begin` on, some MB of them, behind `found`. False where one is not there or is not what was written.
+// Reads records from `begin` on, about 4 MiB, and appends them to `found`. False if one is missing or its checksum
+// differs.
 bool read_some(const Batch& batch, size_t* begin, bool check, bool warm, py::list& found) {
   std::vector<py::bytes> records;
   std::vector<unsigned char*> places;

@@ -1,7 +1,7 @@
 // CRC-32 by folding with carry-less products: Gopal, Ozturk, Guilford, Wolrich, Feghali, Dixon, Karakoyunlu, "Fast CRC
-// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel white paper 323102, 2009. Elsewhere, and for
-// what is left at the end, by tables of eight bytes at once: Kounavis and Berry, "A systematic approach to building
-// high performance software-based CRC generators", ISCC 2005.
+// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel white paper 323102, 2009. On other
+// processors, and for the last bytes, by tables of eight bytes at once: Kounavis and Berry, "A systematic approach to
+// building high performance software-based CRC generators", ISCC 2005.
 #include "crc32.h"
 
 #include <array>
@@ -55,9 +55,10 @@ uint32_t by_table(uint32_t state, const unsigned char* data, size_t size, unsign
 
 #ifdef HFRECORD_FOLDS
 
-// 16 bytes are a polynomial of degree 127 with its highest coefficient in bit 0. Moved on by `bits` of message, its
-// first eight bytes are multiplied by x^(bits + 64), the others by x^bits, each mod P. A carry-less product of
-// reflected words is the reflected product times x: one power less. A remainder is in the upper half of its word.
+// 16 bytes are a polynomial of degree 127 whose highest coefficient is in bit 0. To move it over `bits` of message, its
+// first eight bytes are multiplied by x^(bits + 64) and the others by x^bits, each mod P. A carry-less product of
+// reflected words is the reflected product times x, so the powers are one lower. A remainder is in the upper half of
+// its word.
 struct Move {
   uint64_t first, second;
   constexpr explicit Move(int bits) : first(power(bits + 63)), second(power(bits - 1)) {}
@@ -67,7 +68,7 @@ struct Move {
 #define HFRECORD_PCLMUL __attribute__((target("pclmul,sse4.1")))
 #define HFRECORD_VPCLMUL __attribute__((target("avx512f,avx512vl,avx512dq,vpclmulqdq,pclmul,sse4.1")))
 
-// 16 bytes, which are also copied, to where `to` then is behind them.
+// Loads 16 bytes. With COPIES, also stores them at `to` and advances it.
 template <bool COPIES>
 HFRECORD_PCLMUL inline __m128i load(const unsigned char* data, unsigned char*& to) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
@@ -83,7 +84,7 @@ HFRECORD_PCLMUL inline __m128i constant(Move move) {
   return _mm_set_epi64x(static_cast<long long>(move.second), static_cast<long long>(move.first));
 }
 
-// From where 16 bytes stand for all before them: what is left, and these 16 as a message of their own.
+// x stands for all bytes before `data`. Folds in the rest, then takes the CRC of the 16 bytes of x as of a message.
 template <bool COPIES>
 HFRECORD_PCLMUL inline uint32_t finished(__m128i x, const unsigned char* data, size_t size, unsigned char* to) {
   constexpr Move by_16(128);

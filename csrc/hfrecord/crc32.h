@@ -1,17 +1,17 @@
-// CRC-32 of zlib and of Ethernet: polynomial 0x04C11DB7, bits reflected, the state inverted at both ends.
+// CRC-32 as in zlib and Ethernet: polynomial 0x04C11DB7, reflected bits, state inverted at both ends.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace hfrecord {
 
-// The checksum of `size` bytes, going on from that of what stood before them, 0 for nothing.
+// The checksum of `size` bytes, continued from `before`, the checksum of the preceding bytes (0 if none).
 uint32_t crc32(uint32_t before, const void* data, size_t size);
-// The same, and a copy of the bytes: what is read once is copied on the way.
+// The same, and copies the bytes to `to` in the same pass.
 uint32_t crc32_copied(uint32_t before, const void* data, size_t size, void* to);
 
-// Ways to compute it: "table" on any processor, "pclmul" and "vpclmul" (512 bits) on those that have the instructions.
-// The last one of these is what the functions above use. The state is the checksum, inverted.
+// Implementations: "table" on every processor; "pclmul" and "vpclmul" (512 bits) where the instructions exist. The
+// functions above use the last one listed. The state is the inverted checksum.
 struct Way {
   const char* name;
   uint32_t (*state)(uint32_t state, const unsigned char* data, size_t size, unsigned char* to);

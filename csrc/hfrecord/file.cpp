@@ -15,10 +15,10 @@
 namespace hfrecord {
 namespace {
 
-constexpr size_t MOST_PARTS = 64;      // of a system call
-constexpr uint64_t PIECE = 128 << 10;  // Linux cuts advice off behind its read-ahead, which is at least this by default
+constexpr size_t MOST_PARTS = 64;      // per system call
+constexpr uint64_t PIECE = 128 << 10;  // Linux limits advice to its read-ahead window, by default at least this size
 
-// Fills the parts, which stand behind one another in the file. False at its end, or where the system says no.
+// Fills the parts, which are contiguous in the file. False at the end of the file or on an error.
 bool fill(int fd, iovec* parts, size_t count, uint64_t offset) {
   for (;;) {
     while (count > 0 && parts->iov_len == 0) ++parts, --count;
@@ -61,7 +61,7 @@ bool File::find(int64_t number, Entry* entry) const {
     std::memcpy(&entry->crc, index_ + 4 * at, 4);
     std::memcpy(&entry->offset, offsets + 8 * at, 8);
     if (at + 1 < records_) std::memcpy(&end, offsets + 8 * (at + 1), 8);
-    entry->length = end - entry->offset;  // of one that ends before it begins: more than there is
+    entry->length = end - entry->offset;  // if it ends before it begins, this wraps to more than the file has
     entry->codec = 0;
   }
   return entry->offset <= size_ && entry->length <= size_ - entry->offset;
@@ -103,7 +103,7 @@ const unsigned char* File::mapped() {
   void* found = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_, 0);
   if (found == MAP_FAILED) return nullptr;
   madvise(found, size_, MADV_RANDOM);
-  // Of two threads that come here at once one gives its own back; a lock would stay locked in a process that is forked.
+  // If two threads get here at once, one unmaps its own. A lock could stay locked in a forked process.
   if (map_.compare_exchange_strong(map, static_cast<unsigned char*>(found))) return static_cast<unsigned char*>(found);
   munmap(found, size_);
   return map;

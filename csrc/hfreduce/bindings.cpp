@@ -1,5 +1,5 @@
-// hfreduce._C: the communicator on addresses, for Python without torch. Memory is given as integers
-// (Tensor.data_ptr()), dtypes, operations and kinds by their numbers in types.h, times in seconds.
+// hfreduce._C: the communicator on raw memory, for Python without torch. Memory is passed as integer addresses
+// (Tensor.data_ptr()); dtypes, operations and kinds as their numbers in types.h; times in seconds.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -33,7 +33,7 @@ std::vector<RowTuple> tuples_of(const Plan& plan) {
   return tuples;
 }
 
-// A store that is two Python functions: set(key, value), and find(key), which returns bytes, or None at once.
+// A store made of two Python functions: set(key, value), and find(key), which returns bytes or None, without waiting.
 class PythonStore : public Store {
  public:
   PythonStore(py::function set, py::function find) : set_(std::move(set)), find_(std::move(find)) {}
@@ -51,7 +51,7 @@ class PythonStore : public Store {
   py::function set_, find_;
 };
 
-// Ends a communicator without the interpreter: one of its threads may be waiting for that.
+// Destroys a communicator with the GIL released: one of its threads may be waiting for the GIL.
 struct Unlocked {
   void operator()(Communicator* communicator) const {
     py::gil_scoped_release unlocked;
@@ -69,7 +69,7 @@ std::unique_ptr<Communicator, Unlocked> connect(py::function set, py::function f
   config.timeout = ms(timeout), config.host_id = host_id, config.interface = interface;
   config.slot_bytes = slot_bytes, config.plan = rows_of(plan);
   if (!where.is_none()) {
-    // It may be let go of by a thread without the GIL.
+    // It may be released by a thread without the GIL.
     std::shared_ptr<py::object> function(new py::object(std::move(where)), [](py::object* held) {
       py::gil_scoped_acquire locked;
       delete held;
@@ -89,7 +89,7 @@ const char* name(Fault::Cause cause) {
   return names[static_cast<int>(cause)];
 }
 
-// Fault in Python: a RuntimeError with `cause`, a word, and `ranks`, the group ranks of the culprits.
+// Fault in Python: a RuntimeError with `cause`, a word, and `ranks`, the group ranks at fault.
 void bind_fault(py::module_& m) {
   static py::handle type = py::exception<Fault>(m, "Fault", PyExc_RuntimeError).release();
   py::register_exception_translator([](std::exception_ptr pointer) {
@@ -202,7 +202,7 @@ void bind_communicator(py::module_& m) {
           unlocked, py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag") = 0, py::arg("timeout") = -1.0);
 }
 
-// What tests and the tuner ask of the parts.
+// Parts for tests and the tuner.
 void bind_parts(py::module_& m) {
   m.def(
       "reduce",

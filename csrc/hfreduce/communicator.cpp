@@ -15,7 +15,7 @@ namespace hfreduce {
 
 namespace {
 
-// A descriptor that is closed in any case.
+// A descriptor that is closed on every path.
 struct Descriptor {
   explicit Descriptor(int fd) : fd(fd) {}
   Descriptor(Descriptor&& other) noexcept : fd(other.fd) { other.fd = -1; }
@@ -34,7 +34,7 @@ Communicator::State::State(Store& store, const Config& given)
   for (int i = static_cast<int>(config.global_ranks.size()); i < config.size; ++i) config.global_ranks.push_back(i);
   roster = meet(store, deadline);
   mesh.start(roster, health);
-  for (const std::vector<int>& host : roster.hosts)  // of all, so that all ranks refuse
+  for (const std::vector<int>& host : roster.hosts)  // all hosts are checked, so that all ranks throw
     ShmGroup::check_slots(static_cast<int>(host.size()), config.slot_bytes);
   std::vector<std::string> names;
   for (int rank : roster.local()) names.push_back(roster.peers[rank].name());
@@ -61,7 +61,7 @@ Roster Communicator::State::meet(Store& store, Deadline deadline) {
   return Roster::meet(store, mine, config.size, deadline, config.global_ranks);
 }
 
-// The plan of rank 0 is everybody's: hosts may have been tuned apart, and must choose alike.
+// Rank 0's plan applies to all ranks: hosts may have been tuned separately, but must choose alike.
 std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
   if (config.rank == 0 && config.size > 1)
     store.set("plan " + roster.secret,
@@ -73,7 +73,7 @@ std::vector<Row> Communicator::State::agree(Store& store, Deadline deadline) {
   return rows;
 }
 
-// The memory of all local ranks: each makes its own, and hands it to the others.
+// The memory of all local ranks: each creates its own segment and passes it to the others.
 std::vector<Segment> Communicator::State::share(size_t bytes, int index, Deadline deadline) {
   const std::vector<int>& local = roster.local();
   const Descriptor mine(Segment::create(bytes));
@@ -118,7 +118,7 @@ void Communicator::State::shutdown(const std::string& why) {
   shut_down = !health.failed();
   try {
     if (messages && !health.failed()) messages->drain(Clock::now() + std::min(config.timeout, milliseconds(10000)));
-  } catch (const std::exception&) {  // whoever had to know has been told
+  } catch (const std::exception&) {  // the peers have been told
   }
   if (monitor) monitor->leave(why);
   health.fail(Fault(Fault::Cause::aborted, {config.rank},
@@ -129,7 +129,7 @@ void Communicator::State::shutdown(const std::string& why) {
   mesh.close();
 }
 
-// Its connections are the parent's, too: what it said on them would be taken for the parent's word.
+// A forked child shares its parent's connections: what it sent on them would be taken for the parent's.
 void Communicator::State::check_owner() const {
   if (forks() == owner) return;
   throw Fault(Fault::Cause::aborted, {config.rank},

@@ -1,4 +1,4 @@
-// A group of ranks that compute together: everything else in this folder is a part of it.
+// A communicator: the object through which a group of ranks runs collectives and messages.
 #pragma once
 
 #include <exception>
@@ -22,39 +22,39 @@ struct HostLayout;
 
 struct Config {
   int rank = 0, size = 1;
-  std::vector<int> global_ranks;       // by group rank; empty: the same
-  std::string name = "default";        // of the group, for messages
-  milliseconds timeout{300000};        // of connecting, and of operations that name none
-  std::string host_id;                 // "" for the machine's own: two ranks share memory when it is equal
-  std::string interface;               // "" for the one with a route
-  size_t slot_bytes = 256 << 10;       // of shared memory, two of them a rank: they stay in a second-level cache
-  std::vector<Row> plan;               // rank 0's is everybody's; empty: the defaults
-  std::function<std::string()> where;  // what Python is doing: see Monitor
+  std::vector<int> global_ranks;       // by group rank; empty: equal to the group ranks
+  std::string name = "default";        // the group's name, for messages
+  milliseconds timeout{300000};        // of connecting, and of operations without a timeout of their own
+  std::string host_id;                 // ranks with equal ids share memory; "": derived from the machine
+  std::string interface;               // "": the one with a route to MASTER_ADDR
+  size_t slot_bytes = 256 << 10;       // shared memory per slot, two slots per rank: both fit in an L2 cache
+  std::vector<Row> plan;               // rank 0's plan applies to all ranks; empty: the defaults
+  std::function<std::string()> where;  // where Python is: see Monitor
 };
 
-constexpr milliseconds kGroupTimeout{-1};  // of an operation: the group's, as c10d says it
+constexpr milliseconds kGroupTimeout{-1};  // of an operation: the group's timeout, as in c10d
 
-// What this rank has enqueued on its device.
+// An operation that this rank has enqueued on its device.
 struct Enqueued {
   Call call;
-  uint64_t record = 0;  // of the recorder
+  uint64_t record = 0;  // id in the recorder
   milliseconds timeout{};
   Deadline deadline;
 };
 
-// A message that has come: its bytes do not where it has a ticket, which is not 0.
+// A received message. If `ticket` is not 0, the payload is on the sender's device and is taken by `take`.
 struct Received {
   int from = -1;
   uint64_t ticket = 0;
-  Enqueued enqueued{};  // with a ticket: what `ended` is to be told
+  Enqueued enqueued{};  // if ticket is not 0: the argument for `ended`
 };
 
-// Collectives are called by one thread at a time, in the same order by all ranks; send and recv by any thread. Each
-// throws Fault; after one, all do. Memory is contiguous and on the host. A negative timeout is the group's.
+// Collectives are called by one thread at a time, in the same order on all ranks; send and recv by any thread. After a
+// Fault, every call throws it. Memory is contiguous and on the host. A negative timeout means the group's.
 class Communicator {
  public:
-  Communicator(Store& store, const Config& config);  // returns when all ranks have met; the store is not used later
-  ~Communicator();                                   // as shutdown()
+  Communicator(Store& store, const Config& config);  // returns when all ranks have connected; then needs no store
+  ~Communicator();                                   // calls shutdown()
 
   int rank() const;
   int size() const;
@@ -62,14 +62,14 @@ class Communicator {
   void all_reduce(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = kGroupTimeout);
   void reduce(const void* in, void* out, int64_t count, DType, Reduction, int root,
               milliseconds timeout = kGroupTimeout);
-  // in: size() blocks of `count` elements. out: one.
+  // in: size() blocks of `count` elements. out: one block.
   void reduce_scatter(const void* in, void* out, int64_t count, DType, Reduction, milliseconds timeout = kGroupTimeout);
-  // in: `count` elements; out: size() blocks of them.
+  // in: `count` elements. out: size() blocks of `count` elements.
   void all_gather(const void* in, void* out, int64_t count, DType, milliseconds timeout = kGroupTimeout);
   void broadcast(void* data, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
   void gather(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
   void scatter(const void* in, void* out, int64_t count, DType, int root, milliseconds timeout = kGroupTimeout);
-  // Elements for, and from, each rank: counts[i] of them at offsets[i].
+  // To and from rank i: counts[i] elements at offsets[i].
   void all_to_all(const void* in, const std::vector<int64_t>& in_offsets, const std::vector<int64_t>& in_counts,
                   void* out, const std::vector<int64_t>& out_offsets, const std::vector<int64_t>& out_counts, DType,
                   milliseconds timeout = kGroupTimeout);
@@ -78,38 +78,37 @@ class Communicator {
   void recv(void* data, int64_t count, DType, int from, int tag, milliseconds timeout = kGroupTimeout);
   int recv_any(void* data, int64_t count, DType, int tag, milliseconds timeout = kGroupTimeout);
 
-  // Messages whose bytes go another way: all that the sender sends here is a ticket, and `work` sees to the bytes, and
-  // to the end of what it is given.
+  // Sends a message whose payload stays on the device: only the ticket travels here. `work` transfers the payload and
+  // calls `ended`.
   void announce(uint64_t ticket, int64_t count, DType, int to, int tag,
                 const std::function<void(const Enqueued&, const Watch&)>& work, milliseconds timeout = kGroupTimeout);
-  // Takes messages that go either way; from: -1 for whoever has sent one. When it has come, `place` is asked where its
-  // bytes are to go, or `take` is given its ticket, and sees to the bytes and to its end; without `take` that is a
-  // fault.
+  // Receives a message of either kind. from: -1 for any sender. When it has arrived, either `place` is called for the
+  // destination of the payload, or `take` gets the ticket, transfers the payload and calls `ended`. A ticket without
+  // `take` is a fault.
   Received receive(const std::function<void*()>& place, const std::function<void(const Received&, const Watch&)>& take,
                    int64_t count, DType, int from, int tag, milliseconds timeout = kGroupTimeout);
-  // Of a message that was taken and has not ended: fails the communicator when its time is over, or its sender has
-  // left.
+  // Checks a message that was taken but has not ended: fails the communicator if its deadline has passed or its sender
+  // has left.
   void look(const Enqueued&);
 
-  // For collectives that are only enqueued (cuda/accelerator.h). enqueue: called in the order of the other collectives;
-  // numbers the call among them, shows it to the ranks of this host, and writes it down. Throws Fault when the
-  // communicator has failed, or when a rank of this host has enqueued something else under this number.
+  // For collectives that are only enqueued (cuda/accelerator.h). `enqueue` is called in the order of the other
+  // collectives. It numbers the call, publishes it to the ranks of this host and records it. Throws Fault if the
+  // communicator has failed, or if a rank of this host has enqueued a different call under this number.
   Enqueued enqueue(Call call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout);
   void ended(const Enqueued&, bool well);
-  // These fail the communicator: the deadline has passed; `rank` has called something else; something broke.
+  // These fail the communicator: the deadline has passed; `rank` has called something else; an error occurred.
   void overdue(const Enqueued&);
   void differs(const Enqueued&, int rank);
   void broke(const Enqueued&, const std::string& what);
-  // What it does between hosts: see gpu::Hosts::carry. It throws what is then for `broke`, which fails the
-  // communicator.
+  // The part between hosts: see gpu::Hosts::carry. What it throws is passed to `broke`, which fails the communicator.
   void carry(const Enqueued&, int lane, void* data, int64_t count);
   void broke(const Enqueued&, std::exception_ptr error);
-  // Says that nothing of this rank runs on a device any more; whether all ranks of the host have said so in time.
+  // Announces that this rank has no work on a device any more. Returns whether all ranks of the host did so in time.
   bool quiet(milliseconds patience);
   // New shared memory of each rank of this host, by local rank. A collective of these ranks.
   std::vector<Segment> share(size_t bytes, milliseconds timeout = kGroupTimeout);
-  // Called by whichever thread notices a fault; at once where there is one. None: nullptr, and then it does not run any
-  // more.
+  // Called by the thread that notices a fault; at once if there already is one. nullptr removes the hook; it does not
+  // run after that.
   void on_failure(std::function<void()> hook);
 
   bool one_host() const;
@@ -117,12 +116,12 @@ class Communicator {
   int cores() const;  // of the host
   bool failed() const;
   bool was_shut_down() const;  // by this rank, before anything failed
-  void check() const;          // throws the fault, if there is one
+  void check() const;          // throws the fault, if any
   void check_owner() const;    // throws in a forked child, which cannot use its parent's group
-  // Every operation, present and later, of every rank, throws Fault::aborted with this reason.
+  // Makes all present and later operations of all ranks throw Fault::aborted with this reason.
   void abort(const std::string& reason);
-  // Lets what was sent go out, says goodbye, joins all threads, closes everything; idempotent. Throws nothing. why: the
-  // exception that has brought it about, which who still needs this rank is then told; "" for none.
+  // Flushes sent messages, says goodbye to the peers, joins all threads, closes everything. Idempotent. Does not throw.
+  // why: the exception that caused it, for peers that still need this rank; "" for none.
   void shutdown(const std::string& why = "");
 
   std::string describe() const;  // hosts, ranks, interface, connections: one line

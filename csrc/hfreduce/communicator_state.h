@@ -1,4 +1,4 @@
-// What a communicator is made of; for communicator.cpp and enqueue.cpp.
+// The members of a communicator, for communicator.cpp and enqueue.cpp.
 #pragma once
 
 #include <atomic>
@@ -26,12 +26,12 @@ struct Communicator::State {
 
   Roster meet(Store& store, Deadline deadline);
   std::vector<Row> agree(Store& store, Deadline deadline);
-  // New memory of each rank of this host; `index` is another one each time.
+  // New memory of each rank of this host. `index` differs in every call.
   std::vector<Segment> share(size_t bytes, int index, Deadline deadline);
   std::vector<Socket> liveness(Deadline deadline);
   void shutdown(const std::string& why);
 
-  // What an operation of any kind begins with: whether it may, and its number.
+  // Every operation begins here: checks that it may run, and numbers it.
   template <class Counter>
   Call begun(Call call, Counter& counter) {
     check_owner();
@@ -42,7 +42,7 @@ struct Communicator::State {
   }
   milliseconds patience(milliseconds timeout) const { return timeout < milliseconds(0) ? config.timeout : timeout; }
   Fault overdue(const Call& call, const std::vector<int>& missing, milliseconds timeout);
-  Watch::Report report(milliseconds timeout);  // of what is overdue
+  Watch::Report report(milliseconds timeout);  // for operations past their deadline
   void check_owner() const;
   void check_root(const char* what, int rank) const;
   void check_op(DType dtype, Reduction reduction) const;
@@ -55,10 +55,10 @@ struct Communicator::State {
   std::optional<Plan> plan;
   std::optional<ShmGroup> shm;
   std::unique_ptr<Monitor> monitor;
-  std::optional<interhost::Hierarchy> hierarchy;  // of several hosts
+  std::optional<interhost::Hierarchy> hierarchy;  // if there are several hosts
   std::optional<Messages> messages;
   std::mutex collectives, ending;
-  std::vector<std::atomic<uint64_t>> sent, received;  // messages, by the other's rank; of any thread
+  std::vector<std::atomic<uint64_t>> sent, received;  // message counts, by peer rank; used by any thread
   std::atomic<uint64_t> any{0};
   uint64_t sequence = 0;
   int shared = 0;
@@ -67,19 +67,19 @@ struct Communicator::State {
   std::atomic<uint64_t> operations{0};
   bool ended = false;
   std::atomic<bool> shut_down{false};
-  const int owner = forks();  // a child of a fork has none of the threads, and must leave all as it is
+  const int owner = forks();  // a forked child has none of the threads and must not touch anything
 };
 
-// An operation, from its call to its end: numbered, written down, with its path chosen and the watch that its waits
-// ask. A body that throws is followed by `failed`, in a handler.
+// An operation from call to end: it is numbered and recorded, its path is chosen, and its waits use `watch`. If the
+// body throws, the caller calls `failed` in the handler.
 class Communicator::OperationScope {
  public:
-  // A collective: after those before it. The ranks of the host compare their calls at the first step that it takes.
+  // A collective: runs after earlier ones. The ranks of the host compare their calls at its first step.
   OperationScope(State& s, const Call& call, int64_t bytes_in, int64_t bytes_out, milliseconds timeout)
       : OperationScope(s, std::unique_lock(s.collectives), call, s.sequence, bytes_in, bytes_out, timeout) {
     s.shm->begin(watch.call);
   }
-  // A message, numbered by this counter.
+  // A message, numbered by `counter`.
   OperationScope(State& s, const Call& call, std::atomic<uint64_t>& counter, int64_t bytes_in, int64_t bytes_out,
                  milliseconds timeout)
       : OperationScope(s, std::unique_lock<std::mutex>(), call, counter, bytes_in, bytes_out, timeout) {}
@@ -88,9 +88,9 @@ class Communicator::OperationScope {
   }
   OperationScope(const OperationScope&) = delete;
 
-  // What was thrown becomes the communicator's fault, unless there is one, and that is thrown.
+  // Makes the current exception the communicator's fault, unless there already is one, and throws the fault.
   [[noreturn]] void failed();
-  // Leaves the end to who has this.
+  // Transfers the duty to end the operation to the caller.
   Enqueued leave() {
     open_ = false;
     return {watch.call, record_, timeout_, watch.deadline};

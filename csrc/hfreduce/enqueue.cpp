@@ -1,8 +1,8 @@
-// Collectives that are only enqueued: their numbers, their watch's words, their faults.
+// Enqueued collectives: numbering, comparison between ranks, faults.
 //
-// Their calls lie in shared memory beside those of the collectives on the host, and a rank that enqueues compares with
-// what the others have enqueued under the same number: of two ranks that differ, the later one sees it, unless the
-// other is far ahead.
+// Their calls are in shared memory, next to those of the host collectives. A rank that enqueues compares its call with
+// the calls that others have enqueued under the same number. If two ranks differ, the later one notices, unless the
+// other is more than ShmGroup::kEnqueued calls ahead.
 #include <algorithm>
 #include <thread>
 
@@ -13,7 +13,7 @@ namespace hfreduce {
 
 namespace {
 
-// All ranks of the host that have enqueued under this number, this one included.
+// Names all ranks of the host that have enqueued under this number, this rank included.
 Fault differing(const Roster& roster, const ShmGroup& shm, const Call& call, int unknown) {
   std::vector<int> ranks;
   std::vector<std::string> names;
@@ -58,7 +58,7 @@ Enqueued Communicator::enqueue(Call call, int64_t bytes_in, int64_t bytes_out, m
 
 void Communicator::ended(const Enqueued& enqueued, bool well) { state_->recorder.ended(enqueued.record, well); }
 
-// Missing are the ranks that have not enqueued it; where all have, whichever does not answer.
+// Missing are the ranks that have not enqueued the call; if all have, all other ranks are.
 void Communicator::overdue(const Enqueued& enqueued) {
   State& s = *state_;
   std::vector<int> missing, others;
@@ -74,7 +74,7 @@ void Communicator::look(const Enqueued& enqueued) {
   const Watch::Report report = s.report(enqueued.timeout);
   try {
     Watch(s.health, enqueued.deadline, enqueued.call, report).check({enqueued.call.root});
-  } catch (const Fault&) {  // which has stayed with the communicator
+  } catch (const Fault&) {  // it is stored in the communicator
   }
 }
 

@@ -1,12 +1,12 @@
-// The defaults, for 1 to 8 ranks on each of 1 to 1024 hosts, and the choice among rows.
+// The defaults, for 1 to 8 ranks on each of 1 to 1024 hosts, and the choice of a row.
 //
-// Inside a host one-shot has half the steps of two-shot, and each of n ranks reads n messages: it wins while steps cost
-// more than bytes, and always where there are but two. A chunk is as large as leaves the slots of a rank, its input and
-// its output in a second-level cache.
+// Inside a host, one-shot has half the steps of two-shot, but each of n ranks reads n messages. It is faster while
+// steps cost more than bytes, and always for two ranks. Chunks are sized so that a rank's slots, its input and its
+// output fit in an L2 cache.
 //
-// Between h hosts each algorithm sends about 2 N bytes a host for an all-reduce of N. `direct` has 2 steps, but as many
-// connections as there are hosts: for few of them. `ring` has 2 (h - 1) steps of N / h bytes, and keeps every link
-// busy: for steps that are worth their latency. `tree` has about 2 log2(h) steps, and sends h / (h - 1) times the bytes
+// Between h hosts, each algorithm sends about 2 N bytes per host for an all-reduce of N. `direct` has 2 steps but a
+// connection to every host: for few hosts. `ring` has 2 (h - 1) steps of N / h bytes and saturates every link: for
+// steps large enough to amortize their latency. `tree` has about 2 log2(h) steps and sends h / (h - 1) times the bytes
 // of the others.
 #include "plan.h"
 
@@ -18,15 +18,15 @@ namespace hfreduce {
 
 namespace {
 
-constexpr int64_t kOneShot = 256 << 10;       // bytes: all that a rank of three or more reads from slots
+constexpr int64_t kOneShot = 256 << 10;       // bytes that a rank reads from slots at most, for three or more ranks
 constexpr int64_t kOneShotChunk = 64 << 10;   // bytes
 constexpr int64_t kTwoShotChunk = 256 << 10;  // bytes
-constexpr int kFewHosts = 8;                  // for which everybody talks to everybody
-// Bytes of a message for each host, an eighth of which is in a chunk (chunks.h), and hosts, beyond which chunks are not
-// large enough.
+constexpr int kFewHosts = 8;                  // up to which every host connects to every other
+// Limits of the ring for all_reduce: message bytes per host from which chunks (an eighth of a message,
+// interhost/stages.h) are large enough, and number of hosts.
 constexpr int64_t kRingSlice = 512 << 10;
 constexpr int kRingHosts = 64;
-constexpr int64_t kOneStream = 1 << 20;  // bytes of a message that one connection carries well enough
+constexpr int64_t kOneStream = 1 << 20;  // message bytes that one connection carries fast enough
 constexpr int kStreams = 2, kMaxStreams = 64;
 constexpr int64_t kAnyBytes = std::numeric_limits<int64_t>::max();
 constexpr Kind kLastKind = Kind::recv;
@@ -41,7 +41,7 @@ Between between(Kind kind, int64_t bytes, int hosts) {
 
 int64_t one_shot_bytes(int ranks) { return ranks <= 2 ? kAnyBytes : kOneShot / ranks; }
 
-// Only what all hosts share may decide what goes on between them: not the ranks or the cores of this one.
+// `between` must be equal on all hosts, so it must not depend on the ranks or cores of this host.
 Choice choice(Kind kind, int64_t bytes, const Shape& shape, size_t slot_bytes) {
   Choice chosen;
   chosen.inside =
@@ -56,7 +56,7 @@ bool equal(const Choice& a, const Choice& b) {
   return a.inside == b.inside && a.between == b.between && a.chunk == b.chunk && a.streams == b.streams;
 }
 
-// A row from each size at which something changes to the next.
+// One row for each range of sizes with the same choice.
 void add_defaults(std::vector<Row>& rows, Kind kind, const Shape& shape, size_t slot_bytes) {
   std::vector<int64_t> ends = {one_shot_bytes(shape.local_size), kOneStream, kRingSlice * shape.hosts, kAnyBytes};
   std::sort(ends.begin(), ends.end());
@@ -95,7 +95,7 @@ Plan::Plan(const Shape& shape, size_t slot_bytes, std::vector<Row> rows) : rows_
 
 Choice Plan::choose(Kind kind, int64_t bytes) const {
   const auto fits = [&](const Row& row) { return row.kind == kind && bytes <= row.max_bytes; };
-  return std::find_if(rows_.begin(), rows_.end(), fits)->choice;  // the defaults reach to any size
+  return std::find_if(rows_.begin(), rows_.end(), fits)->choice;  // the defaults cover every size
 }
 
 Choice Plan::choose(const Call& call, int ranks) const {
@@ -107,7 +107,7 @@ Choice Plan::choose(const Call& call, int ranks) const {
 }
 
 std::vector<Row> rows_of(const std::vector<RowTuple>& tuples) {
-  // A number that no byte holds must not become another.
+  // A value that does not fit into a byte must not wrap to a valid one.
   const auto byte = [](int number) { return static_cast<uint8_t>(number < 0 || number > 255 ? 255 : number); };
   std::vector<Row> rows;
   for (const auto& [kind, max_bytes, inside, between, chunk, streams] : tuples)

@@ -1,5 +1,5 @@
-// Which algorithm, how many connections, what chunk: by kind, size and shape of the job. Rows are measured by
-// `python -m hfreduce.tune` and come from a file; without one there are defaults.
+// Chooses algorithm, number of connections and chunk size, by kind, message size and shape of the job. `python -m
+// hfreduce.tune` measures rows and writes them to a file; without rows there are defaults.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace hfreduce {
 
-enum class Inside : uint8_t { one_shot, two_shot };   // a host
-enum class Between : uint8_t { direct, ring, tree };  // hosts
+enum class Inside : uint8_t { one_shot, two_shot };   // inside a host
+enum class Between : uint8_t { direct, ring, tree };  // between hosts
 
 struct Choice {
   Inside inside = Inside::two_shot;
@@ -22,7 +22,7 @@ struct Choice {
   int streams = 1;    // TCP connections to each neighbour
 };
 
-// What a choice depends on besides the message.
+// What a choice depends on, apart from the message.
 struct Shape {
   int local_size = 1;  // ranks on this host
   int hosts = 1;
@@ -35,24 +35,24 @@ struct Row {
   Choice choice;
 };
 
-static_assert(std::is_trivially_copyable_v<Row>);  // it is sent to other ranks as it is
+static_assert(std::is_trivially_copyable_v<Row>);  // sent to other ranks as raw bytes
 
 class Plan {
  public:
-  // The defaults stand behind the rows given, for what these do not reach. Throws std::invalid_argument for a row that
-  // makes no sense, or whose chunk does not fit into a slot.
+  // The defaults are appended to `rows`, for messages that no row covers. Throws std::invalid_argument for an invalid
+  // row, or one whose chunk does not fit into a slot.
   Plan(const Shape& shape, size_t slot_bytes, std::vector<Row> rows = {});
-  // The first row of this kind whose max_bytes is not below the message's bytes: those of the blocks of all ranks,
-  // where it is made of blocks. All ranks must have the same rows.
+  // The first row of this kind with max_bytes >= bytes. If the message consists of blocks, `bytes` counts the blocks of
+  // all ranks. All ranks must have the same rows.
   Choice choose(Kind kind, int64_t bytes) const;
-  Choice choose(const Call& call, int ranks) const;  // floats of 8 bits, which lose too much at every hop, go directly
+  Choice choose(const Call& call, int ranks) const;  // 8-bit floats, which lose too much per hop: direct
   const std::vector<Row>& rows() const { return rows_; }
 
  private:
   std::vector<Row> rows_;
 };
 
-// As they cross from Python: kind, max_bytes, inside, between, chunk, streams. What is none, Plan refuses.
+// Rows as Python passes them: kind, max_bytes, inside, between, chunk, streams. Plan rejects invalid values.
 using RowTuple = std::tuple<int, int64_t, int, int, int64_t, int>;
 std::vector<Row> rows_of(const std::vector<RowTuple>& tuples);
 

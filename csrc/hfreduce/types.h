@@ -1,4 +1,4 @@
-// What travels: element types, reductions and kinds of collectives, with the numbers that cross to Python and the wire.
+// Element types, reductions and kinds of collectives. Their numbers are used in Python and on the wire.
 #pragma once
 
 #include <chrono>
@@ -39,7 +39,7 @@ constexpr int64_t size_of(DType dtype) {
   }
 }
 
-// What people read: the names are torch's own.
+// Names for people: torch's own.
 inline const char* name(DType dtype) {
   static constexpr const char* names[] = {"uint8",   "int8",     "int16",   "int32",   "int64",         "bool",
                                           "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"};
@@ -58,7 +58,7 @@ inline const char* name(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// How elements are added up. `factor` multiplies this rank's input, for premul_sum alone.
+// How elements are reduced. `factor` multiplies this rank's input, for premul_sum only.
 struct Reduction {
   Op op = Op::sum;
   double factor = 1.0;
@@ -68,13 +68,13 @@ using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 using std::chrono::milliseconds;
 
-// One collective as its caller asked for it. All ranks must ask for the same: `same` says whether two calls agree.
-// It lies in shared memory and travels in headers, so it has no pointers and one layout.
+// One collective, as called. All ranks must make the same call: see `same`. It is stored in shared memory and sent in
+// headers, so it has a fixed layout and no pointers.
 struct Call {
   uint64_t sequence = 0;  // of this communicator: 1, 2, ... (send and recv: of this pair and direction)
   int64_t count = 0;      // elements: of the whole input (all_reduce, broadcast, reduce), or of one rank's block
-  double factor = 1.0;    // this rank's own, no part of the agreement
-  int32_t root = -1;      // group rank; -1 where there is none
+  double factor = 1.0;    // this rank's own; may differ between ranks
+  int32_t root = -1;      // group rank; -1 if there is none
   Kind kind = Kind::barrier;
   DType dtype = DType::u8;
   Op op = Op::sum;

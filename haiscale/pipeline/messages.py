@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from haiscale.mesh import sibling
+from haiscale.mesh import own_gpus, sibling
 
 HEADER = 128
 ALIGNMENT = 64  # of the tensors inside a message, in bytes
@@ -186,19 +186,22 @@ def _numel(shape):
 
 
 def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[int], device: torch.device) -> dict:
-    """{(from, to): wires} for the ranks that this one receives from and sends to.
+    """{(from, to): (group for headers, group for tensors)} of the ranks that this one receives from and sends to.
 
-    A backend that serialises the messages of a pair in both directions (NCCL) would deadlock if two ranks send to each
-    other. So it gets one group per direction, and a gloo group for the headers, all created once for each group. Called
-    by all ranks of `group` together.
+    CUDA tensors travel on NCCL if each rank has a GPU of its own. hfreduce passes them through the host: there the
+    receiver's host waits until the sender's GPU has computed them, which takes the overlap of hosts and GPUs away. NCCL
+    serialises the messages of a pair in both directions, and would deadlock if two ranks send to each other. So each
+    direction has a group of NCCL, created once for each `group`. Headers travel on `group`, or on gloo if `group` is
+    NCCL's. Called by all ranks of `group` together.
     """
     me = dist.get_rank()
     pairs = {(peer, me) for peer in senders} | {(me, peer) for peer in receivers}
     backend = group._get_backend(device).name() if hasattr(group, "_get_backend") else dist.get_backend(group)
-    if "nccl" not in backend.lower():
+    of_nccl = "nccl" in backend.lower()
+    if not of_nccl and not own_gpus(group, device):
         return dict.fromkeys(pairs, (group, group))
     wires = _WIRES.setdefault(group, {})
     for pair in sorted(pairs - wires.keys()):
         ranks = sorted(pair)
-        wires[pair] = sibling(group, "gloo", ranks=ranks), sibling(group, "nccl", ranks=ranks)
+        wires[pair] = sibling(group, "gloo", ranks=ranks) if of_nccl else group, sibling(group, "nccl", ranks=ranks)
     return wires

@@ -42,6 +42,11 @@ def test_init(four):
     assert four[0]["sibling"] == "0:00:30", "a channel beside another has its timeout"
 
 
+def test_ranks_with_a_gpu_each(four):
+    expected = {"four": True, "shared": False, "none": False, "one has none": False}
+    assert [found["own"] for found in four] == [expected] * 4
+
+
 def test_siblings_of_ranks_with_unequally_many_groups(four):
     assert [found["sums"] for found in four] == [[6, 6, 1, 2], [6, 6, 1, 4], [6, 6, 5, 2], [6, 6, 5, 4]]
 

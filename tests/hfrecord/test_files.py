@@ -269,6 +269,7 @@ def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
         for _ in range(64):
             writer.write(os.urandom(100_000))
     fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)  # pages not written yet would stay
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # before it is mapped: mapped pages would stay
     found, buffer, number = hfrecord.FileReader(path), bytearray(1000), np.array([10])
     offset = int(found._file(0).table.entries(np.array([10]))["offset"][0])
@@ -280,9 +281,9 @@ def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
             return False
 
     try:
-        if cached():
+        if found._file(0).cached(number):  # asked once: asking makes newer kernels read ahead
+            assert cached()
             pytest.skip("this file system keeps all it is given")
-        assert not found._file(0).cached(number)
         found.advise([10])
         assert any(cached() for _ in range(1_000_000)), "advice was not taken"
         found.read([10])

@@ -1,6 +1,6 @@
-// Accelerators of ranks that are threads, over played GPUs and kernels on threads: all collectives on several streams,
-// then a call that differs, a rank that does not come, an abort; and every rank ends. With peer access and without.
-// Arguments: rounds, seed. Prints "ok".
+// Accelerators of ranks that are threads, over simulated GPUs, with kernels on threads: all collectives on several
+// streams, then a different call, a missing rank, and an abort, after which every rank must end. With peer access and
+// without. Arguments: rounds, seed. Prints "ok".
 #include "cuda/accelerator.h"
 
 #include <cstdio>
@@ -26,14 +26,14 @@ constexpr milliseconds kPatience{20000};
 struct Paths {
   const char* p2p;
   gpu::Path small, large;
-  gpu::Path gather = gpu::Path::automatic;  // of all_gather, if it is another one
+  gpu::Path gather = gpu::Path::automatic;  // of all_gather, if different
   gpu::Path of(Kind kind, bool is_small) const {
     if (kind == Kind::all_gather && gather != gpu::Path::automatic) return gather;
     return is_small ? small : large;
   }
 };
 
-// Small messages by one path and large ones by the other, in few threads.
+// One path for small messages and one for large ones, with few threads.
 std::vector<gpu::DeviceRow> rows_of(const Paths& paths) {
   std::vector<gpu::DeviceRow> rows;
   for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
@@ -43,7 +43,7 @@ std::vector<gpu::DeviceRow> rows_of(const Paths& paths) {
   return rows;
 }
 
-// A rank with its accelerator, and memory that it may call its device's.
+// A rank with its accelerator, and memory that serves as its device's.
 struct Rank {
   Rank(Store& store, const Config& config, std::vector<gpu::DeviceRow> rows, unsigned seed)
       : c(store, config),
@@ -57,17 +57,17 @@ struct Rank {
     for (void* memory : kept) mine.release(memory);
   }
   float* memory(int64_t count) { return static_cast<float*>(mine.allocate(count * sizeof(float))); }
-  // Of so many numbers of all ranks.
+  // count: elements of all ranks together.
   gpu::Path by(Kind kind, int64_t count, Op op = Op::sum) const {
     return accelerator.path({kind, count * static_cast<int64_t>(sizeof(float)), DType::f32, op});
   }
 
-  gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
+  gpu::FakeGpu mine{0, 0};  // owns memory that outlives the accelerator
   Communicator c;
   gpu::FakeGpu* gpu;
   gpu::Accelerator accelerator;
   gpu::Stream streams[2];
-  std::vector<void*> kept;  // until no stream may write to it
+  std::vector<void*> kept;  // until no stream can write to it
 };
 
 void collectives(Rank& r, int64_t count, gpu::Stream stream) {
@@ -97,7 +97,7 @@ void collectives(Rank& r, int64_t count, gpu::Stream stream) {
   r.mine.release(x), r.mine.release(y);
 }
 
-// Until the communicator fails, as it must; what it says.
+// Runs until the communicator fails, as it must. Returns the message.
 std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
   float* const x = r.memory(count * (r.c.size() + 1));
   r.kept.push_back(x);
@@ -116,7 +116,7 @@ std::string failure(Rank& r, bool copies, int64_t count, milliseconds timeout) {
   return "";
 }
 
-// What is taken where nothing is said, at the sizes around which it changes.
+// The default paths, around the sizes at which they change.
 void defaults(Store& store, const Config& config, bool peers) {
   Rank r(store, config, {}, 1);
   const auto path = [&](Kind kind, int64_t bytes, Op op = Op::sum) {
@@ -135,7 +135,7 @@ void defaults(Store& store, const Config& config, bool peers) {
   EXPECT(path(Kind::all_reduce, 4, Op::premul_sum) == small);
   EXPECT(path(Kind::all_to_all, 0) == large);
   EXPECT(path(Kind::all_reduce, 16 << 20) == large && path(Kind::all_gather, 36 << 20) == large);
-  const gpu::Path sums = path(Kind::all_reduce, 20 << 20);  // by whichever is faster on this host
+  const gpu::Path sums = path(Kind::all_reduce, 20 << 20);  // whichever is faster on this host
   EXPECT(sums == large || (!peers && sums == gpu::Path::staged));
   for (bool cores : {true, false}) {
     const gpu::Means means{2, false, true, true, false, true, cores};
@@ -175,15 +175,15 @@ void rank(Store& store, const Config& config, const Paths& paths, int rounds, un
   } else if (fault == "abort") {
     std::thread other;
     if (config.rank == 1) other = std::thread([&] { r.c.abort("the end"); });
-    // Kernels that are let go leave slots behind that the next ones write to, while peers may still read them: that is
-    // so, and of no harm, but ThreadSanitizer would say it.
+    // Kernels that are stopped leave slots that the next ones write while peers may still read them. That is harmless,
+    // but ThreadSanitizer would report it.
     const int64_t count = paths.large != gpu::Path::staged ? 1000 : 100'000;
     EXPECT(failure(r, copies, count, kPatience).find("the end") != std::string::npos);
     if (other.joinable()) other.join();
   }
 }
 
-// f(store, config) of each of three ranks.
+// Runs f(store, config) for each of three ranks.
 template <class F>
 void world(F f) {
   Notes store;
@@ -214,7 +214,7 @@ int main(int argc, char** argv) {
     setenv("HFREDUCE_P2P", paths.p2p, 1);
     for (const char* const fault : {"", "differs", "late", "abort"}) {
 #ifdef __SANITIZE_THREAD__
-      // Copies that are let go of read what is being written: this is of no harm either.
+      // Released copies read what is being written. This is harmless, too.
       if (*fault && paths.gather == gpu::Path::copies) continue;
 #endif
       world([&](Store& store, const Config& config) { rank(store, config, paths, given.rounds, given.seed, fault); });

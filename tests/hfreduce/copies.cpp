@@ -1,9 +1,9 @@
-// The all-gather by copy engines over GPUs that are played on threads, with checked bytes; ranks are threads. The first
-// argument says what:
+// The all-gather by copy engines over GPUs simulated on threads, with checked bytes. Ranks are threads. The first
+// argument selects the test:
 //   sequences   calls of any size, in place or not, on two streams
-//   missing     one rank does not come to all calls: no stream stays behind, and nobody takes rubbish
-//   late        one rank comes to some when the others have let go: what it writes then takes back what they raised
-//   leaving     one rank lets go in the middle: the others have all that it gave its streams
+//   missing     one rank misses some calls: no stream hangs, and no rank takes invalid data
+//   late        one rank comes to some calls when the others have let go: its writes lower flags that they raised
+//   leaving     one rank lets go in the middle: the others get all that it gave its streams
 // Then rounds and seed. Prints "ok".
 #include "cuda/p2p/copies.h"
 
@@ -20,7 +20,7 @@ using namespace hfreduce::gpu;
 
 namespace {
 
-// One call, drawn alike on all ranks.
+// One call, drawn equally on all ranks.
 struct Gather {
   int64_t bytes;
   int stream;
@@ -37,7 +37,7 @@ struct Group {
   ~Group() {
     for (int fd : memory) close(fd);
   }
-  // Returns when all have come as often.
+  // A barrier.
   void meet() {
     std::unique_lock lock(mutex);
     const int round = come++ / options.size + 1;
@@ -84,11 +84,11 @@ class Rank {
     Flight flight{call, gpu.allocate(call.bytes), gpu.allocate(call.bytes), gpu.allocate(whole), gpu.event()};
     for (int64_t i = 0; i < call.bytes; ++i) *at(flight.source, i) = call.byte(rank, i);
     void* const in = call.in_place ? at(flight.out, rank * call.bytes) : flight.in;
-    gpu.copy(in, flight.source, call.bytes, stream);  // late, it may be
+    gpu.copy(in, flight.source, call.bytes, stream);  // maybe late
     gpu.wait_event(last, stream);
     copies->all_gather(in, flight.out, call.bytes, stream);
     gpu.record(last, stream);
-    gpu.copy(flight.in, flight.out, call.bytes, stream);  // of no more use to anybody
+    gpu.copy(flight.in, flight.out, call.bytes, stream);  // `in` may be overwritten now
     gpu.record(flight.end, stream);
     flights.push_back(flight);
   }
@@ -132,7 +132,7 @@ class Rank {
   std::vector<Flight> flights;
 };
 
-// f of each rank, and of numbers that are drawn alike on all.
+// Runs f for each rank, with a random generator that is equal on all of them.
 template <class F>
 void ranks(int size, unsigned seed, milliseconds grace, F f) {
   std::mt19937 random(seed);
@@ -150,7 +150,7 @@ void ranks(int size, unsigned seed, milliseconds grace, F f) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Sizes are often those of chunks and rings, or one off.
+// Sizes are often those of chunks and rings, or off by one.
 Gather drawn(std::mt19937& random, const Copies::Options& options) {
   const int64_t sizes[] = {1, 64, options.least, options.chunk, options.chunk * options.depth};
   const int64_t near = sizes[random() % 5] + static_cast<int64_t>(random() % 3) - 1;
@@ -172,7 +172,7 @@ void sequences(int size, unsigned seed) {
   });
 }
 
-// Those who wait for rank 0 let go, at times of their own.
+// The ranks that wait for rank 0 let go, at different times.
 void missing(int size, unsigned seed) {
   ranks(size, seed, milliseconds(20), [](Rank& rank, std::mt19937& random) {
     const size_t calls = 20, comes = random() % 8;
@@ -199,7 +199,7 @@ void late(int size, unsigned seed) {
     if (!rank.rank) rank.group.meet();
     for (int calls = rank.rank ? 20 : 2; calls; --calls) rank.enqueue(drawn(random, rank.group.options));
     if (rank.rank) rank.copies->let_go(), rank.group.meet();
-    usleep(20000);  // rank 0 gives, and says so
+    usleep(20000);  // meanwhile rank 0 gives and writes flags
     __atomic_store_n(&gate, 1u, __ATOMIC_SEQ_CST);
     rank.let_go_until_ended();
     for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
@@ -207,7 +207,7 @@ void late(int size, unsigned seed) {
   });
 }
 
-// It does so as soon as the others have what is theirs, long before the time that it gives them.
+// Rank 0 lets go as soon as the others have their data, long before the grace time ends.
 void leaving(int size, unsigned seed) {
   ranks(size, seed, milliseconds(25000), [](Rank& rank, std::mt19937& random) {
     for (int calls = 10; calls; --calls) rank.enqueue(drawn(random, rank.group.options));

@@ -1,6 +1,6 @@
-// Messages between ranks that are threads, over played GPUs that reach each other's memory: all pairs at once, on
-// streams of their own and on a single one; receives from anybody beside those from one; then what goes wrong.
-// Arguments: rounds, seed. Prints "ok".
+// Messages between ranks that are threads, over simulated GPUs that reach each other's memory: all pairs at once, on
+// separate streams and on one; receives from any rank beside those from one rank; then faults. Arguments: rounds, seed.
+// Prints "ok".
 #include "cuda/p2p/device_messages.h"
 
 #include <unistd.h>
@@ -23,7 +23,7 @@ constexpr milliseconds kPatience{20000};
 using Segments = std::shared_ptr<const std::vector<Segment>>;
 using Options = gpu::DeviceMessages::Options;
 
-// A rank; what it sends and receives stays until its streams have ended.
+// A rank. Its message buffers live until its streams have ended.
 struct Rank {
   Rank(Store& store, const Config& config, const Segments& segments, const Options& options, unsigned seed,
        std::atomic<int>& met)
@@ -39,12 +39,12 @@ struct Rank {
     gpu.unpin(page);
     for (void* memory : kept) gpu.release(memory);
   }
-  // All ranks, also when their communicators have failed.
+  // A barrier of all ranks, which works even after their communicators have failed.
   void meet() {
     meetings += kRanks;
     for (++met; met < meetings;) std::this_thread::yield();
   }
-  // For streams to wait for, until it is open.
+  // Streams wait for it until open() is called.
   uint32_t* gate() { return reinterpret_cast<uint32_t*>(page); }
   void open() { __atomic_store_n(gate(), 1u, __ATOMIC_SEQ_CST); }
   int32_t* memory(int64_t count) {
@@ -66,7 +66,7 @@ struct Rank {
     if (!got.ticket) messages.offer(got.from);
     return got;
   }
-  // Messages to, and from, a rank go by the devices from here on.
+  // After this, messages to `to` and from `from` go from device to device.
   void acquaint(int to, int from) {
     int32_t* const x = memory(1);
     send(x, 1, to, 0, streams[0]);
@@ -93,7 +93,7 @@ struct Letter {
   int32_t value(int64_t i) const { return static_cast<int32_t>(count * 7 + tag + i); }
 };
 
-// Sizes are often those of chunks and rings, or one off.
+// Sizes are often those of chunks and rings, or off by one.
 std::vector<Letter> letters(unsigned seed, int from, int to, const Options& options) {
   std::mt19937 random(seed * 64 + from * 8 + to);
   const int64_t chunk = options.chunk / 4, sizes[] = {0, 1, chunk, chunk * options.depth, 3 * chunk * options.depth};
@@ -105,8 +105,8 @@ std::vector<Letter> letters(unsigned seed, int from, int to, const Options& opti
   return all;
 }
 
-// Every rank to every other, a thread for each and direction. single: on one stream. Returns how many came by the
-// devices.
+// From every rank to every other one, with a thread for each pair and direction. single: on one stream. Returns how
+// many messages came from device to device.
 int pairs(Rank& r, const Options& options, unsigned seed, bool single) {
   std::vector<std::thread> threads;
   std::atomic<int> by_device{0};
@@ -144,8 +144,8 @@ int pairs(Rank& r, const Options& options, unsigned seed, bool single) {
   return by_device;
 }
 
-// Rank 1 sends 3 n messages to rank 0, and rank 2 n: which receives n from rank 1 and 2 n from whoever has sent, both
-// at once, and then what is left.
+// Rank 1 sends 3 n messages to rank 0, and rank 2 sends n. Rank 0 receives n from rank 1 and 2 n from any rank, both at
+// once, and then the rest.
 void from_anybody(Rank& r, bool single) {
   constexpr int kEach = 20;
   constexpr int64_t kCount = 300;
@@ -181,7 +181,7 @@ void from_anybody(Rank& r, bool single) {
     EXPECT(seen[i] == static_cast<int32_t>(i < 3 * kEach ? 1000 + i : 2000 + i - 3 * kEach));
 }
 
-// Of three messages that fit into the ring by twos the first is received on a stream that is at something else.
+// Three messages, of which two fit into the ring. The first is received on a stream that is busy.
 void overtaken(Rank& r, const Options& options) {
   const int64_t count = options.chunk / 4 * options.depth / 2;
   if (r.c.rank() == 2) return r.c.barrier();
@@ -201,7 +201,7 @@ void overtaken(Rank& r, const Options& options) {
   for (int i = 0; i < 3; ++i) EXPECT(std::all_of(data[i], data[i] + count, [&](int32_t x) { return x == i + 1; }));
 }
 
-// What `call` throws.
+// The message of the fault that `call` throws.
 template <class F>
 std::string failure(F call) {
   try {
@@ -213,7 +213,7 @@ std::string failure(F call) {
 }
 bool has(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
 
-// Rank 1 sends, rank 0 receives; rank 2 is told.
+// Rank 1 sends, rank 0 receives, and rank 2 learns of the fault.
 void goes_wrong(Rank& r, const Options& options, const std::string& fault) {
   const int me = r.c.rank();
   r.acquaint((me + 1) % kRanks, (me + 2) % kRanks), r.acquaint((me + 2) % kRanks, (me + 1) % kRanks);
@@ -240,12 +240,12 @@ void goes_wrong(Rank& r, const Options& options, const std::string& fault) {
   if (fault == "stuck")
     EXPECT(has(later, "Timed out") && has(later, "waiting for rank 1") && has(later, "recv number"));
   if (fault == "abort") EXPECT(has(later, "the end"));
-  if (me == 0) r.gpu.synchronize(r.streams[1]);  // it was let go of, while the sender's is stuck
+  if (me == 0) r.gpu.synchronize(r.streams[1]);  // it was released, while the sender's stream is stuck
   r.meet();
   r.open();
 }
 
-// What fits into the ring comes, though its sender has left, and while this device is at something else.
+// A message that fits into the ring arrives although its sender has left and this device is busy.
 void left(Rank& r, const Options& options) {
   const int64_t count = options.chunk / 4 * options.depth;
   int32_t* const data = r.memory(count);

@@ -51,7 +51,7 @@ void moves(Communicator& c, int64_t count) {
   c.barrier();
 }
 
-// Each rank sends to the next and hears from the one before, both at once.
+// Each rank sends to the next and receives from the previous one at the same time.
 void messages(Communicator& c, int64_t count) {
   const int n = c.size(), next = (c.rank() + 1) % n, last = (c.rank() + n - 1) % n;
   Floats x(count, static_cast<float>(c.rank())), y(count, -1.f);
@@ -62,13 +62,13 @@ void messages(Communicator& c, int64_t count) {
 }
 
 constexpr int kTags = 4, kEach = 3;
-constexpr int64_t kKept = 20000, kAsked = 300000;  // elements: of all tags a receiver keeps them; it never keeps one
+constexpr int64_t kKept = 20000, kAsked = 300000;  // elements; eager for all tags together; always rendezvous
 
 float value(int from, int tag, int k) { return static_cast<float>(1 + from + 10 * tag + 100 * k); }
 
 void send_tag(Communicator& c, int to, int tag, int64_t count) {
   for (int k = 0; k < kEach; ++k) {
-    const Floats x(count * k / (kEach - 1), value(c.rank(), tag, k));  // an empty one, too
+    const Floats x(count * k / (kEach - 1), value(c.rank(), tag, k));  // the first one is empty
     c.send(x.data(), static_cast<int64_t>(x.size()), DType::f32, to, tag);
   }
 }
@@ -81,11 +81,11 @@ void recv_tag(Communicator& c, int from, int tag, int64_t count) {
   }
 }
 
-// Messages of several tags: those that fit are kept until they are asked for, the last sent first; those that do not
-// wait for it, in threads of a tag each, and the two kinds side by side.
+// Messages with several tags. Eager ones are kept until they are received, in reverse order. Then, with a thread per
+// tag, rendezvous messages beside eager ones.
 void tags(Communicator& c) {
   const int n = c.size(), next = (c.rank() + 1) % n, last = (c.rank() + n - 1) % n;
-  messages(c, kAsked);  // whose answer tells the sender that all before is taken
+  messages(c, kAsked);  // its reply tells the sender that all earlier messages are taken
   std::thread sender([&] {
     for (int tag = 0; tag < kTags; ++tag) send_tag(c, next, tag, kKept);
   });
@@ -102,7 +102,7 @@ void tags(Communicator& c) {
   recv_tag(c, c.rank(), kTags, kAsked);
 }
 
-// Everybody's messages to the last rank, which takes them as they come.
+// All ranks send to the last one, which receives from any rank.
 void any(Communicator& c, int64_t count, int tag) {
   const int to = c.size() - 1;
   if (c.rank() != to) {
@@ -157,7 +157,7 @@ void job(int size, int hosts, int rounds, unsigned seed) {
 
 }  // namespace
 
-// All_reduces go round the streams, but for those that share memory with an earlier one; all else stays where it is.
+// All_reduces take the streams in turn, unless they share memory with an earlier one. All else stays on its stream.
 void turns() {
   Turns turns;
   const char memory[40] = {};
@@ -165,10 +165,10 @@ void turns() {
     return turns.next(overlaps, {{memory + begin, memory + end}});
   };
   const int first = next(false, 0, 10);
-  EXPECT(next(true, 0, 10) == first);  // behind what is no all_reduce
+  EXPECT(next(true, 0, 10) == first);  // after an operation that is no all_reduce
   const int second = next(true, 10, 20), third = next(true, 20, 30);
   EXPECT(second != first && third != first && third != second);
-  EXPECT(next(true, 15, 25) == third);  // the later one of the two that it meets
+  EXPECT(next(true, 15, 25) == third);  // that of the later of the two that it overlaps
   EXPECT(next(true, 30, 40) == first && next(true, 0, 1) == first);
   EXPECT(next(false, 10, 20) == first && next(true, 10, 20) == first && next(true, 30, 40) != first);
 }

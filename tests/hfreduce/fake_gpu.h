@@ -1,6 +1,6 @@
-// A GPU that is played on threads: each stream is a queue that a thread serves, device memory is the heap's, a stream
-// that waits for a flag looks at it over and over. Streams dawdle at random, by a seed, so that orders vary. What CUDA
-// would refuse, or never end, ends the process with a message.
+// A GPU simulated on threads: each stream is a queue that a thread serves, device memory is heap memory, and a stream
+// that waits for a flag polls it. Streams pause at random, by a seed, to vary the order. What CUDA would reject, or
+// would hang, ends the process with a message.
 #pragma once
 
 #include <atomic>
@@ -24,8 +24,8 @@ namespace hfreduce::gpu {
 
 class FakeGpu : public Driver {
  public:
-  // dawdle: about how many of 100 operations sleep up to 300 us first. Memory is shared with all FakeGpus of the
-  // process, as its handles are.
+  // dawdle: the percentage of operations that sleep up to 300 us first. All FakeGpus of the process share memory and
+  // handles.
   explicit FakeGpu(unsigned seed = 0, int dawdle = 5, std::string uuid = "played")
       : uuid_(std::move(uuid)), random_(seed), dawdle_(dawdle) {}
   ~FakeGpu() override {
@@ -76,7 +76,7 @@ class FakeGpu : public Driver {
     streams_[stream] = std::move(queue);
     return stream;
   }
-  // Waits for what is queued, as CUDA does not: so whoever destroys a stream that will not end is found out.
+  // Waits for queued work, which CUDA does not: detects the destruction of a stream that will not end.
   void destroy(Stream stream) override {
     std::unique_ptr<Queue> queue;
     {
@@ -138,7 +138,7 @@ class FakeGpu : public Driver {
     });
   }
 
-  // What tests need besides: a kernel on a stream; and that the host waits for a stream.
+  // For tests: a kernel on a stream, and the host waiting for a stream.
   static void run(Stream stream, std::function<void()> kernel) { static_cast<Queue*>(stream)->push(std::move(kernel)); }
   void synchronize(Stream stream) {
     const Event end = event();

@@ -1,6 +1,6 @@
-// Accelerators over played GPUs of several hosts, which talk over TCP: all collectives on two streams, with collectives
-// of the CPU between them, then faults, of ranks that are threads; then a rank of the other host that is killed, or
-// stopped, in the middle of large messages, of ranks that are processes. Arguments: rounds, seed. Prints "ok".
+// Accelerators over simulated GPUs of several hosts, connected by TCP. Ranks as threads: all collectives on two
+// streams, with CPU collectives in between, then faults. Ranks as processes: a rank of the other host is killed or
+// stopped during large messages. Arguments: rounds, seed. Prints "ok".
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -21,14 +21,14 @@ using namespace hfreduce;
 namespace {
 
 constexpr milliseconds kPatience{20000};
-// Streams that are let go touch what others do as well: that is so, and of no harm, but ThreadSanitizer would say it.
+// Released streams access memory that others use. That is harmless, but ThreadSanitizer would report it.
 #ifdef __SANITIZE_THREAD__
 constexpr bool kFaults = false;
 #else
 constexpr bool kFaults = true;
 #endif
 
-// A store for processes: a file a key.
+// A store for processes: one file per key.
 class Folder : public Store {
  public:
   Folder() {
@@ -78,7 +78,7 @@ struct Rank {
   }
   bool takes(Kind kind) const { return accelerator.path({kind, 4096}) == gpu::Path::staged; }
 
-  gpu::FakeGpu mine{0, 0};  // of memory that outlives the accelerator's
+  gpu::FakeGpu mine{0, 0};  // owns memory that outlives the accelerator
   Communicator c;
   gpu::FakeGpu* gpu;
   gpu::Accelerator accelerator;
@@ -86,7 +86,7 @@ struct Rank {
   std::vector<void*> kept;
 };
 
-// All at once, on two streams; a collective of the CPU, between the same hosts, does not wait for them.
+// All collectives at once, on two streams. A CPU collective between the same hosts does not wait for them.
 void collectives(Rank& r, int64_t count, int root) {
   const int n = r.c.size(), me = r.c.rank();
   const bool blocks = r.takes(Kind::all_gather);
@@ -115,7 +115,7 @@ void collectives(Rank& r, int64_t count, int root) {
   }
 }
 
-// All-reduces until the communicator fails, as it must; what it says.
+// All-reduces until the communicator fails, as it must. Returns the message.
 std::string failure(Rank& r, int64_t count, milliseconds timeout) {
   float* const x = r.memory(count);
   try {
@@ -124,7 +124,7 @@ std::string failure(Rank& r, int64_t count, milliseconds timeout) {
       r.settle();
     }
   } catch (const Fault& fault) {
-    r.settle();  // streams are let go
+    r.settle();  // streams are released
     return fault.what();
   }
   return "";
@@ -155,7 +155,7 @@ void thread(Store& store, const Config& config, int rounds, unsigned seed, const
   }
 }
 
-// Two hosts of two ranks; the last one ends by this signal, or stops.
+// Two hosts with two ranks each. This signal ends or stops the last rank.
 void process(Store& store, const Config& config, int number) {
   Rank r(store, config, 1);
   std::thread end;

@@ -1,5 +1,5 @@
-// One call of a kernel over peer memory, drawn at random: what lies in each rank's memory before, and what must lie
-// there afterwards, by the arithmetic of the CPU. For the kernels on threads (kernels.cpp), and for those on GPUs.
+// One call of a kernel over peer memory, drawn at random: what is in each rank's memory before, and what must be there
+// after it, by the CPU's arithmetic. For kernels on threads (kernels.cpp) and on GPUs.
 #pragma once
 
 #include <cmath>
@@ -43,9 +43,9 @@ struct Case {
   Kernel kernel;
   DType dtype;
   Op op;
-  int64_t count;  // elements of a rank's input, or of a block; all_to_all: about, of a range
+  int64_t count;  // elements of a rank's input, or of a block; all_to_all: the maximum of a range
   int root, in_shift, out_shift;
-  bool in_place, wild;  // wild: any bits, NaNs and infinities among them
+  bool in_place, wild;  // wild: any bits, including NaNs and infinities
   gpu::Launch launch;
   unsigned seed;
 
@@ -74,10 +74,10 @@ inline int64_t range(const Case& c, int from, int to) {
   return mix(c.seed, from, 100 + to) % 4 == 0 ? 0 : mix(c.seed, from, to) % (c.bytes() + 1);
 }
 
-// A rank's memory: guards, what is read, guards, what is written, guards.
+// A rank's memory: guard, input, guard, output, guard.
 struct Memory {
   std::vector<char> bytes;
-  int64_t in, out, written;  // where they begin, and how long the output is
+  int64_t in, out, written;  // where input and output begin, and the length of the output
 };
 
 template <class T>
@@ -240,7 +240,7 @@ inline bool is_nan(DType dtype, const char* x) {
   }
 }
 
-// "" when a rank's memory is as it must be; otherwise where it is not. Of a NaN only that it is one, in sums.
+// "" if a rank's memory is correct; otherwise where it differs. In sums all NaNs are equal.
 inline std::string differences(const Case& c, int rank, int size, const std::vector<char>& got) {
   const Memory m = before(c, rank, size);
   const std::vector<char> want = after(c, rank, size);
@@ -274,7 +274,7 @@ inline std::string differences(const Case& c, int rank, int size, const std::vec
 struct Limits {
   int64_t bytes;
   int blocks, threads, thread_unit;
-  int kernels = kKernels;  // kOfPackets: where there are packets alone
+  int kernels = kKernels;  // kOfPackets: only those of packets
 };
 
 inline Case draw(std::mt19937& random, int size, const Limits& limits) {

@@ -1,6 +1,6 @@
-// The kernels over peer memory and over the host's, on threads: ranks, blocks and threads all are, see
-// emulated/cuda/device.cuh. Random calls one after another, then ranks that stop, are missing, and call something else.
-// Arguments: calls, seed. Prints "ok".
+// The kernels over peer memory and over host memory, on threads: ranks, blocks and GPU threads are all CPU threads, see
+// emulated/cuda/p2p/device.cuh. Random calls one after another, then ranks that stop, are missing, or make a different
+// call. Arguments: calls, seed. Prints "ok".
 #include <unistd.h>
 
 #include <condition_variable>
@@ -23,7 +23,7 @@ using cases::Kernel;
 
 namespace {
 
-// The handles of all ranks, for each of them.
+// Exchanges the handles of all ranks.
 class Table {
  public:
   explicit Table(int size) : handles_(size) {}
@@ -42,7 +42,7 @@ class Table {
   int come_ = 0;
 };
 
-// The host's memory of all ranks, as one of them maps it.
+// Host memory of all ranks, which each of them maps.
 class Shared {
  public:
   explicit Shared(int size) {
@@ -63,7 +63,7 @@ class Shared {
 
 enum class Memory { device, host };
 
-// f(rank, its peers) on a thread for each rank; memory is freed when all are done.
+// Runs f(rank, its peers) on a thread for each rank. Frees the memory when all are done.
 template <class F>
 void world(int size, Memory memory, milliseconds limit, F f) {
   Table table(size);
@@ -85,7 +85,7 @@ void world(int size, Memory memory, milliseconds limit, F f) {
 void perform(const Case& c, gpu::Peers& peers) {
   const int rank = peers.links().rank, size = peers.links().size;
   const cases::Memory m = cases::before(c, rank, size);
-  // Where a line begins, as on a GPU.
+  // At the beginning of a line, as on a GPU.
   std::vector<char> room(m.bytes.size() + 128);
   char* memory = room.data() + -reinterpret_cast<uintptr_t>(room.data()) % 128;
   std::copy(m.bytes.begin(), m.bytes.end(), memory);
@@ -114,7 +114,7 @@ void random_calls(int size, Memory memory, int calls, unsigned seed) {
   });
 }
 
-// The largest messages that fit into packets of the host's memory, and one byte more.
+// The largest messages that fit into packets in host memory, and one byte more.
 void limits() {
   world(3, Memory::host, std::chrono::seconds(30), [&](int, gpu::Peers& peers) {
     for (int i = 0; i < cases::kOfPackets; ++i) {
@@ -134,7 +134,7 @@ void limits() {
   });
 }
 
-// A rank that takes no part. Stopped by the host, or by the clock.
+// A rank takes no part. The others are stopped by the host or by the clock limit.
 void missing(Kernel kernel, Memory memory, bool by_clock) {
   const milliseconds limit = by_clock ? milliseconds(30) : milliseconds(60000);
   world(3, memory, limit, [&](int rank, gpu::Peers& peers) {
@@ -151,14 +151,14 @@ void missing(Kernel kernel, Memory memory, bool by_clock) {
     cases::run(c, peers.links(), memory, m, nullptr);
     host.join();
     EXPECT(peers.board().stop == 1);
-    // A rank that is slow to start may be overdue, too.
+    // A rank that starts late may be overdue, too.
     const uint32_t overdue = peers.board().overdue;
     EXPECT(by_clock ? overdue != 0 && overdue != 1u + rank : overdue == 0);
     EXPECT(peers.board().differs == 0);
   });
 }
 
-// Rank 1 calls something else: everybody learns of it, from block 0 on.
+// Rank 1 makes a different call. All ranks learn of it, from block 0 on.
 void mismatch(Kernel mine, Kernel theirs, Memory memory = Memory::device) {
   world(3, memory, std::chrono::minutes(2), [&](int rank, gpu::Peers& peers) {
     perform(simple(Kernel::packets, 3), peers);

@@ -1,5 +1,5 @@
-// Hosts that are played in one process, for what carries chunks between them (gpu::Hosts): the ranks of a rail meet,
-// and the last one to come turns what all have into what they are to have together.
+// Hosts simulated in one process, for Hosts::carry: the ranks of a rail meet, and the last one combines the data of
+// all.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 
 namespace hfreduce::gpu {
 
-// How many ranks each host has.
+// The number of ranks of each host.
 struct World {
   std::vector<int> sizes;
 
   int hosts() const { return static_cast<int>(sizes.size()); }
   int ranks() const { return first(hosts()); }
-  int first(int host) const { return std::accumulate(sizes.begin(), sizes.begin() + host, 0); }  // of its ranks
+  int first(int host) const { return std::accumulate(sizes.begin(), sizes.begin() + host, 0); }  // its first rank
   int host_of(int rank) const {
     int host = 0;
     while (first(host + 1) <= rank) ++host;
@@ -35,7 +35,7 @@ class Network {
  public:
   explicit Network(World world) : world_(std::move(world)), places_(world_.rails() * Hosts::kLanes) {}
 
-  // For a rank: as Hosts::carry.
+  // Implements Hosts::carry for a rank.
   void carry(int host, int rail, const Call& call, int lane, void* data, int64_t count) {
     std::unique_lock lock(mutex_);
     if (cut_) throw std::runtime_error("the network is cut");
@@ -87,7 +87,7 @@ class Network {
   }
 
   const World world_;
-  std::vector<Place> places_;  // a rank of each host meets the others here, in each lane
+  std::vector<Place> places_;  // where the ranks of a rail meet, one for each lane
   std::mutex mutex_;
   std::condition_variable changed_;
   bool cut_ = false;

@@ -1,11 +1,11 @@
-// The host-staged reduction over a GPU that is played on threads, with checked bits. The first argument says what:
-//   pairs       every dtype and operation that there is, one after another
+// The host-staged reduction over a GPU simulated on threads, with checked bits. The first argument selects the test:
+//   pairs       every supported dtype and operation, one after another
 //   sequences   any operations of any size, in place or not, on two streams; ranks are threads
 //   processes   the same, ranks are processes
 //   hosts       the same, ranks are threads of several hosts
-//   leavers     one rank never comes, or lets go in the middle: no stream stays behind, and nobody takes up rubbish
+//   leavers     one rank never comes, or lets go in the middle: no stream hangs, and no rank takes invalid data
 //   host_leavers  the same, on several hosts
-//   dead        one rank dies after its part came down
+//   dead        one rank dies after its input has arrived
 //   carried     one rank lets go while both send to another host
 // Then rounds and seed. Prints "ok".
 #include "cuda/staged/staged.h"
@@ -57,7 +57,7 @@ class Rank {
   }
   void finish() { staged.reset(); }
 
-  // Enqueues it, and a copy of the input before it, for the host's memory of another.
+  // Enqueues the call, and before it a copy of its input, so that the input may arrive late.
   void enqueue(const Call1& call) {
     const Bytes data = input(call, rank, size);
     const Stream stream = streams[call.stream];
@@ -70,7 +70,7 @@ class Rank {
     flight.in = gpu.allocate(bytes);
     flight.out = gpu.allocate(block ? block * size : bytes);
     void* const in = call.kind == Kind::broadcast || same ? at(flight.out, rank * block) : flight.in;
-    gpu.copy(in, source, bytes, stream);  // late, it may be
+    gpu.copy(in, source, bytes, stream);  // maybe late
     start(call, in, flight.out, stream);
     gpu.record(flight.end, stream);
     flights.push_back(flight);
@@ -122,7 +122,7 @@ class Rank {
   }
 };
 
-// The ranks of all hosts, as threads or, of one host, as processes; f of each one's options and its host's memory.
+// Runs f(memory of its host, its options) for the ranks of all hosts, as threads; or as processes, on one host.
 template <class F>
 void ranks(Options options, const World& world, Network& network, bool processes, F f) {
   std::vector<std::vector<int>> memory(world.hosts());
@@ -161,7 +161,7 @@ void ranks(Options options, const World& world, Network& network, bool processes
 
 bool never() { return false; }
 
-// Rings of two to eight small chunks, and of the first chunk's number: shortly before it wraps around.
+// Rings of two to eight small chunks, with a first chunk number shortly before the wrap-around.
 Options drawn(std::mt19937& random) {
   Options options;
   options.threads = 1 + static_cast<int>(random() % 3);
@@ -192,7 +192,7 @@ void pairs(const World& world, unsigned seed) {
   });
 }
 
-// Sizes are often those of chunks and rings, or one off.
+// Sizes are often those of chunks and rings, or off by one.
 Call1 drawn_call(std::mt19937& random, const Options& options, const World& world) {
   constexpr Kind kKinds[] = {Kind::all_reduce, Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather,
                              Kind::broadcast};
@@ -229,7 +229,7 @@ void sequences(const World& world, int rounds, unsigned seed, bool processes) {
   });
 }
 
-// Rank 0 comes to `comes` operations only, or lets go after some time; the others' communicators fail later.
+// Rank 0 comes to `comes` operations only, or lets go after some time. The others' communicators fail later.
 void leavers(const World& world, unsigned seed) {
   std::mt19937 random(seed);
   Network network(world);
@@ -259,8 +259,8 @@ void leavers(const World& world, unsigned seed) {
     network.cut();
     failed = true;
     if (seed % 2 && (rank.rank || lets_go)) {
-      for (Stream stream : rank.streams) rank.gpu.synchronize(stream);  // the cores let them go
-      rank.enqueue(drawn_call(random, options, world));                 // as they do whatever comes after
+      for (Stream stream : rank.streams) rank.gpu.synchronize(stream);  // the cores release them
+      rank.enqueue(drawn_call(random, options, world));                 // and later ones
       for (Stream stream : rank.streams) rank.gpu.synchronize(stream);
     }
     const Deadline before = Clock::now();
@@ -270,7 +270,7 @@ void leavers(const World& world, unsigned seed) {
   });
 }
 
-// Rank 0 is played here: its stream has brought its chunk, and then it is dead. Rank 1 has done what it can.
+// Rank 0 is simulated here: its input has arrived, then it has died. Rank 1 has done what it can.
 void dead() {
   Options options;
   options.size = 2, options.rank = 1, options.chunk = 4096;
@@ -295,7 +295,7 @@ void dead() {
   for (int fd : memory) close(fd);
 }
 
-// Rank 0 waits for what is on its way, and nothing is sent any more when it has let go.
+// Rank 0 waits for transfers in flight. After it has let go, nothing more is sent.
 void carried() {
   const World world{{2}};
   Network network(world);

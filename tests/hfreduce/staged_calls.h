@@ -1,4 +1,4 @@
-// Operations for tests of the host-staged reduction: what each rank has, and what it must get.
+// Operations for tests of the host-staged reduction: each rank's input and expected output.
 #pragma once
 
 #include <random>
@@ -13,7 +13,7 @@ namespace hfreduce::gpu {
 
 using Bytes = std::vector<char>;
 
-// One operation, drawn alike on all ranks. Ranks are those of all hosts.
+// One operation, drawn equally on all ranks. Ranks are those of all hosts.
 struct Call1 {
   Kind kind = Kind::all_reduce;
   DType dtype = DType::f32;
@@ -34,7 +34,7 @@ struct Call1 {
   }
 };
 
-// What this rank has: finite in every format.
+// A rank's input: finite in every format.
 inline Bytes input(const Call1& call, int rank, int size) {
   Bytes data(call.bytes() * (call.kind == Kind::reduce_scatter ? size : 1));
   std::mt19937 random(call.seed * 31 + rank);
@@ -42,7 +42,7 @@ inline Bytes input(const Call1& call, int rank, int size) {
   return data;
 }
 
-// Added up in each host, and then between them.
+// Added up in each host, and then between hosts.
 inline Bytes expected(const Call1& call, int rank, const World& world) {
   const int size = world.ranks();
   std::vector<Bytes> inputs, sums(world.hosts(), Bytes(call.bytes()));

@@ -28,7 +28,10 @@ def test_supported_pairs():
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce(world, plan):
     with group(world, slot_bytes=SLOT, plan=list(itertools.repeat(plan, world))) as ranks:
-        for (dtype, op), count, in_place in itertools.product(pairs(), SIZES, (False, True)):
+        for number, ((dtype, op), count) in enumerate(itertools.product(pairs(), SIZES)):
+            in_place = (
+                number // len(SIZES) % 2 == number % 2
+            )  # three sizes of each pair, and half the pairs of each size
             inputs = [filled(count, dtype, r) for r in range(world)]
             factors = [0.5 * (r + 1) for r in range(world)]
             want = reduced(inputs, op, factors)

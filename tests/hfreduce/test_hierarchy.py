@@ -38,9 +38,10 @@ def exact(count, dtype, op, seed):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reductions(layout, between):
-    world = len(layout)
+    """Each algorithm tests a third of the dtypes and operations; with each layout another third."""
+    world, part = len(layout), LAYOUTS.index(layout) + BETWEEN.index(between)
     with hosts(layout, between) as ranks:
-        for (dtype, op), count in itertools.product(pairs(), SIZES):
+        for (dtype, op), count in itertools.product(pairs()[part % 3 :: 3], SIZES):
             blocks = [exact(count * world, dtype, op, r) for r in range(world)]
             factors = [(1.0, 0.5)[r % 2] for r in range(world)]
             want = reduced(blocks, op, factors)

@@ -202,15 +202,16 @@ def test_groups(found):
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def trained(request, tmp_path_factory):
+def under_ddp(request, tmp_path_factory):
     """What two ranks returned, on each backend."""
-    return ran("training", 2, request.param, tmp_path_factory)
+    return ran("under_ddp", 2, request.param, tmp_path_factory)
 
 
 @pytest.mark.slow
-def test_training(trained):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training(backend, tmp_path_factory):
     """A small GPT-2 learns as in float32; ranks have bitwise equal parameters."""
-    ours, others = trained
+    ours, others = ran("training", 2, backend, tmp_path_factory)
     print({name: found["losses"][::10] + found["losses"][-1:] for name, found in ours.items() if "losses" in found})
     exact = torch.tensor(ours["float32"]["losses"])
     assert exact[-1] < 0.6 * exact[0]
@@ -220,16 +221,16 @@ def test_training(trained):
         assert ((losses - exact).abs() < 0.02 * exact[0]).all(), (name, (losses - exact).abs().max())
 
 
-def test_ddp_keeps_what_it_left_out(trained):
+def test_ddp_keeps_what_it_left_out(under_ddp):
     """Through no_sync and rebuilt buckets: every input is in the result, or in the kept error."""
-    for found in trained[0]["kept"].values():
+    for found in under_ddp[0]["kept"].values():
         wrong, lacking, counts = found
         assert wrong < 1e-3 and lacking > 1e-3, found
         assert len(set(counts)) == 3, found
 
 
-def test_ddp_says_so(trained):
-    told, *refused = trained[0]["said"]
+def test_ddp_says_so(under_ddp):
+    told, *refused = under_ddp[0]["said"]
     assert "averaged in float32 from float8_e4m3fn on the wire with error feedback; views of buckets" in told
     for text, words in zip(
         refused, ("wire_dtype=torch.float8_e5m2", "got wire_dtype=torch.bfloat16", "=None", "cpu_assisted"), strict=True
@@ -237,8 +238,8 @@ def test_ddp_says_so(trained):
         assert words in text and "torch.float8_e4m3fn" in text
 
 
-def test_ddp_join_and_unused_parameters(trained):
-    assert trained[0]["uneven"] == trained[1]["uneven"] and trained[0]["unused"] == trained[1]["unused"]
+def test_ddp_join_and_unused_parameters(under_ddp):
+    assert under_ddp[0]["uneven"] == under_ddp[1]["uneven"] and under_ddp[0]["unused"] == under_ddp[1]["unused"]
 
 
 @pytest.mark.rest

@@ -1,4 +1,4 @@
-// What programs whose ranks are threads share: a store in memory, and a check that ends the program.
+// For programs whose ranks are threads: a store in memory, and a check that aborts the program.
 #pragma once
 
 #include <cstdio>
@@ -20,7 +20,7 @@
 
 namespace hfreduce {
 
-// The arguments of a program: how many rounds, and a seed.
+// The arguments of a program: number of rounds, and seed.
 struct Given {
   Given(int argc, char** argv) {
     EXPECT(argc == 3);

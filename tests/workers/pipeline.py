@@ -45,7 +45,12 @@ def cases(size):
 
 
 def of_two():
-    found = {"inference": of.inference, "masks": of.masks, "errors": of.errors, "directions": of.directions}
+    found = {
+        "inference": of.inference,
+        "masks": of.masks,
+        "errors": of.errors,
+        "one way each": of.directions("hfreduce"),
+    }
     for converted, kind in itertools.product((False, True), ("gpt2", "llama")):
         name = f"{kind}{', converted' if converted else ''}"
         found[f"{name}, products"] = of.products(converted, kind)
@@ -62,7 +67,7 @@ def of_two():
 
 def of_three():
     found = {"several inputs": of.several_inputs, "other shapes": of.other_shapes, "frozen": of.frozen}
-    found |= {"pictures": of.pictures, "clipping": of.clipping, "directions": of.directions}
+    found |= {"pictures": of.pictures, "clipping": of.clipping, "directions": of.directions("nccl")}
     for schedule in ("PipeDream", "ZeroBubble-V"):
         found[f"skip tensors, {schedule}"] = of.skips(schedule)
     return found

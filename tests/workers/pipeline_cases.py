@@ -357,24 +357,36 @@ def tied_copies(schedule):
     return case
 
 
-def directions(place):
-    """A backend that cannot send in both directions at once gets a group for each, as with NCCL."""
-    made = []
+def directions(backend):
+    """Each direction has a group on NCCL if `backend` is NCCL, or if ranks have GPUs of their own. Here, with other
+    groups in place of NCCL's."""
 
-    class Nccl:
-        def __init__(self, group):
-            self.group = group
+    def case(place):
+        made = []
 
-        def _get_backend(self, device):
-            return types.SimpleNamespace(name=lambda: "nccl")
+        class Group:
+            def __init__(self, group):
+                self.group = group
 
-    def sibling(nccl, backend, ranks):
-        made.append(backend)
-        return mesh.sibling(nccl.group, ranks=ranks)
+            def _get_backend(self, device):
+                return types.SimpleNamespace(name=lambda: backend)
 
-    def each_way(group, *rest):
-        return messages.directed_groups(Nccl(group), *rest)
+        def sibling(stand_in, backend, ranks):
+            made.append(backend)
+            return mesh.sibling(stand_in.group, ranks=ranks)
 
-    with mock.patch.object(messages, "sibling", sibling), mock.patch.object(engine, "directed_groups", each_way):
-        wrong = layered("ZeroBubble-V", 5)(place)
-    return wrong or (None if {"gloo", "nccl"} == set(made) else f"made: {made}")
+        def each_way(group, *rest):
+            stand_in = Group(group)
+            wires = messages.directed_groups(stand_in, *rest)
+            return {pair: tuple(group if each is stand_in else each for each in both) for pair, both in wires.items()}
+
+        with (
+            mock.patch.object(messages, "sibling", sibling),
+            mock.patch.object(messages, "own_gpus", lambda group, device: True),
+            mock.patch.object(engine, "directed_groups", each_way),
+        ):
+            wrong = layered("ZeroBubble-V", 5)(place)
+        expected = {"nccl"} if backend == "hfreduce" else {"gloo", "nccl"}
+        return wrong or (None if expected == set(made) else f"made: {made}")
+
+    return case

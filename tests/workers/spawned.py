@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 
 def note(folder, name, text=""):
@@ -80,8 +82,16 @@ def groups(local, folder):
     dist.all_reduce(x, group=groups.fsdp_group)
     found["sum"] = x.item()
     found["wrong"] = [_error(lambda: haiscale.make_subgroups(**sizes)) for sizes in WRONG]  # noqa: B023
-    from haiscale.mesh import sibling
+    from haiscale.mesh import own_gpus, sibling
 
+    found["own"] = {}  # GPUs, identified as by torch
+    with (
+        mock.patch.object(dist, "is_nccl_available", lambda: True),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index)),
+    ):
+        for name, gpus in {"four": range(4), "shared": (0, 1, 2, 0), "none": None, "one has none": (0, 1, 2)}.items():
+            mine = torch.device("cuda", gpus[local]) if gpus and local < len(gpus) else torch.device("cpu")
+            found["own"][name] = own_gpus(dist.group.WORLD, mine)
     found["sibling"] = str(sibling(pp_group)._get_backend(device).options._timeout)
     dist.new_group([0])
     dist.new_group([2, 3], use_local_synchronization=True) if local > 1 else None

@@ -181,7 +181,7 @@ def hooked(**options):
 
 
 def training(rank, size, store, backend):
-    """A small GPT-2, with each wrapper; the errors that DDP keeps, and its messages."""
+    """A small GPT-2, with each wrapper."""
     init(rank, size, store, backend)
     models = {
         "float32": lambda: DDP(made(gpt2), bucket_cap_mb=0.05),
@@ -192,7 +192,15 @@ def training(rank, size, store, backend):
         "hook_bf16": lambda: hooked(dtype=BF16, error_feedback=False),
     }
     found = {name: trained(make()) for name, make in models.items()}
-    found |= {"kept": kept(rank, size), "said": said(), "uneven": uneven(rank), "unused": unused(rank)}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def under_ddp(rank, size, store, backend):
+    """The errors that DDP keeps, and its messages."""
+    init(rank, size, store, backend)
+    found = {"kept": kept(rank, size), "said": said(), "uneven": uneven(rank), "unused": unused(rank)}
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -32,8 +32,8 @@ bool link_local(const std::string& address) {
   return address.rfind("169.254.", 0) == 0 || address.rfind("fe80:", 0) == 0;
 }
 
-// Those that are up, IPv4 before IPv6, in the kernel's order. Addresses of the link alone need a scope to be reached,
-// and are left out.
+// Interfaces that are up: IPv4 before IPv6, in the kernel's order. Without link-local addresses, which are only
+// reachable with a scope.
 std::vector<Found> interfaces() {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) throw std::runtime_error(std::string("hfreduce: getifaddrs: ") + std::strerror(errno));
@@ -48,7 +48,7 @@ std::vector<Found> interfaces() {
   return found;
 }
 
-// The address from which this host would send to `host`; "" when there is no such host or no route.
+// The address from which this host would send to `host`; "" if the host is unknown or there is no route.
 std::string source_to(const std::string& host) {
   addrinfo hints{}, *list = nullptr;
   hints.ai_socktype = SOCK_DGRAM;
@@ -59,7 +59,7 @@ std::string source_to(const std::string& host) {
     if (fd < 0) continue;
     sockaddr_storage own{};
     socklen_t length = sizeof own;
-    // Of a datagram socket, this asks for a route and sends nothing.
+    // connect() on a datagram socket only looks up the route; it sends nothing.
     if (connect(fd, each->ai_addr, each->ai_addrlen) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0)
       source = numeric(reinterpret_cast<sockaddr*>(&own));
@@ -103,7 +103,7 @@ Interface choose_interface(const std::string& wanted) {
   const char* master = std::getenv("MASTER_ADDR");
   const std::string source = master ? source_to(master) : "";
   const std::string given = master ? master : "";
-  // A name that leads to loopback is often this host's own, from /etc/hosts: no answer for others. These are meant so.
+  // A name that resolves to loopback is often this host's own, from /etc/hosts, which other hosts cannot use.
   const bool loopback_meant = given == "localhost" || given == "127.0.0.1" || given == "::1";
   for (const Found& each : found)
     if (each.address == source && (!each.loopback || loopback_meant)) return each;

@@ -1,8 +1,7 @@
-// A connection's beginning. The dialer connects and sends a Hello of 84 bytes; the listener compares the secret,
-// answers with one byte and hands the socket on. The answer costs one round trip and tells the dialer that it has
-// reached a rank of its own communicator, not whoever has got the port of a dead one, and not a queue that nobody
-// serves. After it the bytes belong to whoever has asked for the connection. What fails before it is tried again:
-// packets get lost.
+// How a connection is established. The dialer connects and sends a Hello of 84 bytes. The listener checks the secret,
+// replies with one byte and hands the socket on. The reply costs one round trip. It tells the dialer that a rank of its
+// own communicator answers, not another process on a reused port, and not just a listen queue that nobody serves. After
+// it, the bytes belong to the user of the connection. Failures before it are retried, since packets get lost.
 #include "bootstrap/mesh.h"
 
 #include <netinet/in.h>
@@ -27,11 +26,11 @@
 namespace hfreduce {
 namespace {
 
-constexpr milliseconds kSlice(50);         // how long a wait may go without looking at the health
-constexpr milliseconds kGreeting(1000);    // for a Hello to come in
-constexpr milliseconds kRefusals(1000);    // for a listener to come back
-constexpr milliseconds kStillThere(1000);  // from one question whether a peer still listens to the next
-constexpr size_t kStrangers = 1024;        // connections without a Hello yet; beyond them the oldest is dropped
+constexpr milliseconds kSlice(50);         // the longest wait between two checks of the health
+constexpr milliseconds kGreeting(1000);    // timeout for a Hello
+constexpr milliseconds kRefusals(1000);    // time for a listener to come back
+constexpr milliseconds kStillThere(1000);  // interval between checks that a peer still listens
+constexpr size_t kStrangers = 1024;        // connections without a Hello yet; if there are more, the oldest is dropped
 constexpr int kSocket = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 constexpr char kWelcome = 'w';
 
@@ -45,7 +44,7 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 84);
 
-// In a time that does not depend on where they differ.
+// In constant time.
 bool equal(const char* a, const char* b, size_t bytes) {
   unsigned char difference = 0;
   for (size_t i = 0; i < bytes; ++i) difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
@@ -58,7 +57,7 @@ struct Address {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&bytes); }
 };
 
-// The first byte of an abstract name is zero; it is no file, and gone with its last socket.
+// An abstract name begins with a zero byte. It is not a file and disappears with its last socket.
 Address abstract(const std::string& name) {
   Address address;
   auto& local = reinterpret_cast<sockaddr_un&>(address.bytes);
@@ -86,14 +85,14 @@ Socket listen_at(const Address& address, const std::string& said) {
   return socket;
 }
 
-// Small messages leave at once. The buffers are left to the kernel, which lets them grow with the link, up to
-// net.ipv4.tcp_wmem and tcp_rmem; a size asked for here would be held below net.core.wmem_max, and end that.
+// Small messages leave at once. Buffer sizes are left to the kernel's autotuning, which goes up to net.ipv4.tcp_wmem
+// and tcp_rmem. Setting a size would limit it to net.core.wmem_max and disable autotuning.
 void tune(const Socket& socket) {
   const int one = 1;
-  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);  // a Unix socket refuses, and needs none
+  setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);  // fails on a Unix socket, which needs none
 }
 
-// Whether something is to be had of a descriptor within `patience`.
+// Whether a descriptor has events within `patience`.
 bool ready(int fd, short events, Clock::duration patience) {
   pollfd asked{fd, events, 0};
   const auto ms = std::chrono::ceil<milliseconds>(std::max(patience, Clock::duration::zero()));
@@ -116,7 +115,7 @@ const char* name(Purpose purpose) {
 struct Mesh::State {
   using Key = std::tuple<int, Purpose, int>;  // rank, purpose, index
 
-  // Somebody who has connected, and has not said all of the Hello yet.
+  // A connection whose Hello is not complete yet.
   struct Stranger {
     Socket socket;
     Deadline until;
@@ -128,7 +127,7 @@ struct Mesh::State {
 
   void run();
   void accept(const Socket& listener, std::vector<Stranger>& strangers);
-  bool greet(Stranger& stranger);  // whether it is done with: handed on, or dropped
+  bool greet(Stranger& stranger);  // returns whether it is finished: handed on or dropped
   Address address(const Peer& peer) const;
   std::string place(const Peer& peer) const;
   int attempt(const Peer& peer, Purpose purpose, int index, Deadline deadline, Socket& out);
@@ -139,21 +138,21 @@ struct Mesh::State {
   const Interface interface;
   const pid_t owner = getpid();
   std::string unix_name;
-  Socket tcp, local, bell;  // bell: an eventfd that ends the thread
+  Socket tcp, local, bell;  // bell: an eventfd that stops the thread
   Roster roster;
   char secret[sizeof Hello::secret] = {};
   Health* health = nullptr;
   std::thread thread;
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<Key, std::deque<Socket>> waiting;  // dialed by peers, not yet asked for
+  std::map<Key, std::deque<Socket>> waiting;  // dialed by peers, not taken yet
   bool closed = false;
 };
 
 Mesh::Mesh(const std::string& interface) : state_(std::make_unique<State>(interface)) {}
 
 Mesh::~Mesh() {
-  // A child of a fork has no such thread, and its locks may be held by nobody: it lets all of it lie.
+  // A forked child does not have this thread, and locks may be held by threads that do not exist: leak everything.
   if (state_->owner == getpid())
     close();
   else
@@ -171,7 +170,7 @@ void Mesh::listen(Peer& mine) {
   sockaddr_storage own{};
   socklen_t length = sizeof own;
   if (getsockname(s.tcp.fd(), reinterpret_cast<sockaddr*>(&own), &length) != 0) fail("getsockname");
-  // The port lies at the same place for both families.
+  // The port is at the same offset for both address families.
   mine.port = ntohs(reinterpret_cast<const sockaddr_in&>(own).sin_port);
 }
 
@@ -181,7 +180,7 @@ void Mesh::start(const Roster& roster, Health& health) {
   roster.secret.copy(state_->secret, sizeof state_->secret);
   state_->bell = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (state_->bell.fd() < 0) fail("eventfd");
-  // Signals are for Python's threads.
+  // Signals are handled by Python's threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -211,7 +210,7 @@ void Mesh::State::run() {
   while (true) {
     std::vector<pollfd> asked = {{bell.fd(), POLLIN, 0}, {tcp.fd(), POLLIN, 0}, {local.fd(), POLLIN, 0}};
     for (const Stranger& each : strangers) asked.push_back({each.socket.fd(), POLLIN, 0});
-    int timeout = -1;  // the oldest comes first
+    int timeout = -1;  // strangers are in order of age
     if (!strangers.empty()) {
       const auto left = std::chrono::ceil<milliseconds>(strangers[0].until - Clock::now()).count();
       timeout = static_cast<int>(std::max<int64_t>(left, 0));
@@ -232,7 +231,7 @@ void Mesh::State::run() {
 void Mesh::State::accept(const Socket& listener, std::vector<Stranger>& strangers) {
   Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (socket.fd() < 0) {
-    // Without this pause the thread would turn round and round while the process is out of descriptors.
+    // Avoids a busy loop while the process is out of descriptors.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(kSlice);
     return;
   }
@@ -275,7 +274,7 @@ void Mesh::State::fail(Fault::Cause cause, const Peer& peer, const std::string& 
   throw Fault(cause, {peer.rank}, what + " " + peer.name() + " at " + place(peer) + ": " + why);
 }
 
-// Waits for the one byte; returns an errno, 0 for success.
+// Waits for the reply byte. Returns an errno, 0 for success.
 int Mesh::State::answered(const Socket& socket, Deadline deadline) {
   while (true) {
     char answer = 0;
@@ -290,7 +289,7 @@ int Mesh::State::answered(const Socket& socket, Deadline deadline) {
   }
 }
 
-// Connects once; returns an errno, 0 for success.
+// Connects once. Returns an errno, 0 for success.
 int Mesh::State::attempt(const Peer& peer, Purpose purpose, int index, Deadline deadline, Socket& out) {
   const Address to = address(peer);
   out = Socket(::socket(to.bytes.ss_family, kSocket, 0));
@@ -309,7 +308,7 @@ int Mesh::State::attempt(const Peer& peer, Purpose purpose, int index, Deadline 
   hello.index = index;
   hello.purpose = purpose;
   std::memcpy(hello.secret, secret, sizeof secret);
-  // A new connection's buffer holds all of it.
+  // It fits into the send buffer of a new connection.
   if (send(out.fd(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return errno ? errno : EIO;
   return answered(out, deadline);
 }
@@ -336,7 +335,7 @@ Socket Mesh::dial(int rank, Purpose purpose, int index, Deadline deadline) {
   }
 }
 
-// Whether nothing listens any more where the peer has listened. A Unix socket tells at once; TCP, where it does.
+// Whether the peer has stopped listening. A Unix socket tells at once; TCP only if the host answers within kSlice.
 bool Mesh::State::gone(const Peer& peer) const {
   const Address to = address(peer);
   Socket socket(::socket(to.bytes.ss_family, kSocket, 0));

@@ -1,8 +1,8 @@
-// The meeting. Rank 0 draws a fresh number and leaves it under "invitation". Every other rank answers under that number
-// ("<number>/rank/<rank>"), rank 0 gathers the answers and leaves them, with the secret, under "<number>/roster". A
-// store may still hold the keys of an earlier communicator of the same name (torchrun's store outlives
-// destroy_process_group): whoever answers an old invitation finds a roster in which its own entry is not the one it
-// wrote, and goes on looking for the new invitation.
+// The rendezvous. Rank 0 writes a new random number under "invitation". Every other rank replies under that number
+// ("<number>/rank/<rank>"). Rank 0 gathers the replies and writes them, with the secret, under "<number>/roster". A
+// store may still hold keys of an earlier communicator of the same name (torchrun's store outlives
+// destroy_process_group). A rank that replies to an old invitation finds a roster without its own entry, and waits for
+// the new invitation.
 #include "bootstrap/roster.h"
 
 #include <sched.h>
@@ -22,10 +22,10 @@
 namespace hfreduce {
 namespace {
 
-// Of everything that ranks say to one another: ranks of different versions refuse to meet.
+// The version of everything that ranks exchange: ranks of different versions refuse to connect.
 constexpr int kProtocol = 2;
 
-// ASCII's own separators, which no name holds.
+// ASCII's separators, which must not be part of a name.
 constexpr char kUnit = '\x1f', kRecord = '\x1e';
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -90,12 +90,12 @@ Roster read(int rank, const std::string& value) {
   return arrange(rank, std::move(peers), entries[0]);
 }
 
-// One rank's part of the meeting.
+// One rank's part in the rendezvous.
 class Meeting {
  public:
   Meeting(Store& store, const Peer& mine, int size, Deadline deadline, const std::vector<int>& global_ranks)
       : store_(store), mine_(mine), size_(size), deadline_(deadline), global_ranks_(global_ranks) {}
-  // Rank 0's.
+  // For rank 0.
   Roster gather() {
     const std::string invitation = random_hex(8);
     store_.set("invitation", invitation);
@@ -115,7 +115,7 @@ class Meeting {
     store_.set(invitation + "/roster", value);
     return read(0, value);
   }
-  // That of the others.
+  // For the other ranks.
   Roster answer() {
     const std::string entry = encode(mine_);
     std::string invitation;
@@ -156,7 +156,7 @@ class Meeting {
     text << ". Look at whether they were started, and at how they ended; a larger timeout gives slow ones more time";
     throw std::runtime_error(text.str());
   }
-  // What a rank other than 0 says when the deadline has passed. `roster`: of the last invitation, where there is one.
+  // The error of a rank other than 0 at the deadline. `roster`: of the last invitation, if any.
   [[noreturn]] void give_up(const std::string& invitation, const std::optional<std::string>& roster) {
     if (invitation.empty()) missing({0});
     if (roster) {
@@ -170,7 +170,7 @@ class Meeting {
     std::vector<int> absent;
     for (int rank = 1; rank < size_; ++rank)
       if (!store_.find(key(invitation, rank))) absent.push_back(rank);
-    if (absent.empty()) absent.push_back(0);  // it has left in the middle of gathering
+    if (absent.empty()) absent.push_back(0);  // it has left while gathering
     missing(absent);
   }
 
@@ -212,7 +212,7 @@ std::string Store::wait(const std::string& key, Deadline deadline) {
 
 std::string random_hex(int bytes) {
   std::string random(bytes, '\0'), digits;
-  // getrandom gives up to 256 bytes at once, or an error.
+  // getrandom fills up to 256 bytes in one call, or fails.
   if (getrandom(random.data(), random.size(), 0) != bytes)
     throw std::system_error(errno, std::generic_category(), "hfreduce: getrandom");
   for (unsigned char byte : random) digits += "0123456789abcdef"[byte >> 4], digits += "0123456789abcdef"[byte & 15];
@@ -230,7 +230,7 @@ Peer Roster::self(int rank, int global_rank, const std::string& host_id) {
   peer.pid = getpid();
   unsigned cpu = 0, node = 0;
   if (getcpu(&cpu, &node) == 0) peer.numa_node = static_cast<int>(node);
-  // Machines of more than 1024 cores need a larger set than this, and there the call fails.
+  // On machines with more than 1024 cores the call fails, because this set is too small.
   cpu_set_t cores;
   peer.cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : int(sysconf(_SC_NPROCESSORS_ONLN));
   char hostname[256] = {};

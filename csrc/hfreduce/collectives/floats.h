@@ -1,6 +1,6 @@
-// Floats of 16 and 8 bits: to float32, exactly, and back, rounded to nearest with ties to even, in integer arithmetic
-// that the vectoriser takes. The bits are those of torch's casts; of a NaN only that it is one. What is too large for
-// e4m3fn becomes its largest number, as in torch 2.13 (2.11 made it a NaN).
+// 16-bit and 8-bit floats: exact conversion to float32, and back with rounding to nearest even, in integer arithmetic
+// that vectorizes. The results equal torch's casts bit for bit, except for NaN payloads. Overflow in e4m3fn gives its
+// largest number, as in torch 2.13 (2.11: NaN).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace hfreduce {
 
-// A sign, kExponent bits, kMantissa bits, as in IEEE 754; without infinities (e4m3fn) only all ones are a NaN, and the
-// rest of the highest exponent are numbers.
+// A sign, kExponent bits, kMantissa bits, as in IEEE 754. Without infinities (e4m3fn), only all ones is a NaN; the
+// other codes with the highest exponent are numbers.
 template <int kExponent, int kMantissa, bool kInfinities>
 struct Small {
   using Bits = std::conditional_t<kExponent + kMantissa == 15, uint16_t, uint8_t>;
@@ -54,7 +54,7 @@ HFREDUCE_INLINE void store(BFloat16& y, float x) {
   y.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-// What follows from the widths. A subnormal is an integer times 2^-kUnit.
+// Constants derived from the widths. A subnormal is an integer times 2^-kUnit.
 template <int kExponent, int kMantissa>
 struct FloatFormat {
   static constexpr int kShift = 23 - kMantissa;
@@ -70,7 +70,7 @@ template <int kExponent, int kMantissa, bool kInfinities>
 HFREDUCE_INLINE float load(Small<kExponent, kMantissa, kInfinities> x) {
   using L = FloatFormat<kExponent, kMantissa>;
   const uint32_t magnitude = x.bits & L::kOnes, sign = uint32_t(x.bits & L::kSign) << (31 - kExponent - kMantissa);
-  // Infinities and NaNs take float32's highest exponent.
+  // Infinities and NaNs get float32's highest exponent.
   const bool special = kInfinities ? magnitude >= L::kInfinity : magnitude == L::kOnes;
   const uint32_t high = kInfinities ? (255u - ((1u << kExponent) - 1)) << 23 : 0x7fc00000 - (L::kOnes << L::kShift);
   const uint32_t normal = (magnitude << L::kShift) + (special ? high : L::kRebias);
@@ -84,7 +84,7 @@ HFREDUCE_INLINE void store(Small<kExponent, kMantissa, kInfinities>& y, float x)
   using L = FloatFormat<kExponent, kMantissa>;
   constexpr float kMagic = power_of_two(23 - L::kUnit);
   constexpr uint32_t kBelowHalf = (1u << (L::kShift - 1)) - 1;
-  // What a number too large becomes: infinity, or the largest.
+  // The result of an overflow: infinity, or the largest number.
   constexpr uint32_t kOverflow = kInfinities ? L::kInfinity : L::kOnes - 1;
   const uint32_t magnitude = bits_of(x) & 0x7fffffff, sign = bits_of(x) >> 31 << (kExponent + kMantissa);
   const uint32_t normal = (magnitude - L::kRebias + kBelowHalf + (magnitude >> L::kShift & 1)) >> L::kShift;

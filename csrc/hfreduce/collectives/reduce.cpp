@@ -1,12 +1,12 @@
-// Adding up, in pieces of an output that fit into the first-level cache with all that is computed on the way: floats of
-// 16 and 8 bits are widened into a buffer, or as they are added (bfloat16); inputs are combined two at a time, in
-// order, into a buffer or, the last one, into the output; what was widened is rounded once.
+// Reductions, in pieces of the output that fit into the L1 cache together with the intermediate results. 16-bit and
+// 8-bit floats are widened into a buffer (bfloat16 sums: as they are added). Inputs are combined two at a time, in
+// order, into a buffer; the last one into the output. Widened results are rounded once.
 //
-// Bytes through memory: each input is read once and the output is written once. A plain store first reads the line that
-// it writes to, once more the output's bytes; `stream` does without: the piece is made in a buffer and written past the
-// caches.
+// Memory traffic: each input is read once and the output is written once. A plain store first reads the cache line that
+// it writes to, which adds the output's bytes. `stream` avoids that: a piece is computed in a buffer and written with
+// non-temporal stores.
 //
-// The loops are plain, for the vectoriser, in functions of their own, which are compiled for several instruction sets.
+// The loops are plain functions of their own, so that they vectorize and compile for several instruction sets.
 #include "collectives/reduce.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-// gcc's clones are chosen by an ifunc, which runs before ThreadSanitizer is ready for it.
+// gcc selects among the clones by an ifunc, which runs before ThreadSanitizer is initialized.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define HFREDUCE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -31,14 +31,14 @@ namespace hfreduce {
 namespace {
 constexpr int64_t kPiece = 1024, kLine = 64;
 
-// An element at any address.
+// An element at any address, aligned or not.
 template <class T>
 struct __attribute__((packed, may_alias)) Cell {
   T value;
 };
 }  // namespace
 
-// The loops: on n elements of the dtype that is computed in. x, y and the output may be the same memory.
+// The loops: n elements of the dtype that is computed in. x, y and the output may be the same memory.
 
 template <class F>
 HFREDUCE_INLINE void with_float(DType dtype, F f) {
@@ -46,7 +46,7 @@ HFREDUCE_INLINE void with_float(DType dtype, F f) {
   if (dtype == DType::f64) f(double{});
 }
 
-// Integers of 8, 16, 32 and 64 bits; sums and products of signed ones are those of unsigned ones.
+// Integers of 8, 16, 32 and 64 bits. Signed sums and products have the same bits as unsigned ones.
 template <class F>
 HFREDUCE_INLINE void with_unsigned(DType dtype, F f) {
   if (dtype >= DType::f16) return;
@@ -82,7 +82,7 @@ HFREDUCE_INLINE void each(void* out, const void* x, const void* y, int64_t n, F 
   for (int64_t i = 0; i < n; ++i) to[i].value = f(a[i].value, b[i].value);
 }
 
-#define HFREDUCE_FLAT __attribute__((always_inline))  // for lambdas, which take no `inline`
+#define HFREDUCE_FLAT __attribute__((always_inline))  // for lambdas, where `inline` is not allowed
 #define HFREDUCE_LOOP HFREDUCE_CLONES static void
 
 HFREDUCE_LOOP add(DType dtype, void* out, const void* x, const void* y, int64_t n) {
@@ -106,7 +106,7 @@ HFREDUCE_LOOP multiply(DType dtype, void* out, const void* x, const void* y, int
   });
 }
 
-// A NaN stays, for comparisons with it are false.
+// Propagates NaN: comparisons with NaN are false.
 HFREDUCE_LOOP minimum(DType dtype, void* out, const void* x, const void* y, int64_t n) {
   with_type(dtype, [=](auto t) HFREDUCE_FLAT {
     using T = decltype(t);
@@ -134,8 +134,8 @@ HFREDUCE_LOOP scale(DType dtype, void* out, const void* x, double factor, int64_
   });
 }
 
-// Integers toward zero: a quotient of two of 32 bits that is not whole is farther from the next whole number than
-// float64 rounds.
+// Integers round toward zero. 32-bit integers are divided in float64: a quotient that is not whole differs from the
+// next whole number by more than float64's rounding error.
 HFREDUCE_LOOP divide(DType dtype, void* out, const void* x, int64_t divisor, int64_t n) {
   with_type(dtype, [=](auto t) HFREDUCE_FLAT {
     using T = decltype(t);
@@ -153,7 +153,7 @@ HFREDUCE_INLINE void with_small(DType dtype, F f) {
 }
 
 #ifdef __x86_64__
-// float16 in the instructions made for it, which the vectoriser does not find: twice as fast.
+// float16 by F16C instructions, which the compiler does not generate from the loop: twice as fast.
 #define HFREDUCE_F16C __attribute__((target("avx2,f16c"))) static void
 
 HFREDUCE_F16C widen_f16c(float* out, const Cell<uint16_t>* x, int64_t n) {
@@ -194,8 +194,8 @@ HFREDUCE_LOOP narrow_any(DType dtype, void* out, const float* x, int64_t n) {
   });
 }
 
-// Sums of bfloat16, what gradients mostly are, in half the passes: terms are widened as they are added, the first two
-// at once, and the last sum is rounded as it is made.
+// Sums of bfloat16, the usual dtype of gradients, in half the passes: terms are widened as they are added (the first
+// two together), and the last sum is rounded as it is computed.
 using BCell = Cell<BFloat16>;
 HFREDUCE_LOOP add_two(float* out, const BCell* x, const BCell* y, int64_t n) {
 #pragma GCC ivdep
@@ -236,7 +236,7 @@ static void narrow(DType dtype, void* out, const float* x, int64_t n) {
   narrow_any(dtype, out, x, n);
 }
 
-// Past the caches, where the processor can: whole lines, what is left of the first and the last one plainly.
+// Writes whole cache lines with non-temporal stores, where available; the partial first and last lines normally.
 static void write_past(char* out, const char* in, int64_t bytes) {
 #ifdef __x86_64__
   const int64_t head = std::min<int64_t>(-reinterpret_cast<uintptr_t>(out) % kLine, bytes);
@@ -251,7 +251,7 @@ static void write_past(char* out, const char* in, int64_t bytes) {
 #endif
 }
 
-// What was written past the caches is not ordered with later stores, such as that of a flag, without it.
+// Orders non-temporal stores before later stores, such as that of a flag.
 static void fence() {
 #ifdef __x86_64__
   _mm_sfence();
@@ -270,7 +270,7 @@ class Job {
         op_(op),
         divisor_(divisor) {}
 
-  // `count` elements, at most kPiece, beginning with element `begin` of the inputs.
+  // Computes `count` elements (at most kPiece), from element `begin` of the inputs on.
   void make(char* out, int64_t begin, int64_t count) {
     if (dtype_ == DType::bf16 && op_ == Op::sum && n_ > 1) return sum_bf16(out, begin, count);
     const bool same = wide_ == dtype_;
@@ -290,7 +290,7 @@ class Job {
   }
 
  private:
-  // Input j as it enters the sum: itself, or computed into `room`.
+  // Input j as a term of the sum: the input itself, or computed into `room`.
   const void* term(int j, int64_t begin, int64_t count, void* room) const {
     const void* x = static_cast<const char*>(inputs_[j]) + begin * size_of(dtype_);
     if (wide_ != dtype_) {
@@ -341,7 +341,7 @@ class Job {
 bool floating(DType dtype) { return dtype >= DType::f16; }
 bool bitwise(Op op) { return op == Op::band || op == Op::bor || op == Op::bxor; }
 
-// The bit operation that an operation on booleans is.
+// The bit operation that `op` means for booleans.
 Op of_booleans(Op op) {
   if (op == Op::sum || op == Op::max) return Op::bor;
   if (op == Op::prod || op == Op::min) return Op::band;
@@ -380,7 +380,7 @@ void reduce(void* out, const void* const* inputs, const double* factors, int n, 
   } else {
     Job job(inputs, factors, n, dtype, op, divisor);
     alignas(kLine) char made[kPiece * 8];
-    // When streaming, the first piece ends where a line of the output does, so that the others are made of whole lines.
+    // When streaming, the first piece ends at a cache line of the output, so that the others consist of whole lines.
     int64_t next = stream ? -reinterpret_cast<uintptr_t>(out) % kLine / size : kPiece;
     for (int64_t i = 0; i < count; i += next, next = kPiece) {
       next = std::min(next, count - i);

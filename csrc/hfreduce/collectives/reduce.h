@@ -1,21 +1,21 @@
-// Adding up: the arithmetic of every reduction, on this thread, one pass over memory.
+// The arithmetic of every reduction: on the calling thread, in one pass over memory.
 #pragma once
 
 #include "types.h"
 
 namespace hfreduce {
 
-// out[i] = scale * op(factors[0] * inputs[0][i], ..., factors[n-1] * inputs[n-1][i]), taken in that order, so the bits
-// do not depend on who computes it. `out` may be one of the inputs; otherwise they do not overlap. Any alignment.
+// out[i] = scale * op(factors[0] * inputs[0][i], ..., factors[n-1] * inputs[n-1][i]), in that order, so the bits do not
+// depend on which rank computes it. `out` may be one of the inputs; otherwise they do not overlap. Any alignment.
 //
-// 16-bit and 8-bit floats are added (and scaled) in float32 and rounded once, to nearest even; e5m2 overflows to
-// infinity, and e4m3, which has none, to its largest number. min and max propagate NaN, as torch's do. boolean: sum,
-// max and bor are "or"; prod, min and band are "and"; bxor is "xor"; avg is refused. avg is the sum divided by
-// `divisor`, in float32 before it is rounded; integers toward zero, like NCCL's.
+// 16-bit and 8-bit floats are added (and scaled) in float32 and rounded once, to nearest even. e5m2 overflows to
+// infinity; e4m3, which has none, to its largest number. min and max propagate NaN, as torch's do. boolean: sum, max
+// and bor are "or"; prod, min and band are "and"; bxor is "xor"; avg is rejected. avg divides the sum by `divisor`, in
+// float32 before rounding; for integers toward zero, as in NCCL.
 //
-//   factors  nullptr for ones; only with premul_sum, floats only
-//   divisor  of avg: the number of ranks; 1 otherwise
-//   stream   whether to write past the caches (non-temporal): for outputs nobody reads soon and larger than they are
+//   factors  nullptr: all 1; only with premul_sum, floats only
+//   divisor  of avg: the number of ranks; otherwise 1
+//   stream   use non-temporal stores: for outputs that are larger than the caches and not read soon
 void reduce(void* out, const void* const* inputs, const double* factors, int n, int64_t count, DType dtype, Op op,
             int64_t divisor, bool stream = false);
 

@@ -17,9 +17,9 @@ namespace hfreduce::gpu {
 
 namespace {
 
-constexpr milliseconds kGoodbye{3000};  // ranks that leave later than that leave their peers' memory where it is
+constexpr milliseconds kGoodbye{3000};  // if a rank leaves later than this, its peers leak their memory
 
-// FNV-1a of what ranks must agree on, but for the number: a captured call has another one when it is replayed.
+// FNV-1a hash of what ranks must agree on. Without the sequence number, which a captured call would replay.
 uint32_t fingerprint(const Call& call) {
   uint32_t hash = 2166136261u;
   const auto add = [&](uint64_t value) {
@@ -38,7 +38,7 @@ struct Accelerator::State {
 
   void make_staged(milliseconds timeout);
   const Links& links(Path path) const { return (in_mapped(path) ? mapped : peers)->links(); }
-  // Numbers, orders, runs and watches one operation. bytes: see Message; work(launch, what) enqueues it.
+  // Numbers, orders, launches and watches one operation. bytes: see Message. work(launch, enqueued) enqueues it.
   template <class Work>
   void enqueue(Path path, const Call& call, int64_t bytes, int64_t bytes_in, int64_t bytes_out, Stream stream,
                milliseconds timeout, Work work);
@@ -52,11 +52,11 @@ struct Accelerator::State {
   std::string why_no_peers, why_no_mapped, why_no_staged, why_no_copies, why_no_messages;
   std::unique_ptr<Peers> peers, mapped;
   std::unique_ptr<HostStaged> staged;
-  double core_rate = kCoreRate;  // HostStaged::rate, the least of all ranks, where it decides anything
+  double core_rate = kCoreRate;  // HostStaged::rate, minimum over all ranks; measured only if it decides the path
   std::unique_ptr<Copies> copies;
   std::unique_ptr<DeviceMessages> messages;
   const std::shared_ptr<std::atomic<bool>> stopped = std::make_shared<std::atomic<bool>>(false);
-  std::mutex order;  // of what is enqueued
+  std::mutex order;  // serializes enqueueing
   std::unique_ptr<InFlight> in_flight;
   bool ended = false;
 };
@@ -73,7 +73,7 @@ Accelerator::State::State(Communicator& communicator, std::unique_ptr<Driver> gi
   if (why_no_peers.empty()) why_no_peers = connect(communicator, *driver, timeout, peers);
   if (why_no_mapped.empty() && (wants(Path::mapped) || wants(Path::mapped_two_shot)))
     why_no_mapped = map(communicator, *driver, timeout, mapped);
-  communicator.on_failure([stopped = stopped] { stopped->store(true); });  // who makes something waits for the others
+  communicator.on_failure([stopped = stopped] { stopped->store(true); });  // setup waits for other ranks
   if (wants(Path::staged)) make_staged(timeout);
   if (peers && wants(Path::copies)) why_no_copies = connect(communicator, *driver, timeout, copies);
   if (peers) why_no_messages = connect(communicator, *driver, timeout, messages);
@@ -125,7 +125,7 @@ void Accelerator::State::enqueue(Path path, const Call& call, int64_t bytes, int
     const Extent extent = extent_of(rows, means, {call.kind, bytes, call.dtype, call.op}, path);
     if (bytes) work(Launch{stream, extent.blocks, extent.threads, fingerprint(call), extent.slot}, enqueued);
     if (captured)
-      communicator.ended(enqueued, true);  // what is replayed has its clock limit, and the hook of a failure
+      communicator.ended(enqueued, true);  // a replay is watched by its kernels' clock limit and by on_failure
     else
       in_flight->add(enqueued, stream, kernel);
   } catch (const std::exception& error) {
@@ -135,9 +135,9 @@ void Accelerator::State::enqueue(Path path, const Call& call, int64_t bytes, int
   communicator.check();
 }
 
-// The oldest operation has not ended: what its kernel says, and the clock.
+// Called while the oldest operation has not ended: checks what its kernel reports, and the deadline.
 void Accelerator::State::look(const Enqueued& oldest) {
-  if (communicator.failed()) {  // `stop` has seen to most of it, for good
+  if (communicator.failed()) {  // `stop` has run; repeat what may have been overwritten since
     if (copies) copies->let_go();
     return;
   }
@@ -234,7 +234,7 @@ void Accelerator::all_to_all(const void* in, const int64_t* in_offsets, const in
     bytes_in += ranges.in_sizes[i], bytes_out += ranges.out_sizes[i];
   }
   s.communicator.all_reduce(&most, &most, 1, DType::i64, {Op::max}, timeout);
-  // All ranks take the path, and the blocks, of the largest part.
+  // All ranks use the path and the number of blocks for the largest part.
   const Message message{Kind::all_to_all, most * s.communicator.size(), dtype};
   const Path path = path_of(s.rows, s.means, message);
   s.enqueue(
@@ -281,12 +281,12 @@ void Accelerator::shutdown(milliseconds patience) {
   s.communicator.on_failure(nullptr);
   s.in_flight.reset();
   if (s.messages) s.messages->quit();
-  // Of no more use in any case; but whose kernels may still run must keep its memory, and its peers theirs.
+  // No longer used. But memory must stay while a kernel of this rank or of a peer may use it.
   const bool quiet = rest && s.communicator.quiet(std::min(patience, kGoodbye));
   if (rest) s.staged.reset(), s.mapped.reset();
   if (quiet) s.peers.reset(), s.copies.reset(), s.messages.reset();
   if (s.peers || s.mapped || s.staged || s.copies || s.messages) {
-    if (s.staged) s.staged->quit();  // what carries between hosts asks the communicator, which has failed
+    if (s.staged) s.staged->quit();  // its carry threads use the communicator, which has failed
     static_cast<void>(s.peers.release());
     static_cast<void>(s.mapped.release());
     static_cast<void>(s.staged.release());

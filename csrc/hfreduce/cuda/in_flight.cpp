@@ -4,7 +4,7 @@
 
 namespace hfreduce::gpu {
 
-// How often the thread looks: what it finds is for messages and faults, and nobody waits for it.
+// Polling interval. What the thread finds is for messages and faults, so nothing waits for it.
 static constexpr milliseconds kLook{5};
 
 InFlight::InFlight(Communicator& communicator, Driver& driver, std::function<void(const Enqueued&)> look)
@@ -38,8 +38,8 @@ void InFlight::add(const Enqueued& enqueued, Stream stream, bool ordered) {
   if (operations_.size() == 1) work_.notify_one();
 }
 
-// An event that was reached, and recorded again since, is one of a later operation: end_ is the last one's in any case,
-// for it is forgotten when it is reached.
+// An event that was reached and recorded again belongs to a later operation. end_ is nevertheless the last ordered
+// operation's, because it is reset when it is reached.
 void InFlight::order(Stream stream) {
   std::lock_guard lock(mutex_);
   if (end_ && last_ != stream) driver_.wait_event(end_, stream);
@@ -50,7 +50,7 @@ bool InFlight::empty_by(Deadline deadline) {
   return rest_.wait_until(lock, deadline, [this] { return operations_.empty(); }) && !lost_;
 }
 
-// Ends what the device has done, and returns the oldest operation that it has not.
+// Ends the operations that the device has finished. Returns the oldest unfinished one.
 std::optional<Enqueued> InFlight::sweep() {
   while (true) {
     Pending first;
@@ -86,7 +86,7 @@ void InFlight::run() {
     if (!broken.empty()) communicator_.broke(first, broken);
     lock.lock();
     if (broken.empty()) continue;
-    operations_.clear();  // the device is lost: nothing of it will ever be reached
+    operations_.clear();  // the device is lost: no event will be reached
     lost_ = true, end_ = nullptr;
     rest_.notify_all();
   }

@@ -1,5 +1,5 @@
-// What a rank has enqueued and the device has not done yet; a thread of its own looks at it, and sleeps when there is
-// nothing.
+// Operations that this rank has enqueued and the device has not finished. A thread polls them, and sleeps while there
+// are none.
 #pragma once
 
 #include <condition_variable>
@@ -17,17 +17,17 @@ namespace hfreduce::gpu {
 
 class InFlight {
  public:
-  // look: asked of the oldest operation every few milliseconds. It may fail the communicator; when that has failed, it
-  // is to let go of what waits: every time, for a peer's stream may take back what was raised.
+  // look: called with the oldest operation every few milliseconds. It may fail the communicator. Once that has failed,
+  // it must release what waits, every time: a peer's stream may lower a raised flag again.
   InFlight(Communicator&, Driver&, std::function<void(const Enqueued&)> look);
-  ~InFlight();  // joins the thread; what has not ended keeps its event
+  ~InFlight();  // joins the thread; unfinished operations keep their events
 
-  // An operation whose work `stream` has: marks its end. ordered: whether `order` is about it.
+  // Adds an operation whose work was enqueued on `stream`. ordered: whether `order` applies to it.
   void add(const Enqueued&, Stream stream, bool ordered);
-  // Whatever `stream` is given next comes after the last operation that was ordered.
+  // Makes later work on `stream` run after the last ordered operation.
   void order(Stream stream);
 
-  bool empty_by(Deadline deadline);  // whether all has ended by then
+  bool empty_by(Deadline deadline);  // whether all operations have ended by then
 
  private:
   struct Pending {
@@ -47,7 +47,7 @@ class InFlight {
   std::deque<Pending> operations_;
   std::vector<Event> spare_;
   Stream last_ = nullptr;
-  Event end_ = nullptr;  // of the last one that was ordered, on last_
+  Event end_ = nullptr;  // of the last ordered operation, on last_
   bool closed_ = false, lost_ = false;
   std::thread thread_;
 };

@@ -1,7 +1,7 @@
-// The proof that ranks reach each other: each one's copy engine writes a line into the memory of every peer, out of its
-// own device memory, and each finds the right lines in its own; then a kernel, an all-gather of such lines. CUDA's word
-// alone is not enough: there are machines, virtual ones above all, where it says that peers reach each other, and what
-// is written never comes.
+// How ranks prove that they reach each other. Each rank's copy engine writes a line from its own device memory into the
+// memory of every peer, and each rank checks the lines in its own memory. Then a kernel does an all-gather of such
+// lines. CUDA's answer alone is not enough: on some machines, mostly virtual ones, CUDA reports peer access, but
+// written data never arrives.
 #include "cuda/meeting.h"
 
 #include <unistd.h>
@@ -16,13 +16,13 @@ namespace hfreduce::gpu {
 namespace {
 
 constexpr size_t kWords = 200;               // characters of an objection
-constexpr milliseconds kProof{20000};        // for copies and kernels that take microseconds, once modules are loaded
-constexpr milliseconds kLimit{3600000};      // of kernels, should their host be gone
+constexpr milliseconds kProof{20000};        // for copies and kernels that take microseconds once modules are loaded
+constexpr milliseconds kLimit{3600000};      // of a kernel's waits, in case its host process has died
 constexpr int64_t kLine = 64, kPage = 4096;  // bytes
 
 struct Introduction {
   char uuid[48];
-  int32_t p2p;  // HFREDUCE_P2P; -1 where it is not set
+  int32_t p2p;  // HFREDUCE_P2P; -1 if it is not set
 };
 
 template <class T>
@@ -40,7 +40,7 @@ std::vector<Introduction> tell(Communicator& c, const Driver& driver, millisecon
   return gather(c, mine, timeout);
 }
 
-// Why the ranks' kernels may not wait for each other; "" where they may. Equal on all ranks.
+// Why the ranks' kernels may not wait for each other; "" if they may. Equal on all ranks.
 std::string apart(const Communicator& c, const std::vector<Introduction>& all) {
   if (!c.one_host()) return "ranks are on several hosts";
   if (all.size() > kMaxRanks) return "there are more than " + std::to_string(kMaxRanks) + " ranks";
@@ -52,7 +52,7 @@ std::string apart(const Communicator& c, const std::vector<Introduction>& all) {
   return shared && !forced ? "ranks share a device (HFREDUCE_P2P=1 lets their kernels wait for each other)" : "";
 }
 
-// Pinned memory of the host for the length of a proof.
+// Pinned host memory for the duration of a proof.
 class Page {
  public:
   explicit Page(Driver& driver) : driver_(driver), memory_(std::aligned_alloc(kPage, kPage)) {
@@ -75,7 +75,7 @@ class Page {
   void* memory_;
 };
 
-// What one rank does to prove that it reaches the others.
+// One rank's part in the proof that ranks reach each other.
 class Proof {
  public:
   Proof(Communicator& c, Driver& driver, const Links& links)
@@ -85,7 +85,7 @@ class Proof {
     driver_.destroy(stream_);
   }
 
-  // Lines of the slots of step 0 of block 0: 0 to size - 1 are for the ranks' lines, size and more for this one's own.
+  // Lines of the slots of step 0 of block 0: lines 0 to size - 1 receive the ranks' lines; this rank's own follow.
   void write() {
     for (int i = 0; i < links_.size; ++i) line(page_.at(i), links_.rank, i);
     char* const mine = links_.slots[links_.rank];
@@ -101,14 +101,14 @@ class Proof {
   }
   void kernel() {
     line(page_.at(links_.size), links_.rank, links_.rank);
-    char* const lines = links_.slots[links_.rank] + kSlot / 2;  // which all_gather of so little leaves alone
+    char* const lines = links_.slots[links_.rank] + kSlot / 2;  // all_gather of one line does not use this part
     driver_.copy(lines, page_.at(links_.size), kLine, stream_);
     all_gather(links_, lines, lines + kLine, kLine, {stream_, 1, 128, 1});
     driver_.copy(page_.at(0), lines + kLine, links_.size * kLine, stream_);
     done("a kernel that writes to peers");
     for (int i = 0; i < links_.size; ++i) check("a kernel", page_.at(i), i, i);
   }
-  // Out of the page and into it; each twice, since packets and slots lie in another place then.
+  // From the page and into it. Each kernel runs twice, because packets and slots are elsewhere in the second run.
   void mapped() {
     for (int i : {0, 1, 2, 3}) {
       line(page_.at(kMaxRanks), links_.rank, i);
@@ -181,7 +181,7 @@ std::string attempt(Communicator& c, milliseconds timeout, const std::function<v
   try {
     attempt();
   } catch (const Fault&) {
-    throw;  // of the communicator, on which there is no more to agree
+    throw;  // the communicator's: there is nothing left to agree on
   } catch (const std::exception& error) {
     objection = *error.what() ? error.what() : "an error without words";
   }
@@ -228,7 +228,7 @@ std::string forbidden(Communicator& c, const Driver& driver, milliseconds timeou
   return agree(c, objection, timeout);
 }
 
-// Whatever fails before the handles are exchanged must not keep the others waiting for them.
+// A failure before the handles are exchanged must not leave the other ranks waiting for them.
 std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<Peers>& peers) {
   struct Offer {
     Handle handle;
@@ -255,7 +255,7 @@ std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::
   });
   if (objection.empty()) objection = proven(c, driver, peers->links(), timeout);
   if (objection.empty()) return "";
-  static_cast<void>(peers.release());  // a rank may still write to it: it stays, unused
+  static_cast<void>(peers.release());  // a rank may still write to it: leaked
   return objection;
 }
 
@@ -291,7 +291,7 @@ std::string connect(Communicator& c, Driver& driver, milliseconds timeout, std::
   return objection;
 }
 
-// Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
+// Memory is placed by first touch, and pinning touches it: all ranks settle their own before any rank pins the others'.
 std::string map(Communicator& c, Driver& driver, milliseconds timeout, std::unique_ptr<Peers>& mapped) {
   std::string objection = apart(c, tell(c, driver, timeout));
   if (!objection.empty()) return objection;

@@ -10,24 +10,24 @@ namespace hfreduce::gpu {
 
 namespace {
 
-// Sent by a rank in packets, up to which a second trip costs more than sending everything to all; and of a message of
-// more than two ranks, up to which two trips of packets cost less than the steps of two_shot.
+// Bytes that a rank sends in packets, beyond which sending everything to all costs more than a second trip; and, for
+// more than two ranks, message bytes up to which two trips of packets are faster than two_shot's steps.
 constexpr int64_t kPacketBytes = 512 << 10, kTwoTripBytes = 512 << 10;
-// The same in mapped memory, where a byte goes twice over PCIe, with a number each time, and whoever waits for it looks
-// over PCIe: few do so at once, or their looks are what keeps the link busy. Larger ones go through slots there, up to
-// so many bytes each way over a GPU's link. Beyond, copy engines take no multiprocessor: DDP's buckets of 25 MiB are to
-// leave the backward alone. But cores of some hosts add three times as slowly as those of others, and a reduce_scatter
-// by copy engines brings down n / (n - 1) times the bytes.
+// The limit of packets in mapped memory, where each byte crosses PCIe twice, with a flag each time, and polling also
+// goes over PCIe: with many pollers, polling saturates the link. Larger messages use slots, up to kMappedLinkBytes over
+// a GPU's link in each direction. Beyond, copy engines are used, which take no multiprocessor: DDP's buckets of 25 MiB
+// must not slow down the backward. But some hosts' cores add three times as slowly as others', and reduce_scatter by
+// copy engines moves n / (n - 1) times the bytes D2H.
 constexpr int64_t kMappedBytes = 32 << 10, kMappedLinkBytes = 24 << 20;
-// A block of two_shot takes 16 KiB at least, or its steps cost more than they move. 64 blocks reach 0.95 of what 128
-// do, which would leave nothing to a model's own kernels: only messages of many such blocks take them.
+// A two_shot block moves at least 16 KiB; with less, its steps cost more than the data. 64 blocks reach 0.95 of the
+// bandwidth of 128, which would leave no multiprocessors for the model's kernels: only large messages use 128.
 constexpr int64_t kBlockBytes = 16 << 10, kPacketBlockBytes = 4 << 10, kLargeBytes = 64 << 20;
 constexpr int kBlocks = 64, kLargeBlocks = 128, kPacketBlocks = 32, kMappedPacketBlocks = 8, kThreads = 512;
 
 bool reduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce_scatter; }
 bool in_blocks(Kind kind) { return kind == Kind::reduce_scatter || kind == Kind::all_gather; }
 
-// Of its bytes, those that a rank has for each other one.
+// The bytes of a message that a rank has for each other rank.
 int64_t part(const Means& means, const Message& message) {
   return in_blocks(message.kind) ? message.bytes / means.size : message.bytes;
 }
@@ -86,7 +86,7 @@ Path path_of(const std::vector<DeviceRow>& rows, const Means& means, const Messa
   if (const DeviceRow* const chosen = row_of(rows, means, message)) return chosen->path;
   const auto [kind, bytes, dtype, op] = message;
   const int64_t n = means.size, sent = part(means, message) * (n - 1);
-  const int64_t link = kind == Kind::broadcast    ? bytes  // by slots, each way
+  const int64_t link = kind == Kind::broadcast    ? bytes  // through slots, in each direction
                        : kind == Kind::all_reduce ? 2 * sent / n
                                                   : bytes / n * (n - 1);
   const std::pair<Path, bool> ways[] = {

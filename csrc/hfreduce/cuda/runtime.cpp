@@ -1,5 +1,5 @@
-// The driver over the CUDA runtime, which is linked into the module. What only the driver's own interface has, writing
-// and waiting for values, is asked for through the runtime, so that nothing here needs libcuda to be there at load.
+// The Driver on the CUDA runtime, which is linked statically. Stream memory operations exist only in the driver API.
+// Its functions are looked up through the runtime, so that loading this module does not need libcuda.
 #ifdef HFNN_CUDA
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -23,12 +23,12 @@ std::runtime_error failure(const char* call, const char* name, const char* words
 
 void check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // what is not sticky is not told again by whoever asks next
+  static_cast<void>(cudaGetLastError());  // clears a non-sticky error, so that no later call reports it
   throw failure(call, cudaGetErrorName(error), cudaGetErrorString(error));
 }
 #define HFREDUCE_CALL(function, ...) check(function(__VA_ARGS__), #function)
 
-// A function of the driver as it was in CUDA `version`.
+// A driver API function, as of CUDA `version`.
 template <class Function>
 Function entry(const char* name, unsigned version) {
   void* found = nullptr;
@@ -49,7 +49,7 @@ struct Entries {
   PFN_cuStreamWriteValue32_v11070 write = entry<PFN_cuStreamWriteValue32_v11070>("cuStreamWriteValue32", 11070);
   PFN_cuStreamWaitValue32_v11070 wait = entry<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32", 11070);
 #if CUDA_VERSION >= 13000
-  // From 13.1 on it heeds what it is asked for; null before.
+  // Honours its flags from 13.1 on; nullptr before.
   PFN_cuMemcpyBatchAsync_v13000 copies =
       driver_version() < 13010 ? nullptr : entry<PFN_cuMemcpyBatchAsync_v13000>("cuMemcpyBatchAsync", 13000);
 #endif
@@ -69,7 +69,7 @@ const Entries& entries() {
   return entries;
 }
 
-// The device is current as long as this lives.
+// Makes the device current for its lifetime.
 class Current {
  public:
   explicit Current(int device) {
@@ -117,15 +117,15 @@ class Runtime : public Driver {
   explicit Runtime(int device) : device_(device), uuid_(uuid_of(device)), node_(numa_node_of(device)) {
     HFREDUCE_CALL(cudaDeviceGetAttribute, &pitch_, cudaDevAttrMaxPitch, device);
     const Current current(device);
-    HFREDUCE_CALL(cudaFree, nullptr);  // makes the context
+    HFREDUCE_CALL(cudaFree, nullptr);  // creates the context
     static_cast<void>(entries());
   }
 
   std::string uuid() const override { return uuid_; }
   int numa_node() const override { return node_; }
 
-  // A handle is one of the block that memory was cut from, and shows the other process all of it: so no other
-  // Allocation may share the block.
+  // An IPC handle refers to the whole block that the memory is part of, and exposes all of it. So no other allocation
+  // may share the block.
   void* allocate(size_t bytes) override {
     constexpr size_t kBlock = 2 << 20;
     const Current current(device_);
@@ -133,7 +133,7 @@ class Runtime : public Driver {
     cudaStream_t stream = nullptr;
     bytes = (std::max<size_t>(bytes, 1) + kBlock - 1) / kBlock * kBlock;
     HFREDUCE_CALL(cudaMalloc, &memory, bytes);
-    // On a stream of its own, for the default one may be behind a kernel of the caller's.
+    // On a separate stream, because the default stream may wait for the caller's kernels.
     HFREDUCE_CALL(cudaStreamCreateWithFlags, &stream, cudaStreamNonBlocking);
     HFREDUCE_CALL(cudaMemsetAsync, memory, 0, bytes, stream);
     HFREDUCE_CALL(cudaStreamSynchronize, stream);
@@ -165,7 +165,7 @@ class Runtime : public Driver {
     const Current current(device_);
     HFREDUCE_CALL(cudaIpcCloseMemHandle, opened);
   }
-  // A device that this process does not see cannot be asked about.
+  // Devices that this process does not see cannot be queried.
   bool reaches(const std::string& uuid) const override {
     if (uuid == uuid_) return true;
     int devices = 0;
@@ -232,7 +232,7 @@ class Runtime : public Driver {
   }
   bool reached(Event event) override {
     const Current current(device_);
-    // While any thread captures a graph, others may ask only in this mode, or they spoil it.
+    // While any thread captures a graph, a query in another mode would invalidate the capture.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     HFREDUCE_CALL(cudaThreadExchangeStreamCaptureMode, &mode);
     const cudaError_t error = cudaEventQuery(of_event(event));

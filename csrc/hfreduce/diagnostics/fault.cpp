@@ -4,8 +4,8 @@ namespace hfreduce {
 
 namespace {
 
-constexpr milliseconds kExplanation{500};  // how long a broken connection waits for its cause
-constexpr milliseconds kOnTheWay{200};     // what a peer sent before its goodbye needs no longer to be read
+constexpr milliseconds kExplanation{500};  // how long a broken connection waits for an explanation
+constexpr milliseconds kOnTheWay{200};     // after this, data sent before a goodbye has been read
 
 }  // namespace
 
@@ -66,7 +66,7 @@ void Watch::check(const std::vector<int>& missing) const {
   } else if (Clock::now() >= deadline) {
     health.fail(report_(call, missing));
   }
-  // Another thread's fault, or a peer's, may have come first: all ranks name the same one.
+  // Another thread's or a peer's fault may have come first: all ranks report the same one.
   health.check();
 }
 
@@ -81,7 +81,7 @@ std::string told(const Call& call) {
 }
 
 Fault mismatch(const std::vector<int>& ranks, const std::vector<std::string>& names, const std::vector<Call>& calls) {
-  std::vector<std::vector<size_t>> groups;  // of those that agree
+  std::vector<std::vector<size_t>> groups;  // of ranks that agree
   for (size_t i = 0; i < calls.size(); ++i) {
     size_t g = 0;
     while (g < groups.size() && !same(calls[groups[g][0]], calls[i])) ++g;

@@ -1,4 +1,4 @@
-// What goes wrong, said so that a person can act on it: who, what, where.
+// Faults: errors with messages that tell the user who failed, in what, and where.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace hfreduce {
 
-// The communicator is of no more use. The message names global ranks, hosts and operations.
+// The communicator can no longer be used. The message names global ranks, hosts and operations.
 class Fault : public std::runtime_error {
  public:
   enum class Cause { died, timeout, mismatch, aborted, left, broken };  // broken: a connection failed, the peer lives
@@ -24,31 +24,30 @@ class Fault : public std::runtime_error {
       : std::runtime_error(message), cause(cause), ranks(std::move(ranks)) {}
 
   Cause cause;
-  std::vector<int> ranks;  // group ranks of the culprits
+  std::vector<int> ranks;  // group ranks at fault
 };
 
-// Whether a communicator still works; shared by all its threads. The first fault stays, later ones are dropped.
+// Whether a communicator still works; shared by all its threads. The first fault is kept, later ones are dropped.
 class Health {
  public:
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
-  // Makes every later check throw this fault. Returns whether it was the first; then `on_failure` has run: it wakes
-  // whoever sleeps, and tells the peers unless the fault came from one of them.
+  // Makes all later checks throw this fault. Returns whether it was the first. If so, `on_failure` has run: it wakes
+  // sleepers, and tells the peers unless the fault came from one of them.
   //
-  // Whoever calls an operation catches its Fault, calls `fail` and then `check`, which throws the fault that stayed.
-  // A connection that broke (Fault::broken) is often only how a death elsewhere shows first: `fail` waits up to half a
-  // second for the monitor, or a peer, to explain it, and records it only when nobody does. Streams just throw.
+  // Every operation catches its Fault, calls `fail`, and then `check`, which throws the fault that was kept. A broken
+  // connection (Fault::broken) is often the first sign of a death elsewhere: `fail` waits up to 0.5 s for the monitor
+  // or a peer to explain it, and records it only if none does. Streams just throw.
   bool fail(const Fault& fault, bool from_peer = false);
 
-  // Throws the fault, if there is one.
+  // Throws the fault, if any.
   void check() const;
 
-  // A peer has said goodbye, which is no fault by itself: it becomes this one for an operation that still needs the
-  // peer.
+  // A peer has said goodbye. That is no fault by itself, but an operation that still needs the peer fails with `fault`.
   void left(int rank, const Fault& fault);
 
-  // The fault of ranks that are waited for in vain, because all of them have left: some time ago, for what a peer sent
-  // before its goodbye may still be on its way to the reader.
+  // The fault for ranks that are waited for in vain, because all of them have left. They must have left some time ago:
+  // what a peer sent before its goodbye may still be in flight.
   std::optional<Fault> all_left(const std::vector<int>& ranks) const;
 
   std::function<void(const Fault&, bool from_peer)> on_failure;
@@ -65,21 +64,21 @@ class Health {
   std::atomic<bool> failed_{false}, leavers_exist_{false};
   mutable std::mutex mutex_;
   std::condition_variable recorded_;
-  std::vector<Fault> fault_;  // none or one
+  std::vector<Fault> fault_;  // empty, or one
   std::map<int, Leaver> leavers_;
 };
 
-// One operation's patience: what every wait asks now and then.
+// The deadline and health of one operation. Every wait checks it from time to time.
 class Watch {
  public:
   using Report = std::function<Fault(const Call&, const std::vector<int>& missing)>;
 
-  // report makes the fault of a timeout: it asks the peers where they stand.
+  // report: makes the fault of a timeout, for which it asks the peers where they are.
   Watch(Health& health, Deadline deadline, const Call& call, const Report& report)
       : health(health), deadline(deadline), call(call), report_(report) {}
 
-  // Throws when the communicator has failed, or the deadline has passed while the ranks `missing` were waited for
-  // (group ranks), or all of them have left. `missing` may name too many, not too few. Costs two loads and a clock.
+  // Throws if the communicator has failed, or if `missing` (group ranks that are waited for) have all left, or if the
+  // deadline has passed. `missing` may name too many ranks, not too few. Costs two loads and a clock read.
   void check(const std::vector<int>& missing) const;
 
   Health& health;
@@ -92,8 +91,8 @@ class Watch {
 
 std::string told(const Call& call);  // "all_reduce number 7 of 1024 float32, sum"
 
-// calls[i] is what rank ranks[i], called names[i], asked for. The culprits are the ranks outside the largest group that
-// agrees (the one with the lowest rank among equally large ones). The same message wherever the same is given.
+// calls[i] is the call of rank ranks[i], named names[i]. At fault are the ranks outside the largest group that agrees
+// (among equally large ones, the one with the lowest rank). Equal arguments give equal messages.
 Fault mismatch(const std::vector<int>& ranks, const std::vector<std::string>& names, const std::vector<Call>& calls);
 
 }  // namespace hfreduce

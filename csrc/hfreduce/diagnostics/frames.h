@@ -1,4 +1,4 @@
-// What Python does just now, asked on a thread of its own: it may have to wait for the interpreter.
+// Where Python is, queried on a separate thread, because that may have to wait for the GIL.
 #pragma once
 
 #include <condition_variable>
@@ -15,12 +15,12 @@ namespace hfreduce {
 
 class Frames {
  public:
-  // where: see Monitor; may be null. came: called when an answer has come.
+  // where: see Monitor; may be null. came: called when an answer has arrived.
   Frames(std::function<std::string()> where, std::function<void()> came)
       : where_(std::move(where)), came_(std::move(came)) {}
   ~Frames() { stop(); }
 
-  // Returns a ticket; the thread starts at the first one.
+  // Returns a ticket. The first call starts the thread.
   uint64_t ask() {
     std::lock_guard lock(mutex_);
     if (!where_ || stopping_) return answered_ = ++asked_;
@@ -32,13 +32,13 @@ class Frames {
     std::lock_guard lock(mutex_);
     return answered_ >= ticket ? std::optional<std::string>(frame_) : std::nullopt;
   }
-  // "" when it does not come by the deadline.
+  // "" if there is no answer by the deadline.
   std::string wait(uint64_t ticket, Deadline deadline) {
     std::unique_lock lock(mutex_);
     changed_.wait_until(lock, deadline, [&] { return stopping_ || answered_ >= ticket; });
     return answered_ >= ticket ? frame_ : "";
   }
-  // Joins the thread; idempotent.
+  // Joins the thread. Idempotent.
   void stop() {
     {
       std::lock_guard lock(mutex_);

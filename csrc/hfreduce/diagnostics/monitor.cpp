@@ -1,5 +1,5 @@
 // Nothing is sent while all is well: the kernel closes the sockets of a killed process, and an end without goodbye is a
-// death. The peers of a death on one host learn from its shared memory what it did last, and tell the others.
+// death. The peers on its host read its last operation from shared memory, and tell the others.
 #include "diagnostics/monitor.h"
 
 #include <errno.h>
@@ -26,12 +26,12 @@ namespace hfreduce {
 
 namespace {
 
-// What monitors say to one another: a head and a body.
+// What monitors send each other: a head and a body.
 enum class Notice : uint32_t {
-  request = 1,  // a number: "where do you stand?"
-  status,       // the number, a RankStatus: at once, or as soon as Python has said where it is
-  fault,        // cause, culprits, text: "this has failed for all of us"
-  goodbye,      // "the end of this connection is no death"; or, as in a fault, of what the rank has died
+  request = 1,  // a number: asks where the rank is
+  status,       // the number, a RankStatus: sent when Python has answered, or after kFrame
+  fault,        // cause, ranks at fault, text: the group has failed
+  goodbye,      // the end of this connection is no death; or, as in `fault`, the reason why the rank ended
 };
 
 struct Head {
@@ -47,7 +47,7 @@ void put(std::string& to, const T& value) {
   to.append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// Takes a value off the front; false when there is too little.
+// Removes a value from the front. Returns false if there are too few bytes.
 template <class T>
 bool get(std::string_view& from, T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -83,12 +83,12 @@ std::optional<Fault> decode_fault(std::string_view body) {
 }
 
 constexpr milliseconds kFrame{300};    // how long an answer waits for Python
-constexpr milliseconds kWitness{150};  // how long a death waits for the word of a peer who knows its last collective
-constexpr milliseconds kFlush{200};    // how long leave() tries to get the last words out
-constexpr int kSilence = 8;            // seconds after which a host that acknowledges nothing is given up
+constexpr milliseconds kWitness{150};  // how long a death report waits for a peer that knows the last collective
+constexpr milliseconds kFlush{200};    // how long leave() tries to send the last messages
+constexpr int kSilence = 8;            // seconds without an acknowledgement after which a host is given up
 
-// The kernel asks the other host when nothing was heard for a second: a host that was cut off closes no connection. A
-// stopped process does not disturb it. Unix sockets refuse these options, and need none.
+// TCP probes the other host after a second of silence, because a host that is cut off closes no connection. A stopped
+// process still acknowledges. Unix sockets reject these options and do not need them.
 void notice_silence(int fd) {
   const int on = 1, second = 1, probes = kSilence, limit = kSilence * 1000;
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
@@ -100,7 +100,7 @@ void notice_silence(int fd) {
 
 struct Link {
   Socket socket;
-  std::string in;   // what is not a whole message yet; of the monitor's thread alone
+  std::string in;   // incomplete message; used by the monitor's thread only
   std::string out;  // what the socket did not take yet
   bool left = false;
   bool open() const { return socket.fd() >= 0; }
@@ -146,13 +146,13 @@ struct Monitor::State {
       report_due();
     }
   }
-  // After leave(): all is said, or it takes too long.
+  // After leave(): whether everything is sent, or the time for it is over.
   bool done() {
     std::lock_guard lock(mutex);
     if (!leaving) return false;
     return Clock::now() >= *leaving || std::all_of(links.begin(), links.end(), [](auto& l) { return l.out.empty(); });
   }
-  // Until something happens or is due.
+  // Until an event or a deadline.
   int wait(std::vector<pollfd>& fds) {
     std::optional<Deadline> due;
     const auto sooner = [&](Deadline deadline) { due = due ? std::min(*due, deadline) : deadline; };
@@ -181,7 +181,7 @@ struct Monitor::State {
       }
     }
   }
-  // The next whole message; false when there is none.
+  // Handles the next complete message. Returns false if there is none.
   bool take(int rank) {
     std::string& in = links[rank].in;
     std::string_view rest = in;
@@ -232,7 +232,7 @@ struct Monitor::State {
       if (leaving) return;
     }
     if (left || health.failed()) return;
-    // A rank of its host has seen in shared memory what it did last: everybody should say the same.
+    // A rank on its host knows its last operation from shared memory. Wait for it, so that all ranks report the same.
     const Call call = last ? last(rank) : Call();
     const bool witnesses = last && !call.sequence && roster.hosts[roster.peers[rank].host].size() > 1;
     deaths.push_back({rank, error, Clock::now() + (witnesses ? kWitness : milliseconds(0))});
@@ -275,23 +275,23 @@ struct Monitor::State {
     if (mine.last.sequence)
       text += " " + roster.me().name() + (mine.running ? " is in " : " was last in ") + told(mine.last) + ".";
     const Fault fault(Fault::Cause::died, {death.rank}, text + " Its own log, or dmesg on its host, may say why.");
-    // As if from a peer: told here, to those that do not know yet.
+    // Recorded as if from a peer, so that `fail` does not tell the peers: that is done here.
     if (health.fail(fault, true)) tell(fault);
   }
-  // The mutex is held.
+  // Call it with the mutex held.
   void send(int rank, const std::string& bytes) {
     if (!links[rank].open()) return;
     links[rank].out += bytes;
     flush(rank);
   }
-  // The mutex is held.
+  // Call it with the mutex held.
   void flush(int rank) {
     Link& link = links[rank];
     while (link.open() && !link.out.empty()) {
       const ssize_t n = ::send(link.socket.fd(), link.out.data(), link.out.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0 && errno == EAGAIN) return;  // poll says when it goes on
-      if (n < 0) link.out.clear();           // reading says what has happened
+      if (n < 0 && errno == EAGAIN) return;  // poll reports when it can continue
+      if (n < 0) link.out.clear();           // reading reports the error
       if (n > 0) link.out.erase(0, n);
     }
   }
@@ -312,7 +312,7 @@ struct Monitor::State {
     std::string body;
     put(body, number);
     for (size_t i = 0; i < links.size(); ++i) send(static_cast<int>(i), framed(Notice::request, body));
-    wake();  // for what the sockets did not take
+    wake();  // to send what the sockets did not take
     lock.unlock();
     RankStatus mine = status();
     const std::string frame = frames.wait(ticket, std::min(deadline, Clock::now() + kFrame));
@@ -372,14 +372,14 @@ struct Monitor::State {
   const Last last;
   const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 
-  std::mutex mutex;  // of what follows, but for what the monitor's thread alone touches; nobody waits with it
+  std::mutex mutex;  // guards the members below, except those of the monitor's thread; never held while waiting
   std::condition_variable changed;
   std::vector<Link> links;
-  std::map<uint32_t, std::vector<RankStatus>> rounds;  // questions that wait for answers
+  std::map<uint32_t, std::vector<RankStatus>> rounds;  // questions without all answers
   uint32_t asked = 0;
   std::optional<Deadline> leaving;
 
-  std::vector<Answer> answers;  // of the monitor's thread
+  std::vector<Answer> answers;  // used by the monitor's thread only
   std::vector<Death> deaths;
   Frames frames;
   std::thread thread;

@@ -1,5 +1,5 @@
-// The liveness channel: one thread, one connection to every peer. Notices within a second that a process has died,
-// and within ten that a host is cut off; tells the others, asks and answers where everybody stands.
+// The liveness channel: one thread, and one connection to every peer. Detects within a second that a process has died,
+// and within ten that a host is cut off. Tells the others, and exchanges where ranks are.
 #pragma once
 
 #include <functional>
@@ -14,26 +14,25 @@ namespace hfreduce {
 
 class Monitor {
  public:
-  // What Python does just now ("file:line in function"). Called on a thread of its own, for it may have to wait for the
-  // interpreter: no thread that holds the interpreter may call leave(). May be null.
+  // Where Python is ("file:line in function"). Called on a separate thread, because it may wait for the GIL: a thread
+  // that holds the GIL must not call leave(). May be null.
   using Where = std::function<std::string()>;
-  // The last collective of a peer as far as this process can see it (in shared memory); sequence 0 where it cannot. May
-  // be null.
+  // The last collective of a peer, if this process can see it (in shared memory); otherwise sequence 0. May be null.
   using Last = std::function<Call(int rank)>;
 
   // sockets: by group rank; this rank's own is empty.
   Monitor(const Roster& roster, std::vector<Socket> sockets, Health& health, const Recorder& recorder, Where where,
           Last last = nullptr);
-  ~Monitor();  // as leave()
+  ~Monitor();  // calls leave()
 
-  // Where every rank stands, by rank, within `patience`. Returns at once when a fault arrives meanwhile.
+  // Where every rank is, by rank, within `patience`. Returns at once if a fault arrives meanwhile.
   std::vector<RankStatus> ask(milliseconds patience);
 
-  // Tells every peer of a fault of ours.
+  // Tells every peer of a fault of this rank.
   void tell(const Fault& fault);
 
-  // Says goodbye, so that the end of this process is no death, and joins the threads; idempotent. why: see
-  // Communicator::shutdown.
+  // Says goodbye, so that the end of this process is not reported as a death, and joins the threads. Idempotent. why:
+  // see Communicator::shutdown.
   void leave(const std::string& why = "");
 
  private:
@@ -41,8 +40,8 @@ class Monitor {
   std::unique_ptr<State> state_;
 };
 
-// The sentence and the table of a timeout: which ranks are missing from `call`, where everybody is. waited_for: of whom
-// this rank knows that it waits for them; the statuses may show that these wait for others.
+// The message of a timeout: which ranks are missing from `call`, and a table of where all ranks are. waited_for: the
+// ranks that this rank waits for; the statuses may show that these wait for others.
 Fault timed_out(const Roster& roster, const Call& call, const std::vector<int>& waited_for,
                 const std::vector<RankStatus>& statuses, milliseconds waited);
 

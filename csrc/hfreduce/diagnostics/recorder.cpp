@@ -51,8 +51,8 @@ std::string list(const std::vector<int>& ranks) {
   return "[" + text + "]";
 }
 
-// A process group in the analyser's eyes. Messages get groups of two, one for each pair and direction: there they are
-// numbered alike on both sides, and the analyser, which wants every rank of a group in every entry, can match them.
+// A process group, as the analyser sees it. Messages get groups of two ranks, one per pair and direction. There both
+// sides number them alike, so the analyser can match them, although it expects every rank of a group in every entry.
 struct Group {
   std::string name;
   std::vector<int> ranks;  // global, ascending
@@ -66,7 +66,7 @@ class Dump {
  public:
   Dump(const std::string& group, int rank, const std::vector<int>& global_ranks)
       : group_(group), rank_(rank), global_ranks_(global_ranks) {
-    group_of(Call());  // stands in pg_config also when nothing was called
+    group_of(Call());  // pg_config must not be empty if nothing was called
   }
 
   void add(const Record& record) {
@@ -78,7 +78,7 @@ class Dump {
       if (record.well) completed_ = std::max(completed_, call.sequence);
     }
     const auto elements = [&](int64_t bytes) { return "[[" + std::to_string(bytes / size_of(call.dtype)) + "]]"; };
-    // Only the root of a reduce has an output; the analyser wants the same sizes everywhere.
+    // Only the root of a reduce has an output, but the analyser expects equal sizes on all ranks.
     const int64_t bytes_out = call.kind == Kind::reduce ? record.bytes_in : record.bytes_out;
     const std::string dtypes = std::string("[\"") + name(call.dtype) + "\"]";
     const std::string id = std::to_string(record.id), sequence = std::to_string(call.sequence);
@@ -107,7 +107,7 @@ class Dump {
   }
 
  private:
-  // The sender and the receiver of a message, as group ranks. Who receives from anybody is alone.
+  // The sender and the receiver of a message, as group ranks. For a receive from any rank, both are this rank.
   std::pair<int, int> ends(const Call& call) const {
     const int peer = call.root < 0 ? rank_ : call.root;
     return call.kind == Kind::send ? std::pair(rank_, peer) : std::pair(peer, rank_);
@@ -126,8 +126,7 @@ class Dump {
     return groups_.emplace(group.name, group).first->second;
   }
   std::string profiling_name(const Call& call, const Group& group) const {
-    // The analyser knows fixed lists of backends and operations, on which this one is not, and barrier has another
-    // name.
+    // The analyser has fixed lists of backends, without hfreduce, and of operations, in which barrier has another name.
     const std::string text =
         std::string("nccl:") + (call.kind == Kind::barrier ? "all_reduce_barrier" : name(call.kind));
     if (!point_to_point(call.kind)) return text;

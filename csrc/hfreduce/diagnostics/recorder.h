@@ -1,5 +1,4 @@
-// A log of the last operations, always on: what an error tells about this rank, and what torch's flight-recorder
-// analyser reads.
+// A log of the last operations, always on, for error messages and for torch's flight-recorder analyser.
 #pragma once
 
 #include <mutex>
@@ -10,16 +9,16 @@
 
 namespace hfreduce {
 
-// Where a rank stands, as its peers learn of it: in one struct of fixed layout, sent as it is.
+// Where a rank is, for its peers: a struct of fixed layout, sent as raw bytes.
 struct RankStatus {
   enum Answered : uint8_t { silent, here, left, died };  // silent: no answer came
-  Call last;                // the operation it was in last, or is in; sequence 0 before the first
+  Call last;                // the operation that it is in, or was in last; sequence 0 before the first
   uint64_t collective = 0;  // the number of the last collective that it has begun
   int32_t rank = -1;
-  uint8_t running = 0;  // whether it is in `last`
+  uint8_t running = 0;  // whether `last` is still running
   uint8_t answered = silent;
-  int32_t age_ms = 0;    // since `last` was begun, or since it ended
-  char frame[256] = {};  // "train.py:42 in step", "" where it is not known
+  int32_t age_ms = 0;    // since `last` began, or since it ended
+  char frame[256] = {};  // "train.py:42 in step"; "" if unknown
 };
 
 class Recorder {
@@ -29,17 +28,17 @@ class Recorder {
   explicit Recorder(size_t capacity = 2000);
   ~Recorder();
 
-  // An operation begins and ends; `well`: without a fault. Returns the record's id. bytes: of this rank's input and
-  // output. root of send and recv: the peer's group rank, -1 for any.
+  // An operation begins, and ends. well: without a fault. bytes: of this rank's input and output. The root of send and
+  // recv is the peer's group rank, -1 for any. Returns the record's id.
   uint64_t begun(const Call& call, int64_t bytes_in, int64_t bytes_out);
   void ended(uint64_t id, bool well);
 
-  // The newest operation that runs, or else the one that ended last. rank, answered and frame are left to the caller.
+  // The newest running operation, otherwise the one that ended last. The caller fills in rank, answered and frame.
   RankStatus status() const;
 
   // torch's flight-recorder schema 2.10 as JSON: entries, pg_config, pg_status. The analyser (python -m
   // torch.distributed.flight_recorder.fr_trace) reads a folder of files <prefix><global rank>, each the pickle of this
-  // JSON's dictionary. `rank` is this one's in the group.
+  // JSON's dictionary. `rank`: this rank in the group.
   std::string json(const std::string& group, int rank, const std::vector<int>& global_ranks) const;
 
  private:

@@ -1,4 +1,4 @@
-// The message of a timeout: a sentence, and a table with a row a rank, those that are missing first.
+// The message of a timeout: a sentence, and a table with one row per rank, missing ranks first.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -10,7 +10,7 @@ namespace hfreduce {
 
 namespace {
 
-constexpr size_t kRows = 64;  // a table of a thousand ranks helps nobody
+constexpr size_t kRows = 64;  // a table of a thousand ranks is of no use
 
 using Line = std::vector<std::string>;
 
@@ -65,8 +65,8 @@ bool contains(const std::vector<int>& ranks, int rank) {
 
 bool message(const Call& call) { return call.kind == Kind::send || call.kind == Kind::recv; }
 
-// Whoever waits for a message that does not come may wait for a rank that itself waits for another: those that do not
-// answer, if all that are waited for do.
+// A rank that waits for a message may wait for a rank that itself waits for another. If all ranks that are waited for
+// answer, these are the ranks that do not answer.
 std::vector<int> behind_them(const std::vector<int>& missing, const std::vector<RankStatus>& statuses) {
   std::vector<int> silent;
   for (const RankStatus& status : statuses) {
@@ -83,9 +83,9 @@ std::string names(const Roster& roster, const std::vector<int>& ranks) {
   return text;
 }
 
-// The ranks that have not come to a collective. The one that is waited for may itself be waiting for another: a
-// neighbour between hosts, which it shows by being in an earlier one. Silence alone tells little, so it is believed
-// first of those that are waited for.
+// The ranks missing from a collective. A rank that runs an earlier collective may itself wait for another one, such as
+// a neighbour between hosts: idle and silent ranks are blamed before it. Silence alone proves little, so ranks that are
+// waited for are blamed first.
 std::vector<int> culprits(const Call& call, const std::vector<int>& missing, const std::vector<RankStatus>& statuses) {
   if (message(call)) return missing;
   std::vector<int> idle_missing, idle, behind_missing, behind;

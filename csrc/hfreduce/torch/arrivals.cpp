@@ -1,5 +1,5 @@
-// Counts the gradients of a backward for haiscale.ddp (haiscale/ddp/arrivals.py says what is counted, and why), and
-// brings them into the buffers in which they are averaged.
+// Counts the gradients of a backward for haiscale.ddp (haiscale/ddp/arrivals.py documents what and why), and copies
+// them into the buffers in which they are averaged.
 #include <ATen/ATen.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -13,11 +13,11 @@
 
 namespace hfreduce {
 
-// The members of haiscale.ddp.arrivals.Arrivals, under the GIL throughout.
+// The members are those of haiscale.ddp.arrivals.Arrivals. All of them run under the GIL.
 class Arrivals : public std::enable_shared_from_this<Arrivals> {
  public:
   Arrivals(size_t parameters, py::function begin, py::function whole, py::function late);
-  py::object hook(size_t parameter);  // for register_post_accumulate_grad_hook; does not keep this alive
+  py::object hook(size_t parameter);  // for register_post_accumulate_grad_hook; does not keep this object alive
   void arrived(size_t parameter);
   void watch(std::vector<int> bucket_of, std::vector<int> expected);
   void arm();
@@ -32,7 +32,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
  private:
   const py::function begin_, whole_, late_;
-  std::vector<int> counts_, bucket_of_, expected_, size_, waiting_;  // the first three by parameter
+  std::vector<int> counts_, bucket_of_, expected_, size_, waiting_;  // the first three are indexed by parameter
   std::vector<bool> dirty_, running_;
   std::vector<size_t> order_;
 };
@@ -71,7 +71,7 @@ py::object Arrivals::hook(size_t parameter) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&kArrived, capsule.ptr()));
 }
 
-// With the GIL, which orders what several threads of autograd count.
+// The GIL serializes the calls from several autograd threads.
 void Arrivals::arrived(size_t parameter) {
   if (!begun) {
     begun = true;

@@ -1,4 +1,4 @@
-// hfreduce._c10d: the backend's life, and its Python module. Only files of this folder are compiled against torch.
+// hfreduce._c10d: the backend's lifetime and its Python module. Only files of this folder are compiled against torch.
 #include "torch/backend.h"
 
 #include <pybind11/chrono.h>
@@ -13,7 +13,7 @@ using c10d::OpType;
 
 namespace {
 
-// Releases the GIL where this thread has it: what is joined may want it.
+// Releases the GIL if this thread holds it: a thread that is joined may need it.
 class WithoutGil {
  public:
   WithoutGil() {
@@ -24,7 +24,7 @@ class WithoutGil {
   std::optional<py::gil_scoped_release> released_;
 };
 
-// torch's store. Never asked by `get` for what is not there: that would block, and other threads with it.
+// Adapts torch's store. `get` is only called for keys that exist: otherwise it would block, other threads included.
 class TorchStore : public Store {
  public:
   explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -38,7 +38,7 @@ class TorchStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// Python functions, kept for ever: what the main thread does, and because of which exception a group is ended.
+// Python functions, never freed: where the main thread is, and the exception that a group is shut down for.
 PyObject *where = nullptr, *why = nullptr;
 
 bool interpreter_lives() {
@@ -54,7 +54,7 @@ std::string told_by(PyObject* function) {
   py::gil_scoped_acquire locked;
   try {
     return py::handle(function)().cast<std::string>();
-  } catch (const std::exception&) {  // it is a courtesy to whoever reads the message
+  } catch (const std::exception&) {  // the text only helps the reader of a message
     return "";
   }
 }
@@ -86,7 +86,7 @@ Config config_of(int rank, int size, const Backend::Options& options) {
   return config;
 }
 
-// Meets the other ranks, and is ended with the process if nobody ends it before.
+// Connects to the other ranks. The backend is closed at process exit, if not before.
 Backend::Pointer create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                         const Backend::Options& options) {
   auto backend = c10::make_intrusive<Backend>(store, rank, size, options);
@@ -138,7 +138,7 @@ Backend::Work Backend::begin(const Start& start, const Tensors& outputs, Operati
   const bool message = type == OpType::SEND || type == OpType::RECV || type == OpType::RECVANYSOURCE;
   std::unique_ptr<Placed> placed = place(*line, start, outputs);
   const bool to_keep = placed && placed->own() && !placed->captured();
-  // It is to be equal on all ranks: of collectives only.
+  // Must be equal on all ranks, so it counts collectives only.
   const uint64_t sequence = sequence_.fetch_add(message ? 0 : 1, std::memory_order_relaxed) + 1;
   auto operation =
       c10::make_intrusive<Operation>(rank_, type, start.title, outputs, sequence, std::move(body), std::move(placed));
@@ -151,11 +151,11 @@ Backend::Work Backend::begin(const Start& start, const Tensors& outputs, Operati
     }
     if (to_keep) kept_.push_back(operation);
   }
-  // A kernel is enqueued at once; the host-staged reduction takes some calls for each chunk, which need not hold up a
-  // caller that goes on with other work.
+  // A kernel is enqueued at once. The host-staged reduction needs some calls per chunk, which should not delay a caller
+  // that goes on with other work.
   const bool quick = start.path && gpu::Accelerator::captures(*start.path);
   line->submit(operation, !start.async_op || quick);
-  // A blocking send would wait for it, and not come to the receive that the peer waits for: the bundle is waited for.
+  // A bundled message returns no work: a blocking send would wait and never reach the receive that its peer waits for.
   return bundled && message ? Work() : Work(std::move(operation));
 }
 
@@ -193,7 +193,7 @@ c10d::ErrorType Backend::getError() {
   return communicator_->failed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-// One name for two devices makes one backend, but torch splits it for each device: the second time gives the same.
+// torch splits the backend once per device, but one backend serves both: the second call returns the same child.
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                  const std::vector<int>& ranks,
                                                  const c10::intrusive_ptr<c10d::Backend::Options>& options) {
@@ -248,7 +248,7 @@ void Backend::close(milliseconds patience, const std::string& why) {
   const Deadline deadline = Clock::now() + patience;
   bool rest = true;
   for (const auto& line : lines) rest = line->idle_by(deadline) && rest;
-  // A receive that nobody sends to would keep us for the whole timeout.
+  // A receive that is never sent to would block for the whole timeout.
   const Deadline soon = std::min(deadline, Clock::now() + milliseconds(10000));
   for (const auto& line : receiving) rest = line->idle_by(soon) && rest;
   if (!rest)
@@ -260,7 +260,7 @@ void Backend::close(milliseconds patience, const std::string& why) {
   communicator_->shutdown(why);
 }
 
-// Leaves memory as it is: to free it would be to join threads that do not exist, and to say goodbye for the parent.
+// In a forked child: leaks everything. Freeing would join threads that do not exist, and say goodbye for the parent.
 void Backend::forget() {
   new std::shared_ptr<Communicator>(communicator_);
   (void)accelerator_.release();
@@ -301,8 +301,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("get_error", &Backend::getError)
       .def("describe", &Backend::describe)
       .def("record", [](Backend& self) { return self.communicator().record(); })
-      .def("perform_nocolor_split",
-           [](Backend&, const py::object&) {});  // ranks outside a new group have no part in it
+      .def("perform_nocolor_split", [](Backend&, const py::object&) {});  // ranks outside a new group do nothing
 
   m.def(
       "create",

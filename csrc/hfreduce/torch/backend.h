@@ -22,16 +22,15 @@
 
 namespace hfreduce {
 
-// Collectives are served by one line of operations, in the order in which they were begun; messages by one line for
-// each peer, direction and tag, so that two peers may both send first, and a message that waits for its other side
-// holds up none of another tag. An operation with asyncOp=false runs on the calling
-// thread when nothing is ahead of it. Tensors are checked before anything is sent; one that is not contiguous is
-// copied.
+// Collectives go through one Line (an in-order queue of operations). Messages have a Line for each peer, direction and
+// tag: so two peers may both send first, and a message that waits for its peer does not block those of other tags. An
+// operation with asyncOp=false runs on the calling thread if nothing is queued before it. Tensors are checked before
+// anything is sent; one that is not contiguous is copied.
 //
-// CUDA tensors: with asyncOp=false the work is given to the caller's current stream, otherwise to one of ours that
-// waits for it; see Operation. What the accelerator takes is only enqueued, so the calling thread does it, too, when
-// nothing is ahead; messages go from device to device where they can (DeviceMessages); all else is copied to pinned
-// memory, goes the way of the CPU's tensors, and is copied back. A group works on the CUDA device that it sees first.
+// CUDA tensors: with asyncOp=false the work goes to the caller's current stream, otherwise to one of our streams, which
+// waits for the current one; see Operation. What the accelerator takes is only enqueued, so the calling thread does it,
+// too, if nothing is queued. Messages go from device to device where possible (DeviceMessages). Everything else is
+// staged through pinned memory and runs on the CPU path. A group works on the first CUDA device that it is given.
 class Backend : public c10d::Backend {
  public:
   using Pointer = c10::intrusive_ptr<Backend>;
@@ -41,8 +40,8 @@ class Backend : public c10d::Backend {
     Options() : c10d::Backend::Options("hfreduce") {}
     std::string interface, host_id;  // see Config
     size_t slot_bytes = Config().slot_bytes;
-    std::vector<RowTuple> plan;                    // rows as hfreduce.plan has them
-    std::vector<gpu::DeviceRowTuple> device_plan;  // the same, of gpu::DeviceRow
+    std::vector<RowTuple> plan;                    // rows of hfreduce.plan
+    std::vector<gpu::DeviceRowTuple> device_plan;  // rows of gpu::DeviceRow
   };
 
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const Options& options);
@@ -53,15 +52,15 @@ class Backend : public c10d::Backend {
   c10::intrusive_ptr<Options> options() const { return c10::make_intrusive<Options>(options_); }
   Communicator& communicator() { return *communicator_; }
   std::string describe() const;
-  static uint64_t operations();  // begun by this process, on all its groups
-  static uint64_t nbytes();      // of the dense tensors that those give back
+  static uint64_t operations();  // begun by this process, in all groups
+  static uint64_t nbytes();      // of the dense output tensors of these operations
 
   bool supportsSplitting() const override { return true; }
-  // batch_isend_irecv then begins message by message, as on gloo: what it has begun when one of them is refused stands,
-  // and there is no bundle that nobody ends. Only who names a device to torch's coalescing manager gets a bundle.
+  // So batch_isend_irecv issues messages one by one, as on gloo: if one is rejected, those before it stand, and no
+  // bundle is left open. A bundle exists only if a device is passed to torch's coalescing manager.
   bool supportsCoalescing() const override { return false; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
-  void setSequenceNumberForGroup() override {}  // it is 0 on all ranks from the start
+  void setSequenceNumberForGroup() override {}  // 0 on all ranks from the start
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
@@ -70,7 +69,7 @@ class Backend : public c10d::Backend {
   Work endCoalescing() override;
   void abort() override;
   void shutdown() override;
-  // Ends all groups of this process that still live, before the interpreter does.
+  // Closes all groups of this process that are still alive. Called before the interpreter exits.
   static void close_all(milliseconds patience);
 
   Work broadcast(Tensors&, const c10d::BroadcastOptions&) override;
@@ -99,29 +98,28 @@ class Backend : public c10d::Backend {
  private:
   enum Direction { kSend, kReceive };
 
-  // What is to be known of an operation before it runs.
+  // What is known of an operation before it runs.
   struct Start {
     c10d::OpType type;
     const char* title;
     bool async_op;
     c10::Device device{c10::kCPU};
-    std::optional<gpu::Path> path{};  // on the device, where the accelerator takes it
+    std::optional<gpu::Path> path{};  // if the accelerator takes it
   };
 
-  // line: of a message; else that of the collectives.
+  // line: a message's; nullptr: that of the collectives.
   Work begin(const Start& start, const Tensors& outputs, Operation::Body body, Line* line = nullptr);
   std::unique_ptr<Placed> place(Line& line, const Start& start, const Tensors& outputs);
   std::vector<c10::intrusive_ptr<Operation>> sweep();
-  // The path of a collective, where the accelerator is made and takes it.
+  // The path of a collective, if the accelerator exists and takes it.
   std::optional<gpu::Path> path(c10::Device device, const gpu::Message& message) const;
-  // How it goes, on the line, in the order of collectives: by this path, if it was chosen before. The first one makes
-  // the accelerator.
+  // Called on the line, in the order of collectives. `path` if already chosen. The first call makes the accelerator.
   Way way(c10::Device device, const gpu::Message& message, std::optional<gpu::Path> path, milliseconds timeout);
   Way by_host(milliseconds timeout) const { return {communicator_.get(), Clock::now() + timeout}; }
   void meet(c10::Device device, milliseconds timeout);
-  // Those of the accelerator, where the tensor is on its device and it has been made: on this rank alone, maybe.
+  // The accelerator's, if it exists and the tensor is on its device. Other ranks may not have it yet.
   gpu::DeviceMessages* device_messages(const at::Tensor& tensor) const;
-  // Held by whoever gives it an operation: lines that nobody holds and that have nothing to do go when there are many.
+  // The caller holds the Line while it submits. If there are many, those that are idle and held by nobody are removed.
   std::shared_ptr<Line> messages(int peer, Direction direction, int tag);
   milliseconds patience(std::chrono::milliseconds timeout) const;  // of an operation
   void check_root(const char* what, int64_t rank) const;
@@ -129,7 +127,7 @@ class Backend : public c10d::Backend {
   void forget();
 
   at::Tensor sum_of_sparse(const at::Tensor& input, milliseconds timeout);
-  // What the line is to do; path: of all tensors, where it is chosen.
+  // The body of an operation; path: common to all tensors, if chosen.
   Operation::Body all_reduces(Tensors tensors, std::vector<Reduction> reductions, std::optional<gpu::Path> path,
                               milliseconds timeout);
   void all_gather_now(const Tensors& outputs, const at::Tensor& input, std::optional<gpu::Path> path,
@@ -140,7 +138,7 @@ class Backend : public c10d::Backend {
   int recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout);
   void all_to_all_now(const Exchange& exchange, milliseconds timeout);
 
-  const int forks_ = forks();  // of the process that made it: a fork's child has none of its threads
+  const int forks_ = forks();  // of the process that made it: a forked child has none of its threads
   std::shared_ptr<Communicator> communicator_;
   Options options_;
   std::vector<int> global_ranks_;
@@ -149,15 +147,15 @@ class Backend : public c10d::Backend {
   std::atomic<bool> closed_{false};
   const std::shared_ptr<Line> collectives_ = std::make_shared<Line>();
   std::unique_ptr<gpu::Accelerator> accelerator_;
-  std::atomic<gpu::Accelerator*> met_{nullptr};  // it, for any thread
-  bool asked_ = false;                           // whether the ranks have met for it; of the line of collectives
-  mutable std::mutex mutex_;                     // of what follows
+  std::atomic<gpu::Accelerator*> met_{nullptr};  // accelerator_, for any thread
+  bool asked_ = false;                           // whether `meet` was called; used by the line of collectives only
+  mutable std::mutex mutex_;                     // guards the members below
   std::optional<c10::Device> device_;            // of all operations on CUDA tensors
-  std::unique_ptr<gpu::Driver> capture_;         // asked whether a stream is captured; none without CUDA
+  std::unique_ptr<gpu::Driver> capture_;         // tells whether a stream is being captured; null without CUDA
   std::map<std::pair<Line*, int>, c10::Stream> streams_;
-  Turns turns_;                                     // of the line of collectives
-  std::deque<c10::intrusive_ptr<Operation>> kept_;  // for their device, which may still be at work on their tensors
-  std::string no_accelerator_;                      // why there is none; "" before anybody asked
+  Turns turns_;                                     // for the line of collectives
+  std::deque<c10::intrusive_ptr<Operation>> kept_;  // kept alive while the device may use their tensors
+  std::string no_accelerator_;                      // the reason why there is none; "" before the first attempt
   std::map<std::tuple<int, Direction, int>, std::shared_ptr<Line>> messages_;
   c10::intrusive_ptr<Operation> bundle_;  // between startCoalescing and endCoalescing
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;

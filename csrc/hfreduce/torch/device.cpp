@@ -1,4 +1,4 @@
-// The backend's operations on CUDA tensors: on which stream, by which path, and how long what they work on is kept.
+// The backend's operations on CUDA tensors: their stream, their path, and how long their tensors are kept alive.
 #include <c10/util/Exception.h>
 
 #include "cuda/meeting.h"
@@ -8,11 +8,11 @@ namespace hfreduce {
 
 namespace {
 
-// Where tensors lie, with what is between their elements.
+// Address ranges of tensors, including gaps between elements.
 std::vector<Turns::Range> ranges(const std::vector<at::Tensor>& tensors) {
   std::vector<Turns::Range> ranges;
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.layout() != c10::kStrided) continue;  // what overlaps takes none
+    if (tensor.layout() != c10::kStrided) continue;  // operations that overlap take dense tensors only
     int64_t last = 0;
     for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
     const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
@@ -23,15 +23,15 @@ std::vector<Turns::Range> ranges(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-// Nothing for CPU tensors. What is captured into a CUDA graph must be enqueued now, and whole.
+// nullptr for CPU tensors. Only collectives that are fully enqueued at once can be captured into a CUDA graph.
 std::unique_ptr<Placed> Backend::place(Line& line, const Start& start, const Tensors& outputs) {
   if (start.device.is_cpu()) return nullptr;
-  std::vector<c10::intrusive_ptr<Operation>> done;  // let go of without the lock
+  std::vector<c10::intrusive_ptr<Operation>> done;  // released after the lock
   std::lock_guard lock(mutex_);
   if (!device_) {
     try {
       if (gpu::why_no_cuda().empty()) capture_ = gpu::cuda(start.device.index());
-    } catch (const std::runtime_error&) {  // `meet` finds out the same, and says so
+    } catch (const std::runtime_error&) {  // `meet` will fail in the same way and report it
     }
     device_ = start.device;
   }
@@ -57,7 +57,7 @@ std::unique_ptr<Placed> Backend::place(Line& line, const Start& start, const Ten
   return std::make_unique<Placed>(start.device, own, captured, communicator_);
 }
 
-// The oldest operations that somebody has waited for, or the device has done: no longer kept. Under mutex_.
+// Stops keeping the oldest operations that are waited for or done on the device. Under mutex_.
 std::vector<c10::intrusive_ptr<Operation>> Backend::sweep() {
   std::vector<c10::intrusive_ptr<Operation>> done;
   while (!kept_.empty() && kept_.front()->isCompleted()) {
@@ -100,7 +100,7 @@ void Backend::meet(c10::Device device, milliseconds timeout) {
                                                         gpu::rows_of(options_.device_plan), timeout);
     } catch (const Fault&) {
       throw;
-    } catch (const std::exception& error) {  // the others are not to wait for this rank
+    } catch (const std::exception& error) {  // the other ranks must not wait for this one
       communicator_->abort(error.what());
       communicator_->check();
     }

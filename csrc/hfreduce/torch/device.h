@@ -1,4 +1,4 @@
-// Device memory under c10d, by torch's interfaces for any device: one source serves torch with CUDA and without.
+// Device memory under c10d, through torch's device-generic interfaces: one source serves torch with and without CUDA.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -25,15 +25,15 @@ inline c10::Stream pool_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-// How a collective goes: by the accelerator, or on the host, to which tensors of a device are copied.
+// How a collective runs: by the accelerator, or on the host, with device tensors staged through pinned memory.
 struct Way {
   Communicator* host;
   Deadline deadline;
   gpu::Accelerator* accelerator = nullptr;
   gpu::Path path = gpu::Path::host;  // of the accelerator
 
-  // Blocks this thread until the current stream of the device has done all that it was given; throws when the
-  // communicator fails meanwhile, and fails it when the deadline passes: the others wait for this rank.
+  // Blocks this thread until the device's current stream has finished its work so far. Throws if the communicator fails
+  // meanwhile. Fails it if the deadline passes, because the other ranks wait for this one.
   void settle(c10::Device device) const {
     c10::Event event(device.type());
     event.record(current_stream(device));
@@ -49,10 +49,10 @@ struct Way {
   }
 };
 
-// An operation's place on a device: the stream that does its work, and what orders others before and after it.
+// An operation's stream, and the events that order it with other streams.
 class Placed {
  public:
-  // own: a stream of ours, which waits for what the current stream has been given so far. Otherwise the current one.
+  // own: one of our streams, which waits for the current stream's work so far; none: the current stream.
   Placed(c10::Device device, std::optional<c10::Stream> own, bool captured, std::shared_ptr<Communicator> communicator)
       : stream_(own ? *own : current_stream(device)),
         own_(own.has_value()),
@@ -75,7 +75,7 @@ class Placed {
     if (own_) mark();
   }
 
-  // Makes the current stream wait for the work. Throws the communicator's fault: what it failed in may be this.
+  // Makes the current stream wait for the work. Throws the communicator's fault, which may concern this operation.
   void synchronize() {
     if (communicator_->failed() && !communicator_->was_shut_down()) communicator_->check();
     const c10::Stream current = current_stream(device());
@@ -85,7 +85,7 @@ class Placed {
   }
 
   bool reached() {
-    if (captured_) return true;  // it is not done before its graph is replayed, and then as often
+    if (captured_) return true;  // captured work runs only when its graph is replayed, any number of times
     if (!done_) mark();
     return done_->query();
   }

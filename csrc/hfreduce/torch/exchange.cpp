@@ -1,4 +1,4 @@
-// The operations of the c10d backend, as in ops.cpp: all_to_all, barriers and messages.
+// Operations of the c10d backend, continued from ops.cpp: all_to_all, barriers and messages.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "cuda/p2p/device_messages.h"
@@ -8,7 +8,7 @@ namespace hfreduce {
 
 using c10d::OpType;
 
-// Elements for, and from, each rank.
+// Elements to and from each rank.
 struct Backend::Exchange {
   Tensors inputs, outputs;
   std::vector<int64_t> in_counts, in_offsets, out_counts, out_offsets;
@@ -70,7 +70,7 @@ Backend::Work Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::A
   return begin(start, outputs, [=, this](int&) { all_to_all_now(exchange, timeout); });
 }
 
-// A barrier on a device comes after what its current stream was given before; it blocks the host, as NCCL's does.
+// A barrier on a device comes after the current stream's work so far. It blocks the host, as NCCL's does.
 Backend::Work Backend::barrier(const c10d::BarrierOptions& options) {
   const milliseconds timeout = patience(options.timeout);
   Start start{OpType::BARRIER, "hfreduce:barrier", options.asyncOp};
@@ -89,7 +89,7 @@ Backend::Work Backend::barrier(const c10d::BarrierOptions& options) {
   });
 }
 
-// Every barrier of ours names the ranks that are missing: all of them, whether asked for or not.
+// All our barriers name all missing ranks, whatever wait_all_ranks says.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool) {
   c10d::BarrierOptions now = options;
   now.asyncOp = false;
@@ -116,7 +116,7 @@ Backend::Work Backend::send(Tensors& tensors, int to, int tag) {
   return begin(start, {}, body, messages(to, kSend, tag).get());
 }
 
-// from: -1 for whoever has sent. Which way a message comes its sender has decided. Returns who sent it.
+// from: -1 for any sender. The sender decides whether the payload goes by way of the host. Returns the sender.
 int Backend::recv_now(const at::Tensor& tensor, int from, int tag, milliseconds timeout) {
   const Element element = element_of(tensor.scalar_type());
   const int64_t count = tensor.numel() * element.width;

@@ -1,5 +1,5 @@
-// The operations of the c10d backend: what is checked, and what is asked of the communicator or the accelerator. The
-// collectives, but for all_to_all: exchange.cpp.
+// Operations of the c10d backend: check the arguments, then call the communicator or the accelerator. Collectives other
+// than all_to_all; the rest is in exchange.cpp.
 #include <ATen/Functions.h>
 
 #include <array>
@@ -12,12 +12,12 @@ using c10d::OpType;
 
 namespace {
 
-// Of several collectives at once: only enqueued if all are, and captured if all can be.
+// The path of several collectives at once: one that is only enqueued if all are, and captured if all can be.
 std::optional<gpu::Path> both(std::optional<gpu::Path> a, std::optional<gpu::Path> b) {
   return a && b ? std::max(a, b) : std::nullopt;
 }
 
-// A collective whose bytes, as Plan::choose counts them, are this tensor's.
+// A collective whose bytes, as Plan::choose counts them, are those of this tensor.
 gpu::Message message_of(Kind kind, const at::Tensor& tensor, Op op = Op::sum) {
   return {kind, bytes_of(tensor), element_of(tensor.scalar_type()).dtype, op};
 }
@@ -107,7 +107,7 @@ Backend::Work Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& optio
   });
 }
 
-// outputs: the whole output as one tensor, or one tensor for each rank, of whatever sizes the ranks' inputs have.
+// outputs: the whole output as one tensor, or one tensor per rank, which may differ in size.
 void Backend::all_gather_now(const Tensors& outputs, const at::Tensor& input, std::optional<gpu::Path> path,
                              milliseconds timeout) {
   const Element element = element_of(input.scalar_type());
@@ -242,7 +242,7 @@ Backend::Work Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, c
   });
 }
 
-// inputs: the whole input as one tensor, or one for each rank, of whatever sizes the ranks' outputs have.
+// inputs: the whole input as one tensor, or one tensor per rank, which may differ in size.
 void Backend::reduce_scatter_now(const at::Tensor& output, const Tensors& inputs, Reduction reduction,
                                  std::optional<gpu::Path> path, milliseconds timeout) {
   const Element element = element_of(output.scalar_type());
@@ -324,12 +324,12 @@ Backend::Work Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors
   });
 }
 
-// all_reduce of sparse tensors, as gloo does it: everybody gathers the indices and values of all, and adds them up in
-// the order of ranks. Ranks may have unequally many; what has no value anywhere stays out of the result.
+// all_reduce of sparse tensors, as in gloo: every rank gathers all indices and values, and adds them in rank order.
+// Ranks may have different numbers of values. Only indices that some rank has are in the result.
 
 namespace {
 
-// What ranks tell of theirs: how many values, how many dimensions are sparse, and all sizes.
+// Exchanged between ranks: number of values, number of sparse dimensions, and all sizes.
 constexpr size_t kDims = 16;
 struct Form {
   int64_t count = 0, sparse = 0, dims = 0;
@@ -352,7 +352,7 @@ at::Tensor Backend::sum_of_sparse(const at::Tensor& input, milliseconds timeout)
   std::vector<Form> forms(size_, mine);
   constexpr int64_t words = sizeof(Form) / sizeof(int64_t);
   communicator_->all_gather(&mine, forms.data(), words, DType::i64, timeout);
-  for (int rank = 0; rank < size_; ++rank)  // all see the same, so all refuse, and the group goes on
+  for (int rank = 0; rank < size_; ++rank)  // all ranks see the same, so all throw, and the group stays usable
     TORCH_CHECK_VALUE(forms[rank].fits(mine),
                       "hfreduce: all_reduce takes sparse tensors of one shape and one number of ",
                       "sparse dimensions, got ", input.sizes(), " on rank ", rank_, " and another on rank ", rank);

@@ -1,4 +1,4 @@
-// Tensors as the core takes them: checked, contiguous, of a dtype that it knows.
+// Tensors as the core takes them: checked, contiguous, of a supported dtype.
 #pragma once
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace hfreduce {
 
 using Tensors = std::vector<at::Tensor>;
 
-// How an element crosses: as `width` numbers of `dtype`. What is only moved may be of any dtype.
+// A tensor element is sent as `width` numbers of `dtype`. Operations that only move data take any dtype.
 struct Element {
   DType dtype;
   int64_t width = 1;
@@ -57,8 +57,7 @@ inline Element element_of(at::ScalarType type) {
   }
 }
 
-// The dtypes that reductions know. Unsigned ones of more than 8 bits, the other floats of 8 bits, and quantized ones
-// are only moved.
+// The dtypes that reductions support. Wider unsigned integers, other 8-bit floats and quantized types are only moved.
 inline bool has_arithmetic(at::ScalarType type) { return type == at::kByte || element_of(type).dtype != DType::u8; }
 
 inline const char* name_of(c10d::ReduceOp::RedOpType op) {
@@ -66,7 +65,7 @@ inline const char* name_of(c10d::ReduceOp::RedOpType op) {
   return op < std::size(names) ? names[op] : "UNUSED";
 }
 
-// The core's reduction. ValueError where it is not defined for this dtype, before anything is sent.
+// The core's reduction. Throws ValueError if it is not defined for this dtype, before anything is sent.
 inline Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type) {
   constexpr Op ops[] = {Op::sum, Op::avg, Op::prod, Op::min, Op::max, Op::band, Op::bor, Op::bxor, Op::premul_sum};
   const bool linear = op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG;
@@ -137,7 +136,7 @@ inline int64_t bytes_of(const Tensors& tensors) {
   return bytes;
 }
 
-// That an operation's work is given to.
+// The current stream of the tensor's device, which gets the operation's work.
 inline gpu::Stream native(const at::Tensor& tensor) { return current_stream(tensor.device()).native_handle(); }
 
 inline c10::Device device_of(const char* what, const Tensors& tensors) {
@@ -147,12 +146,12 @@ inline c10::Device device_of(const char* what, const Tensors& tensors) {
   return tensors.empty() ? c10::Device(c10::kCPU) : tensors[0].device();
 }
 
-// Tensors of one dtype, one after another in memory: their own, where they lie so, otherwise a copy. It is on the host,
-// pinned for tensors of a device, unless the way goes by the accelerator; copies between them are on the current
-// stream.
+// Tensors of one dtype as one contiguous block: their own memory if it is contiguous, otherwise a copy. The block is on
+// the host (pinned, for device tensors) unless the accelerator is used. Copies between host and device run on the
+// current stream.
 class Memory {
  public:
-  // filled: whether what is in the tensors matters.
+  // filled: whether the tensors' contents are needed.
   Memory(Tensors tensors, bool filled, const Way& way) : tensors_(std::move(tensors)), way_(way) {
     if (tensors_.empty()) return;
     staged_ = !way.accelerator && !tensors_[0].device().is_cpu();
@@ -178,10 +177,10 @@ class Memory {
     return data_ < other.data_ + other.bytes_ && other.data_ < data_ + bytes_;
   }
 
-  // Works on a copy from here on.
+  // Switches to a copy.
   void copy(bool filled) {
     auto options = tensors_[0].options().requires_grad(false).memory_format(std::nullopt);
-    // torch keeps pinned memory, and reuses it when the copies that it was given to are done.
+    // torch's caching allocator reuses pinned memory once the copies that use it are done.
     if (staged_) options = options.device(at::kCPU).pinned_memory(true);
     buffer_ = at::empty({count_}, options);
     data_ = static_cast<char*>(buffer_.data_ptr());
@@ -191,7 +190,7 @@ class Memory {
     if (staged_) way_.settle(tensors_[0].device());
   }
 
-  // What was written into a copy, back into the tensors.
+  // Copies the result back into the tensors, if this is a copy.
   void give_back() const {
     if (!buffer_.defined()) return;
     int64_t offset = 0;

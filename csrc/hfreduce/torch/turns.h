@@ -1,10 +1,10 @@
-// Which of a few streams an operation takes that its caller does not wait for at once.
+// Which of a few streams an asynchronous operation uses.
 //
-// host-staged all_reduces that follow each other overlap where their streams differ: one comes down while another goes
-// up. But what is given to a group is done in its order, as far as anybody can see: an operation may work on what the
-// one before writes, without waiting for it in between. So streams change only from one such all_reduce to another one
-// that shares no memory with those before it. Everything else goes where the last operation went: it is behind that
-// one, and so behind all, since copies of one direction follow each other in whatever streams (staged.cpp).
+// Successive host-staged all_reduces overlap if their streams differ: one copies D2H while another copies H2D. But the
+// operations of a group must behave as if they ran in order: an operation may use the output of the one before it
+// without a wait in between. So the stream changes only between two such all_reduces that share no memory (nor with the
+// recent ones before). Everything else uses the stream of the last operation. It then comes after that one, and so
+// after all, since copies of one direction are ordered across streams (staged.cpp).
 #pragma once
 
 #include <deque>
@@ -18,7 +18,7 @@ class Turns {
   static constexpr int kStreams = 3;
   using Range = std::pair<const char*, const char*>;  // begin, end
 
-  // overlaps: whether it is such an all_reduce. memory: what it reads and writes.
+  // overlaps: whether it is a host-staged all_reduce. memory: what it reads and writes.
   int next(bool overlaps, const std::vector<Range>& memory) {
     if (!overlaps) {
       recent_.clear();
@@ -36,7 +36,7 @@ class Turns {
   }
 
  private:
-  // An operation's first chunk comes down when as many chunks before as the ring is deep have gone up: 4.
+  // The first D2H copy of an operation waits until earlier chunks, as many as the ring is deep (4), have gone H2D.
   static constexpr size_t kRecent = 16;
 
   static bool meet(const std::vector<Range>& a, const std::vector<Range>& b) {

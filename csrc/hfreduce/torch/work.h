@@ -1,17 +1,17 @@
-// An operation as torch holds it (c10d::Work), and the line of operations that one thread serves in order.
+// An operation as torch holds it (c10d::Work), and the Line: an in-order queue of operations, served by one thread.
 //
-// Who completes a future runs the callbacks that hang on it, and a callback may begin another operation and wait for it
-// (the PowerSGD hook does). Two rules keep that free of deadlocks, and in the same order on every rank:
-//   * Futures are completed by the thread that served the operation, before it serves the next one.
-//   * What that thread begins meanwhile, it runs at once, before all that is queued.
-// So operations that callbacks begin come right after the one whose callbacks they are, whatever the timing. A pool of
-// threads for callbacks, as gloo has, lets the callbacks of two gradient buckets race: ranks then begin their nested
-// operations in different orders. Should a callback wait for what is queued behind it, another thread of the line takes
-// over after a second.
+// Completing a future runs its callbacks. A callback may begin another operation and wait for it (the PowerSGD hook
+// does). Two rules prevent deadlocks and keep the order equal on all ranks:
+//   * A future is completed by the thread that served the operation, before that thread serves the next one.
+//   * An operation that this thread begins meanwhile runs at once, before all queued ones.
+// So operations begun by callbacks run right after the operation that the callbacks belong to, whatever the timing.
+// With a pool of callback threads, as in gloo, the callbacks of two gradient buckets race, and ranks begin their nested
+// operations in different orders. If a callback waits for an operation that is still queued, another thread of the Line
+// takes over after a second.
 //
-// An operation on device memory is over, as far as this file goes, when its work is enqueued on a stream; `wait` then
-// makes the current stream wait for that one, and does not block. What it works on is kept until somebody has waited,
-// or the device has done it (Backend::sweep).
+// An operation on device memory has ended for this file when its work is enqueued on a stream. `wait` then makes the
+// current stream wait for that stream and does not block. The tensors are kept alive until someone has waited, or the
+// device has finished (Backend::sweep).
 #pragma once
 
 #include <pthread.h>
@@ -34,7 +34,7 @@ namespace hfreduce {
 
 class Operation : public c10d::Work {
  public:
-  using Body = std::function<void(int& source)>;  // source: the rank that a message came from, where it may be any
+  using Body = std::function<void(int& source)>;  // source: set to the sender's rank by a receive from any rank
 
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, uint64_t sequence,
             Body body, std::unique_ptr<Placed> placed = nullptr)
@@ -49,7 +49,7 @@ class Operation : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
   void blockCurrentStream() override { wait(); }
 
-  // For a device: see above, but with a timeout this waits for the work itself.
+  // On a device, does not block (see above) unless a timeout is given: then this waits for the work itself.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
     TORCH_CHECK_WITH(DistBackendError, forks() == forks_,
                      "hfreduce: this process is a fork of the one that began this ",
@@ -84,7 +84,7 @@ class Operation : public c10d::Work {
     return exception_ || !placed_ || placed_->reached();
   }
 
-  // Lets go of what it works on: the device has done it, or the current stream comes after it.
+  // Releases the body and its tensors: the device has finished, or the current stream waits for it.
   void release() {
     Body body;
     std::lock_guard lock(placing_);
@@ -95,22 +95,22 @@ class Operation : public c10d::Work {
     return static_cast<bool>(kept_);
   }
 
-  // Made when first asked for: most operations are only waited for.
+  // Created on first use: most operations are only waited for.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::lock_guard lock(mutex_);
     if (!future_) {
       future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices());
       settled_ = completed_;
-      if (completed_) mark();  // nobody can have hung a callback on it yet
+      if (completed_) mark();  // no callback can be attached yet
     }
     return future_;
   }
 
-  // Does the work; what went wrong is for `end`.
+  // Runs the body. Returns the error, for `end`.
   std::exception_ptr execute() {
     std::exception_ptr error;
     try {
-      at::AutoDispatchBelowADInplaceOrView below;  // copies of tensors that require grad are nobody's graph
+      at::AutoDispatchBelowADInplaceOrView below;  // autograd must not record copies of tensors that require grad
       c10::OptionalStreamGuard guard;
       if (placed_) {
         guard.reset_stream(placed_->stream());
@@ -125,11 +125,11 @@ class Operation : public c10d::Work {
     }
     std::lock_guard lock(placing_);
     if (placed_ && placed_->own()) kept_.swap(body_);
-    body_ = nullptr;  // lets go of its tensors
+    body_ = nullptr;  // releases its tensors
     return error;
   }
 
-  // Wakes who waits. Whether there is more to do, by `notify`: a future that others hold, a bundle.
+  // Wakes the waiters. Returns whether `notify` has work: a future that was handed out, or a bundle.
   bool end(const std::exception_ptr& error) {
     finish(error);
     std::lock_guard lock(mutex_);
@@ -137,14 +137,14 @@ class Operation : public c10d::Work {
     return owes_ || bundle_;
   }
 
-  // Completes the future, which runs its callbacks, and tells the bundle.
+  // Completes the future, which runs its callbacks, and informs the bundle.
   void notify() {
     if (owes_) mark();
     if (bundle_) std::exchange(bundle_, {})->part_ended(exception_);
   }
 
-  // Makes this operation, which has no body, the sum of others: it ends when the last of them has, and `part_ended` was
-  // called once more, for the bundle itself.
+  // Makes this operation, which has no body, a bundle of others. It ends when all of them have ended and `part_ended`
+  // was called once more, for the bundle itself.
   void add(Operation& part) {
     parts_.fetch_add(1, std::memory_order_relaxed);
     part.bundle_ = c10::intrusive_ptr<Operation>::reclaim_copy(this);
@@ -169,7 +169,7 @@ class Operation : public c10d::Work {
     return devices;
   }
 
-  // A future of a device marks its completion on the current stream: that of the work, or one that waits for all parts.
+  // A device future records its completion on the current stream: the work's, or one that waits for all members.
   void mark() {
     if (exception_) return future_->setError(exception_);
     c10::OptionalStreamGuard guard;
@@ -184,10 +184,10 @@ class Operation : public c10d::Work {
 
   std::vector<at::Tensor> outputs_;
   Body body_, kept_;
-  mutable std::mutex placing_;  // of kept_ and placed_: torch holds mutex_ while it calls synchronize()
+  mutable std::mutex placing_;  // guards kept_ and placed_: torch holds mutex_ while it calls synchronize()
   std::unique_ptr<Placed> placed_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  c10::intrusive_ptr<Operation> bundle_;                // that this is a part of
+  c10::intrusive_ptr<Operation> bundle_;                // the bundle that this is a member of
   std::vector<c10::intrusive_ptr<Operation>> members_;  // of a bundle
   std::exception_ptr first_error_;
   std::atomic<int> parts_{1};
@@ -197,13 +197,13 @@ class Operation : public c10d::Work {
   bool settled_ = false, owes_ = false;
 };
 
-// Operations in the order in which they were submitted, one at a time, on a thread that is started when first needed;
-// or on the caller's own, where nothing is ahead. Held by shared_ptr: its threads keep it.
+// Runs operations in the order of submission, one at a time: on a thread that is started on first use, or on the
+// caller's thread if nothing is queued. Held by shared_ptr: its threads keep it alive.
 class Line : public std::enable_shared_from_this<Line> {
  public:
   using Entry = c10::intrusive_ptr<Operation>;
 
-  // inline_ok: whether the caller will wait for it at once, or it only enqueues, so that the caller may as well do it.
+  // inline_ok: the caller may run it itself, since it will wait at once, or since the operation only enqueues.
   void submit(const Entry& operation, bool inline_ok) {
     std::unique_lock lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !closed_, "hfreduce: this process group was shut down: make a new one to go on");
@@ -212,7 +212,7 @@ class Line : public std::enable_shared_from_this<Line> {
       serve(lock, operation);
       if (holder_ != std::this_thread::get_id()) return;
       if (!nested) return leave();
-      notifying_ = Clock::now();  // and goes on with its callback
+      notifying_ = Clock::now();  // the callback goes on
       return;
     }
     queue_.push_back(operation);
@@ -220,20 +220,20 @@ class Line : public std::enable_shared_from_this<Line> {
     work_.notify_one();
   }
 
-  // Whether nothing is queued or running, and nobody but its threads and one more holds it.
+  // Whether nothing is queued or running, and nobody but its threads and one owner holds it.
   bool idle() const {
     std::lock_guard lock(mutex_);
     return free() && queue_.empty() && weak_from_this().use_count() <= static_cast<long>(threads_.size()) + 1;
   }
 
-  // Waits until nothing is queued or running; whether that came in time.
+  // Waits until nothing is queued or running. Returns whether that was in time.
   bool idle_by(Deadline deadline) {
     std::unique_lock lock(mutex_);
     if (holder_ == std::this_thread::get_id()) return queue_.empty();
     return rest_.wait_until(lock, deadline, [this] { return free() && queue_.empty(); });
   }
 
-  // Serves what is queued, takes nothing more, and joins the threads; idempotent.
+  // Serves the queued operations, accepts no more, and joins the threads. Idempotent.
   void close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
@@ -243,7 +243,7 @@ class Line : public std::enable_shared_from_this<Line> {
       threads_.pop_back();
       lock.unlock();
       if (thread.get_id() == std::this_thread::get_id())
-        thread.detach();  // a callback closes its own line; the thread ends after it
+        thread.detach();  // a callback closes its own Line; the thread ends after the callback
       else
         thread.join();
       lock.lock();
@@ -251,7 +251,7 @@ class Line : public std::enable_shared_from_this<Line> {
   }
 
  private:
-  static constexpr milliseconds kPatience{1000};  // with a callback, while operations wait
+  static constexpr milliseconds kPatience{1000};  // with a callback, while operations are queued
 
   bool free() const { return holder_ == std::thread::id(); }
   bool overdue() const { return notifying_ != Deadline() && Clock::now() - notifying_ > kPatience; }
@@ -268,7 +268,7 @@ class Line : public std::enable_shared_from_this<Line> {
       ++idle_;
       if (queue_.empty())
         work_.wait(lock, [this] { return !queue_.empty() || closed_; });
-      else  // behind somebody: with a look at the clock every now and then
+      else  // another thread holds the line: check the clock from time to time
         work_.wait_for(lock, kPatience, [this] { return ready() || closed_; });
       --idle_;
       if (ready()) {
@@ -279,12 +279,12 @@ class Line : public std::enable_shared_from_this<Line> {
       } else if (closed_ && queue_.empty()) {
         return;
       } else if (closed_) {
-        work_.wait_for(lock, milliseconds(10));  // another thread is at it
+        work_.wait_for(lock, milliseconds(10));  // another thread serves the rest
       }
     }
   }
 
-  // This thread holds the line, from here to `leave`, or until somebody takes over during callbacks.
+  // This thread holds the Line from here to `leave`, or until another thread takes over during its callbacks.
   void serve(std::unique_lock<std::mutex>& lock, const Entry& operation) {
     holder_ = std::this_thread::get_id();
     notifying_ = Deadline();
@@ -312,8 +312,8 @@ class Line : public std::enable_shared_from_this<Line> {
   std::condition_variable work_, rest_;
   std::deque<Entry> queue_;
   std::vector<std::thread> threads_;
-  std::thread::id holder_;  // who serves
-  Deadline notifying_;      // since when the holder is in callbacks; none while it serves
+  std::thread::id holder_;  // the thread that serves
+  Deadline notifying_;      // since when the holder runs callbacks; Deadline() while it serves
   int idle_ = 0;
   bool closed_ = false;
 };

@@ -1,20 +1,19 @@
-// Point-to-point messages, matched by tag as MPI's are.
+// Point-to-point messages, matched by tag as in MPI.
 //
-// A sender writes frames into the pipe to the receiver: shared memory inside a host, one TCP connection otherwise, made
-// at the first message of the pair. A message is *eager* as long as the receiver may be left with it: its header and
-// its bytes go at once. What a receiver reads while it waits for another tag is *unexpected*, and kept in order of
-// arrival for whoever asks for it. A sender counts the bytes that have not been taken yet, as far as it was told, and
-// beyond kEager of them a message goes by *rendezvous*: a header that says it is ready; one back, from whoever receives
-// it, that the way is clear (which also tells how much was taken); then the bytes, in pieces, straight into their
-// place. So a rank never holds more than kEager of another's messages, and a message that nobody receives yet holds up
-// none of another tag.
+// A sender writes frames into the pipe to the receiver: shared memory inside a host, otherwise one TCP connection, made
+// at the first message of the pair. An *eager* message sends its header and payload at once. What a receiver reads
+// while it waits for another tag is *unexpected*: it is kept, in order of arrival, until it is asked for. A sender
+// counts the bytes that, as far as it knows, were not taken yet. Beyond kEager of them, a message uses the *rendezvous*
+// protocol: a header says that it is ready; a header back from the receiver clears it (and says how much was taken);
+// then the payload goes in pieces, directly to its destination. So a rank never holds more than kEager of another
+// rank's messages, and a message that is not received yet does not block those of other tags.
 //
-// Eager bytes cost themselves on the wire, or two copies inside a host, and one more when they are kept; a rendezvous
-// costs a round trip, and never keeps.
+// An eager payload costs its bytes on the wire, or two copies inside a host, and one more copy if it is unexpected. A
+// rendezvous costs a round trip and never needs that copy.
 //
-// Several threads may wait for one peer: receivers, of a tag each, and senders whose way is not clear. One of them
-// reads, for all, and wakes the others; when it has what it wants, another takes over. One thread at a time writes;
-// what readers have to say ("clear") goes first, between two frames. Nobody sleeps, or waits for room, with the lock.
+// Several threads may wait for one peer: receivers of different tags, and senders that are not cleared yet. One of them
+// reads for all and wakes the others; when it has what it wants, another takes over. One thread at a time writes.
+// Replies of readers ("clear") go first, between two frames. No thread sleeps or waits for room with the lock held.
 #include "transport/messages.h"
 
 #include <algorithm>
@@ -34,22 +33,22 @@ namespace {
 enum class Sort : uint32_t { eager, ready, clear, data };
 
 struct Header {
-  int64_t bytes = 0;  // of the message; data: of this piece; clear: that were taken, see Pair
+  int64_t bytes = 0;  // of the message; data: of this piece; clear: taken so far, see Pair::taken
   int32_t tag = 0;
   Sort sort = Sort::eager;
-  uint64_t ticket = 0;  // eager: as it was given; otherwise the message's number among the sender's that wait
+  uint64_t ticket = 0;  // eager: the sender's; otherwise the number of the message among the sender's rendezvous
   Call call;            // of the sender
 
   int64_t following() const { return sort == Sort::data ? bytes : sort == Sort::eager && !ticket ? bytes : 0; }
-  int64_t cost() const { return following() + static_cast<int64_t>(sizeof(Header)); }  // to who keeps it
+  int64_t cost() const { return following() + static_cast<int64_t>(sizeof(Header)); }  // for the side that keeps it
 };
 static_assert(sizeof(Header) == sizeof(Call) + 24);
 
 constexpr int64_t kEager = 1 << 20;     // bytes of one sender's messages that a receiver may have to keep
-constexpr int64_t kTogether = 8 << 10;  // up to this size, header and bytes are written at once
-constexpr int64_t kPiece = 512 << 10;   // of a message that waited: between two of them others get their turn
-constexpr milliseconds kLook{20};       // the longest sleep: a fault wakes nobody
-constexpr milliseconds kShared{1};      // where something may have to be done that wakes nobody
+constexpr int64_t kTogether = 8 << 10;  // up to this size, header and payload are written in one call
+constexpr int64_t kPiece = 512 << 10;   // of a rendezvous message: other frames may go between two pieces
+constexpr milliseconds kLook{20};       // the longest sleep: a fault does not wake sleepers
+constexpr milliseconds kShared{1};      // the longest sleep where work may arrive without a wake-up
 
 struct UnexpectedMessage {
   explicit UnexpectedMessage(const Header& header) : header(header), memory(new char[header.following()]) {}
@@ -58,7 +57,7 @@ struct UnexpectedMessage {
   bool complete = false;
 };
 
-// What a receiver waits for.
+// A receive that a thread waits for.
 struct PostedReceive {
   const Messages::Place& place;
   int64_t bytes;
@@ -66,68 +65,68 @@ struct PostedReceive {
   const Watch& watch;
   bool begun = false, done = false;
   uint64_t ticket = 0;
-  char* memory = nullptr;  // by rendezvous: where its bytes go
+  char* memory = nullptr;  // rendezvous: the destination of the payload
   int64_t got = 0;
 };
 
-// Messages between this rank and another. All is of the mutex but for `out`, which is of whoever writes.
+// Messages between this rank and another. The mutex guards everything but `out`, which belongs to the writing thread.
 struct Pair {
   std::mutex mutex;
   std::condition_variable changed;
 
-  std::unique_ptr<Incoming> in;    // none yet, or from this rank itself
+  std::unique_ptr<Incoming> in;    // null: not connected yet, or the peer is this rank itself
   bool reading = false;            // whether a thread reads, or sleeps until there is something to read
-  bool given_up = false;           // whether a receiver has left in the middle of its message: after a fault
-  Header header;                   // of the frame that is coming in
-  size_t header_bytes = 0;         // of it, that have come
-  bool begun = false;              // whether it is known where its bytes go
-  PostedReceive* owner = nullptr;  // whose memory that is; none: the last of the unexpected
+  bool given_up = false;           // whether a receiver has left in the middle of its message, after a fault
+  Header header;                   // of the frame that is being read
+  size_t header_bytes = 0;         // bytes of it read so far
+  bool begun = false;              // whether the destination of its payload is known
+  PostedReceive* owner = nullptr;  // the receive with that destination; null: the last unexpected message
   char* into = nullptr;
-  int64_t bytes = 0;  // that have come
+  int64_t bytes = 0;  // of the payload, read so far
   std::list<UnexpectedMessage> unexpected;
-  std::map<uint64_t, PostedReceive*> landing;  // receivers whose way was told to be clear, by the sender's number
-  int64_t taken = 0;  // what messages cost that did not wait and that receivers have, all of them ever
+  std::map<uint64_t, PostedReceive*> landing;  // cleared receives, by the sender's number
+  int64_t taken = 0;                           // total cost of the eager messages that receivers have taken
 
   std::unique_ptr<Outgoing> out;
   bool writing = false;
-  std::string first;                     // what is to be written before anything else
-  uint64_t numbered = 0;                 // messages that had to wait
-  std::set<uint64_t> cleared;            // numbers of those whose way is clear, and that have not gone on yet
-  int64_t unasked = 0, known_taken = 0;  // what messages have cost that did not wait; as `taken` of the other side
+  std::string first;                     // to be written before anything else
+  uint64_t numbered = 0;                 // rendezvous messages so far
+  std::set<uint64_t> cleared;            // numbers of those that are cleared, but not being sent yet
+  int64_t unasked = 0, known_taken = 0;  // total cost of the eager messages sent; of those, what the peer has taken
 };
 
 }  // namespace
 
 struct Messages::State {
-  using Done = std::function<bool()>;  // asked with the mutex
+  using Done = std::function<bool()>;  // called with the mutex held
 
   State(const Roster& roster, Mesh& mesh, ShmGroup& shm) : roster(roster), mesh(mesh), shm(shm), pairs(roster.size()) {}
 
   bool local(int rank) const { return roster.peers[rank].host == roster.me().host; }
-  void connect_out(int rank, Deadline deadline);  // `out` is this thread's
-  bool connect_in(int rank);                      // whether messages from this rank could be read
+  void connect_out(int rank, Deadline deadline);  // only by the writing thread
+  bool connect_in(int rank);                      // whether messages from this rank can be read
 
-  // These have the mutex of the pair.
-  bool match(int from, PostedReceive& posted);  // with what is kept; whether that was anything
+  // Called with the pair's mutex held.
+  bool match(int from, PostedReceive& posted);  // against the kept messages; whether one was used
   void clear(int from, PostedReceive& posted, const Header& ready);
-  bool flush(int to, Deadline deadline);  // what is to be written first, unless somebody writes anyway
+  bool flush(int to, Deadline deadline);  // writes `first`, unless a thread is writing
   void begin(int from, PostedReceive* posted);
   void finish(Pair& pair);
-  // Moves what can be moved without waiting, and says whether that was anything.
+  // Does all it can without waiting. Returns whether that was anything.
   bool advance(int from, PostedReceive* posted, const Watch& watch, const Done& done);
   bool step(int from, PostedReceive* posted, const Done& done);
 
   void wait(int from, PostedReceive* posted, const Watch& watch, const Done& done);
   void rest(int from, Backoff& backoff);
   void begin_writing(int to, const Watch& watch);
-  bool write_first(int to, bool then_end, const Watch& watch);  // whether there was anything; if not, it may be the end
+  bool write_first(int to, bool then_end, const Watch& watch);  // whether there was any; if not, may end the writing
   void write(int to, const Header& header, const void* data, const Watch& watch);
   void push(int to, const void* data, size_t bytes, const Watch& watch);
 
   const Roster& roster;
   Mesh& mesh;
   ShmGroup& shm;
-  std::vector<Pair> pairs;  // by the other's rank
+  std::vector<Pair> pairs;  // by peer rank
 };
 
 namespace {
@@ -249,13 +248,13 @@ void Messages::State::finish(Pair& pair) {
   pair.bytes = 0;
 }
 
-// Reads on; false when there is nothing to read.
+// Reads as far as possible. Returns whether anything was read.
 bool Messages::State::step(int from, PostedReceive* posted, const Done& done) {
   Pair& pair = pairs[from];
   bool moved = false;
   while (!done()) {
     if (!pair.begun) {
-      if (posted && match(from, *posted)) {  // what was just kept comes before what follows it
+      if (posted && match(from, *posted)) {  // kept messages come before those that follow
         moved = true;
         continue;
       }
@@ -288,7 +287,7 @@ bool Messages::State::advance(int from, PostedReceive* posted, const Watch& watc
   return flush(from, watch.deadline) || moved;
 }
 
-// Until `done`, which is asked with the lock; `posted`: what this thread receives.
+// Waits until `done`, which is called with the lock held. `posted`: what this thread receives.
 void Messages::State::wait(int from, PostedReceive* posted, const Watch& watch, const Done& done) {
   Pair& pair = pairs[from];
   Backoff backoff(watch);
@@ -316,7 +315,7 @@ void Messages::State::wait(int from, PostedReceive* posted, const Watch& watch, 
       pair.reading = false;
     }
   }
-  pair.changed.notify_all();  // another reads now
+  pair.changed.notify_all();  // another thread takes over reading
 }
 
 void Messages::State::rest(int from, Backoff& backoff) {
@@ -325,7 +324,7 @@ void Messages::State::rest(int from, Backoff& backoff) {
   backoff.rest(
       [&](Backoff::Wanted& wanted) {
         std::lock_guard lock(pair.mutex);
-        if (!pair.first.empty()) longest = kShared;  // which the pipe had no room for
+        if (!pair.first.empty()) longest = kShared;  // the pipe had no room for it
         if (pair.in)
           wanted.add(*pair.in, from);
         else
@@ -336,7 +335,7 @@ void Messages::State::rest(int from, Backoff& backoff) {
 
 namespace {
 
-// A posted receive, which others may see until its message is there, or it gives up.
+// The lifetime of a posted receive. If that ends in the middle of a message, all pairs are given up.
 class PostedScope {
  public:
   PostedScope(std::vector<Pair>& pairs, const PostedReceive& posted) : pairs_(pairs), posted_(posted) {}
@@ -383,7 +382,7 @@ uint64_t Messages::recv_any(const Place& place, int64_t bytes, int& source, int 
       backoff.moved();
       continue;
     }
-    // Naps: another sender may dial, or another thread keep a message, while this one sleeps.
+    // Short sleeps: another sender may dial, or another thread may keep a message, without waking this thread.
     backoff.rest(
         [&](Backoff::Wanted& wanted) {
           for (int from = 0; from < size; ++from)
@@ -439,7 +438,7 @@ void Messages::State::begin_writing(int to, const Watch& watch) {
     watch.check({to});
     lock.lock();
   }
-  pair.writing = true;  // and it stays so where something throws: half a frame may be out then
+  pair.writing = true;  // stays set if something throws: half a frame may have been written
 }
 
 bool Messages::State::write_first(int to, bool then_end, const Watch& watch) {
@@ -457,7 +456,7 @@ bool Messages::State::write_first(int to, bool then_end, const Watch& watch) {
   return !bytes.empty();
 }
 
-// A frame, behind what goes first, when it is this thread's turn.
+// Writes a frame, after `first`, when it is this thread's turn.
 void Messages::State::write(int to, const Header& header, const void* data, const Watch& watch) {
   begin_writing(to, watch);
   connect_out(to, watch.deadline);

@@ -13,7 +13,7 @@ namespace hfreduce {
 
 namespace {
 
-// The most that is copied before the other side may see it: a part of the buffer, so that both copy at the same time.
+// Bytes copied before the other side sees them: a part of the buffer, so that both sides can copy at the same time.
 constexpr size_t kPart = 32 << 10;
 
 }  // namespace
@@ -26,13 +26,13 @@ PipeEnd::PipeEnd(char* memory, size_t bytes)
 }
 
 uint32_t PipeEnd::unread() const {
-  // Either counter is this end's own and needs no order; the other says how far the bytes may be touched.
+  // One counter is this end's own and needs no ordering. The other says how far the bytes may be accessed.
   return head_.written.bytes.load(std::memory_order_acquire) - head_.taken.bytes.load(std::memory_order_acquire);
 }
 
 void PipeEnd::move(Counter& counter, uint32_t bytes) {
   const uint32_t now = counter.bytes.load(std::memory_order_relaxed) + bytes;
-  // Sequentially consistent with `sleep`: either the sleeper sees this value, or we see the sleeper.
+  // Sequentially consistent with `sleep`: either the sleeper sees this value, or this thread sees the sleeper.
   counter.bytes.store(now, std::memory_order_seq_cst);
   if (counter.sleepers.load(std::memory_order_seq_cst))
     syscall(SYS_futex, &counter.bytes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

@@ -21,7 +21,7 @@ static std::system_error failed(const std::string& what) {
 
 #ifdef __SANITIZE_THREAD__
 // Two ranks in one process would map the same memory at two addresses, and ThreadSanitizer would not see that they
-// share it. So each memory is mapped once, and stays.
+// share it. So each segment is mapped once and never unmapped.
 static void* map(int fd, size_t bytes) {
   static std::mutex mutex;
   static std::map<ino_t, void*> mapped;

@@ -1,5 +1,5 @@
-// Shared memory of one host that cannot leak: a memfd, which has no name, handed from process to process over a Unix
-// socket. When the last process that maps it is gone, by whatever death, so is the memory.
+// Shared memory of a host that cannot leak: a memfd, which has no name, passed between processes over a Unix socket. It
+// is freed when the last process that maps it ends, however it ends.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@
 
 namespace hfreduce {
 
-// A mapping. Children of a fork do not inherit it. Pages are taken when first touched, on the NUMA node of whoever
-// does.
+// A mapping. Forked children do not inherit it. Pages are allocated on first touch, on the NUMA node of the touching
+// thread.
 class Segment {
  public:
   Segment() = default;
-  Segment(int fd, size_t bytes);  // maps all of it; the descriptor stays the caller's
+  Segment(int fd, size_t bytes);  // maps all of it; the caller keeps the descriptor
   Segment(Segment&& other) noexcept { *this = std::move(other); }
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
@@ -20,11 +20,10 @@ class Segment {
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
-  // Takes the pages from byte `from` on, in which nobody has written yet: on this NUMA node (-1: this thread's own), as
-  // far as the kernel wants to.
+  // Allocates the untouched pages from byte `from` on: on this NUMA node (-1: the calling thread's), if the kernel can.
   void settle(int node, size_t from = 0) const;
 
-  // A new descriptor of zeroed shared memory, sealed against shrinking, so that no peer can take it away. Throws
+  // A new descriptor of zeroed shared memory, sealed against resizing, so that no peer can shrink it. Throws
   // std::system_error.
   static int create(size_t bytes);
 
@@ -33,7 +32,7 @@ class Segment {
   size_t bytes_ = 0;
 };
 
-// Of threads that wait by looking at it again and again: leaves the core to its other thread for some cycles.
+// For spin loops: yields the core to its other hardware thread for some cycles.
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

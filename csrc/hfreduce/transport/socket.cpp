@@ -1,6 +1,6 @@
-// Descriptors that children of a fork do not keep. A child that inherits a socket, such as a DataLoader's worker, would
-// hold the connection open after its parent's death, and the peers would take the parent for alive. So all sockets of
-// the process are written down here, and a handler of fork closes them in the child.
+// Descriptors that forked children do not keep. A child that inherits a socket, such as a DataLoader's worker, would
+// hold the connection open after its parent's death, and the peers would think the parent alive. So all sockets of the
+// process are registered here, and a fork handler closes them in the child.
 #include "transport/socket.h"
 
 #include <poll.h>
@@ -26,7 +26,7 @@ class Registry {
     open_[fd] = true;
   }
 
-  // Only what is still written down is closed: in a child the number may mean another file by now.
+  // Closes registered descriptors only: in a child the number may refer to another file by now.
   void close(int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (size_t(fd) >= open_.size() || !open_[fd]) return;
@@ -34,7 +34,7 @@ class Registry {
     ::close(fd);
   }
 
-  // Never destroyed: sockets of static objects may outlive it.
+  // Never destroyed: sockets in static objects may outlive it.
   static Registry& instance() {
     static Registry& registry = *new Registry;
     return registry;
@@ -42,7 +42,7 @@ class Registry {
 
  private:
   Registry() {
-    // fork copies the mutex: it is held meanwhile, so that the child finds the list whole.
+    // fork copies the mutex, so it is held meanwhile: the child finds the list consistent.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, [] { instance().forget(); });
   }
 
@@ -57,7 +57,7 @@ class Registry {
   std::vector<bool> open_;
 };
 
-// A message of one byte with room for one descriptor.
+// A message of one byte with space for one descriptor.
 struct DescriptorMessage {
   char byte = 0;
   iovec part{&byte, 1};
@@ -80,7 +80,7 @@ struct DescriptorMessage {
               "no shared memory with process " + std::to_string(peer.pid) + " of this host: " + why);
 }
 
-// Waits until the socket may be ready. EAGAIN and EINTR alone are worth it.
+// Waits until the socket may be ready. Throws if errno is neither EAGAIN nor EINTR.
 void wait_more(const Socket& socket, short events, Deadline deadline) {
   if (errno != EAGAIN && errno != EINTR) fail(socket, std::strerror(errno));
   const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();

@@ -1,11 +1,11 @@
-// Descriptors that children of a fork do not keep, and who is such a child.
+// Sockets that forked children do not keep, and detection of such children.
 #pragma once
 
 #include "diagnostics/fault.h"
 
 namespace hfreduce {
 
-// A connected, non-blocking socket; closed by its destructor. Children of a fork do not keep it open: a peer would not
+// A connected, non-blocking socket, closed by its destructor. Forked children do not keep it open: a peer would not
 // notice the parent's death.
 class Socket {
  public:
@@ -19,12 +19,12 @@ class Socket {
   int fd_;
 };
 
-// Gives a local peer a file descriptor of ours, and the other way round, over a Unix socket. They throw Fault::broken
-// that names the peer's process when the peer has gone or the deadline has passed.
+// Pass a file descriptor to a local peer, or receive one, over a Unix socket. If the peer has ended or the deadline has
+// passed, they throw Fault::broken naming the peer's process.
 void send_descriptor(const Socket& socket, int fd, Deadline deadline);
 int receive_descriptor(const Socket& socket, Deadline deadline);
 
-// How many forks lie between this process and the one in which the program began; costs a load. A child has its
+// The number of forks between the start of the program and this process. Costs one load. A forked child has its
 // parent's memory, but none of its threads.
 int forks();
 

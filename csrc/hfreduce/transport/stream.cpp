@@ -9,7 +9,7 @@ namespace hfreduce {
 namespace {
 
 constexpr int kLooks = 20, kYields = 40;  // before sleeping
-constexpr milliseconds kGlance{1};        // of a sleep that nothing ends early
+constexpr milliseconds kGlance{1};        // the longest sleep if nothing can end it early
 
 }  // namespace
 
@@ -31,7 +31,7 @@ void Backoff::rest(const std::function<void(Wanted&)>& wanted, milliseconds long
   watch_.check(all.ranks_);
   if (all.silent_ && all.ranks_.size() == 1) return all.silent_->sleep(longest);
   if (all.silent_ || all.unseen_) longest = std::min(longest, kGlance);
-  ::poll(all.fds_.data(), all.fds_.size(), static_cast<int>(longest.count()));  // EINTR: the loop looks again
+  ::poll(all.fds_.data(), all.fds_.size(), static_cast<int>(longest.count()));  // EINTR: the caller's loop tries again
 }
 
 }  // namespace hfreduce

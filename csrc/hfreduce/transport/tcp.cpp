@@ -47,7 +47,7 @@ void TcpOutgoing::drain(Deadline deadline) {
       if (getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error)
         connections_.broken("to", std::strerror(error));
       if (ioctl(socket.fd(), SIOCOUTQ, &unsent) != 0) connections_.broken("to", std::strerror(errno));
-      if (unsent > 0) std::this_thread::sleep_for(milliseconds(1));  // no event tells of an acknowledgement
+      if (unsent > 0) std::this_thread::sleep_for(milliseconds(1));  // nothing signals an acknowledgement
     }
 }
 

@@ -196,18 +196,19 @@ def message_times(x: Tensor, group: dist.ProcessGroup, repeats: int = 20) -> tup
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = torch.full((2,), torch.nan, dtype=torch.float64)
-    if rank ^ 1 < size:
-        mine[0], mine[1] = _sent_and_back(x, group, rank ^ 1, repeats)
+    peers = {dist.get_global_rank(group, rank ^ 1)} if rank ^ 1 < size else set()
+    wires = messages.directed_groups(group, peers, peers, x.device)
+    for peer in peers:
+        mine[0], mine[1] = _sent_and_back(x, wires, peer, repeats)
     every = [torch.empty_like(mine, device=checks.host_device(group)) for _ in range(size)]
     dist.all_gather(every, mine.to(every[0].device), group=group)
     sending, both = torch.stack(every).nanmedian(dim=0).values.tolist()
     return sending, max(both - sending, 0.0)
 
 
-def _sent_and_back(x, group, rank, repeats):
+def _sent_and_back(x, wires, peer, repeats):
     """(ms of a `send`, ms of half a round trip)."""
-    peer, me = dist.get_global_rank(group, rank), dist.get_rank()
-    wires = messages.directed_groups(group, {peer}, {peer}, x.device)
+    me = dist.get_rank()
     sender = messages.Sender(peer, x.device, wires[me, peer])
     receiver = messages.Receiver(peer, x.device, wires[peer, me])
     x, sends, rounds = x.detach(), [], []

@@ -1,11 +1,11 @@
-// Collectives inside a host that only move bytes. Each goes a slot's worth at a time: who has bytes copies them into
-// its slot, all arrive, who wants them copies them out, while the next piece is written into the other slot.
+// Collectives inside a host that only move bytes, in pieces of a slot: the sources copy a piece into their slots, all
+// ranks arrive, and the destinations copy it out while the next piece is written into the other slot.
 #include "collectives/host/host.h"
 #include "collectives/host/slots.h"
 
 namespace hfreduce::host {
 
-// One step a piece; N bytes written by the root, N read by each of the others.
+// One step per piece. The root writes N bytes, and each other rank reads N.
 void broadcast(ShmGroup& shm, void* data, int64_t bytes, int root, const Watch& watch) {
   const auto write = [&](int64_t done, int64_t now) {
     if (shm.rank() == root) copy(shm.mine(), at(data, done), now);
@@ -16,7 +16,7 @@ void broadcast(ShmGroup& shm, void* data, int64_t bytes, int root, const Watch& 
   for_pieces(shm, 1, bytes, watch, write, read);
 }
 
-// One step a piece; B bytes written by each rank but the root, (n-1) B read by the root.
+// One step per piece. Each rank but the root writes B bytes, and the root reads (n-1) B.
 void gather(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
   if (shm.rank() == root) copy(at(out, root * bytes), in, bytes);
   const auto write = [&](int64_t done, int64_t now) {
@@ -29,8 +29,8 @@ void gather(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, c
   for_pieces(shm, 1, bytes, watch, write, read);
 }
 
-// The root copies a piece of each block into its slot. One step a piece; (n-1) B bytes written by the root, B read by
-// each of the others.
+// The root copies a piece of each block into its slot. One step per piece. The root writes (n-1) B bytes, and each
+// other rank reads B.
 void scatter(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, const Watch& watch) {
   const int64_t part = piece(shm.slot_bytes(), shm.size(), 1);
   if (shm.rank() == root) copy(out, at(in, root * bytes), bytes);
@@ -44,8 +44,8 @@ void scatter(ShmGroup& shm, const void* in, void* out, int64_t bytes, int root, 
   for_pieces(shm, shm.size(), bytes, watch, write, read);
 }
 
-// One step a piece; with blocks of B bytes a rank writes B into its slot and reads (n-1) B. Its own block goes straight
-// to its place, unless it is there already.
+// One step per piece. With blocks of B bytes a rank writes B into its slot and reads (n-1) B. Its own block is copied
+// directly to its place, unless it is already there.
 void all_gather(ShmGroup& shm, const void* in, void* out, int64_t stride, int64_t bytes, const Watch& watch) {
   copy(at(out, shm.rank() * stride), in, bytes);
   const auto write = [&](int64_t done, int64_t now) { copy(shm.mine(), at(in, done), now); };
@@ -58,11 +58,11 @@ void all_gather(ShmGroup& shm, const void* in, void* out, int64_t stride, int64_
 
 namespace {
 
-// What rank i sends to b, in bytes, and what it expects from b, as written down in the slots.
+// The bytes that rank i sends to b, and that it expects from b, as written in the slots.
 int64_t sent(const ShmGroup& shm, int i, int b) { return reinterpret_cast<const int64_t*>(shm.slot(i))[b]; }
 int64_t expected(const ShmGroup& shm, int i, int b) { return sent(shm, i, shm.size() + b); }
 
-// Compares, and returns the largest block.
+// Compares them and returns the largest block.
 int64_t agree(const ShmGroup& shm) {
   int64_t largest = 0;
   for (int from = 0; from < shm.size(); ++from)
@@ -80,10 +80,10 @@ int64_t agree(const ShmGroup& shm) {
 
 }  // namespace
 
-// A block of any size from each rank to each other. First all write down what they send to and expect from whom,
-// arrive, and compare: the same mismatch everywhere. Then a slot is cut into n parts. In a step each rank copies a
-// piece of each of its blocks into the part of its receiver, all arrive, and each copies its part out of the others'
-// slots. There are as many steps as the largest block needs. Every byte is written once and read once.
+// A block of any size from each rank to each other. First all ranks write the sizes that they send and expect, arrive,
+// and compare: a mismatch gives the same error on all ranks. Then a slot is divided into n parts. In a step each rank
+// copies a piece of each of its blocks into the receiver's part, all arrive, and each copies its parts out of the
+// others' slots. The largest block determines the number of steps. Every byte is written once and read once.
 void all_to_all(ShmGroup& shm, const void* in, const int64_t* in_offsets, const int64_t* in_sizes, void* out,
                 const int64_t* out_offsets, const int64_t* out_sizes, const Watch& watch) {
   const int me = shm.rank(), n = shm.size();

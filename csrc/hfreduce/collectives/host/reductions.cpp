@@ -1,13 +1,13 @@
-// Reductions inside a host. Sums are in the order of ranks: equal bits everywhere.
+// Reductions inside a host. Sums are in the order of ranks, so all ranks get equal bits.
 #include "collectives/host/host.h"
 #include "collectives/host/slots.h"
 
 namespace hfreduce::host {
 
-// The latency path. Each rank copies its input into its slot, all arrive, each adds up its own input and the slots of
-// the n - 1 others into its output. One step a chunk, N bytes written to slots and (n-1) N read from them by each rank.
-// The next chunk is written while slower ranks still read, for slots alternate. For two ranks that is no more traffic
-// than two-shot, with half the steps.
+// The latency path. Each rank copies its input into its slot, all arrive, and each adds up its own input and the n - 1
+// other slots into its output. One step per chunk. Each rank writes N bytes to slots and reads (n-1) N. Slots
+// alternate, so the next chunk is written while slower ranks still read. For two ranks the traffic is that of two-shot,
+// with half the steps.
 void all_reduce_one_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                          int64_t chunk, const Watch& watch) {
   const int64_t size = size_of(dtype), most = chunk_of(shm, chunk, size);
@@ -24,12 +24,12 @@ void all_reduce_one_shot(ShmGroup& shm, const void* in, void* out, int64_t count
   } while (done < count);
 }
 
-// The bandwidth path, and reduce, which is the same but for what is read at the end.
+// The bandwidth path; also reduce, which differs only in who reads the result.
 //
-// A chunk of the message, small enough that all ranks' slots stay in the caches, goes in two steps. Each rank copies
-// the slices of the others into its slot, all arrive, each adds up its own slice, all arrive, and whoever wants the sum
-// copies all slices out. With n ranks and N bytes, each rank reads its input once and writes its output once in memory;
-// through the caches it writes (n-1)/n N and 1/n N, and reads (n-1)/n N and N.
+// A chunk, small enough that the slots of all ranks stay in the caches, takes two steps. Each rank copies the others'
+// slices into its slot, all arrive, each adds up its own slice, all arrive, and every rank that wants the sum copies
+// all slices out. With n ranks and N bytes, each rank reads its input once from memory and writes its output once.
+// Through the caches it writes (n-1)/n N and 1/n N, and reads (n-1)/n N and N.
 void all_reduce_two_shot(ShmGroup& shm, const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                          int64_t chunk, const Watch& watch, int root) {
   const int64_t size = size_of(dtype), most = chunk_of(shm, chunk, size);
@@ -57,9 +57,9 @@ void all_reduce_two_shot(ShmGroup& shm, const void* in, void* out, int64_t count
   } while (done < count);
 }
 
-// A piece of each of the n blocks, together a slot: each rank copies the pieces of the others' blocks into its slot,
-// all arrive, each adds up its own block's piece straight into its output. One step a piece; with blocks of B bytes a
-// rank writes (n-1) B and reads n B through the caches, and writes B of output.
+// A step takes a piece of each of the n blocks, which together fill a slot: each rank copies the pieces of the others'
+// blocks into its slot, all arrive, and each adds up its own block's piece directly into its output. With blocks of B
+// bytes a rank writes (n-1) B and reads n B through the caches, and writes B of output.
 void reduce_scatter(ShmGroup& shm, const void* in, int64_t stride, void* out, int64_t count, DType dtype,
                     Reduction reduction, int64_t divisor, const Watch& watch) {
   const int64_t size = size_of(dtype), most = piece(shm.slot_bytes(), shm.size(), size);

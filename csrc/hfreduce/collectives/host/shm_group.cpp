@@ -17,7 +17,7 @@ namespace hfreduce {
 
 namespace {
 
-// Sleeps while the word has this value, 20 ms at most: a fault that nobody could announce here is then noticed too.
+// Sleeps while the word has this value, for at most 20 ms: so a fault without a wake-up is noticed, too.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   const timespec patience{0, 20'000'000};
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &patience, nullptr, 0);
@@ -25,7 +25,7 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 
 void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-// Steps wrap around; two ranks are never more than one apart.
+// Steps wrap around. Two ranks are never more than one step apart.
 bool reached(uint32_t there, uint32_t wanted) { return static_cast<int32_t>(there - wanted) >= 0; }
 
 }  // namespace
@@ -35,7 +35,7 @@ size_t ShmGroup::segment_bytes(int local_size, size_t slot_bytes) {
 }
 
 void ShmGroup::check_slots(int local_size, size_t slot_bytes) {
-  // Of a line for each rank, or more: all collectives cut slots into whole lines, and into a part for each rank.
+  // One cache line per rank or more: collectives divide slots into one part per rank, in whole lines.
   constexpr size_t line = 64, least = 4096, most = size_t{1} << 30;
   const size_t needed = std::max(least, local_size * line);
   if (slot_bytes % line || slot_bytes < needed || slot_bytes > most)
@@ -52,7 +52,7 @@ ShmGroup::ShmGroup(std::vector<Segment> segments, int local_rank, std::vector<in
       rank_(local_rank),
       slot_bytes_(slot_bytes) {
   static_assert(sizeof(Header) <= kHeader && std::atomic<uint32_t>::is_always_lock_free);
-  // A rank that spins on a core which another rank needs makes both late: then it only yields.
+  // With more ranks than cores, spinning would take the core that another rank needs: yield instead.
   spins_ = size() <= cores ? 200 : 0;
 }
 
@@ -73,7 +73,7 @@ Call ShmGroup::last(int rank) const {
   return enqueued && enqueued->sequence > begun.sequence ? *enqueued : begun;
 }
 
-// A word at a time, the sequence number last: who finds the same number before and after has a whole call.
+// Word by word, the sequence number last: a reader that finds it unchanged after reading has a consistent call.
 void ShmGroup::note(const Call& call) {
   uint64_t words[sizeof(Call) / sizeof(uint64_t)];
   std::memcpy(words, &call, sizeof(call));
@@ -112,7 +112,7 @@ char* ShmGroup::pipe(int from, int to) const { return segments_[to].data() + kHe
 
 void ShmGroup::arrive(const Watch& watch) {
   Header& mine = header(rank_);
-  // Sequentially consistent with the sleeper's increment: either it sees this step, or we see that it sleeps.
+  // Sequentially consistent with the sleeper's increment: either it sees this step, or this rank sees the sleeper.
   mine.step.store(step_, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst)) wake_all(mine.step);
   for (int i = 1; i < size(); ++i) wait_for((rank_ + i) % size(), step_, watch);

@@ -1,9 +1,9 @@
-// Direct: every host sends to every other, without hops.
+// Direct: every host sends to every other host, without hops.
 //
-// The message is cut into n slices, one for each of the n hosts to add up. Each host sends every other that one's
-// slice, and adds up its own from all inputs at once, in the order of the hosts and with one rounding, piece by piece:
-// a piece when it has come from all. Each piece of the sum goes to all others as soon as it is there. For N bytes each
-// host sends and receives (n-1)/n N for either half, in one hop, over n-1 streams.
+// The message is cut into n slices, one for each of the n hosts to add up. Each host sends every other host that host's
+// slice. It adds up its own slice from all inputs at once, in the order of hosts and with one rounding, piece by piece:
+// each piece when all hosts have sent it. Each piece of the sum goes to all others at once. For N bytes each host sends
+// and receives (n-1)/n N for each half, in one hop, over n-1 streams.
 #include <algorithm>
 #include <memory>
 
@@ -41,7 +41,7 @@ class Direct {
   }
 
  private:
-  // Another host: what was sent to it, its slice of ours and then our sum; what came from it, the other way round.
+  // Another host. Sent: its slice of our data, then our sum. Received: our slice of its data, then its sum.
   struct Host {
     int index;
     Sender to;
@@ -55,7 +55,7 @@ class Direct {
   int64_t to_send(int host) const { return (scatter_ ? bytes(host) : 0) + (gather_ ? own_ : 0); }
   int64_t to_receive(int host) const { return (scatter_ ? own_ : 0) + (gather_ ? bytes(host) : 0); }
   int64_t piece_end() const { return std::min(own_, added_ + kPiece); }
-  // How many bytes more, and receive.
+  // The number of bytes that may be sent now, or received.
   int64_t may_send(const Host& host) const {
     const int64_t first = scatter_ ? bytes(host.index) : 0;
     return host.sent < first ? first - host.sent : gather_ ? first + added_ - host.sent : 0;
@@ -107,7 +107,7 @@ class Direct {
   const Sum& sum_;
   const bool scatter_, gather_;
   const int64_t own_;  // bytes of this host's slice
-  int64_t added_ = 0;  // of them
+  int64_t added_ = 0;  // bytes of it that are added up
   std::vector<Host> hosts_;
 };
 
@@ -121,7 +121,7 @@ Direct::Direct(const Rail& rail, void* data, int64_t count, const Sum& sum, Part
       gather_(part != Part::scatter),
       own_(bytes(rail.index)) {
   if (!scatter_) added_ = own_;
-  // Not all begin with the same host.
+  // Hosts begin with different peers, to spread the load.
   for (int i = 1; i < rail.size(); ++i) {
     const int index = (rail.index + i) % rail.size();
     hosts_.push_back({index, Sender(rail, rail.ranks[index], 0, to_send(index)),

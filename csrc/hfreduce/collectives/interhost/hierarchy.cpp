@@ -1,16 +1,16 @@
-// The collectives of several hosts, from those inside a host (host.h) and those of a rail (rail.h).
+// The collectives of several hosts, composed of those inside a host (host.h) and those of a rail (rail.h).
 //
-// An all-reduce is cut into chunks, a chunk into a slice for each rail. Inside each host a chunk is reduce-scattered to
-// the rails, each rail all-reduces its slice between the hosts, and the slices are gathered inside each host. While
-// chunk c is added up inside the host, chunks c-1 and c-2 travel, and chunk c-3 has travelled and is gathered
-// (stages.h). With L ranks on each of H hosts and N bytes, each rank sends and receives what the algorithm between
-// hosts does for N / L: all together as much as one rank a host would, but over L connections and from L cores.
-// Reduce-scatter and all-gather are its halves, broadcast and reduce go the same way down and up.
+// An all-reduce is cut into chunks, and a chunk into a slice for each rail. Inside each host a chunk is
+// reduce-scattered to the rails, each rail all-reduces its slice between the hosts, and the slices are gathered inside
+// each host. While chunk c is added up inside the host, chunks c-1 and c-2 travel, and chunk c-3 has travelled and is
+// gathered (stages.h). With L ranks on each of H hosts and N bytes, each rank sends and receives what the algorithm
+// between hosts does for N / L: in total as much as one rank per host would, but over L connections and from L cores.
+// Reduce-scatter and all-gather are the two halves. Broadcast and reduce use the same stages in one direction.
 //
-// Where hosts have unequally many ranks, those beyond the smallest host's have no slice, and only take part inside.
-// There, and where the ranks of a host do not follow one another, reduce-scatter and all-gather are made from
-// all-reduce, at twice the bytes. gather, scatter and all-to-all go inside a host by shared memory, and else straight
-// from rank to rank.
+// If hosts have different numbers of ranks, ranks beyond the smallest host's number have no slice, and only take part
+// inside their host. Then, and if the ranks of a host are not consecutive, reduce-scatter and all-gather are built from
+// all-reduce, at twice the bytes. gather, scatter and all-to-all use shared memory inside a host, and otherwise go
+// directly from rank to rank.
 #include "collectives/interhost/hierarchy.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace hfreduce::interhost {
 
 namespace {
 
-// As many as any message wants: all go over the same ones, so that ranks which called different things meet there.
+// The most that any message uses. All operations use the same connections, so ranks that called different ones notice.
 int streams(const Plan& plan) {
   int most = 1;
   for (const Row& row : plan.rows())
@@ -43,7 +43,7 @@ Hierarchy::Hierarchy(const Roster& roster, Mesh& mesh, ShmGroup& shm, Health& he
 
 namespace {
 
-// Inside a host the sum of an average is not divided yet.
+// Inside a host an average is only summed; the last step between hosts divides.
 Reduction undivided(Reduction reduction) {
   return {reduction.op == Op::avg ? Op::sum : reduction.op, reduction.factor};
 }
@@ -109,7 +109,7 @@ void Hierarchy::sum(const void* in, void* out, int64_t count, DType dtype, Reduc
       });
 }
 
-// Nothing to add up inside the hosts, nor to overlap: the output itself travels.
+// One rank per host: nothing to add up inside the hosts and nothing to overlap. `out` itself travels.
 void Hierarchy::sum_alone(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                           const Choice& choice, const Watch& watch) {
   const int64_t size = size_of(dtype);
@@ -164,7 +164,7 @@ void Hierarchy::reduce_scatter(const void* in, void* out, int64_t count, DType d
 void Hierarchy::all_gather(const void* in, void* out, int64_t bytes, const Choice& choice, const Watch& watch) {
   const int64_t all = roster_.size() * bytes, mine = roster_.rank * bytes;
   const Sum none{DType::u8, Op::bor, 1};
-  if (!layout_.regular) {  // adds nothing to everything
+  if (!layout_.regular) {  // all-reduce of zeros, except for this rank's block
     copy(at(out, mine), in, bytes);
     if (bytes) std::memset(out, 0, mine);
     if (bytes) std::memset(at(out, mine + bytes), 0, all - mine - bytes);
@@ -271,7 +271,7 @@ void Hierarchy::all_to_all(const void* in, const int64_t* in_offsets, const int6
   }
   host::all_to_all(shm_, in, near[0].data(), near[1].data(), out, near[2].data(), near[3].data(), watch);
   std::vector<Transfer> transfers, expected;
-  for (int i = 1; i < roster_.size(); ++i) {  // not all begin with the same rank
+  for (int i = 1; i < roster_.size(); ++i) {  // ranks begin with different peers, to spread the load
     const int rank = (roster_.rank + i) % roster_.size();
     if (host_of(rank) == layout_.host) continue;
     transfers.push_back({rank, const_cast<char*>(at(in, in_offsets[rank])), in_sizes[rank]});
@@ -292,8 +292,8 @@ void Hierarchy::carry(int lane, void* data, int64_t count, const Choice& choice,
   tree_broadcast(rail, data, count, host_of(call.root));
 }
 
-// All ranks of this host arrive, then each rail waits for all hosts; where ranks have no rail, they wait for those
-// here.
+// All ranks of this host arrive, then each rail waits for all hosts. If some ranks have no rail, the ranks of this host
+// then wait for each other again.
 void Hierarchy::barrier(const Watch& watch) {
   meet(watch);
   char nothing = 0;

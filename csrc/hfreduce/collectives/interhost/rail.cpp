@@ -15,7 +15,7 @@ Outgoing& HostStreams::to(int rank, int channel, const Watch& watch) {
   return *stream;
 }
 
-// Not for Mesh::take to wait: who does not come by the deadline is told by the watch, with where everybody stands.
+// Does not wait in Mesh::take: if a peer is late, the watch's error says where all ranks are.
 Incoming* HostStreams::from(int rank, int channel, const Watch& watch) {
   std::unique_ptr<Incoming>& stream = incoming_[{rank, channel}];
   if (stream) return stream.get();
@@ -112,7 +112,7 @@ void all_reduce(Between how, const Rail& rail, void* data, int64_t count, const 
 
 namespace {
 
-// A message on its way: how much of it has been moved.
+// A message in flight, and how much of it has been moved.
 template <class End>
 struct Moving {
   End end;

@@ -1,10 +1,10 @@
-// Ring: the n hosts of a rail in a circle, each sends to the next and receives from the one before.
+// Ring: the n hosts of a rail form a circle. Each sends to the next and receives from the one before.
 //
 // The message is cut into n slices. In step k = 0 ... n-2 host i sends slice i-1-k and receives slice i-2-k, to which
-// it adds its own; so after n-1 steps it has the whole sum of slice i, added in the order i+1, i+2, ..., i of the
-// hosts, rounded at each hop to the dtype. In steps n-1 ... 2n-3 the sums go round once more and replace what was
-// there. What is received in one step is sent in the next, and a byte is sent on as soon as it is added, so all steps
-// overlap. For N bytes each host sends and receives (n-1)/n N for either half, in n-1 hops.
+// it adds its own data. So after n-1 steps it has the whole sum of slice i, added in the order i+1, i+2, ..., i of the
+// hosts, rounded to the dtype at each hop. In steps n-1 ... 2n-3 the sums go round once more and replace the old data.
+// What is received in one step is sent in the next, and bytes are sent on as soon as they are added, so all steps
+// overlap. For N bytes each host sends and receives (n-1)/n N for each half, in n-1 hops.
 //
 // Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. JPDC 69 (2009).
 #include <algorithm>
@@ -21,7 +21,7 @@ class Ring {
   Ring(const Rail& rail, void* data, int64_t count, const Sum& sum, Part part);
   void run() {
     Backoff backoff(rail_.watch);
-    // The headers too are waited for, of empty messages.
+    // Also waits for the headers of empty messages.
     while (send_step_ < end_ || receive_step_ < end_ || !to_.begun() || !from_.begun()) {
       const bool sent = send(), received = receive();
       if (sent || received) {
@@ -39,13 +39,13 @@ class Ring {
   int slice(int back) const { return ((me_ - back) % n_ + n_) % n_; }
   int64_t begin(int slice) const { return slice_begin(count_, slice, n_) * size_; }
   int64_t bytes(int slice) const { return begin(slice + 1) - begin(slice); }
-  // Of the slices of all steps.
+  // Bytes of the slices of all steps.
   int64_t total(int back) const {
     int64_t sum = 0;
     for (int k = first_; k < end_; ++k) sum += bytes(slice(back + k));
     return sum;
   }
-  // Bytes of the slice being sent that may be sent.
+  // Bytes of the current slice that may be sent.
   int64_t ready() const {
     if (send_step_ == first_ || receive_step_ >= send_step_) return bytes(slice(1 + send_step_));
     return receive_step_ == send_step_ - 1 ? received_ : 0;
@@ -84,7 +84,7 @@ class Ring {
     received_ = 0;
     return true;
   }
-  // The piece that has come.
+  // Adds the piece that has arrived.
   void add(int64_t bytes) {
     if (bytes > 0) {
       char* const own = data_ + begin(slice(2 + receive_step_)) + received_;
@@ -105,12 +105,12 @@ class Ring {
   Sender to_;
   Receiver from_;
   int send_step_, receive_step_;
-  int64_t sent_ = 0, received_ = 0;  // bytes of the present step
+  int64_t sent_ = 0, received_ = 0;  // bytes of the current step
   std::vector<char> piece_;
   int64_t in_piece_ = 0;
 };
 
-// Steps of a part: scatter has 0 ... n-2, gather has n-1 ... 2n-3.
+// The steps of a part: scatter has 0 ... n-2, gather has n-1 ... 2n-3.
 int first_step(Part part, int n) { return part == Part::gather ? n - 1 : 0; }
 int end_step(Part part, int n) { return part == Part::scatter ? n - 1 : 2 * (n - 1); }
 

@@ -96,7 +96,7 @@ void Stages::run(int64_t chunks, const Watch& watch, const Stage& first, const T
   }
 }
 
-// Ends what is under way, which uses what the caller is about to leave.
+// Stops the jobs in flight, which use memory of the caller.
 void Stages::fail(const Fault& fault) {
   health_.fail(fault);
   for (Lane& lane : lanes_) lane.thread.stop();

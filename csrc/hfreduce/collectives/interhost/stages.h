@@ -1,4 +1,4 @@
-// Chunks of a message on their way: added up inside this host, then between hosts, then spread inside this one.
+// The pipeline of chunks: added up inside this host, reduced between hosts, distributed inside this host.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 
 namespace hfreduce::interhost {
 
-// Bytes of a slice: enough to be worth its latency between hosts; few enough that the stages overlap, and that what one
-// leaves for the next is still in a cache.
+// Bytes of a slice: large enough to amortize the latency between hosts, small enough that the stages overlap and that
+// the next stage finds the data in a cache.
 constexpr int64_t kLeastSlice = 256 << 10, kMostSlice = 4 << 20;
-constexpr int64_t kChunks = 8;  // of a message, between these limits
+constexpr int64_t kChunks = 8;  // per message, within these limits
 
-// A message cut into chunks of `parts` slices.
+// A message, cut into chunks of `parts` slices.
 struct Cut {
   Cut(int64_t count, int64_t size, int parts) : count(count), parts(parts) {
     const int64_t bytes = std::clamp(count / parts * size / kChunks, kLeastSlice, kMostSlice);
@@ -39,21 +39,20 @@ struct Chunk {
         whole(slice * cut.parts == count) {}
   int64_t first, count;  // elements
   int64_t slice;
-  bool whole;  // whether its slices are all full; otherwise it is padded, in memory of ours
+  bool whole;  // whether all its slices are full; otherwise it is padded in a buffer
 };
 
-// A thread that does one job after another: what travels between hosts while this rank adds up inside its own. Jobs
-// watch the health and a deadline themselves, so waiting for one needs no deadline of its own.
+// A thread that runs jobs in order: transfers between hosts while the calling rank adds up inside its own. Jobs check
+// the health and a deadline themselves, so waiting for one needs no deadline.
 class JobThread {
  public:
   using Job = std::function<void()>;
 
-  ~JobThread();  // joins the thread; no job may be left
+  ~JobThread();  // joins the thread; there must be no jobs left
   void submit(Job job);
-  // Returns when the oldest job that was not waited for yet is done; throws what it threw. After such a throw, call
-  // stop.
+  // Returns when the oldest job that was not waited for is done; throws what it threw. Call `stop` after that.
   void wait();
-  // Forgets the jobs that have not begun, and returns when none runs.
+  // Drops the jobs that have not begun, and returns when none runs.
   void stop();
 
  private:
@@ -64,26 +63,26 @@ class JobThread {
   std::deque<Job> jobs_;
   uint64_t done_ = 0, waited_ = 0;
   bool running_ = false, ending_ = false;
-  std::exception_ptr error_;  // of the last job that was done; the later ones are not begun
-  std::thread thread_;        // from the first job on
+  std::exception_ptr error_;  // of the last job that ran; later ones do not begin
+  std::thread thread_;        // started by the first job
 };
 
-// Each stage is a function of the chunk's number. The first and the last run on the caller's thread, in order; the
-// second, on ranks that have a rail, on one of two threads, each with connections of its own: while one waits for what
-// comes at the end of its chunk, the other fills the link.
+// A stage is a function of the chunk's number. The first and the last run in order on the calling thread. The second
+// runs, on ranks that have a rail, on one of two threads with connections of their own: while one waits for the end of
+// its chunk, the other keeps the link busy.
 class Stages {
  public:
   static constexpr int64_t kUnderWay = 4;  // chunks: one in the first stage, two between hosts, one in the last
 
   Stages(const Roster& roster, Mesh& mesh, Health& health, const HostLayout& layout, int connections);
 
-  // The rail of the caller's thread, where it works alone.
+  // The rail for the calling thread, while no other thread uses it.
   Rail rail(const Watch& watch) { return rail(watch, 0); }
 
   using Stage = std::function<void(int64_t chunk)>;
   using Travel = std::function<void(int64_t chunk, const Rail& rail)>;
-  // Throws what a stage threw; then the communicator has failed, and nothing is under way any more. A single chunk
-  // takes no threads.
+  // Throws what a stage threw. Then the communicator has failed, and no job runs any more. A single chunk uses no
+  // threads.
   void run(int64_t chunks, const Watch& watch, const Stage& first, const Travel& second, const Stage& last);
 
  private:

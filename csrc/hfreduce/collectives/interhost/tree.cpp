@@ -1,15 +1,15 @@
-// Double binary tree: few hops for many hosts, and all of the bandwidth.
+// Double binary tree: few hops for many hosts, at full bandwidth.
 //
-// In a binary tree sums go up from the leaves to the root, and results come down, each piece by piece: a host adds up a
-// piece of its children's and its own, in the order of the tree, in one pass and with one rounding, and sends it on. A
-// leaf, though, never sends down, nor an inner host more than half of what it could. So there are two trees, each for
-// half of the message, and who is an inner node of one is a leaf of the other (for an odd number of hosts, but for
-// one). For N bytes each host sends and receives at most about N for either direction, in log2(n) hops; messages up to
-// kSplit take only the first tree, for the fewer messages.
+// In a binary tree sums go up from the leaves to the root, and results come down, piece by piece: a host adds up a
+// piece of its children's data and its own, in the order of the tree, in one pass and with one rounding, and sends it
+// on. But a leaf never sends down, and an inner node sends up half of what it could at most. So there are two trees,
+// each for half of the message. Every inner node of one is a leaf of the other (for an odd number of hosts, with one
+// exception). For N bytes each host sends and receives at most about N in each direction, in log2(n) hops. Messages of
+// up to kSplit bytes use only the first tree, which saves messages.
 //
-// Tree 0 has the nodes 1 ... m in order: the parent of v, whose lowest bit is b, is (v - b) | 2b, or v - b where that
-// is beyond m; leaves are odd. Tree 1 is its mirror image for an even m, and shifted by one for an odd. A result with a
-// root of its own has that host as node 0, above the tops of both trees of the others.
+// Tree 0 has the nodes 1 ... m in order. The parent of v, whose lowest bit is b, is (v - b) | 2b, or v - b if that is
+// beyond m; leaves are odd. Tree 1 is its mirror image for an even m, and is shifted by one for an odd m. In an
+// operation with a root, the root's host is node 0, above the tops of both trees of the other hosts.
 //
 // Sanders, Speck, Traeff: Two-tree algorithms for full bandwidth broadcast, reduction and scan. Parallel Computing 35
 // (2009).
@@ -27,10 +27,10 @@ constexpr int64_t kSplit = 16 << 10;
 
 struct Flow {
   bool up, down;
-  int root;  // index in the rail; -1: none of its own
+  int root;  // index in the rail; -1: the operation has no root
 };
 
-// The tree `which` over the hosts of a rail.
+// Tree `which` over the hosts of a rail.
 class Tree {
  public:
   Tree(int which, int hosts, int root) : which_(which), hosts_(hosts), root_(root), m_(root < 0 ? hosts : hosts - 1) {}
@@ -40,7 +40,7 @@ class Tree {
     if (which_ == 0 || label == 0) return label;
     return m_ % 2 == 0 ? m_ + 1 - label : label == 1 ? m_ : label - 1;
   }
-  // The node above; 0: the root of its own, or none.
+  // The parent; 0: the operation's root, or none.
   int above(int node) const {
     const int bit = node & -node, up = (node ^ bit) | (bit << 1);
     return up > m_ ? node ^ bit : up;
@@ -51,11 +51,11 @@ class Tree {
   int which_, hosts_, root_, m_;
 };
 
-// One tree's half of the message, seen from this host.
+// The part of the message that one tree carries, as seen from this host.
 class Half {
  public:
   Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Flow& flow);
-  // Moves what can be moved; whether that was anything.
+  // Moves what it can without waiting. Returns whether that was anything.
   bool advance() {
     bool moved = false;
     for (Node& node : nodes_) {
@@ -90,7 +90,7 @@ class Half {
   }
 
  private:
-  // Another host of the tree, above or below.
+  // A child or the parent.
   struct Node {
     int index;
     std::unique_ptr<Sender> to;
@@ -126,10 +126,10 @@ class Half {
   const int64_t bytes_;
   const Sum& sum_;
   const Flow flow_;
-  std::vector<Node> nodes_;  // those below, in the order of the tree, and then the one above
-  size_t before_ = 0;        // how many of those below are before this host
-  bool above_ = false;       // whether there is one
-  int64_t added_ = 0;        // bytes whose sum this host has, of its part of the tree
+  std::vector<Node> nodes_;  // the children, in the order of the tree, then the parent
+  size_t before_ = 0;        // the number of children that come before this host
+  bool above_ = false;       // whether there is a parent
+  int64_t added_ = 0;        // bytes for which this host has the sum of its subtree
 };
 
 Half::Half(const Rail& rail, int which, void* data, int64_t count, const Sum& sum, const Flow& flow)

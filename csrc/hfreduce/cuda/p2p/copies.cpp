@@ -1,23 +1,23 @@
-// The steps of chunk k on each rank, with n ranks, b bytes of each:
+// The steps of chunk k on each rank, for n ranks and b bytes per rank:
 //
-//   giving   for each peer: wait until it has taken chunk k - depth; copy into its ring; tell it that chunk k is there
-//   taking   for each peer: wait until its chunk is there; copy from this rank's ring into `out`; tell it so
+//   give   for each peer: wait until it has taken chunk k - depth; copy into its ring; signal that chunk k is there
+//   take   for each peer: wait until its chunk is there; copy from this rank's ring into `out`; signal that
 //
-// Bytes: (n - 1) b over the link, each way, one hop. In this rank's memory (n - 1) b read to be sent; (n - 1) b written
-// by peers, read and written to be taken; b read and written for the own block, if it is not in `out` already.
+// Bytes: (n - 1) b over the link in each direction, one hop. In memory: (n - 1) b read to be sent; (n - 1) b written by
+// peers, read and written to be taken; b read and written for the own block, if it is not yet in `out`.
 //
-// It is written to the peers, not read from them: by one stream copy engines read at a third of the rate
-// (docs/notes/hfreduce_gpu.md). To take is a copy within the device, which CUDA gives to multiprocessors before 13.1
-// (Driver::copy_within): for as long as their memory needs for it, and not as long as the link does.
+// Data is written to peers, not read from them: on one stream, copy engines read at a third of the rate
+// (docs/notes/hfreduce_gpu.md). Taking is a copy within the device. CUDA before 13.1 does these on multiprocessors
+// (Driver::copy_within), but only for as long as device memory takes, not for as long as the link does.
 //
-// Chunks are counted from operation to operation, modulo 2^32; chunk k is in slot k % depth, and in lane k % kLanes,
-// each with streams of its own: while one of them is between two copies the other one uses the link. A rank's streams
-// wait for flags of its own alone, which the streams of a lane of a peer write. So whoever lets go raises what is its
-// own, and sends nobody else's streams on to what has not come. Its streams then write to slots that a peer has not
-// taken: which is why it waits before until all have taken what they will be given, or have let go themselves.
+// Chunks are numbered across operations, modulo 2^32. Chunk k is in slot k % depth and lane k % kLanes. Each lane has
+// its own streams: while one is between copies, the other uses the link. A rank's streams wait only for the rank's own
+// flags, which streams of a peer's lane write. So a rank that lets go raises only its own flags: other ranks' streams
+// never read data that has not arrived. But its own streams then overwrite slots that a peer has not taken, so it first
+// waits until all peers have taken what they will be given, or have let go.
 //
-// What is given to the device for chunk k waits for nothing that any rank gives to its device after chunk k: so streams
-// may share a queue of the hardware, and none waits for what is behind itself.
+// The work for chunk k never waits for work that any rank enqueues after its chunk k. So streams may share a hardware
+// queue without waiting for work behind them.
 #include "cuda/p2p/copies.h"
 
 #include <algorithm>
@@ -35,10 +35,10 @@ namespace {
 
 constexpr int kLanes = 2;
 constexpr milliseconds kPause{1};
-constexpr milliseconds kSoon{20}, kLeave{5000};  // in the destructor, until what waits is let go of, and given up
+constexpr milliseconds kSoon{20}, kLeave{5000};  // in the destructor: until streams are released; until it gives up
 constexpr uint32_t kForGood = 1u << 30;
 
-// What one peer's streams tell a rank, by lane: the chunks that they have given to it, and taken from it.
+// What one peer's streams signal to a rank, by lane: the chunks that they have given to it and taken from it.
 struct LaneFlags {
   alignas(64) Flag given;
   alignas(64) Flag taken;
@@ -67,8 +67,8 @@ struct Copies::State {
 
   Head& head(int r) const { return *reinterpret_cast<Head*>(segments[r].data()); }
   Head& mine() const { return head(options.rank); }
-  int peer(int i) const { return (options.rank + i) % options.size; }  // i: from 1; all ranks' i-th are different ones
-  // In rank r's ring for the other one.
+  int peer(int i) const { return (options.rank + i) % options.size; }  // i: from 1; different peers on all ranks
+  // In rank r's ring for rank `from`.
   char* slot(int r, int from, uint32_t k) const {
     const int64_t ring = (from - r + options.size) % options.size - 1;
     return rings[r] + (ring * options.depth + k % static_cast<uint32_t>(options.depth)) * options.chunk;
@@ -87,13 +87,13 @@ struct Copies::State {
   Driver& driver;
   const Options options;
   std::vector<Segment> segments;
-  std::vector<char*> rings;  // by rank, of each the first one
+  std::vector<char*> rings;  // by rank: the first of its rings
   size_t pinned = 0;
   struct Own {
     Stream stream;
     Event end;
   };
-  std::vector<Own> streams;  // that give, by lane; that take; and one for the own block
+  std::vector<Own> streams;  // giving, by lane; taking, by lane; one for the own block
   Event begun = nullptr;
   std::atomic<uint32_t> next;  // chunk
   std::atomic<bool> gone{false};
@@ -105,7 +105,7 @@ Copies::State::State(Driver& driver, std::vector<Segment> given, const Options& 
 
 Copies::State::~State() {
   if (!end_by(Clock::now() + kLeave)) {
-    // A device may still work here: the memory stays until this process ends.
+    // A device may still use it: leaks the memory.
     static_cast<void>(new std::vector<Segment>(std::move(segments)));
     return;
   }
@@ -128,7 +128,7 @@ bool Copies::State::end_by(Deadline deadline) {
       std::this_thread::sleep_for(kPause);
     }
     return true;
-  } catch (const std::exception&) {  // a device that has failed
+  } catch (const std::exception&) {  // the device has failed
     return false;
   }
 }
@@ -171,7 +171,7 @@ void Copies::State::give(uint32_t k, const void* in, int64_t bytes) {
 void Copies::State::take(uint32_t k, void* out, int64_t step, int64_t bytes) {
   const uint32_t lane = k % kLanes;
   const Stream stream = streams[kLanes + lane].stream;
-  for (int i = options.size - 1; i > 0; --i) {  // whose first one gives to this rank first
+  for (int i = options.size - 1; i > 0; --i) {  // beginning with the peer that gives to this rank first
     const int from = peer(i);
     wait(mine().by[from][lane].given, k + 1, stream);
     driver.copy_within(at(out, from * step), slot(options.rank, from, k), bytes, stream);

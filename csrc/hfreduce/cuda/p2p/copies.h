@@ -1,10 +1,10 @@
-// All-gather by copy engines, over peer access: no kernel of ours runs, so none of a rank waits for another's on
-// multiprocessors that compute could have.
+// All-gather by copy engines over peer access. No kernel of ours runs, so none occupies multiprocessors while it waits
+// for another rank.
 //
-// Each rank has rings of chunks in its device's memory, one for each of the others, which have opened them. A rank's
-// copy engine writes its block there chunk by chunk, and the receiver copies them on into its output, at the rate of
-// its own memory. So nobody needs to know another rank's pointers. Streams are ordered by flags in pinned memory of the
-// host that streams write and wait for (Driver::write, wait): the host waits for nothing.
+// Each rank has rings of chunks in its device memory, one for each other rank, which opens it. A rank's copy engine
+// writes its block there in chunks, and the receiver copies them into its output, at the bandwidth of its own memory.
+// So no rank needs another's pointers. Streams are ordered by flags in pinned host memory (Driver::write, wait): the
+// host does not wait.
 #pragma once
 
 #include <memory>
@@ -20,31 +20,31 @@ class Copies {
  public:
   struct Options {
     int rank = 0, size = 1;     // all on one host
-    int64_t chunk = 8 << 20;    // bytes of a rank's block in one chunk, at most
-    int64_t least = 512 << 10;  // and in the first one of a message
+    int64_t chunk = 8 << 20;    // maximum bytes of a rank's block per chunk
+    int64_t least = 512 << 10;  // bytes of the first chunk of a message
     int depth = 4;              // chunks in a ring, a power of two
-    milliseconds grace{200};    // that let_go gives the others
-    uint32_t first = 0;         // number of the first chunk; tests begin shortly before it wraps around
+    milliseconds grace{200};    // that let_go gives the other ranks
+    uint32_t first = 0;         // number of the first chunk; tests begin shortly before the wrap-around
   };
   static size_t segment_bytes();
 
-  // segments: of zeroed shared memory that nothing else lies in, of every rank, in order, this one's own included;
-  // pinned here. Of use once it has been given all ranks' handles: which is after all have made theirs.
+  // segments: zeroed shared memory for this object only, of every rank, in order, including this one's; pinned here.
+  // Ready for use after open(), which needs the handles of all ranks.
   Copies(Driver&, std::vector<Segment> segments, const Options&);
   Handle handle() const;                     // of this rank's rings
-  void open(const std::vector<Handle>& of);  // of all, by rank
-  // When no rank runs any more, for peers write to this one's rings. What its own streams still wait for is let go of,
-  // and what does not end even so keeps its memory.
+  void open(const std::vector<Handle>& of);  // of all ranks, by rank
+  // Only after all ranks have ended their work, because peers write to this rank's rings. Releases its own streams if
+  // they still wait. Leaks the memory of those that do not end even so.
   ~Copies();
 
-  // Enqueued behind `stream`, and done before what `stream` does next. `in` may be the right part of `out`. Ranks call
-  // the same, in the same order; calls come one after another also on the device: events between their streams see to
-  // it. Not into a graph: the flags' values are counted by the host.
+  // Enqueued after earlier work on `stream`, and done before later work on it. `in` may be this rank's block of `out`.
+  // Ranks make the same calls in the same order. The caller orders calls on the device, by events between their
+  // streams. Not in a graph: the host counts the flags' values.
   void all_gather(const void* in, void* out, int64_t bytes, Stream);
 
-  // Lets go of what waits here: after a failure, and again every few milliseconds until nothing runs, for a peer's
-  // stream may take back what was raised. What is in this rank's outputs is of no use then. The first time it gives the
-  // others time to take what is theirs. Any thread may call it.
+  // Releases streams that wait here. Call it after a failure, and again every few milliseconds until nothing runs,
+  // because a peer's stream may lower a raised flag. This rank's outputs are then undefined. The first call gives the
+  // other ranks time to take their data. Any thread may call it.
   void let_go();
 
  private:

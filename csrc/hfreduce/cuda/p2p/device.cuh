@@ -1,6 +1,6 @@
-// What the kernels ask of the hardware, in one place: accesses that other GPUs see, the clock, conversions and
-// arithmetic without contraction. The tests have the same names for threads of the CPU (tests/hfreduce/emulated), so
-// that the kernels, as they are written, run there.
+// The kernels' access to the hardware: memory accesses that other GPUs see, the clock, conversions, and arithmetic
+// without contraction. tests/hfreduce/emulated defines the same names for CPU threads, so that tests run the kernels
+// unchanged.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace hfreduce::gpu {
 
-// Enqueues a kernel; throws when CUDA refuses. Not <<<>>>, whose errors are told with those of others before.
+// Enqueues a kernel. Throws if CUDA rejects it. Not by <<<>>>, whose errors cannot be told from earlier ones.
 template <class Launch, class... Parameters, class... Arguments>
 void launch_kernel(const Launch& launch, void (*kernel)(Parameters...), const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
@@ -22,12 +22,12 @@ void launch_kernel(const Launch& launch, void (*kernel)(Parameters...), const Ar
     throw std::runtime_error(std::string("a kernel was not launched: ") + cudaGetErrorString(error));
 }
 
-// Sixteen bytes, the widest that a thread moves at once.
+// 16 bytes: the widest access of a thread.
 struct alignas(16) Quad {
   uint32_t words[4];
 };
 
-// Loads pass by the first-level cache, which does not know what peers write.
+// Loads bypass the L1 cache, which is not coherent with peers' writes.
 __device__ __forceinline__ Quad load_quad(const void* from) {
   const uint4 x = __ldcg(static_cast<const uint4*>(from));
   return {{x.x, x.y, x.z, x.w}};
@@ -48,8 +48,8 @@ __device__ __forceinline__ void store_pair(void* to, const Words<2>& x) {
   __stwb(static_cast<uint2*>(to), make_uint2(x.words[0], x.words[1]));
 }
 
-// Flags. What a thread has done, and what it has seen others do, before it raises one, comes before what a thread does
-// that has seen it.
+// Flags. What a thread has done, or has seen others do, before it raises a flag happens before what another thread does
+// after seeing the flag.
 __device__ __forceinline__ void raise_flag(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint64_t see_flag(const uint64_t* flag) {
   return value;
 }
 
-// Two packets: each is stored, and seen, as a whole. In no order with anything else.
+// Two packets. Each is stored and seen as a whole, with no ordering relative to other accesses.
 struct Packets {
   uint64_t first, second;
 };
@@ -72,7 +72,7 @@ __device__ __forceinline__ Packets see_packets(const void* from) {
   return x;
 }
 
-// Words of the board, in the host's memory.
+// Words of the board, in host memory.
 __device__ __forceinline__ uint32_t read_board(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
@@ -87,10 +87,10 @@ __device__ __forceinline__ int64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-__device__ __forceinline__ void relax() {}  // between two looks: the memory is far enough
-constexpr uint32_t kLooks = 1 << 14;        // before a thread that waits looks elsewhere: about 10 ms
+__device__ __forceinline__ void relax() {}  // between two polls: memory latency is enough
+constexpr uint32_t kLooks = 1 << 14;        // polls before a waiting thread checks other things: about 10 ms
 
-// Rounded each, never contracted into a multiplication with addition.
+// Each rounded, never contracted to a fused multiply-add.
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
 __device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
@@ -98,7 +98,7 @@ __device__ __forceinline__ double multiply(double a, double b) { return __dmul_r
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ double divide(double a, double b) { return __ddiv_rn(a, b); }
 
-// Two 16-bit floats of a word, the first one in its lower half.
+// Two 16-bit floats in a word, the first in the lower half.
 __device__ __forceinline__ void widen_f16(uint32_t word, float& low, float& high) {
   asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
       : "=f"(low), "=f"(high)

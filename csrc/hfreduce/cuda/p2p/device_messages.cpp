@@ -1,15 +1,15 @@
-// The steps of chunk k, of N bytes: N over the link, and N read and written in the receiver's memory (which CUDA gives
-// to multiprocessors before 13.1: Driver::copy_within).
+// The steps of chunk k, of N bytes: N over the link, and N read and written in the receiver's memory (by
+// multiprocessors in CUDA before 13.1: Driver::copy_within).
 //
-//   sender's host       see that drained has reached k + 1 - depth; enqueue; raise enqueued
+//   sender's host       wait until drained has reached k + 1 - depth; enqueue; raise enqueued
 //   sender's stream     copy into slot k % depth; write filled
-//   receiver's host     see that enqueued has reached k + 1; enqueue
+//   receiver's host     wait until enqueued has reached k + 1; enqueue
 //   receiver's stream   wait filled; copy out of the slot; write drained
 //
-// Chunks are counted from message to message, modulo 2^32. A stream waits only for what its peer's device was given
-// before. Were it otherwise, two ranks that send to each other might wait for ever: streams may share a queue of the
-// hardware, and what one of them waits for may then stand behind another that waits, on either side. So a message that
-// is larger than the ring keeps two threads of hosts at it, a ring's depth ahead of the devices.
+// Chunks are numbered across messages, modulo 2^32. A stream waits only for work that was already enqueued on its
+// peer's device. Otherwise two ranks that send to each other could deadlock: streams may share a hardware queue, so
+// what one waits for may be queued behind another waiting stream, on either side. So a message larger than the ring
+// occupies a host thread on both sides, up to a ring's depth ahead of the devices.
 #include "cuda/p2p/device_messages.h"
 
 #include <algorithm>
@@ -23,16 +23,16 @@ namespace hfreduce::gpu {
 namespace {
 
 constexpr uint32_t kForGood = 1u << 30;
-constexpr int kSpins = 100;  // before a host that waits sleeps between two looks
+constexpr int kSpins = 100;  // before a waiting host sleeps between polls
 constexpr std::chrono::microseconds kNap{20};
 
 // Of one pair, in the receiver's segment.
 struct Head {
-  alignas(64) Flag filled;    // by the sender's stream
-  alignas(64) Flag drained;   // by the receiver's stream
-  alignas(64) Flag enqueued;  // by the sender's host
-  alignas(64) Flag wish;      // by the sender's host: 1, it would send this way
-  alignas(64) Flag offer;     // by the receiver's host: see below
+  alignas(64) Flag filled;    // set by the sender's stream
+  alignas(64) Flag drained;   // set by the receiver's stream
+  alignas(64) Flag enqueued;  // set by the sender's host
+  alignas(64) Flag wish;      // set by the sender's host: 1 if it would send this way
+  alignas(64) Flag offer;     // set by the receiver's host: an Offer
   Handle ring;
 };
 enum Offer : uint32_t { kNone, kMade, kRefused };
@@ -51,7 +51,7 @@ struct DeviceMessages::State {
   struct Pair {
     Head* head;
     std::atomic<char*> ring{nullptr};
-    Flag next{0};  // chunk that is enqueued next
+    Flag next{0};  // the next chunk to enqueue
     bool refused = false;
   };
 
@@ -62,7 +62,7 @@ struct DeviceMessages::State {
   char* slot(const Pair& pair, uint32_t k) const {
     return pair.ring.load(std::memory_order_acquire) + k % static_cast<uint32_t>(options.depth) * options.chunk;
   }
-  // each(k, byte, bytes) for every chunk of a message, the first of which has the number k.
+  // Calls each(k, byte, bytes) for every chunk of a message; k: number of the first one.
   template <class Each>
   void cut(int64_t bytes, uint32_t k, Each each) const {
     for (int64_t byte = 0; byte < bytes; byte += options.chunk, ++k)
@@ -71,7 +71,7 @@ struct DeviceMessages::State {
   uint32_t chunks(int64_t bytes) const { return static_cast<uint32_t>((bytes + options.chunk - 1) / options.chunk); }
   void wait(const Flag& flag, uint32_t value, Stream stream) { gpu::wait(driver, flag, value, stream); }
   void write(Flag& flag, uint32_t value, Stream stream) { gpu::write(driver, flag, value, stream); }
-  // Work that gives `stream` its part of a message. What it has been given is watched, also where the rest failed.
+  // Calls `work`, which enqueues a message on `stream`. The stream is watched even if `work` fails.
   template <class Work>
   void enqueue(const Enqueued& enqueued, Stream stream, Work work) {
     try {
@@ -89,9 +89,9 @@ struct DeviceMessages::State {
   Driver& driver;
   const std::shared_ptr<const std::vector<Segment>> segments;
   const Options options;
-  std::vector<Pair> to, from;  // by the other's rank
+  std::vector<Pair> to, from;  // by the peer's rank
   size_t pinned = 0;
-  mutable std::mutex mutex;  // of rings that are made, and of what follows
+  mutable std::mutex mutex;  // guards the creation of rings, and the following
   std::string why_not;
   std::unique_ptr<InFlight> in_flight;
 };
@@ -126,8 +126,8 @@ void DeviceMessages::State::refuse(int from, int to, const char* why) {
     why_not = "from rank " + std::to_string(from) + " to rank " + std::to_string(to) + ": " + std::string(why);
 }
 
-// Nobody is to blame for what this device still has to do: a receiver may even have left. When the communicator has
-// failed, what waits is let go of: again and again, for a sender's stream that still runs takes the flag back.
+// Checks only receives that still wait for their sender: all else is this device's own work, and the peer may have
+// left. After a failure, releases waiting streams, every time: a sender's stream that still runs may lower the flag.
 void DeviceMessages::State::look(const Enqueued& oldest) {
   if (!communicator.failed()) {
     const Pair* const pair = oldest.call.kind == Kind::recv ? &from[oldest.call.root] : nullptr;
@@ -183,7 +183,7 @@ void DeviceMessages::send(const void* data, int64_t count, DType dtype, int to, 
   pair.next += s.chunks(bytes);
   const auto work = [&](const Enqueued& enqueued, const Watch& watch) {
     s.enqueue(enqueued, stream, [&] {
-      s.wait(pair.head->filled, first, stream);  // what other streams were given for earlier messages
+      s.wait(pair.head->filled, first, stream);  // earlier messages that other streams send
       s.cut(bytes, first, [&](uint32_t k, int64_t byte, int64_t bytes) {
         await(pair.head->drained, k + 1 - s.options.depth, to, watch);
         s.driver.copy(s.slot(pair, k), static_cast<const char*>(data) + byte, bytes, stream);
@@ -201,7 +201,7 @@ void DeviceMessages::take(void* data, const Received& message, const Watch& watc
   const int64_t bytes = message.enqueued.call.count * size_of(message.enqueued.call.dtype);
   const auto first = static_cast<uint32_t>(message.ticket - 1);
   s.enqueue(message.enqueued, stream, [&] {
-    await(pair.next, first, message.from, watch);  // another thread may be at the one before
+    await(pair.next, first, message.from, watch);  // another thread may be at the previous message
     s.wait(pair.head->drained, first, stream);
     s.cut(bytes, first, [&](uint32_t k, int64_t byte, int64_t bytes) {
       await(pair.head->enqueued, k + 1, message.from, watch);

@@ -1,15 +1,15 @@
-// send and recv of device memory, between ranks of one host whose devices reach each other: by copies, without a kernel
-// that waits for another rank's.
+// send and recv of device memory between ranks of one host whose devices reach each other: by copies, without kernels
+// that wait for other ranks.
 //
-// A rank has a ring of slots in its device memory for each rank that sends to it. A message goes chunk by chunk: the
-// sender's stream copies into a slot, over the link, and the receiver's stream out of it. The hosts move no bytes. The
-// sender's waits for the receiver's device only where the ring is full, the receiver's for the sender's host alone.
+// A rank has a ring of slots in its device memory for each sender. A message goes in chunks: the sender's stream copies
+// into a slot, over the link; the receiver's stream copies out of it. The hosts move no bytes. The sender's host waits
+// for the receiver's device only if the ring is full, the receiver's only for the sender's host.
 //
-// Which way a message goes the sender decides, and the receiver follows: what the ranks say to each other on the host
-// (Communicator::announce) either has the bytes behind it, or the number of the message's first chunk. So it does not
-// matter who knows of what first. The first messages of a pair go by way of the host. The sender of one leaves a wish;
-// the rank that receives it makes the ring, and offers it. A ring keeps the order in which it was filled: so messages
-// with another tag than 0, which may be received in any order, go by way of the host as well.
+// The sender decides how a message goes, and the receiver follows: the message on the host (Communicator::announce)
+// carries either the payload or the number of its first chunk as a ticket. So the two need not learn of a ring at the
+// same time. The first messages of a pair go by way of the host. Their sender sets `wish`; the receiver then makes the
+// ring and offers it. A ring keeps the order in which it was filled. So messages with a tag other than 0, which may be
+// received in any order, also go by way of the host.
 #pragma once
 
 #include <memory>
@@ -26,29 +26,28 @@ class DeviceMessages {
   struct Options {
     int64_t chunk = 4 << 20;
     int depth = 8;       // slots in a ring, a power of two
-    uint32_t first = 0;  // number of the first chunk of a pair; tests begin shortly before it wraps around
+    uint32_t first = 0;  // number of the first chunk of a pair; tests begin shortly before the wrap-around
   };
   static size_t segment_bytes(int size);
 
-  // segments: of zeroed shared memory that nothing else lies in, of every rank, in order, this one's own included;
-  // pinned here.
+  // segments: zeroed shared memory for this object only, of every rank, in order, including this one's; pinned here.
   DeviceMessages(Communicator&, Driver&, std::shared_ptr<const std::vector<Segment>> segments, const Options&);
-  ~DeviceMessages();  // when no rank's streams work here any more
+  ~DeviceMessages();  // only after all ranks' streams have ended their work here
 
-  // Whether a message goes this way. One thread at a time asks, and sends, for each receiver.
+  // Whether a message goes this way. Each receiver's `sends` and `send` are called by one thread at a time.
   bool sends(int to, int tag);
-  // Enqueued behind `stream`. Throws Fault as Communicator::send does.
+  // Enqueued after earlier work on `stream`. Throws Fault like Communicator::send.
   void send(const void* data, int64_t count, DType, int to, Stream, milliseconds timeout);
 
-  // For Communicator::receive: takes a message that was sent this way. Enqueued behind `stream`.
+  // For Communicator::receive: takes a message that was sent this way. Enqueued after earlier work on `stream`.
   void take(void* data, const Received&, const Watch&, Stream stream);
-  // After a message that came by way of the host into memory of this device: makes a ring for the next ones, where its
-  // sender wishes so.
+  // Call it after a message came by way of the host into memory of this device: makes a ring for the next ones, if the
+  // sender wants one.
   void offer(int from);
 
-  bool empty_by(Deadline deadline);  // whether the devices have done all that was enqueued here by then
-  void quit();                       // nobody looks after what has not ended any more: no further messages
-  std::string why_not() const;       // a pair has no ring: "" where none was refused
+  bool empty_by(Deadline deadline);  // whether all that was enqueued here is done by then
+  void quit();                       // stops watching unfinished messages; no further messages
+  std::string why_not() const;       // why a pair has no ring; "" if none was refused
 
  private:
   struct State;

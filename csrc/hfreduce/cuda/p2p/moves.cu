@@ -3,12 +3,12 @@
 
 namespace hfreduce::gpu {
 
-// All-gather. In each round a block pushes the next piece of this rank's bytes to all peers, and takes over what has
-// come from them.
+// All-gather. In each round a block pushes the next piece of this rank's data to all peers, and copies the pieces that
+// have arrived from them.
 //
-// With n ranks and b bytes each, a rank sends (n-1) b over the link and receives as much, in ceil(b / (blocks x slot))
-// steps. In its memory: b read to be sent (and b written, where `in` is not the right part of `out`); (n-1) b written
-// by peers, read and written to take them over.
+// With n ranks and b bytes each, a rank sends and receives (n-1) b over the link, in ceil(b / (blocks x slot)) steps.
+// In its memory: b read to be sent (and b written, unless `in` is this rank's block of `out`); (n-1) b written by
+// peers, then read and written to copy them.
 namespace {
 __global__ void __launch_bounds__(kMaxThreads, 1) gather(const __grid_constant__ Links links, const char* in, char* out,
                                                          int64_t all, int piece, uint32_t fingerprint) {
@@ -38,11 +38,11 @@ void all_gather(const Links& links, const void* in, void* out, int64_t bytes, co
                 launch.fingerprint);
 }
 
-// All-to-all: in each round a block pushes the next piece of every peer's range to that peer, and takes over what has
-// come. The rounds are those of the largest range of all; who has less sends less, and still arrives.
+// All-to-all: in each round a block pushes the next piece of every peer's range to that peer, and copies what has
+// arrived. The largest range determines the rounds; ranks with less data send less, and still arrive.
 //
-// A rank sends over the link what it has for others, and receives what they have for it, in ceil(most / (blocks x
-// slot)) steps. In its memory what is sent is read once, and what comes is written by peers, read and written.
+// A rank sends and receives its data over the link in ceil(most / (blocks x slot)) steps. In its memory, sent data is
+// read once, and received data is written by peers, then read and written.
 namespace {
 __global__ void __launch_bounds__(kMaxThreads, 1)
     exchange(const __grid_constant__ Links links, const char* in, char* out, const __grid_constant__ Ranges ranges,
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const auto begin = [&](int k) { return (int64_t(k) * gridDim.x + blockIdx.x) * piece; };
   const auto push = [&](int k) {
     const int64_t first = begin(k);
-    copy_parts(links.size, piece, [&](int i) {  // this rank itself is the last one
+    copy_parts(links.size, piece, [&](int i) {  // the last one is this rank itself
       const int peer = block.peer(i);
       char* to = peer == links.rank ? out + ranges.out_offsets[peer] + first : block.theirs(peer);
       return Move{in + ranges.in_offsets[peer] + first, to, within(ranges.in_sizes[peer], first, piece)};
@@ -77,12 +77,12 @@ void all_to_all(const Links& links, const void* in, void* out, const Ranges& ran
                 launch.fingerprint);
 }
 
-// Broadcast: the root hands each other rank a slice of a chunk, and they pass their slices on to one another, one step
-// later (second half of the slot), so that nothing leaves the root twice. Of two ranks there is nothing to pass on.
+// Broadcast: the root sends each other rank a slice of a chunk. One step later these pass their slices on to one
+// another (second half of the slot), so that nothing leaves the root twice. With two ranks nothing is passed on.
 //
-// With n ranks and N bytes, the root sends N over the link, every other one (n-2)/(n-1) N, and receives N, in ceil(N /
-// (blocks x (n-1) x slot / 2)) + 1 steps; of two ranks in ceil(N / (blocks x slot)). In memory: N read at the root; N
-// written by peers, read and written elsewhere.
+// With n ranks and N bytes, the root sends N over the link; every other rank sends (n-2)/(n-1) N and receives N, in
+// ceil(N / (blocks x (n-1) x slot / 2)) + 1 steps; with two ranks in ceil(N / (blocks x slot)). In memory: N read on
+// the root; on the others N written by peers, then read and written.
 namespace {
 __global__ void __launch_bounds__(kMaxThreads, 1) hand_on(const __grid_constant__ Links links, char* data, int64_t all,
                                                           int root, int slice, int half, uint32_t fingerprint) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) hand_on(const __grid_constant_
   const int n = links.size, me = links.rank, passed = n > 2;
   const int64_t chunk = int64_t(n - 1) * slice;
   const int chunks = rounds(all, chunk);
-  // Ranks have the slices in their order behind the root.
+  // Slices are in the order of ranks after the root.
   const auto begin = [&](int k, int rank) {
     return (int64_t(k) * gridDim.x + blockIdx.x) * chunk + int64_t((rank - root - 1 + n) % n) * slice;
   };

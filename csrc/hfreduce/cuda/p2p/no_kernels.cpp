@@ -1,4 +1,4 @@
-// The kernels of peers.h in a build without nvcc: nothing calls them, for `reduces` is never true.
+// The kernels of peers.h in a build without nvcc. They are not called, because `reduces` returns false.
 #ifndef HFNN_CUDA
 
 #include <stdexcept>

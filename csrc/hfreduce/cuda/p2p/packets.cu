@@ -1,20 +1,20 @@
-// Small messages, in packets of eight bytes: four of payload and the number of the operation, stored at once, so that
-// whoever sees the number has the payload. No other flag is raised, and nothing waits for stores to arrive: a message
-// takes one trip over the link, or, in the host's memory, one there and one to look.
+// Small messages, in packets of eight bytes: four of payload and the number of the operation, stored at once. So
+// whoever sees the number has the payload. No other flag is needed, and nothing waits for stores to arrive. A message
+// takes one trip over the link; in host memory, one trip to write and one to poll.
 //
-// A region is what one rank writes at another in one operation: a header of four packets (fingerprint, nothing, the
-// factor of premul_sum in two), then packets of the payload. There are two for each writer, by the parity of the
-// operation's number. They may be written again two operations later: who writes for operation c + 2 has finished c +
-// 1, its block 0 has seen every peer's header of c + 1, and a peer sends this when its operation c, and so all reading
-// of its own regions, is over, for they follow each other in a stream.
+// A region is what one rank writes at another in one operation: a header of four packets (fingerprint, unused, the
+// factor of premul_sum in two), then the packets of the payload. Each writer has two, by the parity of the operation's
+// number. They may be rewritten two operations later: a rank that writes for operation c + 2 has finished c + 1, in
+// which its block 0 has seen every peer's header of c + 1. A peer sends that when its operation c is over, and with it
+// all reading of its own regions, since operations follow each other in a stream.
 //
-// The number is counted in device memory, by each block for itself, and by block 0 also for those that are not
-// launched: so all have the same number, no block waits for another one, and a graph can replay the kernel. An element
-// belongs to the block of the same number on all ranks, which sends before it waits: blocks may run in any order.
+// Each block counts the number for itself in device memory; block 0 also for blocks that are not launched. So all have
+// the same number, no block waits for another, and a graph can replay the kernel. An element belongs to the block of
+// the same number on all ranks, which sends before it waits: blocks may run in any order.
 //
-// With n ranks and N bytes of each: all-reduce in one shot and all-gather send 2 (n-1) N over the link (half of it
-// numbers), and as much lies in its memory, and is read; a broadcast does so on the root alone. All-reduce in two
-// shots, where each adds up 1/n and sends the sum on, sends 4 (n-1)/n N, in two trips, and reduce-scatter half of that.
+// With n ranks and N bytes each: one-shot all-reduce and all-gather send 2 (n-1) N over the link (half of it numbers);
+// as much is written to each rank's memory and read. Broadcast sends this on the root only. Two-shot all-reduce (each
+// rank adds up 1/n and sends the sum to all) sends 4 (n-1)/n N in two trips; reduce-scatter half of it.
 #include "cuda/p2p/steps.cuh"
 
 namespace hfreduce::gpu {
@@ -28,12 +28,12 @@ struct Job {
   Op op;
   double factor;
 };
-constexpr int kPayload = 8;  // bytes of it in 16 that are stored at once
+constexpr int kPayload = 8;  // payload bytes in 16 bytes that are stored at once
 
 __host__ __device__ __forceinline__ int payloads(int64_t bytes) { return int((bytes + kPayload - 1) / kPayload); }
 __host__ __device__ __forceinline__ int most_bytes(const Links& links) { return (links.region - kHeader) / 2; }
 
-// The i-th 8 bytes of a message, its last ones filled up.
+// The i-th 8 bytes of a message, padded at its end.
 __device__ __noinline__ Words<2> payload_slow(const char* from, int bytes) {
   Words<2> x{};
   copy_some(reinterpret_cast<char*>(&x), from, bytes);
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool arrived(const Packets& x, uint32_t number) {
   return uint32_t(x.first >> 32) == number && uint32_t(x.second >> 32) == number;
 }
 
-// Says so when a peer is not in this operation, but in another one: of packets, or of steps, whose flags block 0
-// raises. Its later flags come after its packets. All peers are looked at: the one that is waited for may itself have
+// Reports a peer that is not in this operation but in another one: of packets, or of steps, whose flags block 0 raises.
+// A peer's later flags come after its packets. All peers are checked: the one that is waited for may itself have
 // stopped because of another one.
 __device__ __noinline__ void look_around(const Links& links, uint32_t number, uint32_t fingerprint) {
   for (int peer = 0; peer < links.size; ++peer) {
@@ -78,7 +78,7 @@ __device__ __noinline__ void look_around(const Links& links, uint32_t number, ui
   }
 }
 
-// One operation, as a thread takes part in it.
+// One operation, from the view of a thread.
 class Post {
  public:
   __device__ __forceinline__ Post(const Links& links, uint32_t fingerprint)
@@ -95,7 +95,7 @@ class Post {
   __device__ __forceinline__ const char* place(int writer, int i) const {
     return region(links_, links_.rank, number_, writer) + kHeader + i * int(sizeof(Packets));
   }
-  // x: what was seen at a first look. Whether it has come.
+  // x: from a first poll. Returns whether the packets have arrived.
   __device__ __forceinline__ bool receive(int writer, const char* place, Packets x, Words<2>& to) const {
     if (!arrived(x, number_)) {
       Patience patience(links_, writer);
@@ -112,7 +112,7 @@ class Post {
     return receive(writer, place(writer, i), see_packets(place(writer, i)), to);
   }
 
-  // All ranks' 8 bytes, this one's own being `own`. Whether all have come; all are looked at before any is waited for.
+  // 8 bytes of each rank; this rank's are `own`. Polls all before it waits for any. Returns whether all have arrived.
   template <int kRanks>
   __device__ __forceinline__ bool receive_all(int i, const Words<2>& own, Words<2> (&x)[kRanks]) const {
     Packets seen[kRanks];
@@ -130,7 +130,7 @@ class Post {
     return true;
   }
 
-  // Block 0, a thread for each peer.
+  // Done by block 0, one thread per peer.
   __device__ __forceinline__ void send_header(double factor) const {
     const int peer = threadIdx.x;
     if (blockIdx.x || peer >= links_.size || peer == links_.rank) return;
@@ -157,7 +157,7 @@ class Post {
     return true;
   }
 
-  // The end: every peer has been in this operation, and it was the same one.
+  // The end: checks that every peer was in this operation and made the same call.
   __device__ __forceinline__ void finish() const {
     if (blockIdx.x) {
       if (threadIdx.x == 0) links_.steps[kMaxBlocks + blockIdx.x] = number_;
@@ -170,7 +170,7 @@ class Post {
       if (!receive(peer, from, see_packets(from), header)) return;
       if (header.words[0] != fingerprint_) say_differs(links_, peer, header.words[0]);
     }
-    // Of block 0, and of all that are not launched.
+    // Those of block 0 and of all blocks that are not launched.
     for (int b = threadIdx.x; b < kMaxBlocks; b += blockDim.x)
       if (b == 0 || b >= int(gridDim.x)) links_.steps[kMaxBlocks + b] = number_;
   }
@@ -180,7 +180,7 @@ class Post {
   const uint32_t fingerprint_, number_;
 };
 
-// What becomes of all ranks' payloads: a sum, or one behind the other.
+// What is done with all ranks' payloads: sum or concatenation.
 template <class A>
 struct Summed {
   static constexpr int kRanks = A::kRanks;
@@ -198,7 +198,7 @@ struct Gathered {
   }
 };
 
-// In the kernels __syncthreads is there so that all threads have the number, before it is written again.
+// __syncthreads in the kernels: all threads must have read the number before it is overwritten.
 
 template <class To>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int all = payloads(job.bytes), stride = gridDim.x * blockDim.x;
   const int first = blockIdx.x * blockDim.x + threadIdx.x;
   Rule rule{job.dtype, job.op, links.size, {}};
-  // Asked for before the number is, so that both are on their way at once.
+  // Loaded before the number, so that both loads are in flight together.
   Words<2> own = first < all ? payload(job.in, first, job.bytes) : Words<2>{};
   const Post post(links, fingerprint);
   if (first < all) post.send_to_all(first, own);
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   post.finish();
 }
 
-// The slices are of whole payloads; sums lie in the second half of a region.
+// Slices consist of whole payloads. Sums are in the second half of a region.
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     two_trips(const __grid_constant__ Links links, const __grid_constant__ Job job, int slice, uint32_t fingerprint) {

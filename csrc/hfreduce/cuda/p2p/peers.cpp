@@ -27,14 +27,14 @@ size_t Peers::mapped_bytes(int size) {
   return (shared_bytes(size, kMappedBlocks, kMappedSlot, kMapped) + kPage - 1) / kPage * kPage;
 }
 
-// What both kinds have. The others delegate to this: so the destructor runs for what throws in them.
+// Common to both kinds. The other constructors delegate to this one, so that the destructor runs if they throw.
 Peers::Peers(Driver& driver, int rank, int size, milliseconds limit) : driver_(driver), opened_(kMaxRanks) {
   if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size)
     throw std::invalid_argument("peers are 2 to " + std::to_string(kMaxRanks) + " ranks; got rank " +
                                 std::to_string(rank) + " of " + std::to_string(size));
   links_.rank = rank, links_.size = size;
   links_.limit_ns = std::chrono::nanoseconds(limit).count();
-  // Pages of its own: they are pinned.
+  // On a page of its own, because it is pinned.
   void* board = std::aligned_alloc(kPage, kPage);
   if (board == nullptr) throw std::bad_alloc();
   try {
@@ -56,7 +56,7 @@ Peers::Peers(Driver& driver, int rank, int size, const Exchange& exchange, milli
   links_.steps = reinterpret_cast<uint32_t*>(static_cast<char*>(mine_) + bytes(size) - kSteps);
 }
 
-// The steps are counted in device memory even so.
+// The step counters are in device memory here, too.
 Peers::Peers(Driver& driver, int rank, std::vector<Segment> segments, milliseconds limit)
     : Peers(driver, rank, static_cast<int>(segments.size()), limit) {
   segments_ = std::move(segments);
@@ -70,7 +70,7 @@ Peers::Peers(Driver& driver, int rank, std::vector<Segment> segments, millisecon
   }
 }
 
-// Where in a rank's memory is what.
+// The layout of a rank's memory.
 void Peers::place(int of, char* memory) {
   links_.flags[of] = reinterpret_cast<uint64_t*>(memory);
   links_.packets[of] = memory + flags_bytes(links_.blocks);

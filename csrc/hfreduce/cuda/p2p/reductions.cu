@@ -1,4 +1,4 @@
-// Kernels that add up, through slots.
+// Kernels that reduce, through slots.
 #include "collectives/reduce.h"
 #include "cuda/p2p/steps.cuh"
 
@@ -19,18 +19,18 @@ struct Job {
   DType dtype;
   Op op;
   double factor;
-  int64_t stride = 0;  // from block to block of `in`, in bytes; of a message 0
-  int piece = 0;       // of one peer in a step: of a block, or a slice
-  int half = 0;        // of a slot: where sums lie
+  int64_t stride = 0;  // bytes from block to block of `in`; 0: a message
+  int piece = 0;       // bytes of one peer in a step: of a block, or of a slice
+  int half = 0;        // byte in a slot where sums are
 };
 }  // namespace
 
-// Reduce-scatter, and the one-shot all-reduce, which is the same with one block for all. In each round a block pushes
-// the next piece of every peer's block into that peer's slots, and adds up what has come for its own block.
+// Reduce-scatter; and the one-shot all-reduce, which is the same with one block for all ranks. In each round a block
+// pushes the next piece of every peer's block into that peer's slots, and adds up what has arrived for its own block.
 //
-// With n ranks and blocks of b bytes, each rank sends (n-1) b over the link and receives as much, in ceil(b / (blocks x
-// slot)) steps. In its memory: (n-1) b read to be sent, (n-1) b written by peers, n b read and b written to add up.
-// One-shot: b is the whole message; of two ranks it is as much over the link as the two-shot, in half the steps.
+// With n ranks and blocks of b bytes, each rank sends and receives (n-1) b over the link, in ceil(b / (blocks x slot))
+// steps. In its memory: (n-1) b read to be sent, (n-1) b written by peers, n b read and b written to add up. One-shot:
+// b is the whole message. For two ranks it sends as much over the link as the two-shot, in half the steps.
 namespace {
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)
@@ -82,14 +82,14 @@ void all_reduce_one_shot(const Links& links, const void* in, void* out, int64_t 
 
 bool reduces(DType dtype, Op op) { return supported(dtype, op); }
 
-// All-reduce in two shots, which follow each other in one stream of steps. A chunk is a slice for each rank. In step k
-// a block sends every peer its slice of chunk k (first half of the slot); it adds up its own slice of chunk k, once all
-// have come, and sends the sum to all with step k + 1 (second half of the slot); so what it reads in step k are also
-// the sums of chunk k - 1.
+// All-reduce in two shots, which overlap in one sequence of steps. A chunk has a slice for each rank. In step k a block
+// sends every peer its slice of chunk k (first half of the slot). It adds up its own slice of chunk k when all have
+// arrived, and sends the sum to all in step k + 1 (second half of the slot). So in step k it also reads the sums of
+// chunk k - 1.
 //
-// With n ranks and N bytes, each rank sends 2 (n-1)/n N over the link and receives as much, in ceil(N / (blocks x n x
-// slot / 2)) + 1 steps: one for the last sums. In its memory: (n-1)/n N read to be sent; 2 (n-1)/n N written by peers;
-// N read and N/n written to add up; (n-1)/n N read and written to take the sums over.
+// With n ranks and N bytes, each rank sends and receives 2 (n-1)/n N over the link, in ceil(N / (blocks x n x slot /
+// 2)) + 1 steps: one more for the last sums. In its memory: (n-1)/n N read to be sent; 2 (n-1)/n N written by peers; N
+// read and N/n written to add up; (n-1)/n N read and written to copy the sums.
 namespace {
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1)

@@ -1,32 +1,31 @@
-// The device side of peers.h: a block of a kernel, and the blocks of the same number on the other ranks, are a team.
+// The device side of peers.h. Blocks of the same number on all ranks work together.
 //
-// A block pushes for a step, arrives (raises its flag at every peer), waits for theirs, pushes for the next step, reads
-// its own slots, arrives, and so on:
+// A block pushes for a step, arrives (raises its flag at every peer), waits for the peers' flags, pushes for the next
+// step, reads its own slots, arrives, and so on:
 //
 //   push(1)  arrive(1) wait(1)  push(2) read(1)  arrive(2) wait(2)  push(3) read(2)  arrive(3) ...
 //
-// so that what is read and written at home passes while the next step's bytes are on the link. What `read` has
-// computed may go to peers too: it belongs to the step that is being pushed.
+// So local reads and writes overlap with the next step's transfer over the link. What `read` computes may go to peers,
+// too: it belongs to the step that is being pushed.
 //
-// Why two slots a writer are enough. Rank p pushes for step s + 1, into the slots of parity (s + 1) % 2, only after
-// wait(s): it has seen flag s of every peer q. Before q raised it, q had done all of read(s - 1): the reads come before
-// q's arrive(s) in its program, all its threads meet (__syncthreads) before its flags go up, the flag is a release and
-// p's wait an acquire, and p's threads meet again after the wait. So what p writes into q's slots of the parity of
-// s - 1 = (s + 1) - 2 comes after what q has read there. In the other direction, what p has pushed for step s comes
-// before its flag s (same meeting, same release), and so before q's read(s). From one operation to the next nothing
-// changes: the first push of an operation, for step s + 1, comes after wait(s) of the one before, which ended with
-// read(s), and its kernel with it. Flags only rise, by one each step; a peer is at most one step ahead: in flag s + 1
-// lies that it has seen this rank's flag s, with its fingerprint.
+// Why two slots per writer are enough. Rank p pushes for step s + 1, into the slots of parity (s + 1) % 2, only after
+// wait(s): it has seen flag s of every peer q. Before q raised it, q had finished read(s - 1): the reads precede q's
+// arrive(s) in program order, all its threads synchronize (__syncthreads) before its flags are raised, the flag is a
+// release and p's wait an acquire, and p's threads synchronize again after the wait. So what p writes into q's slots of
+// the parity of s - 1 = (s + 1) - 2 comes after q's reads there. In the other direction, what p has pushed for step s
+// comes before its flag s (same barrier, same release), and so before q's read(s). The same holds across operations:
+// the first push of an operation, for step s + 1, comes after wait(s) of the one before, which ended with read(s), and
+// so did its kernel. Flags only rise, by one per step. A peer is at most one step ahead: flag s + 1 implies that it has
+// seen this rank's flag s, with its fingerprint.
 //
-// Nothing orders the blocks of one rank, and none needs another one: they may run in any order, at any pace, and not
+// The blocks of one rank are not ordered and do not need each other: they may run in any order, at any pace, and not
 // all at once, as long as each rank starts them in the order of their numbers.
 //
-// Bytes under way: a block sends up to a slot to each peer in a step, and a step that sends nothing takes about 2 us on
-// NVLink (the release waits until all stores have arrived; then the flag travels). To keep a link of b bytes a second
-// busy meanwhile, blocks x slot must be beyond b x 2 us a few times: about 2 MiB on an H200. Blocks do not stay in
-// phase, since they share the link: while one waits others push. A block of 512 threads with four loads of 16 bytes
-// each has 32 KiB under way at home: 16 to 32 of them draw the link's 400 GB/s, and few of them leave the other
-// multiprocessors to others.
+// Bytes in flight: a block sends up to a slot to each peer in a step. A step without data takes about 2 us on NVLink
+// (the release waits until all stores have arrived, then the flag travels). To saturate a link of b bytes/s, blocks x
+// slot must be several times b x 2 us: about 2 MiB on an H200. Blocks drift out of phase, since they share the link:
+// while one waits, others push. A block of 512 threads with four 16-byte loads each has 32 KiB of local loads in
+// flight: 16 to 32 of them saturate the link's 400 GB/s and leave the other multiprocessors free.
 #pragma once
 
 #include "cuda/p2p/device.cuh"
@@ -35,7 +34,7 @@
 
 namespace hfreduce::gpu {
 
-constexpr int kLine = 128;  // bytes: pieces are made of whole lines
+constexpr int kLine = 128;  // bytes; pieces consist of whole lines
 constexpr int kFlagsOfBlock = kLine / 8;
 constexpr int kHeader = kLine;  // of a region of packets: see packets.cu
 static_assert(kFlagsOfBlock >= kMaxRanks);
@@ -43,23 +42,22 @@ static_assert(kFlagsOfBlock >= kMaxRanks);
 // Flags and steps wrap around.
 __device__ __forceinline__ bool reached(uint32_t there, uint32_t wanted) { return int32_t(there - wanted) >= 0; }
 
-// The bytes of a range of `all` that lie in [begin, begin + most).
+// The number of bytes of [0, all) that lie in [begin, begin + most).
 __host__ __device__ __forceinline__ int within(int64_t all, int64_t begin, int most) {
   const int64_t left = all - begin;
   return left <= 0 ? 0 : left < most ? int(left) : most;
 }
 
-// The number of the operation of packets after this one: never 0, which is what flags are before the first, and of the
-// other parity.
+// The number of the next operation of packets: never 0, which flags have before the first one, and of the other parity.
 __device__ __forceinline__ uint32_t following(uint32_t number) { return number + 1 ? number + 1 : 2; }
 
-// A region of packets that rank `writer` writes in operation `number`.
+// The region at rank `of` that rank `writer` writes in operation `number`.
 __device__ __forceinline__ char* region(const Links& links, int of, uint32_t number, int writer) {
   return links.packets[of] + (int64_t(number % 2) * links.size + writer) * links.region;
 }
 
-// The rest of this file's and of packets.cu's functions that are not inlined are for what is rare; they take values,
-// not the address of what a kernel has in registers.
+// The other functions of this file and packets.cu that are not inlined are for rare cases. They take values, because an
+// address would force a kernel's registers into memory.
 
 __device__ __noinline__ inline void say_differs(const Links& links, int peer, uint32_t theirs) {
   write_board(&links.board->theirs, theirs);
@@ -67,7 +65,7 @@ __device__ __noinline__ inline void say_differs(const Links& links, int peer, ui
   write_board(&links.board->stop, 1);
 }
 
-// Whether to go on waiting for a peer, since `start` (0: since now), which is returned; -1: not.
+// Returns the start of the wait (`start`; 0: now) if it may go on, or -1.
 __device__ __noinline__ inline int64_t ask(const Links& links, int peer, int64_t start) {
   if (read_board(&links.board->stop)) return -1;
   const int64_t now = nanoseconds();
@@ -77,17 +75,17 @@ __device__ __noinline__ inline int64_t ask(const Links& links, int peer, int64_t
   return -1;
 }
 
-// A wait that does not last for ever: asked after each look in vain.
+// A wait with a limit. `more` is called after each poll in vain.
 //
-// A look at the board is a trip over PCIe, and the trips of all threads together take 30 ns each: all threads of a
-// small message that did so at once would take a millisecond, for which the other ranks would wait, and so on. So it
-// is rare, and the lanes of a warp take turns.
+// Reading the board is a trip over PCIe, and the trips of all threads take 30 ns each, one after another: if all
+// threads of a small message did it at once, it would take a millisecond, for which the other ranks would wait, and so
+// on. So it is rare, and the lanes of a warp take turns.
 class Patience {
  public:
   __device__ __forceinline__ Patience(const Links& links, int peer)
       : links_(links), peer_(peer), looks_(threadIdx.x % 32 * (kLooks / 32)) {}
 
-  // Whether to look again. Now and then it looks elsewhere: whether peers are in another operation.
+  // Whether to poll again. From time to time it checks whether peers are in another operation.
   template <class Elsewhere>
   __device__ __forceinline__ bool more(Elsewhere look_elsewhere) {
     relax();
@@ -104,8 +102,8 @@ class Patience {
   int64_t start_ = 0;
 };
 
-// Says so when a peer is in an operation of packets, instead of this step. Its packets come after its flags: a second
-// look at the flag tells whether it has been here before.
+// Reports a peer that is in an operation of packets instead of this step. A peer's packets come after its flags, so a
+// second look at the flag shows whether it has been in this step.
 __device__ __noinline__ inline void look_at_packets(const Links& links, int peer, const uint64_t* flag, uint32_t step) {
   const uint32_t number = following(links.steps[kMaxBlocks]);
   const uint64_t header = see_flag(reinterpret_cast<uint64_t*>(region(links, links.rank, number, peer)));
@@ -120,15 +118,15 @@ class Block {
 
   __device__ __forceinline__ int rank() const { return links_.rank; }
   __device__ __forceinline__ int size() const { return links_.size; }
-  // The i-th after this rank, i from 0: every rank begins with another one, so that no link is wanted by all at once.
+  // The i-th rank after this one, i from 0. Every rank begins with another peer, so that links are used evenly.
   __device__ __forceinline__ int peer(int i) const { return (links_.rank + 1 + i) % links_.size; }
 
-  // Where this rank writes at a peer, for the step that is being pushed; and what `writer` wrote here for the one that
-  // was arrived at.
+  // theirs: where this rank writes at a peer, for the step that is being pushed. mine: what `writer` wrote here for the
+  // last step that was arrived at.
   __device__ __forceinline__ char* theirs(int peer) const { return slot(peer, next_, links_.rank); }
   __device__ __forceinline__ const char* mine(int writer) const { return slot(links_.rank, next_ - 1, writer); }
 
-  // push(k) and read(k) for k in [0, steps), by all threads of the block.
+  // Calls push(k) and read(k) for k in [0, steps). By all threads of the block.
   template <class Push, class Read>
   __device__ __forceinline__ void run(int steps, Push push, Read read) {
     if (steps == 0) return;
@@ -140,7 +138,7 @@ class Block {
     if (threadIdx.x == 0) links_.steps[blockIdx.x] = next_ - 1;
   }
 
-  // Of premul_sum: pushed with the first step, and read with it, before the next one is arrived at.
+  // The factors of premul_sum are pushed with the first step, and read before the next arrival.
   __device__ __forceinline__ void push_factor(const Rule& rule, double factor) const {
     if (rule.op == Op::premul_sum && is_for_a_peer()) *factor_of(theirs(threadIdx.x)) = factor;
   }
@@ -155,7 +153,7 @@ class Block {
   __device__ __forceinline__ char* slot(int of, uint32_t step, int writer) const {
     return links_.slots[of] + int64_t((blockIdx.x * 2 + step % 2) * links_.size + writer) * (links_.slot + kLine);
   }
-  // In the line behind a slot: its writer's.
+  // In the line after a slot.
   __device__ __forceinline__ double* factor_of(char* slot) const {
     return reinterpret_cast<double*>(slot + links_.slot);
   }
@@ -163,12 +161,12 @@ class Block {
     return reinterpret_cast<const volatile double*>(slot + links_.slot);
   }
 
-  // The first threads look after a peer each.
+  // The first threads handle one peer each.
   __device__ __forceinline__ bool is_for_a_peer() const {
     return int(threadIdx.x) < links_.size && int(threadIdx.x) != links_.rank;
   }
 
-  // Whether all have come. note: the fingerprint in the first step of an operation, otherwise 0.
+  // Returns whether all have arrived. note: the fingerprint in the first step of an operation, otherwise 0.
   __device__ __forceinline__ bool arrive(uint32_t note) {
     bool here = true;
     __syncthreads();
@@ -196,14 +194,14 @@ class Block {
   uint32_t next_;  // the step that is being pushed
 };
 
-// Moving bytes, by all threads of a block: 16 at a time, thread t those numbers t, t + blockDim, ..., several before
-// the first is stored. Each kind has a fast loop for what is aligned, which returns the number it has come to, and a
-// slow one for the rest: everything that is not, or the last few bytes.
+// Moves by all threads of a block, in units of 16 bytes: thread t has units t, t + blockDim, ..., and loads several
+// before it stores the first. Each kind has a fast loop for aligned data, which returns the next unit, and a slow loop
+// for the rest: unaligned data or the last few bytes.
 constexpr int kQuad = sizeof(Quad);
 
 __device__ __forceinline__ bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kQuad == 0; }
 
-// Sixteen bytes or less, at any addresses.
+// 16 bytes or less, at any addresses.
 template <class T>
 __device__ __forceinline__ void copy_units(char* to, const char* from, int bytes) {
   for (int i = 0; i < bytes; i += sizeof(T))
@@ -220,7 +218,7 @@ __device__ __forceinline__ void copy_some(char* to, const char* from, int bytes)
 __device__ __forceinline__ Words<4> words(const Quad& x) { return {{x.words[0], x.words[1], x.words[2], x.words[3]}}; }
 __device__ __forceinline__ Quad quad(const Words<4>& x) { return {{x.words[0], x.words[1], x.words[2], x.words[3]}}; }
 
-// The first of a thread's numbers that is not before `end`, for a loop that has taken several at a time up to v.
+// The thread's first unit that is not before `end`, after a loop that has taken several at a time, up to v.
 __device__ __forceinline__ int came_to(int v, int end) { return v - (v - end) / int(blockDim.x) * int(blockDim.x); }
 
 struct Move {
@@ -249,8 +247,8 @@ __device__ __forceinline__ int copy_fast(const Move& part, int v) {
   return came_to(v, end);
 }
 
-// part(i) for i in [0, parts), each of `most` bytes at most. The threads go through all parts as if they were one, so
-// that small ones are moved at the same time.
+// Moves part(i) for i in [0, parts), of at most `most` bytes each. The threads treat all parts as one sequence, so that
+// small parts are moved at the same time.
 template <class F>
 __device__ __forceinline__ void copy_parts(int parts, int most, F part) {
   const int whole = (most + kQuad - 1) / kQuad, stride = blockDim.x;
@@ -266,7 +264,7 @@ __device__ __forceinline__ void copy_parts(int parts, int most, F part) {
   }
 }
 
-// The same bytes to the slots of all peers, and to `out` where it is not null.
+// Copies the same bytes to the slots of all peers, and to `out` if it is not null.
 __device__ __noinline__ inline void spread_slow(Block block, const char* from, int bytes, char* out, int v) {
   for (; v * kQuad < bytes; v += blockDim.x) {
     const int some = within(bytes, v * kQuad, kQuad);
@@ -301,8 +299,8 @@ __device__ __forceinline__ void spread(const Block& block, const char* from, int
   if (v * kQuad < bytes) spread_slow(block, from, bytes, out, v);
 }
 
-// Adding up: `bytes` of this rank's input, at `own`, and of the slots of all peers, into `out`; and, unless `forward`
-// is negative, into all peers' slots at that byte (the last 16 bytes there with anything behind the end).
+// Adds up `bytes` of this rank's input, at `own`, and of all peers' slots, into `out`; and, unless `forward` is
+// negative, into all peers' slots from that byte on (where the last 16 bytes are padded with arbitrary data).
 struct Terms {
   const char* own;
   char* out;
@@ -363,10 +361,10 @@ __device__ __forceinline__ void reduce_slots(const Block& block, const Terms& te
   if (v * kQuad < terms.bytes) reduce_slow<A>(block, terms, rule, v);
 }
 
-// Host: pieces of equal size.
+// Host code: pieces of equal size.
 
-// `all` bytes in pieces for `parts` ranks and launch.blocks blocks: as few rounds as pieces of `most` bytes allow, each
-// piece as small as so many rounds allow.
+// Bytes of a piece of `all` bytes for `parts` ranks and `blocks` blocks: as few rounds as pieces of `most` bytes allow,
+// and pieces as small as that number of rounds allows.
 inline int piece(int64_t all, int parts, int blocks, int most) {
   const int64_t row = int64_t(parts) * blocks;
   const int64_t rounds = (all + row * most - 1) / (row * most);
@@ -374,7 +372,7 @@ inline int piece(int64_t all, int parts, int blocks, int most) {
   return int((bytes + kLine - 1) / kLine * kLine);
 }
 
-// The rounds in which this block has bytes: of rows of `row` bytes, this block's first one at its number.
+// The number of rounds in which this block has data: rows of `row` bytes are assigned to blocks in turn.
 __device__ __forceinline__ int rounds(int64_t all, int64_t row) {
   const int64_t rows = (all + row - 1) / row;
   return int((rows - blockIdx.x + gridDim.x - 1) / gridDim.x);

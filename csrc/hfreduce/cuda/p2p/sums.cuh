@@ -1,6 +1,6 @@
-// The arithmetic of reduce.h, on words of 32 bits as kernels hold them: the same bits as on the CPU (of a NaN only that
-// it is one). Sums and averages of float32, bfloat16 and float16 are fast: in registers, for at most kRanks ranks.
-// Everything else goes through Any, one element after another and through local memory: slow, and right.
+// The arithmetic of reduce.h on 32-bit words in registers, with the same bits as on the CPU (except for NaN payloads).
+// Sums and averages of float32, bfloat16 and float16 are fast: in registers, for up to kRanks ranks. Everything else
+// uses Any, element by element through local memory: slow but correct.
 #pragma once
 
 #include "collectives/floats.h"
@@ -9,7 +9,7 @@
 
 namespace hfreduce::gpu {
 
-// How elements are added up, as each thread has it.
+// How elements are reduced. Each thread has a copy.
 struct Rule {
   DType dtype;
   Op op;
@@ -76,7 +76,7 @@ struct Sums {
     return out;
   }
 
-  // To multiply by the inverse of a power of two is exact, and faster.
+  // Multiplying by the inverse of a power of two is exact, and faster.
   static __device__ __forceinline__ void average(float (&sum)[L::kLanes], int ranks) {
     const bool exact = (ranks & (ranks - 1)) == 0;
     const float inverse = 1.0f / float(ranks);
@@ -86,7 +86,7 @@ struct Sums {
   }
 };
 
-// What is stored, and what is computed in.
+// The type that is stored, and the type that is computed in.
 template <class T>
 struct Wide {
   using Type = T;
@@ -154,7 +154,7 @@ struct Any {
     return x;
   }
 
-  // bool stands for its byte: what is not 0 or 1 is combined bit by bit, as on the CPU.
+  // bool is treated as its byte: values other than 0 and 1 are combined bitwise, as on the CPU.
   template <class B, int kWords>
   static __device__ Words<kWords> as(const Words<kWords> (&inputs)[kRanks], const Rule& rule) {
     constexpr bool kBoolean = std::is_same_v<B, bool>;
@@ -195,7 +195,7 @@ struct Any {
     if constexpr (std::is_floating_point_v<W>) {
       return op == Op::prod ? multiply(a, b) : add(a, b);
     } else {
-      // Without a sign, wide enough that nothing is promoted to an int: what overflows wraps around.
+      // Unsigned, and wide enough to avoid promotion to int: overflow wraps around.
       using U = std::conditional_t<sizeof(W) < 8, uint32_t, uint64_t>;
       if (op == Op::prod) return W(U(a) * U(b));
       if (op == Op::band) return W(a & b);
@@ -205,7 +205,7 @@ struct Any {
     }
   }
 
-  // Integers toward zero.
+  // Integers round toward zero.
   template <class W>
   static __device__ W average(W sum, int ranks) {
     if constexpr (std::is_floating_point_v<W>) return divide(sum, W(ranks));
@@ -213,7 +213,7 @@ struct Any {
   }
 };
 
-// f(the arithmetic): the fast one, if there is one.
+// Calls f with the arithmetic: the fast one, if there is one.
 template <bool kScaled, class F>
 void with_lanes(DType dtype, int ranks, F f) {
   const auto of = [&](auto lanes) {

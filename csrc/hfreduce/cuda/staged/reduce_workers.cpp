@@ -1,6 +1,6 @@
-// Bytes through memory for a chunk, all ranks together: each input is read once, the result is written once (and read
-// before, unless it is streamed); the copy engines write each input once and read the result once a rank. As long as
-// the ring stays in the last-level cache, most of that does not get to the memory.
+// Memory traffic of a chunk, all ranks together: each input is read once, and the result is written once (and read
+// before, unless it is streamed). The copy engines write each input once and read the result once per rank. While the
+// ring fits in the last-level cache, most of this stays out of DRAM.
 #include "cuda/staged/reduce_workers.h"
 
 #include <pthread.h>
@@ -20,15 +20,14 @@ namespace hfreduce::gpu {
 
 namespace {
 
-// Bytes that are added up before looking around: what a first- or second-level cache holds of all inputs.
+// Bytes added up between checks: all inputs' pieces fit in an L1 or L2 cache.
 constexpr int64_t kPiece = 32 << 10;
-// How long threads spin before they leave the cores to others, and how often the leader looks then.
+// How long threads spin before they sleep, and how often the leader polls after that.
 constexpr std::chrono::microseconds kSpin{200}, kNap{50};
-// How often it asks whether the communicator has failed.
+// How often the leader asks whether the communicator has failed.
 constexpr milliseconds kAsk{1};
 
-// The processors of a NUMA node among those that this process may use: "0-31,64-95". What cannot be found out, or is
-// not allowed, is left as it is.
+// Binds the thread to the allowed cores of a NUMA node ("0-31,64-95"). On any failure the affinity is left unchanged.
 void bind(int node) {
   if (node < 0) return;
   std::ifstream file("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
@@ -96,16 +95,16 @@ void ReduceWorkers::end() {
 }
 
 void ReduceWorkers::wake(Bed& bed) {
-  if (!bed.sleepers.load(std::memory_order_seq_cst)) return;  // who goes to sleep after this will see it before
+  if (!bed.sleepers.load(std::memory_order_seq_cst)) return;  // later sleepers check the condition first
   {
     std::lock_guard lock(mutex_);
-  }  // whoever has looked and not seen is asleep by now
+  }  // a thread that checked the condition before is asleep by now
   bed.awake.notify_all();
 }
 
 void ReduceWorkers::run(int thread) {
   bind(options_.numa_node);
-  prctl(PR_SET_TIMERSLACK, 1000);  // ns: else a nap takes twice as long
+  prctl(PR_SET_TIMERSLACK, 1000);  // ns; with the default, naps take twice as long
   Work work;
   while (next(thread, work) && perform(work, thread)) {
   }
@@ -117,7 +116,7 @@ bool ReduceWorkers::next(int thread, Work& work) {
   const auto there = [&] { return pushed_.load(std::memory_order_seq_cst) > begun; };
   bool met = false;
   if (!spin(thread == 0, there, met)) return false;
-  // The leader stays up as long as streams of this rank wait for the other ranks: somebody must notice when they fail.
+  // The leader stays awake while streams of this rank wait for other ranks, to detect their failure.
   const auto idle = [&] { return passed(ring_.mine().ready.load(std::memory_order_acquire), last_); };
   if (!met && thread == 0 && !look([&] { return there() || idle(); })) return false;
   if (!there() && !sleep(idle_, there)) return false;
@@ -137,8 +136,8 @@ bool ReduceWorkers::perform(const Work& work, int thread) {
   return true;
 }
 
-// What this rank adds up of a slot, and carries: a slice, or the blocks of the ranks of its place on all hosts, with
-// what lies between them.
+// This rank's part of a slot, which it adds up and carries: a slice; or the blocks of the ranks with its local rank on
+// all hosts, including the padding between them.
 struct ReduceWorkers::Share {
   int64_t byte, count;
 };
@@ -152,7 +151,7 @@ ReduceWorkers::Share ReduceWorkers::share(const Work& work, const Span& part) co
 
 bool ReduceWorkers::add(const Work& work, const Span& part, uint32_t chunk, int thread) {
   Share mine = work.sums() ? share(work, part) : Share{};
-  // A chunk is done when all that add it up have been awake: for a small one only as many as are worth it.
+  // A chunk is done when all threads that add have run, so small chunks use fewer threads.
   const auto threads =
       static_cast<int>(std::clamp<int64_t>(mine.count * work.size / options_.share, 1, options_.threads));
   if (thread < threads) {
@@ -194,7 +193,7 @@ void ReduceWorkers::reduce(const Work& work, int64_t byte, int64_t count, uint32
   }
 }
 
-// Every lane has its chunks in order; what they have carried is published in the order of all.
+// Each lane handles its chunks in order. Results are published in the order of all chunks.
 bool ReduceWorkers::carry(const Work& work, const Span& part, uint32_t chunk, int thread) {
   const int lane = thread - options_.threads;
   if (static_cast<int>(chunk % Hosts::kLanes) != lane) return true;
@@ -223,12 +222,12 @@ bool ReduceWorkers::exchange(const Work& work, void* data, int64_t count, int la
   return whole && !error;
 }
 
-// Whether to go on.
+// Returns whether to go on.
 bool ReduceWorkers::publish(const Work& work, uint32_t chunk) {
   StagingRing::Head& mine = ring_.mine();
-  // Sequentially consistent, as the loads are: the last one sees that all have, and more than one may. Who has let go
-  // did so before anybody read what was not whole, and so before the last of all could be here. This rank comes last:
-  // its process may end as soon as its own streams are through.
+  // Sequentially consistent, like the loads: the last rank to store sees that all have, and others may, too. A rank
+  // that let go did so before anyone could read incomplete data, and so before the last rank got here. This rank raises
+  // its own flag last: its process may end as soon as its own streams have finished.
   mine.reduced.store(chunk + 1, std::memory_order_seq_cst);
   if (work.sums() || options_.hosts.carry) {
     if (ring_.all(&StagingRing::Head::reduced, chunk + 1) && !ring_.gone())
@@ -240,7 +239,7 @@ bool ReduceWorkers::publish(const Work& work, uint32_t chunk) {
   return true;
 }
 
-// Whether to go on; `met`: whether that is so already.
+// Returns whether to go on. `met`: whether the condition is already true.
 template <class Until>
 bool ReduceWorkers::spin(bool leader, Until until, bool& met) {
   const Deadline deadline = Clock::now() + kSpin;

@@ -1,6 +1,6 @@
-// The host's cores of the host-staged reduction: threads that follow the chunks of the ring, in order, and add up this
-// rank's slices. They spin for a while when they wait; then the first of them, the leader, looks every now and then,
-// and wakes the others, which sleep. All sleep when nothing is under way.
+// The host cores of the host-staged reduction: threads that process the chunks of the ring in order and add up this
+// rank's slices. They spin for a while when they wait. After that the first thread, the leader, polls, and the others
+// sleep until it wakes them. All sleep while there is no work.
 #pragma once
 
 #include <condition_variable>
@@ -19,27 +19,27 @@ class ReduceWorkers {
  public:
   struct Options {
     int threads;
-    int64_t share, least;  // bytes: of a thread, of ChunkCut
+    int64_t share, least;  // bytes: per thread; of ChunkCut
     bool streaming;
     int numa_node;
     Hosts hosts;
   };
   // stopped: whether the communicator has failed. The leader then calls on_stop, once, and all threads end.
   ReduceWorkers(const StagingRing& ring, const Options&, std::function<bool()> stopped, std::function<void()> on_stop);
-  ~ReduceWorkers();  // as quit
+  ~ReduceWorkers();  // calls quit
 
-  void push(const Work& work);  // by one thread at a time, in the order of chunks
-  void quit();                  // the threads end where they wait, and are joined
+  void push(const Work& work);  // called by one thread at a time, in the order of chunks
+  void quit();                  // ends the threads, also those that wait, and joins them
 
  private:
-  // Where threads sleep that wait for the same.
+  // Where threads that wait for the same condition sleep.
   struct Bed {
     std::atomic<int> sleepers{0};
     std::condition_variable awake;
   };
   struct alignas(kLine) Place {
     std::atomic<uint64_t> works{0};  // that this thread has begun
-    Flag chunks;                     // that it has done
+    Flag chunks;                     // that it has finished
   };
 
   void run(int thread);
@@ -70,11 +70,11 @@ class ReduceWorkers {
   std::vector<Place> places_;
   std::atomic<bool> quit_{false};
   std::mutex mutex_;
-  Bed idle_, early_, carriers_;  // for a work; for a chunk to arrive; for one to be added up, or carried before
-  std::deque<Work> works_;       // what not all threads have begun
+  Bed idle_, early_, carriers_;  // waiting for: work; a chunk's arrival; a chunk's sum, or its predecessor's transfer
+  std::deque<Work> works_;       // those that not all threads have begun
   std::atomic<uint64_t> pushed_{0};
-  uint32_t last_;  // the leader's: chunks that are added up here
-  Flag added_;     // the same, for those that carry
+  uint32_t last_;  // the leader's: chunks added up so far
+  Flag added_;     // the same, for the carrying threads
   std::vector<std::thread> threads_;
 };
 

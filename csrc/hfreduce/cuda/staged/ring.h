@@ -1,24 +1,24 @@
-// The shared memory of the host-staged reduction, and who may do what in it when.
+// The shared memory of the host-staged reduction, and the rules for its use. Below, "down" is D2H, and "up" is H2D.
 //
-// Chunks are counted from operation to operation, whatever their kind, modulo 2^32; chunk k is in slot k % depth of the
-// ring. Each rank's segment has for every slot the rank's input, and every size-th slot's result: so results are spread
-// over the NUMA nodes, and each is in one piece. A flag that has reached k + 1 says of chunk k:
+// Chunks are numbered across operations of all kinds, modulo 2^32. Chunk k uses slot k % depth of the ring. Each rank's
+// segment has its input for every slot, and the result of every size-th slot: so results are distributed over the NUMA
+// nodes, and each is contiguous. A flag that has reached k + 1 means for chunk k:
 //
-//   arrived  by this rank's stream: what it brings has come down; it does so for every chunk, also with nothing
-//   reduced  by its cores: they have seen all arrive, and added up their slice; of several hosts, for all of them
-//   taken    by its stream: what it wants has been taken up
-//   ready    its streams may take the result up: all ranks have reduced
-//   freed    its streams may use the slot again: all ranks have taken
+//   arrived  set by this rank's stream: its input has come down; set for every chunk, even without input
+//   reduced  by its cores: all inputs have arrived, and its slice is added up (with several hosts: over all of them)
+//   taken    by its stream: the output that it wants has gone up
+//   ready    its streams may copy the result up: all ranks have reduced
+//   freed    its streams may reuse the slot: all ranks have taken
 //
-// Where there is nothing to add up, a result is ready as soon as this rank's cores have seen all arrive: a root, whose
-// streams wait for nobody, may be gone by then; but of several hosts, when all ranks of this one have reduced, whatever
-// the operation. Streams wait for ready and freed alone, once for each, however many ranks there are; the cores see to
-// them. That is all the order there is: a stream brings down chunk k when freed has reached k + 1 - depth, the cores
-// touch it when all have arrived, a stream takes it up when it is ready.
+// Without a reduction, a result is ready when this rank's cores have seen all ranks arrive: a root, whose streams wait
+// for nobody, may have left by then. With several hosts, it is ready when all ranks of this host have reduced, whatever
+// the operation. Streams wait only for ready and freed, once each, whatever the number of ranks; the cores raise these.
+// So the order is: a stream brings chunk k down when freed has reached k + 1 - depth, the cores touch it when all have
+// arrived, and a stream takes it up when it is ready.
 //
-// A rank that lets go raises its own ready and freed beyond all that may be waited for. Before, it says so in `gone`,
-// which the cores look at last, before they raise ready: what all had read was whole if nobody was gone. So do they
-// before they send anything to another host; `carrying` says how many of them do.
+// A rank that lets go raises its own ready and freed beyond all values that are waited for. Before that, it sets
+// `gone`, which the cores check last before they raise ready: if nobody is gone, all that was read is valid. They also
+// check it before they send anything to another host; `carrying` counts those that are sending.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class StagingRing {
     alignas(64) Flag freed;
     alignas(64) Flag gone;
     alignas(64) Flag carrying;
-    alignas(64) uint32_t factors[kMaxDepth][2];  // of premul_sum, by slot: halves of this rank's, from its stream
+    alignas(64) uint32_t factors[kMaxDepth][2];  // of premul_sum, by slot: halves of a double, written by the stream
   };
   static constexpr int64_t kHead = 4096;
   static_assert(sizeof(Head) <= kHead);
@@ -70,7 +70,7 @@ class StagingRing {
     return segments[s % size].data() + kHead + (depth + s / size) * chunk;
   }
 
-  // Whether this flag of all ranks has reached the value.
+  // Whether all ranks' flags have reached the value.
   bool all(Flag Head::* flag, uint32_t value) const {
     for (int r = 0; r < size; ++r)
       if (!passed((head(r).*flag).load(std::memory_order_seq_cst), value)) return false;
@@ -86,14 +86,14 @@ class StagingRing {
       if (head(r).carrying.load(std::memory_order_seq_cst)) return true;
     return false;
   }
-  // Whether the other ranks that have not let go have taken all that is ready there.
+  // Whether the other ranks that have not let go have taken all that is ready for them.
   bool taken_all_ready() const {
     for (int r = 0; r < size; ++r)
       if (r != rank && !head(r).gone.load(std::memory_order_seq_cst) && !passed(head(r).taken, head(r).ready))
         return false;
     return true;
   }
-  // Brings this rank's `freed` up to date.
+  // Updates this rank's `freed`.
   void sweep() const {
     uint32_t least = mine().taken.load(std::memory_order_acquire);
     for (int r = 0; r < size; ++r) {
@@ -108,8 +108,8 @@ class StagingRing {
   std::vector<Segment> segments;
 };
 
-// An operation, as all ranks see it: `count` elements (of a block, where there are several) of `size` bytes. In a slot
-// lie `rows` blocks, one behind the other in whole cache lines: first those of the first rank of each host, and so on.
+// An operation, equal on all ranks: `count` elements (of a block, if there are several) of `size` bytes. A slot holds
+// `rows` blocks, each padded to whole cache lines: first those of the first rank of each host, and so on.
 struct Work {
   Kind kind;
   DType dtype;
@@ -128,8 +128,8 @@ struct Span {
   int64_t step(const Work& work) const { return (count * work.size + kLine - 1) / kLine * kLine; }  // bytes of a row
 };
 
-// Cuts an operation into chunks: small ones at its begin and its end, where a direction of the link would wait for the
-// other one, each at most half of what is before, or behind it.
+// Cuts an operation into chunks. They are small at the beginning and the end, when one direction of the link has to
+// wait for the other: each is at most half of what is before it, or half of what is left.
 class ChunkCut {
  public:
   ChunkCut(const Work& work, int64_t chunk, int64_t least)

@@ -1,19 +1,18 @@
-// The steps of chunk k on each rank, with n ranks on the host and a chunk of b bytes of each input:
+// The steps of chunk k on each rank (down: D2H, up: H2D), for n ranks on the host and an input of b bytes per rank:
 //
-//   stream of the caller   wait freed; copy down; write arrived
-//   cores of all ranks     see all arrived; add up a slice of b / n; when all have, raise ready
-//   stream of this object  wait ready; copy up; write taken
-//   cores                  see all taken; raise freed
+//   caller's stream   wait freed; copy down; write arrived
+//   cores, all ranks  wait until all arrived; add up a slice of b / n; when all have, raise ready
+//   our stream        wait ready; copy up; write taken
+//   cores             wait until all taken; raise freed
 //
-// Of several hosts, between the second step and the third: threads of each rank exchange its slice with the other
-// hosts.
+// With several hosts, between the second and the third step: threads of each rank exchange its slice with other hosts.
 //
-// Bytes of each rank over its link, for N bytes of input (of output: all_gather): all_reduce N down and N up,
+// Bytes of each rank over its link, for N bytes of input (all_gather: of output): all_reduce N down and N up,
 // reduce_scatter N down and N / n up, all_gather N / n down and N (n - 1) / n up, broadcast N down on the root and N up
-// on the others. reduce_workers.cpp says what that is in memory, ring.h why no chunk overtakes another.
+// on the others. For the memory traffic see reduce_workers.cpp; for why no chunk overtakes another, ring.h.
 //
-// The caller's stream itself brings the chunks down, so no event needs to be put between it and the first one; a
-// message of one chunk goes up on it too, and needs none at its end.
+// The caller's stream itself copies down, so no event is needed before the first chunk. A message of one chunk also
+// goes up on it, and needs no event at its end.
 #include "cuda/staged/staged.h"
 
 #include <unistd.h>
@@ -33,14 +32,14 @@ namespace hfreduce::gpu {
 namespace {
 
 constexpr milliseconds kPause{2}, kGrace{200};  // of let_go
-constexpr milliseconds kLeave{5000};            // for what runs to end in the destructor
+constexpr milliseconds kLeave{5000};            // for running operations, in the destructor
 constexpr uint32_t kForGood = 1u << 30;
-constexpr int kTries = 5;  // of rate; the first ones find the threads asleep
+constexpr int kTries = 5;  // of rate; the first ones include waking the threads
 
-// Options as they are used: lines and pages divide a chunk, a power of two divides 2^32.
+// The options in effect. Lines and pages divide a chunk; the depth is a power of two, so that it divides 2^32.
 HostStaged::Options settled(HostStaged::Options options) {
   const int64_t page = 4096;
-  // What travels from host to host is slower than a few calls.
+  // Transfers between hosts are slower than a few calls.
   if (options.hosts.count > 1)
     options.chunk = std::min<int64_t>(options.chunk, 8 << 20),
     options.least = std::min<int64_t>(options.least, 512 << 10);
@@ -53,7 +52,7 @@ HostStaged::Options settled(HostStaged::Options options) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (options.threads < 1) options.threads = std::clamp(cores / 2 / options.size, 1, 8);
   if (options.streaming < 0) {
-    // Half of the last-level cache for the ring of all ranks; where its size is not known, none of it.
+    // No streaming if the ring of all ranks fits in half of the last-level cache (if its size is known).
     const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
     const auto ring =
         static_cast<int64_t>(StagingRing::bytes(options.size, options.chunk, options.depth)) * options.size;
@@ -67,7 +66,7 @@ void check(DType dtype, Op op) {
   throw std::invalid_argument(std::string("there is no ") + name(op) + " of " + name(dtype));
 }
 
-struct Nothing {};  // to bring, or to want
+struct Nothing {};  // no input, or no output
 
 }  // namespace
 
@@ -81,13 +80,13 @@ struct HostStaged::State {
   bool ended();
   bool end_by(Deadline deadline);
 
-  // Where an operation is enqueued. quiet: all earlier ones are through, so that streams need no event to be behind
+  // The streams of an operation. quiet: all earlier operations have ended, so streams need no events to come after
   // them.
   struct Order {
-    Stream stream, upper;  // the caller's, and the one that goes up: the same for a message of one chunk
+    Stream stream, upper;  // the caller's, and the one for copies up: equal for a message of one chunk
     bool quiet;
   };
-  // Runs an operation: down(part, k, stream) and up(part, k, stream) copy what this rank brings and wants.
+  // Runs an operation. down(part, k, stream) and up(part, k, stream) copy this rank's input and output.
   template <class Down, class Up>
   void run(Work work, Stream stream, Down down, Up up);
   Order begin(Work& work, Stream stream, bool brings, bool wants);
@@ -109,9 +108,9 @@ struct HostStaged::State {
   StagingRing ring;
   Stream up_stream = nullptr;
   Event down_event = nullptr, up_event = nullptr;
-  Event down_last = nullptr;   // behind all that came down: one of the two
+  Event down_last = nullptr;   // after the last copy down: one of the two
   std::atomic<uint32_t> next;  // chunk
-  bool torn = false;           // an operation was not enqueued as a whole
+  bool torn = false;           // an operation was only partly enqueued
   size_t pinned = 0;
   std::atomic<bool> gone{false};
   std::mutex going;
@@ -125,7 +124,7 @@ HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Op
       ring(std::move(segments), options.rank, options.chunk, options.depth),
       next(options.first) {}
 
-// Delegates, so that the destructor runs for what throws in here.
+// Delegates, so that the destructor runs if this throws.
 HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Options& given,
                          std::function<bool()> stopped)
     : State(driver, std::move(segments), given) {
@@ -140,7 +139,7 @@ HostStaged::State::State(Driver& driver, std::vector<Segment> segments, const Op
   workers = std::make_unique<ReduceWorkers>(ring, threads, std::move(stopped), [this] { let_go(); });
 }
 
-// Memory lies where it is touched first, and pinning touches it: so all settle their own before any pins the others'.
+// Memory is placed by first touch, and pinning touches it: all ranks settle their own before any rank pins the others'.
 void HostStaged::State::meet(const std::function<bool()>& stopped) {
   StagingRing::Head& head = ring.mine();
   ring.segments[options.rank].settle(driver.numa_node(), StagingRing::kHead);
@@ -156,7 +155,7 @@ HostStaged::State::~State() {
   if (workers && !end_by(Clock::now())) let_go();
   if (workers) workers->quit();
   if (workers && !end_by(Clock::now() + kLeave)) {
-    // A device may still write here: the memory stays until this process ends.
+    // A device may still write here: leaks the memory.
     static_cast<void>(new StagingRing(std::move(ring)));
     return;
   }
@@ -175,13 +174,13 @@ bool HostStaged::State::end_by(Deadline deadline) {
       std::this_thread::sleep_for(milliseconds(1));
     }
     return true;
-  } catch (const std::exception&) {  // a device that has failed
+  } catch (const std::exception&) {  // the device has failed
     return false;
   }
 }
 
-// From when they see `gone`, no rank's cores make anything ready, nor send it to other hosts. What is ready by then the
-// others' streams may take, and what is on its way may go, before this rank's overwrite it.
+// Once they see `gone`, no rank's cores raise ready or send anything to other hosts. The other ranks' streams may take
+// what is ready by then, and transfers in flight may finish, before this rank's streams overwrite it.
 void HostStaged::State::let_go() {
   std::lock_guard lock(going);
   if (gone) return;
@@ -223,7 +222,7 @@ HostStaged::State::Order HostStaged::State::begin(Work& work, Stream stream, boo
   return order;
 }
 
-// What is enqueued next, on whatever stream, comes down behind down_last, and goes up behind up_event.
+// The next operation, on any stream, copies down after down_last, and up after up_event.
 void HostStaged::State::end(const Order& order) {
   const bool alone = order.upper == order.stream;
   down_last = alone ? up_event : down_event;
@@ -243,7 +242,7 @@ void HostStaged::State::bring(const Work& work, const Span& part, uint32_t k, St
   }
   down(part, k, stream);
   write(ring.mine().arrived, k + 1, stream);
-  if (k == work.first) workers->push(work);  // they wake while the first bytes come down
+  if (k == work.first) workers->push(work);  // they wake up during the first copy
 }
 
 template <class Up>
@@ -268,14 +267,14 @@ void HostStaged::State::run(Work work, Stream stream, Down down, Up up) {
   end(order);
 }
 
-// A rank that is alone has nothing to wait for: what it would get is what it has.
+// A single rank needs no exchange: the output is the input.
 bool HostStaged::State::copied(void* out, const void* in, int64_t bytes, Stream stream) {
   if (options.size * options.hosts.count > 1) return false;
   if (bytes && out != in) driver.copy(out, in, bytes, stream);
   return true;
 }
 
-// An average over several hosts is divided when it is whole.
+// With several hosts an average is divided after the last addition.
 Reduction HostStaged::State::inside(Reduction reduction) const {
   if (options.hosts.count > 1 && reduction.op == Op::avg) reduction.op = Op::sum;
   return reduction;
@@ -291,10 +290,10 @@ HostStaged::HostStaged(Driver& driver, std::vector<Segment> segments, const Opti
     : state_(std::make_unique<State>(driver, std::move(segments), options, std::move(stopped))) {}
 
 HostStaged::~HostStaged() {
-  if (getpid() != state_->owner) static_cast<void>(state_.release());  // a child of a fork has no threads
+  if (getpid() != state_->owner) static_cast<void>(state_.release());  // a forked child has no threads
 }
 
-// Chunks of which each input has arrived, and the result is taken, without a stream.
+// Runs chunks whose flags are set by the host instead of streams.
 double HostStaged::rate() {
   State& s = *state_;
   StagingRing::Head& head = s.ring.mine();
@@ -333,7 +332,7 @@ void HostStaged::all_reduce(const void* in, void* out, int64_t count, DType dtyp
       });
 }
 
-// Blocks of one host lie in every Hosts::count-th row.
+// The blocks of one host are in every Hosts::count-th row.
 void HostStaged::reduce_scatter(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
                                 Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
@@ -357,7 +356,7 @@ void HostStaged::reduce_scatter(const void* in, void* out, int64_t count, DType 
       });
 }
 
-// Blocks come down into the result at once. A rank takes up the others' alone.
+// Blocks are copied down directly into the result. A rank copies up only the others' blocks.
 void HostStaged::all_gather(const void* in, void* out, int64_t bytes, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   const Hosts& hosts = s.options.hosts;
@@ -389,7 +388,7 @@ void HostStaged::all_gather(const void* in, void* out, int64_t bytes, Stream str
       });
 }
 
-// Of several hosts a root waits as all do, until its host has sent it all.
+// With several hosts the root waits like the other ranks, until its host has sent everything.
 void HostStaged::broadcast(void* data, int64_t bytes, bool root, Stream stream, const Enqueued& enqueued) {
   State& s = *state_;
   if (s.copied(data, data, bytes, stream)) return;

@@ -1,6 +1,6 @@
-// device.cuh for threads of the CPU: a kernel's thread is a thread, a block's barrier is a barrier, flags and packets
-// are atomics of the same order. Included in place of it, so that the kernels are compiled as they are; ThreadSanitizer
-// then checks what they claim about their order.
+// device.cuh for CPU threads: a kernel's thread is a thread, a block's barrier is a barrier, flags and packets are
+// atomics of the same memory order. Included in its place, so that the kernels are compiled unchanged. ThreadSanitizer
+// then checks their ordering.
 #pragma once
 
 #include <sched.h>
@@ -32,7 +32,7 @@ struct Index {
 };
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
-// The barrier of a block, which also says whether anybody came with a "true".
+// The barrier of a block. Returns whether any thread passed true.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
@@ -47,7 +47,7 @@ class Barrier {
     all_.wait(lock, [this, round = round_] { return round_ != round; });
     return result_;
   }
-  // A thread that has returned is waited for no more.
+  // Threads that have returned are not waited for.
   void leave() {
     std::lock_guard lock(mutex_);
     --threads_;
@@ -68,13 +68,13 @@ inline bool __syncthreads_or(bool mine) { return barrier->wait(mine); }
 
 namespace hfreduce::gpu {
 
-// Threads lose their turn now and then, so that blocks and ranks drift apart.
+// Threads yield at random, so that blocks and ranks drift apart.
 inline void stumble() {
   thread_local std::minstd_rand random(std::random_device{}());
   if (random() % 64 == 0) sched_yield();
 }
 
-// Runs it when the stream comes to it: what a stream is, the test knows.
+// Runs `work` in stream order. Defined by the test.
 void on_stream(void* stream, std::function<void()> work);
 
 template <class Launch, class... Parameters, class... Arguments>
@@ -104,7 +104,7 @@ struct Words {
   uint32_t words[kWords];
 };
 
-// Plain, so that ThreadSanitizer sees them. An address that is not aligned is an error on a GPU, too.
+// Plain accesses, so that ThreadSanitizer sees them. Unaligned addresses are errors on a GPU, too.
 template <class T>
 T load_aligned(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) throw std::logic_error("not aligned");
