@@ -1,4 +1,4 @@
-"""Whole-suite settings: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
+"""Settings of the whole suite: seeds, NaN in uninitialised memory, and Triton's interpreter where there is no GPU."""
 
 import collections
 import csv
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def rebuilt(monkeypatch):
-    """Weak references to the tensors that recipes build again from now on, in Python and in C++."""
+    """Weak references to the tensors that recipes rebuild from now on, in Python and in C++."""
     from hfnn.core import native, recipe
 
     found, make = [], recipe._Output.make
@@ -47,7 +47,7 @@ def rebuilt(monkeypatch):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Of torch's, for all tests of a module."""
+    """One torch thread, for all tests of a module."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +56,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def examples(one_thread):
-    """The folder of examples, which their modules import each other from; on one thread, for the models are tiny."""
+    """The examples folder, on sys.path because the examples import each other. One thread: the models are tiny."""
     root = pathlib.Path(__file__).parents[1]
     # With the root on the path, transformers takes our `kernels` for the package of that name.
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def examples(one_thread):
 
 @pytest.fixture
 def restored():
-    """Whatever a test does, torch is as it was when the test ends, and where it asks, by a call."""
+    """Checks that torch is restored when the test ends. The test can also call the check itself."""
     from hfnn import patch
 
     originals = {place: place.original for place in patch.PLACES.values()}
@@ -92,7 +92,7 @@ def bench_script(monkeypatch, tmp_path):
             status = main.script.main([*arguments, *common])
             return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
 
-        monkeypatch.delitem(sys.modules, name, raising=False)  # of a fuzzer, which may have the same name
+        monkeypatch.delitem(sys.modules, name, raising=False)  # a fuzzer's module may have the same name
         main.script = importlib.import_module(name)
         return main
 
@@ -100,26 +100,26 @@ def bench_script(monkeypatch, tmp_path):
 
 
 def repair_interpreter():
-    """Faults of Triton 3.6's interpreter that would show here as ours."""
+    """Works around defects of Triton 3.6's interpreter that would look like ours."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch, cast = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl
 
-    # It takes int() of arrays of one element to count loops, which numpy 2.4 refuses (triton issue 9171).
+    # It calls int() on arrays of one element to count loops; numpy 2.4 refuses this (triton issue 9171).
     def patch_lang_tensor(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    # It cuts float32 off to bfloat16, where GPUs round.
+    # It truncates float32 to bfloat16, where GPUs round.
     def cast_impl(self, source, dtype):
         if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
             return cast(self, source, dtype)
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
         return interpreter.TensorHandle(rounded, tl.bfloat16)
 
-    # It multiplies the bit patterns of bfloat16 as if they were integers.
+    # It multiplies the bit patterns of bfloat16 as integers.
     def as_float(x):
         if x.dtype.scalar != tl.bfloat16:
             return x
@@ -128,35 +128,35 @@ def repair_interpreter():
 
     dot = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, as_float(a), as_float(b), *rest)
-    np.seterr(all="ignore")  # overflow to inf is not worth a word on a GPU
+    np.seterr(all="ignore")  # on a GPU overflow to inf gives no warning
     interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.cast_impl = patch_lang_tensor, cast_impl
 
 
 def hasten_interpreter():
-    """What Triton 3.6's interpreter spends half of its time on, for nothing."""
+    """Removes needless work that takes half of the time of Triton 3.6's interpreter."""
     import numpy as np
     from triton.language import core
     from triton.runtime import interpreter
 
-    # It computes every sum and product of integers in int64 besides, for an assertion that it drops unless it debugs.
+    # It computes integer sums and products a second time, in int64, for an assertion that only debug mode uses.
     options = interpreter.InterpreterOptions()
     assert not options.debug
     interpreter.InterpreterOptions = functools.partial(type(options), sanitize_overflow=False)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions()
 
-    # It looks through the language for what to replace at each launch and at each call of a device function. Nothing is
-    # compiled in this process, so once for each file of kernels will do, and what is replaced may stay.
+    # At each launch and each call of a device function it searches the language for what to replace. Nothing is
+    # compiled in this process, so once per file of kernels is enough, and the replacements may stay.
     patch_lang, done = interpreter._patch_lang, set()
 
     def patch_lang_once(fn):
         if fn.__module__ not in done:
             done.add(fn.__module__)
             patch_lang(fn)
-        return interpreter._LangPatchScope()  # with nothing to take back
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._patch_lang = patch_lang_once
 
-    # It writes down the table of all dtypes whenever it looks one up.
+    # It rebuilds the table of all dtypes at each lookup.
     known, find = {}, interpreter._get_np_dtype
 
     def get_np_dtype(dtype):
@@ -166,7 +166,7 @@ def hasten_interpreter():
 
     interpreter._get_np_dtype = get_np_dtype
 
-    # It makes tuples of constexprs of the shape of each value, and of each type: a quarter of its time.
+    # It builds tuples of constexprs for the shape of each value and each type: a quarter of its time.
     make_type, types, shapes = core.block_type.__init__, {}, {}
 
     def init_type(self, element_ty, shape):
@@ -185,7 +185,7 @@ def hasten_interpreter():
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init
 
-    # It reduces by other functions than sums and extrema element by element. By halves, as on a GPU, it is vectorised.
+    # Its reductions other than sums and extrema go element by element. By halves, as on a GPU, they are vectorised.
     one_by_one = interpreter.ReduceOps.generic_reduce
 
     def by_halves(self, given):
@@ -212,9 +212,10 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     hasten_interpreter()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks are looked at
+@pytest.hookimpl(tryfirst=True)  # before marks are evaluated
 def pytest_collection_modifyitems(config, items):
-    """What takes minutes comes first, or all but one worker would wait for it in the end. Fuzzers are given them."""
+    """Runs tests that take minutes first; otherwise all workers but one would wait for them at the end. Fuzzers get a
+    timeout of 900 s."""
     mark_slow(items, whole=not any("::" in argument for argument in config.args))
     fuzzers = {item for item in items if item.path.parent.name == "fuzz"}
     for item in fuzzers:
@@ -232,8 +233,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_slow(items, whole):
-    """Marks the tests that slow.txt names. whole: whether all tests of each file were collected. Then a line that names
-    no function of its file is an error; parameters differ from machine to machine."""
+    """Marks the tests that slow.txt names. whole: whether all tests of each file were collected. If so, a line that
+    matches no function of its file is an error. Only functions count, because parameters differ between machines."""
     files = collections.defaultdict(list)
     for item in items:
         files[item.path.relative_to(pathlib.Path(__file__).parent).as_posix()].append(item)
@@ -251,10 +252,10 @@ def mark_slow(items, whole):
 
 
 def beyond_pairs(product):
-    """What no pair of values of two parameters needs, for another of the tests has it: the order decides which one."""
+    """The combinations that covering all pairs of parameter values does not need. The order decides which are kept."""
     pairs = [set(itertools.combinations(map(_key, item.callspec.params.items()), 2)) for item in product]
     most, missing = len(pairs[0]), set().union(*pairs)
-    for least in sorted({most, most // 2, 1}, reverse=True):  # first what has many that are missing
+    for least in sorted({most, most // 2, 1}, reverse=True):  # first those that add many missing pairs
         for number, own in enumerate(pairs):
             if len(own & missing) >= least > 0:
                 missing -= own
@@ -272,7 +273,7 @@ def _key(parameter):
 
 
 def pytest_collection_finish():
-    """What was imported and collected lives until the end: to look through it at every `gc.collect()` takes long."""
+    """Imported and collected objects live until the end; `gc.collect()` need not scan them."""
     gc.freeze()
 
 
@@ -283,7 +284,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def _known_state(request):
-    """A fixed seed, and NaN in whatever `torch.empty` returns: what a kernel forgets to write shows."""
+    """A fixed seed, and NaN in whatever `torch.empty` returns, which shows what a kernel forgets to write."""
     torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

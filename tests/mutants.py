@@ -1,10 +1,10 @@
-"""Plants faults in Python files one by one, and runs the tests that cover them: which does `make test` find?
+"""Plants faults in Python files one by one and runs the tests that cover them. Which ones does `make test` find?
 
-    python tests/mutants.py --count 150 --seed 1             # in a clone: files are changed in place, and changed back
+    python tests/mutants.py --count 150 --seed 1             # in a clone: files are changed in place, and restored
     python tests/mutants.py --count 20 haiscale/ddp hfnn/ops/smooth.py
 
-A fault is an operator turned, a number off by one, a check dropped, a wait left out or another dtype. The tests of
-`make test` that cover it run, and where they find nothing, the others. A line for each fault, and the counts. After
+A fault is a changed operator, an off-by-one number, a removed check, a removed wait or another dtype. First the tests
+of `make test` that cover it run. If they find nothing, the others run. Prints one line per fault, and the counts. After
 DeMillo, Lipton and Sayward, "Hints on test data selection", 1978.
 """
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The first that a path begins with.
+# By path prefix; the first match counts.
 TESTS = {
     "hfnn/ops/attention": ["tests/ops/test_attention*.py"],
     "hfnn/ops": ["tests/ops/test_{stem}*.py", "tests/ops/test_contract.py", "tests/ops/test_strides.py"],
@@ -50,7 +50,7 @@ DTYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32", "uint8"
 
 
 def faults(tree: ast.AST) -> list:
-    """(line, what it is, a function that plants it) of each place for one."""
+    """(line, description, function that plants it) for each possible fault."""
     found = []
 
     def add(node, text, *change):
@@ -83,7 +83,7 @@ def tests_of(path: Path) -> list[str]:
 
 
 def found_by(tests: list[str], marks: str, seconds: float) -> bool:
-    """Whether a test fails. What hangs is found."""
+    """Whether a test fails. A timeout counts as found."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", marks, *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -1,4 +1,4 @@
-"""The tool that examines every architecture, on three of them: what it finds, and that it sees what is planted."""
+"""bench/architectures.py on three architectures: what it finds, and that it finds planted faults."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ KINDS = ("gpt2", "t5", "vit")
 
 @pytest.fixture(scope="module")
 def tool():
-    """bench/architectures.py, as it is when it is run from there."""
+    """bench/architectures.py, imported as when it is run from its folder."""
     bench = str(Path(__file__).parents[1] / "bench")
     sys.path.insert(0, bench)
     try:
@@ -38,7 +38,7 @@ def test_found(kind, examined):
     assert result.not_reverted == []
     assert 0.95 * result.modules <= result.converted <= result.modules
     assert max(result.floor, result.ours) < result.stock
-    assert result.share > 0.8  # T5's attention, with a bias that is learned, is below what stock's ops could reach
+    assert result.share > 0.8  # T5's attention, with a trainable bias, keeps less than stock ops could
 
 
 def test_a_wrong_module(examined, tool, monkeypatch):
@@ -74,12 +74,12 @@ def test_low_shares_have_their_reason(tool):
 
 @pytest.mark.parametrize("kind, layers, ffn", [("gpt2", "n_layer", 4), ("llama", "num_hidden_layers", 2 * 2)])
 def test_floor_of_a_layer(kind, layers, ffn, tool):
-    """What docs/notes/activation_memory.md counts by hand, by difference of depth."""
+    """The floor that docs/notes/activation_memory.md counts by hand, measured as the difference between two depths."""
     cls, ids, found = getattr(transformers, tool.architectures(f"^{kind}$")[kind][1]), torch.randint(3, 99, (2, 32)), []
     for depth in (2, 3):
         config = tool.tiny.config_of(cls, None)
         setattr(config, layers, depth)
         task = tool.Task(cls(config))
         found.append(tool.floor.floor(task, lambda task=task: task(input_ids=ids, labels=ids).loss).total)
-    tensors = 2 + 3 + 1 + ffn  # inputs of norms; q, k, v; the attention's result; the activation's inputs
-    assert found[1] - found[0] == ids.numel() * (tensors * 4 * tool.tiny.WIDTH + 4 * 4)  # logarithms of 4 heads
+    tensors = 2 + 3 + 1 + ffn  # inputs of norms; q, k, v; attention's result; inputs of the activation
+    assert found[1] - found[0] == ids.numel() * (tensors * 4 * tool.tiny.WIDTH + 4 * 4)  # log-sum-exp of 4 heads

@@ -26,7 +26,7 @@ SEED, OFFSET = -(1 << 62) + 12345, 1 << 33
 
 @dataclass
 class Given:
-    """What csrc/attention.h takes besides q, k, v, by its names; `mask` (B, H, T, S) stands for bits and tiles."""
+    """The optional arguments of csrc/attention.h, by its names. `mask` (B, H, T, S) stands for bits and tiles."""
 
     mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -62,7 +62,7 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def same_bits(a, b):
-    """Equal as integers, where a NaN equals every other."""
+    """Equal as integers; any NaN equals any other."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return bool(((a.view(integer) == b.view(integer)) | (a.isnan() & b.isnan())).all())
 
@@ -75,7 +75,7 @@ def inputs(shape, dtype, seed=0):
 
 
 def seen(g, B, H, T, S):
-    """The pairs that count (B, H, T, S), and their i + shift - j."""
+    """The visible pairs (B, H, T, S), and their i + shift - j."""
     i, j = torch.arange(T), torch.arange(S)
     allowed = torch.ones(T, S, dtype=torch.bool)
     if g.starts_q is not None:
@@ -94,7 +94,7 @@ def seen(g, B, H, T, S):
 
 
 def philox(counter, seed):
-    """Philox4x32-10 as Salmon et al. print it: (n,) counters to (n, 4) words."""
+    """Philox4x32-10 as printed by Salmon et al.: (n,) counters to (n, 4) words."""
     low = np.uint64(0xFFFFFFFF)
     x = [counter & low, counter >> np.uint64(32), np.zeros_like(counter), np.full_like(counter, 0x68666E61)]
     keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
@@ -111,7 +111,7 @@ def philox(counter, seed):
 
 
 def kept(g, B, H, T, S):
-    """m of every pair: 0 or 1 / (1 - p')."""
+    """The dropout factor of every pair: 0 or 1 / (1 - p')."""
     if not g.threshold:
         return 1
     per_row = -(-S // 8)
@@ -128,7 +128,7 @@ def kept(g, B, H, T, S):
 
 
 def dense(q, k, v, g, bias=None, low=None):
-    """o and lse by the formula; `low` rounds where torch's own math does, to the dtype of its inputs."""
+    """o and lse by the formula. `low` rounds to the inputs' dtype where torch's math backend does."""
     (B, H, T, _), S, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
     round_ = (lambda x: x) if low is None else (lambda x: x.to(low).to(x.dtype))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -147,7 +147,7 @@ def dense(q, k, v, g, bias=None, low=None):
 
 
 def packed(mask):
-    """bits and tiles of a mask (B, H, T, S)."""
+    """Bits and tiles of a mask (B, H, T, S)."""
     if mask is None:
         return None, None
     B, H, T, S = mask.shape
@@ -161,7 +161,7 @@ def packed(mask):
 
 
 def run(q, k, v, dout, g, threads=1, dbias=None, wanted=(True, True, True), outputs=None):
-    """o, lse, delta, dq, dk, dv, dbias from buffers full of NaN, or from `outputs` (o, dq, dk, dv)."""
+    """o, lse, delta, dq, dk, dv, dbias, in buffers filled with NaN, or in `outputs` (o, dq, dk, dv)."""
     (B, H, T, _), dtype = q.shape, q.dtype
     o, dq, dk, dv = outputs or (nan(*x.shape, dtype=dtype) for x in (dout, q, k, v))
     lse, delta = nan(B, H, T, dtype=wide(dtype)), nan(B, H, T, dtype=wide(dtype))
@@ -178,7 +178,8 @@ def run(q, k, v, dout, g, threads=1, dbias=None, wanted=(True, True, True), outp
 
 
 def check(shape, dtype, g, shared=(False, False), seed=0):
-    """All outputs against the formula in float64; as close as the formula in `dtype`, by the accuracy rule."""
+    """Compares all outputs with the formula in float64. Errors are bounded by those of the formula in `dtype` (accuracy
+    rule)."""
     B, H, _, T, S, _, _ = shape
     tensors = inputs(shape, dtype, seed)
     dbias = None
@@ -187,7 +188,7 @@ def check(shape, dtype, g, shared=(False, False), seed=0):
     results = dict(zip(("o", "lse", "delta", "dq", "dk", "dv", "dbias"), run(*tensors, g, 1, dbias), strict=True))
     again = run(*tensors, g, 3, None if dbias is None else torch.full_like(dbias, float("nan")))
     for a, b in zip(results.values(), again, strict=True):
-        assert a is None or same_bits(a, b)  # the number of threads, and so the choice of passes, changes nothing
+        assert a is None or same_bits(a, b)  # the number of threads, and so of passes, changes no bit
 
     def formula(dtype, low=None):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
@@ -208,17 +209,17 @@ def check(shape, dtype, g, shared=(False, False), seed=0):
         if dtype == torch.float64:
             tolerance = 2e-6 if result.dtype == torch.float32 else 1e-11
             torch.testing.assert_close(result.double(), e, rtol=tolerance, atol=tolerance)
-        elif name not in ("o", "lse") and e.numel() and e.abs().max() < 1e-12:  # one key: a difference of equals
+        elif name not in ("o", "lse") and e.numel() and e.abs().max() < 1e-12:  # one key: a difference of equal numbers
             assert result.abs().max() < 4 * torch.finfo(dtype).eps
         else:
-            at_most *= 2 if e.numel() < 1000 else 1  # the error of a few numbers is a matter of luck
+            at_most *= 2 if e.numel() < 1000 else 1  # the error of a few numbers is random
             terms = max(shape[3:5]) if result.dtype == torch.float32 else 1
             assert_close(result, e, own[name].to(result.dtype), at_most, name, terms)
     return results
 
 
 def random_mask(shape, share=0.6):
-    """Rows and whole tiles of nothing and of everything are among it."""
+    """Contains empty rows and tiles, and full ones."""
     B, H, _, T, S, _, _ = shape
     mask = torch.rand(B, H, T, S, generator=torch.Generator().manual_seed(5)) < share
     mask[:, :1, :128, :128], mask[:, 1:2, :128, :128] = False, True
@@ -290,7 +291,7 @@ def test_combinations(data):
 @pytest.mark.parametrize("shared", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shared_bias(shared, dtype):
-    """A bias with strides of 0: its gradient is summed over what it is shared by."""
+    """A bias with strides of 0: its gradient is summed over the shared dimensions."""
     B, H, _, T, S, _, _ = SHAPE
     sizes = 1 if shared[0] else B, 1 if shared[1] else H, T, S
     g = Given(bias=randn(*sizes, seed=6, dtype=dtype).expand(B, H, T, S), softcap=3.0, right=30, threshold=9000)
@@ -317,7 +318,7 @@ def test_transposed_bias_and_shared_bits():
 
 
 def test_any_strides():
-    """(B, T, H, D) memory, expanded keys, padded rows; what lies between is left alone."""
+    """(B, T, H, D) memory, expanded keys, padded rows; gaps are not written."""
     B, H, _, T, S, D, E = SHAPE
     plain = inputs((B, H, H, T, S, D, E), torch.bfloat16)
     plain[1], plain[2] = (x[:, :1].expand(-1, H, -1, -1) for x in plain[1:3])
@@ -341,14 +342,14 @@ def test_any_strides():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"right": 0}, {"left": 20, "right": 3, "shift": 4}, {"softcap": 2.0}], ids=str)
 def test_sequences(options, dtype):
-    """Each sequence has the bits that it has alone; rows of no sequence are not written."""
+    """Each sequence gets the bits that it gets alone; rows outside any sequence are not written."""
     H, G, T, S, D, E = 4, 2, 400, 460, 24, 40
     q, k, v, dout = inputs((1, H, G, T, S, D, E), dtype)
     starts_q, starts_k = [5, 5, 135, 136, 390], [2, 10, 210, 210, 450]
     g = Given(slopes=randn(1, H).abs() / 9, sinks=randn(H), **options)
     both = {"starts_q": starts_q, "starts_k": starts_k}
     several = replace(g, **{name: torch.tensor(x, dtype=torch.int32) for name, x in both.items()})
-    results = run(q, k, v, dout, several, 16)  # more threads than heads: by two passes
+    results = run(q, k, v, dout, several, 16)  # more threads than heads: two passes
     assert all(same_bits(a, b) for a, b in zip(results[:-1], run(q, k, v, dout, several)[:-1], strict=True))
     for q0, q1, k0, k1 in zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True):
         alone = run(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], dout[:, :, q0:q1], g)
@@ -362,7 +363,7 @@ def test_sequences(options, dtype):
 
 
 def test_sequences_against_the_formula():
-    """Dropout counts i in all of T and j from the sequence's start."""
+    """Dropout counts i over all of T and j from the sequence's start."""
     starts = torch.tensor([0, 100, 100, 271, 300], dtype=torch.int32)
     g = Given(starts_q=starts, starts_k=starts, right=0, threshold=30000, slopes=randn(1, 4).abs())
     check((1, 4, 2, 300, 300, 24, 40), torch.float32, g)
@@ -370,7 +371,7 @@ def test_sequences_against_the_formula():
 
 @pytest.mark.parametrize("threshold", [1, 6554, 32768, 65535])
 def test_dropout_pattern(threshold):
-    """With v = 1 on the diagonal, o is p m itself: zero exactly where the random number is below the threshold."""
+    """With v = 1 on the diagonal, o is p times m: zero exactly where the random number is below the threshold."""
     B, H, T, S = 2, 3, 70, 150
     q, k = randn(B, H, T, 8) / 4, randn(B, H, S, 8, seed=1) / 4
     v = torch.eye(S).expand(B, H, S, S)
@@ -384,11 +385,11 @@ def test_dropout_pattern(threshold):
     again = torch.empty_like(o)
     numbers = replace(g, seed=3, offset=4, pair=torch.tensor([SEED, OFFSET])).numbers()
     attention.forward(q, k, v, again, lse, *[None] * 8, *numbers, 1)
-    assert same_bits(o, again)  # the pair, where there is one
+    assert same_bits(o, again)  # seed and offset as a tensor, where there is one
 
 
 def test_wanted_gradients():
-    """Each by itself has the bits that it has beside the others."""
+    """Each gradient computed alone has the same bits as beside the others."""
     tensors, g = inputs(SHAPE, torch.float32), Given(right=0, threshold=500)
     everything = run(*tensors, g)[3:6]
     for n in range(3):
@@ -397,7 +398,7 @@ def test_wanted_gradients():
 
 
 def test_keys_that_do_not_exist_may_be_anything():
-    """Memory behind a padded batch element's keys: NaN there reaches nothing."""
+    """Memory behind a padded batch element's keys: NaN there affects nothing."""
     q, k, v, dout = inputs(SHAPE, torch.float32)
     g = Given(bounds=torch.tensor([[0, 290], [30, 140]], dtype=torch.int32))
     wanted = run(q, k, v, dout, g, 2)
@@ -408,7 +409,7 @@ def test_keys_that_do_not_exist_may_be_anything():
 
 
 def test_extreme_scores():
-    """Far apart, no score overflows; a NaN or an infinity stays in its row, as torch's do."""
+    """Scores far apart do not overflow; a NaN or an infinity stays in its row, as in torch."""
     q, k, v, dout = inputs((1, 2, 2, 130, 140, 16, 16), torch.float32)
     g = Given(scale=300.0)
     o, lse = run(q, k, v, dout, g)[:2]
@@ -425,7 +426,7 @@ def test_extreme_scores():
 
 
 class Dense(torch.autograd.Function):
-    """The kernel as a function of q, k, v and bias (1, H, T, S), for gradcheck."""
+    """The kernel as a differentiable function of q, k, v and bias (1, H, T, S), for gradcheck."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, g):

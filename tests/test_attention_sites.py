@@ -1,4 +1,4 @@
-"""Attention that a model's own code calls, of timm and of diffusers: their calls run hfnn's function once converted."""
+"""Attention called by the code of timm and diffusers models: once converted, their calls run hfnn's function."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ WIDTH, HEADS = 16, 2
 
 
 class Timm(nn.Module):
-    """As timm's Attention."""
+    """Like timm's Attention."""
 
     def __init__(self, dim=WIDTH, num_heads=HEADS, attn_drop=0.0):
         super().__init__()
@@ -36,7 +36,7 @@ class Timm(nn.Module):
 
 
 class Attention(nn.Module):
-    """As diffusers' Attention."""
+    """Like diffusers' Attention."""
 
     def __init__(self, dim=WIDTH, heads=HEADS):
         super().__init__()
@@ -81,7 +81,7 @@ class Dispatches:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of hfnn's function."""
+    """Records the calls of hfnn's function."""
     found, suffices = [], sdpa.suffices
     monkeypatch.setattr(sdpa, "suffices", lambda *args: found.append(1) or suffices(*args))
     return found
@@ -89,7 +89,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def diffusers(monkeypatch):
-    """A stand-in for the library, of the parts above."""
+    """A stand-in for the library, made of the classes above."""
     modules = {"attention_processor": {"Attention": Attention}}
     modules["attention_dispatch"] = {"_native_attention": _native_attention, "dispatched": _native_attention}
     for name, contents in modules.items():

@@ -1,5 +1,5 @@
-"""hfnn._autograd under AddressSanitizer and ThreadSanitizer, in threads that share graphs. Python and torch are not
-compiled for them: what they do is seen as far as it passes by locks and memory that the C library knows.
+"""hfnn._autograd under AddressSanitizer and ThreadSanitizer, with threads that share graphs. Python and torch are not
+instrumented: of their work only intercepted locks and allocations of the C library are seen.
 """
 
 import os
@@ -18,7 +18,7 @@ SOURCES = sorted((HERE.parent / "csrc" / "autograd").glob("*.cpp"))
 
 
 def build(folder, sanitizer, change=lambda text: text):
-    """The extension in one piece, at -O1. change: of the text of room.cpp."""
+    """Builds the extension as one binary, at -O1. change: edits the text of room.cpp."""
     copies = folder / "autograd"
     copies.mkdir()
     for file in [*SOURCES, *SOURCES[0].parent.glob("*.h")]:
@@ -37,7 +37,7 @@ def build(folder, sanitizer, change=lambda text: text):
 
 
 def run(built, sanitizer, steps):
-    """Beside the sanitizer's library goes libstdc++, in which it looks up how exceptions are thrown."""
+    """Preloads libstdc++ beside the sanitizer's library, which looks up there how exceptions are thrown."""
     libraries = [
         subprocess.run(
             [compiler.COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True

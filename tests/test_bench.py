@@ -1,4 +1,4 @@
-"""The benchmark itself, on tiny shapes: what it writes, what it refuses, whom it skips."""
+"""The benchmark on tiny shapes: what it writes, what it refuses, which providers it skips."""
 
 import csv
 import functools
@@ -22,13 +22,13 @@ needs_kernel = pytest.mark.skipif(KERNEL is None, reason="no kernel for the CPU 
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """`bench(*arguments)` runs bench/run.py here on the CPU and returns (exit status, rows by file name)."""
+    """`bench(*arguments)` runs bench/run.py in this process on the CPU and returns (exit status, rows by file name)."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
     run, timing = importlib.import_module("run"), importlib.import_module("timing")
-    gc.freeze()  # garbage is collected before each measurement: what was just imported need not be looked through
+    gc.freeze()  # garbage is collected before each measurement; imported objects need not be scanned
     monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setattr(importlib.import_module("small"), "RULE", (16,))
-    # What is written is looked at here, not how long it took.
+    # These tests check the output, not the times.
     monkeypatch.setattr(timing, "side_by_side", functools.partial(timing.side_by_side, rounds=3, block_us=20.0))
     threads = torch.get_num_threads()
 
@@ -104,7 +104,7 @@ def test_who_is_skipped_is_told(bench, capsys):
 
 
 def test_small_shapes(bench, capsys):
-    """Every op is found as module and as function, in both passes."""
+    """Every op is found, as module and as function, in both passes."""
     status, files = bench("--small")
     assert status == 0
     ((name, rows),) = files.items()
@@ -118,7 +118,7 @@ def test_small_shapes(bench, capsys):
 
 
 def test_small_shapes_that_torch_refuses(bench, capsys, monkeypatch):
-    """Are said and skipped: a window of three in one element. What only we refuse is an error."""
+    """They are reported and skipped, e.g. a window of three in one element. A refusal by hfnn alone is an error."""
     monkeypatch.setattr(importlib.import_module("small"), "RULE", (1, 16))
     status, files = bench("--small", "avg_pool1d", "relu")
     (rows,) = files.values()
@@ -150,7 +150,7 @@ def test_a_loss_is_timed_as_a_whole_too(bench):
 
 
 def test_who_makes_the_gradient_in_forward_is_timed_as_a_whole_only(bench, monkeypatch):
-    """And has logits of its own to write it to."""
+    """Providers that compute the gradient in forward. They get logits of their own, because they overwrite them."""
     rivals = importlib.import_module("rivals")
 
     class InPlace(torch.autograd.Function):
@@ -243,7 +243,7 @@ def test_a_head_has_three_sizes(head):
 
 
 def test_one_number_may_be_an_ulp_off(bench):
-    """torch's own may be exact by luck."""
+    """torch's own may be exact by chance."""
     broken, error = importlib.import_module("check").broken, hfnn.testing.Error
     loss, exact = torch.ones(()), error(0.0, 0.0)
     assert not broken([loss], [error(1.2e-7, 1.2e-7)], [exact])
@@ -300,7 +300,7 @@ def test_models(tmp_path):
 
 @pytest.mark.rest
 def test_pairs(tmp_path):
-    """A row a mode for each batch, which says what share of the first it is."""
+    """One row per mode for each batch, with the ratio to the first mode."""
     pytest.importorskip("transformers")
     script = Path(__file__).parents[1] / "bench" / "models.py"
     command = [sys.executable, script, "--pairs", "--device", "cpu", "--tiny", "--steps", "3", "--results", tmp_path]
@@ -320,7 +320,7 @@ def test_pairs(tmp_path):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.rest
 def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
-    """Each learns what eager learns."""
+    """All of them reach eager's loss."""
     options = models.parse(["--models", "gpt2", "--device", "cpu", "--tiny"])
     asked, compile = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, backend: asked.append(backend) or compile(f, backend="hfnn_eager"))
@@ -330,12 +330,12 @@ def test_compiled_and_tuned_models(models, monkeypatch, one_thread):
     for _ in range(2):
         loss = eager.step()
         for training in others:
-            assert training.step().item() == pytest.approx(loss.item(), rel=0.02)  # other masks
+            assert training.step().item() == pytest.approx(loss.item(), rel=0.02)  # other dropout masks
     assert asked == ["hfnn"]
 
 
 def test_a_model_that_fails_is_a_row(models, tmp_path, monkeypatch, capsys):
-    """And the others go on; what eager or hfnn cannot do is an error."""
+    """The other models still run. A failure of eager or hfnn is an error."""
     answers = {"eager": {"us": [1e3, 2e3, 3e3], "loss": 2.0}, "hfnn": {"us": [1e3], "loss": 2.1}}
     answers |= {"compile": {"error": "status 1: OutOfMemoryError: too large"}, "liger": {"skip": "not here"}}
     answers["hfnn-memory"] = {"us": [1e3], "loss": float("nan")}
@@ -388,7 +388,7 @@ def test_depth(models, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.rest
 def test_curve(bench, tmp_path, capsys):
-    """Both runs begin with the same weights; the picture has a line for each in either panel."""
+    """Both runs start from the same weights; each panel of the picture has a line per run."""
     pytest.importorskip("transformers")
     curve = importlib.import_module("curve")
     arguments = ["--device", "cpu", "--results", str(tmp_path)]
@@ -411,7 +411,7 @@ def test_curve(bench, tmp_path, capsys):
 
 
 def test_curve_verdict(bench):
-    """NaN and a mean that is further off than the stock seeds are from each other fail, and so does a missing run."""
+    """Three failures: NaN, a mean further off than the stock seeds are from each other, and a missing run."""
     drawing = importlib.import_module("curve_drawing")
     stock = {0: 3.00, 1: 3.02, 2: 3.04}
     for ours, within in (
@@ -431,7 +431,7 @@ def test_curve_verdict(bench):
 
 
 def test_a_run_that_is_too_slow_is_killed(bench, tmp_path):
-    """And is a row; nothing waits for it. The runs end side by side, so their rows come in any order."""
+    """It gives a row, and nothing waits for it. Runs are concurrent, so rows come in any order."""
     pytest.importorskip("transformers")
     curve = importlib.import_module("curve")
     options = curve.parse(["--device", "cpu", "--tiny", "--seeds", "0", "--limit", "0"])

@@ -1,4 +1,4 @@
-"""bench/attention.py on tiny calls: who is timed, who is refused, and that it counts and compares what it says."""
+"""bench/attention.py on tiny calls: what is timed, what is refused, and that counts and comparisons are right."""
 
 import csv
 import importlib
@@ -27,7 +27,7 @@ def attention(bench_script):
 
 @needs_kernel
 def test_every_case(attention, capsys):
-    """By our kernel, right and timed; whom torch's op cannot be is told."""
+    """Our kernel runs each case with right results; cases without a torch op are reported."""
     status, rows = attention("--kernel", KERNEL, "--against", "flash")
     assert status == 0
     ours = [r for r in rows if r["provider"] == f"hfnn {KERNEL}"]
@@ -75,7 +75,7 @@ def test_what_fails_is_a_row_with_its_reason(attention, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["causal", "window", "padding", "varlen", "bias"])
 def test_the_pairs_that_count(attention, name):
-    """By a matrix of them."""
+    """Checked against a dense matrix of the pairs."""
     problem = attention.calls.draw(attention.calls.CASES[name].tiny(), torch.float32, "cpu")
     batch, heads, _, length, width = problem.case.shape
     i, j = torch.arange(length)[:, None], torch.arange(length)
@@ -102,7 +102,7 @@ def test_ragged_batches(attention):
 
 
 def test_the_part_is_of_the_whole(attention):
-    """What `exactly` computes of one head of keys is what the whole call gives there; without hfnn, in float64."""
+    """What `exactly` computes for one key head equals that part of the whole call. Without hfnn, in float64."""
     for name in ("gqa", "sinks", "bias", "padding"):
         problem = attention.calls.draw(attention.calls.CASES[name].tiny(), torch.float64, "cpu")
         y = reference(*problem.leaves[:3], **whole(problem))
@@ -114,7 +114,7 @@ def test_the_part_is_of_the_whole(attention):
 @pytest.mark.parametrize("name", ["causal", "gqa", "window", "softcap", "alibi", "sinks", "padding", "varlen"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_is_told_the_same(attention, monkeypatch, name):
-    """Forward and not compiled, for there is no backward on a CPU."""
+    """Forward only, uncompiled: flex_attention has no backward on the CPU."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     problem = attention.calls.draw(attention.calls.CASES[name].tiny(), torch.float32, "cpu")
     for x in problem.leaves:

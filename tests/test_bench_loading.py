@@ -1,4 +1,4 @@
-"""bench/loading.py on next to no data: every loader trains, and the shares are those of the times."""
+"""bench/loading.py on tiny data: every loader trains, and the shares match the times."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""bench/optim.py on next to no parameters: who is timed, what is counted, and that a wrong optimizer is not timed."""
+"""bench/optim.py on few parameters: what is timed, what is counted, and that a wrong optimizer is not timed."""
 
 import pytest
 import torch

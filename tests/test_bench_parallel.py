@@ -1,4 +1,4 @@
-"""bench/parallel.py on next to no model: every provider's row, and what becomes of one that fails or hangs."""
+"""bench/parallel.py on a tiny model: every provider's row, and what happens to one that fails or hangs."""
 
 import csv
 import os
@@ -26,7 +26,7 @@ def read(folder):
 
 @pytest.mark.rest
 def test_rows(tmp_path):
-    """Torch's schedules run the stages that haiscale cuts, and whoever trains the same has the same loss."""
+    """Torch's schedules run the stages that haiscale cuts. Providers that train the same model get the same loss."""
     arguments = ["--case", "gpt2", "llama-1.1b", "--provider", *DATA, *PIPELINES, "--results", tmp_path]
     done = subprocess.run(
         [sys.executable, SCRIPT, *TINY, *arguments],
@@ -48,7 +48,7 @@ def test_rows(tmp_path):
 
 @pytest.fixture
 def script(monkeypatch):
-    """bench/parallel.py as a module, with the worker's stand-in for what ranks do."""
+    """bench/parallel.py as a module, with a stand-in for the measurement on ranks."""
     for folder in (SCRIPT.parent, SCRIPT.parents[1] / "tests" / "workers"):
         monkeypatch.syspath_prepend(folder)
     # tests/fuzz has a wrappers.py as well.
@@ -64,7 +64,7 @@ def script(monkeypatch):
 
 @pytest.mark.rest
 def test_who_fails_is_a_row(script, tmp_path, capsys):
-    """Who raises on a rank, who hangs, who is killed: the others are timed all the same."""
+    """Providers that raise on a rank, hang or are killed give a row; the others are still timed."""
     wanted = ["alone", "torch-ddp", "haiscale-ddp", "torch-fsdp2", "haiscale-fsdp"]
     limit = str(round(ranks.soon(8)))
     status = script.main([*TINY, "--case", "gpt2", "--provider", *wanted, "--results", str(tmp_path), "--limit", limit])

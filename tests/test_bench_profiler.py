@@ -1,4 +1,4 @@
-"""bench/profiler.py on next to no data: every part is measured, and what passes a limit is told."""
+"""bench/profiler.py on tiny data: every part is measured, and exceeded limits are reported."""
 
 import pytest
 
@@ -14,13 +14,13 @@ def test_overhead_and_phases(bench_script):
     assert [row["pass"] for row in phases[::2]] == ["step", "forward", "backward", "optimizer"]
     own = {row["pass"]: float(row["device_us"]) for row in phases[::2]}
     found = {row["pass"]: float(row["device_us"]) for row in phases[1::2]}
-    step, of_haiprof = own.pop("step"), found.pop("step")  # not of the very same steps: by one more
+    step, of_haiprof = own.pop("step"), found.pop("step")  # not the same steps: off by one
     assert step / 3 < of_haiprof < step * 3
     assert all(0.3 * own[name] < found[name] < 1.01 * own[name] for name in own), (own, found)  # inside the marks
 
 
 @pytest.mark.slow
-@pytest.mark.rest  # an attach has three seconds, which a loaded machine may take for itself
+@pytest.mark.rest  # an attach gets three seconds, which a loaded machine may exceed
 def test_scripts_and_attach(bench_script):
     profiler = bench_script("profiler")
     status, rows = profiler("--part", "scripts", "attach", "--ranks", "1")

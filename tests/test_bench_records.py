@@ -1,9 +1,9 @@
-"""bench/records.py on next to no data: who is measured, and that wrong records are not."""
+"""bench/records.py on tiny data: which readers are measured, and that wrong records are not."""
 
 import pytest
 
 OURS = ["hfrecord", "hfrecord-unchecked", "hfrecord-python", "hfrecord-all", "hfrecord-window"]
-OTHERS = ["pread", "advised", "ffcv_like"]  # that need no package
+OTHERS = ["pread", "advised", "ffcv_like"]  # they need no package
 
 
 def test_every_reader_that_is_here(bench_script):

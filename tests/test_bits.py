@@ -1,4 +1,4 @@
-"""Packed bits: the format by its definition in integers, on every kernel and by torch's own ops."""
+"""Packed bits: every kernel and the path by torch ops, against the format's definition in integers."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ SIZES = (0, 1, 7, 8, 9, 769, 4096, 5003, 1 << 16)
 
 @contextlib.contextmanager
 def way(name, monkeypatch):
-    """Inside, `pack` and `unpack` use this kernel, or plain torch ops."""
+    """Within this context, `pack` and `unpack` use this kernel, or plain torch ops."""
     if name == "ops":
         with monkeypatch.context() as patch:
             patch.setattr(bits, "_kernel", lambda x: None)
@@ -31,7 +31,7 @@ def way(name, monkeypatch):
 
 
 def defined(codes, width):
-    """The bytes, by Python's integers."""
+    """The packed bytes, by Python's integers."""
     number = sum(code << width * i for i, code in enumerate(codes.flatten().tolist()))
     return torch.tensor(list(number.to_bytes(bits.size(codes.numel(), width), "little")), dtype=torch.uint8)
 

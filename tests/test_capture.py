@@ -1,4 +1,4 @@
-"""`hfnn.convert(model, capture=True)`, by graphs of the GPU or played ones; tests/fuzz/capture.py draws more."""
+"""`hfnn.convert(model, capture=True)`, with CUDA graphs or played ones. tests/fuzz/capture.py tests random programs."""
 
 import copy
 import inspect
@@ -21,8 +21,8 @@ import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* [aA]ttention defaults to a non-deterministic algorithm")
 
-# Of which stock torch cannot record the forward either: numbers that are copied from the host, or experts that are told
-# how many tokens they get.
+# Stock torch cannot record these forwards either: they copy numbers from the host, or their experts read token counts
+# on the host.
 NOT_STOCK = ("gpt2", "bloom", "mixtral") if DEVICE == "cuda" else ()
 
 
@@ -104,7 +104,7 @@ def test_shapes_beyond_the_bound_run_as_they_are(graphs):
             model(torch.randn(rows, 8, device=DEVICE)).sum().backward()
     assert sum(bool(kind.pairs) for kind in knows._kinds.values()) == captured.SHAPES
     assert knows.counts[f"there are {captured.SHAPES} kinds of calls already"] == 10
-    for _ in range(captured.IDLE * captured.SHAPES + 5):  # what is not called any more makes room
+    for _ in range(captured.IDLE * captured.SHAPES + 5):  # unused kinds make room
         model(torch.randn(30, 8, device=DEVICE)).sum().backward()
     assert any(kind.pairs and kind.last == knows._calls for kind in knows._kinds.values())
 
@@ -115,7 +115,7 @@ def test_gradients_are_not_copied_while_nobody_holds_them(graphs):
     ((pair,),) = (kind.pairs for kind in vars(model)["_hfnn_capture"]._kinds.values())
     addresses = {g.data_ptr() for g in pair._grads}
     assert {p.grad.data_ptr() for p in model.parameters()} == addresses
-    model(torch.randn(6, 8, device=DEVICE)).sum().backward()  # accumulates: what is there is moved
+    model(torch.randn(6, 8, device=DEVICE)).sum().backward()  # accumulates: existing gradients are moved
     assert not {p.grad.data_ptr() for p in model.parameters()} & addresses
 
 
@@ -130,7 +130,7 @@ def test_while_another_tensor_shares_a_gradient_nothing_is_replayed(graphs):
 
 
 def test_a_loss_that_is_alive_does_not_keep_a_model_from_being_recorded(graphs):
-    """With it are the nodes that accumulate gradients, which belong to another stream than the recording's."""
+    """The loss keeps gradient-accumulation nodes alive, which belong to another stream than the recording's."""
     model = hfnn.convert(small(), capture=True)
     for _ in range(6):
         loss = model(torch.randn(6, 8, device=DEVICE)).sum()
@@ -158,7 +158,7 @@ def test_parameters_that_something_else_holds_are_told(graphs):
 
 
 def test_waiting_for_the_gpu_ends_the_recording_and_nothing_else(graphs):
-    """A model that waits runs as it is; generators, streams and other models' graphs are as they were."""
+    """A model that waits runs uncaptured; generators, streams and other models' graphs are as before."""
 
     class Waits(nn.Linear):
         def forward(self, x):
@@ -195,11 +195,11 @@ def test_what_cannot_be_recorded_runs_and_is_told(graphs, caplog):
 
 
 def test_a_call_of_another_thread_waits_for_the_recording(graphs):
-    """Whose parameters are not the model's: a call among them would leave no gradient."""
+    """During recording other parameters take the place of the model's; a concurrent call would leave no gradient."""
     main, found, waits = threading.get_ident(), [], threading.Event()
 
     class Lock:
-        """A lock that tells when another thread waits for it."""
+        """A lock that reports when another thread waits for it."""
 
         def __init__(self):
             lock = threading.Lock()
@@ -252,10 +252,10 @@ def test_what_looks_at_a_captured_model_leaves_it_captured(graphs):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_models_of_transformers(graphs, family, autocast):
-    """Losses, gradients and the logits that are read afterwards, over more calls than are needed to record."""
+    """Losses, gradients and logits that are read later, over more calls than recording needs."""
     results, batch = [], {k: v.to(DEVICE) if k != "return_loss" else v for k, v in families.inputs(family).items()}
     for capture in (False, True):
-        # Of a GPU's numbers, hfnn's dropout draws others in a graph.
+        # On a GPU, hfnn's dropout draws other numbers in a graph.
         model = families.build(family).to(DEVICE).train(DEVICE == "cpu")
         model, seen = hfnn.convert(model, prefer="memory", capture=capture), []
         for call in range(7):
@@ -278,7 +278,7 @@ def test_models_of_transformers(graphs, family, autocast):
 @pytest.mark.filterwarnings("ignore:.*[dD]eterministic")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "vit", "swin", "unet"])
 def test_fifty_steps(graphs, name):
-    """Of one, two and four calls, of two shapes in turns: losses, gradients, the state are those without capture."""
+    """One, two or four calls per step, two shapes in turn: losses, gradients and state are those without capture."""
     of, results = zoo.MODELS[name], []
     pytest.importorskip({"vit": "timm", "swin": "timm", "unet": "diffusers"}.get(name, "transformers"))
     for capture in (False, True):
@@ -315,13 +315,13 @@ def _padding(kind, rows, tokens):
 
 
 def _few(labels, kind):
-    """Labels of which as many count as a kind says."""
+    """Labels, with the share that counts given by `kind`."""
     kept = {"all": 1.0, "few": 0.02, "half": 0.5, "none": 0.0}[kind]
     return labels.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE) < kept, -100)
 
 
 def test_what_a_forward_asks_of_its_tensors_is_compared_at_each_replay(graphs):
-    """Padding: none, at an end, anywhere. Each is recorded with the kernels that it has outside of a graph."""
+    """Padding: none, at one end, anywhere. Each kind is recorded with the kernels that it uses outside of a graph."""
     from transformers import BertConfig, BertForMaskedLM
 
     ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -359,7 +359,7 @@ def test_tokens_that_count_are_worked_on_alone_in_a_graph(graphs):
             loss.backward()
             seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         results.append(seen)
-    for a, b in zip(*results, strict=True):  # sums of other lengths
+    for a, b in zip(*results, strict=True):  # summed over other lengths
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
     ((*pairs,),) = (kind.pairs for kind in vars(model)["_hfnn_capture"]._kinds.values())
     assert len(pairs) == captured.VARIANTS

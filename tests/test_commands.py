@@ -1,4 +1,4 @@
-"""hfnn, hfrecord, haiprof and hfreduce as real processes: help, an error in a line, a result, an interrupt."""
+"""hfnn, hfrecord, haiprof and hfreduce as real processes: help, one-line errors, results, interrupts."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ from haiprof import command
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = "hfnn", "hfrecord", "haiprof", "hfreduce"
-# Subcommands as their own lines of help.
+# Subcommands that have their own help.
 HELPS = [
     *((name,) for name in COMMANDS),
     *(("hfnn", sub) for sub in ("info", "report", "warmup")),
@@ -30,7 +30,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 def start(name, *arguments, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     program = [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "-m", name, *map(str, arguments)]
-    # A shell without job control has what it starts in the background ignore interrupts.
+    # A shell without job control starts background processes with interrupts ignored.
     options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(program, env=os.environ | ENVIRONMENT, **options)
 
@@ -50,7 +50,7 @@ def test_help(name):
 
 @pytest.mark.parametrize("words", [words for words in HELPS if words[1:]], ids=" ".join)
 def test_help_of_a_subcommand(words, capsys):
-    """In this process: each imports what the others do."""
+    """In this process, to import shared modules once."""
     name, *given = words
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"{name}.__main__").main([*given, "--help"])
@@ -109,7 +109,7 @@ def test_a_report_of_a_config_and_of_timm(tmp_path):
 
 
 def interrupted(process, ready):
-    """(status, stderr) of a process that is interrupted, as by a terminal, once `ready()` returns."""
+    """(status, stderr) of a process that gets a terminal's interrupt once `ready()` returns."""
     ready()
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -127,7 +127,7 @@ def test_an_interrupt_of_hfnn(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_of_hfrecord(tmp_path):
-    """What it reads is a pipe: once that is open for writing, too, the command waits for what is in it."""
+    """Its input is a pipe. Once the pipe is open for writing, the command waits for data."""
     os.mkfifo(tmp_path / "a.jsonl")
     process = start("hfrecord", "convert", tmp_path / "a.jsonl", tmp_path / "out", start_new_session=True)
     writers = []

@@ -1,4 +1,4 @@
-"""Under torch.compile hfnn's plain ops step aside for Inductor, without a graph break."""
+"""Under torch.compile hfnn's plain ops give way to Inductor, without a graph break."""
 
 import copy
 
@@ -42,7 +42,7 @@ def test_a_module_compiles_and_runs_eagerly_alike():
 
 
 def test_make_fx_records_torchs_ops():
-    """Its FakeTensors stand for values: a room that left the kernel out would record nothing."""
+    """Its FakeTensors stand for values: a room that skipped the kernel would record nothing."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = torch.randn(64, 64)
@@ -58,10 +58,10 @@ def test_fx_traces_a_model():
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_autograd(inside):
-    """A step whose backward is compiled, with the forward in its region or before; a new graph in each step."""
+    """Backward is compiled, with forward inside its region or before it; each step has a new graph."""
     if native.extension is None and not inside:
         pytest.skip("nodes in Python cannot be compiled: their rooms refuse it, where forward can tell")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The linear loss under a compiler: its operator, and graphs that are given it in place of logits."""
+"""The linear loss under a compiler: its operator, and graphs that use it in place of logits."""
 
 import copy
 from pathlib import Path
@@ -14,12 +14,12 @@ from hfnn.compiled import head
 from hfnn.ops.linear_cross_entropy_op import operator
 
 TOKENS = 24
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's own
 
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
-    """Small problems are torch's, else."""
+    """Otherwise small problems are left to torch."""
     torch._dynamo.reset()
     monkeypatch.setattr(head, "WORTH_LOGITS", 0)
     monkeypatch.setattr("hfnn.ops.head.WORTH_LOGITS", 0)
@@ -27,7 +27,7 @@ def small_ones_too(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the room is asked for by the operator, and so how often."""
+    """Records the calls of the room by the operator, with their options."""
     from hfnn.ops import linear_cross_entropy as room
 
     found, original = [], room.linear_cross_entropy
@@ -47,7 +47,7 @@ def given(dtype=torch.float32, bias=True, rows=6, vocabulary=7):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_operator(dtype, bias, reduction):
-    """Schema, fake tensors, autograd; second derivatives."""
+    """Schema, fake tensors, autograd, second derivatives."""
     hidden, weight, b, target = given(dtype, bias)
     needs = [True, True, bias]
     arguments = (hidden, weight, b, target, None, needs, reduction, -100, 0.1, False, dtype, dtype)
@@ -59,7 +59,7 @@ def test_operator(dtype, bias, reduction):
 
 
 class Model(nn.Module):
-    """A body, a head, and a loss as language models have it."""
+    """A body, a head, and a loss as in language models."""
 
     def __init__(self, returns=True, between=None, bias=False):
         super().__init__()
@@ -122,7 +122,7 @@ def test_what_else_is_done_to_logits_leaves_them(calls, between):
 
 
 def test_what_is_written_to_after_the_product_leaves_logits(calls):
-    """The operator would read what was written."""
+    """The operator would read the new values."""
 
     def run(x, weight, labels):
         hidden = x + 1
@@ -159,7 +159,7 @@ def test_dynamic_shapes(calls):
 
 
 def test_autocast(calls):
-    """Products in bfloat16, a loss in float32, as torch's under autocast."""
+    """Products in bfloat16, the loss in float32, as in torch's autocast."""
     stock, given = Model(), batch()
     compiled = torch.compile(copy.deepcopy(stock), backend="hfnn_eager")
     wanted = step(copy.deepcopy(stock).double(), given[0].double(), given[1])
@@ -192,19 +192,19 @@ def test_logits_after_an_optimizers_step_are_those_of_their_forward():
 
 @pytest.mark.slow
 def test_under_ddp(tmp_path):
-    """Two gloo ranks, with Dynamo's graph cut at the buckets as well; see workers/compiled.py."""
+    """Two gloo ranks, whose graphs Dynamo also splits at DDP's buckets; see workers/compiled.py."""
     ranks.run(Path(__file__).parent / "workers" / "compiled.py", "main", 2, tmp_path)
 
 
 def test_logits_go_into_another_graph():
-    """Those that nobody has read are computed there."""
+    """Logits that nobody has read are computed there."""
     stock, given = Model(), batch()
     compiled, other = (torch.compile(f, backend="hfnn_eager") for f in (copy.deepcopy(stock), lambda y: 2 * y))
     torch.testing.assert_close(other(compiled(*given)[1]), 2 * stock(*given)[1])
 
 
 def test_a_model_s_own_choice_of_loss_is_traced(monkeypatch):
-    """transformers' own is traced without its line of log."""
+    """transformers' own loss is traced without its log message."""
     transformers = pytest.importorskip("transformers")
 
     class Own(transformers.GPT2LMHeadModel):

@@ -1,4 +1,4 @@
-"""A linear map and its cross-entropy in random programs: compiled by "hfnn_eager", beside torch without a compiler."""
+"""A linear map and its cross-entropy in random programs: compiled by "hfnn_eager", against uncompiled torch."""
 
 import contextlib
 import random
@@ -26,7 +26,7 @@ RETURNED = {  # besides the loss
 
 
 class Program:
-    """What a user does around a loss, drawn by a seed."""
+    """Random user code around a loss, drawn by a seed."""
 
     def __init__(self, seed):
         draw = random.Random(seed)
@@ -103,7 +103,7 @@ class Program:
         return [*(y.detach() + 0 for y in outputs), *gradients]
 
 
-@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_programs(first, monkeypatch):
     monkeypatch.setattr(hfnn.compiled.head, "WORTH_LOGITS", 0)
@@ -121,7 +121,7 @@ def test_programs(first, monkeypatch):
         wanted = program.run(program.function)
         torch._dynamo.reset()
         found = program.run(torch.compile(program.function, backend="hfnn_eager"))
-        if isinstance(wanted, str) or isinstance(found, str):  # a compiler names errors, and refuses, in its own way
+        if isinstance(wanted, str) or isinstance(found, str):  # a compiler has its own errors and refusals
             torch._dynamo.reset()
             wanted = program.run(torch.compile(program.function, backend="aot_eager"))
             assert isinstance(wanted, str) and wanted == found, f"{wanted}, not {found}: {program}"

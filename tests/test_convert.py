@@ -22,7 +22,7 @@ SWAPS = {cls: getattr(hfnn, cls.__name__) for cls in (nn.LayerNorm, nn.RMSNorm, 
 
 
 class OwnInit(nn.LayerNorm):
-    """Somebody's subclass with torch's forward."""
+    """A user's subclass with torch's forward."""
 
     def __init__(self, width):
         super().__init__(width, eps=1e-3)
@@ -34,7 +34,7 @@ class OwnForward(nn.Linear):
 
 
 class RootMeanSquareNorm(nn.Module):
-    """A look-alike at module level: pickle finds classes by name."""
+    """A look-alike at module level, because pickle finds classes by name."""
 
     def __init__(self, width):
         super().__init__()
@@ -126,7 +126,7 @@ def test_verify():
     assert found.ok and "all within it" in str(found)
     assert [row.name for row in found.rows[:2]] == ["output", "grad input.0"]
     assert len(found.rows) == 2 + len(list(m.parameters()))
-    assert any(row.difference > 0 for row in found.rows)  # the rooms ran: bit-equal all over would be suspicious
+    assert any(row.difference > 0 for row in found.rows)  # the rooms ran: bit-equal everywhere would be suspicious
     assert not fired and x.grad is None and torch.equal(torch.get_rng_state(), state)
     assert m[0].down.weight.grad.eq(1).all() and m[0].up.weight.grad is None
     assert hfnn.verify(model(), x).ok  # not converted yet
@@ -134,14 +134,14 @@ def test_verify():
 
 def test_verify_finds_a_wrong_room(monkeypatch):
     m = hfnn.convert(model(), prefer="memory")
-    monkeypatch.setattr(hfnn.GELU, "forward", lambda self, x: nn.functional.gelu(x))  # of the wrong form
+    monkeypatch.setattr(hfnn.GELU, "forward", lambda self, x: nn.functional.gelu(x))  # the wrong form
     found = hfnn.verify(m, torch.randn(4, 32))
     assert not found.ok and "NO" in str(found)
 
 
 @pytest.mark.parametrize("size", [4096, 32])
 def test_verify_is_moved_by_no_luck(size, monkeypatch):
-    """Four tensors of like errors, of which torch has one element of the last one right by luck, or all of few."""
+    """Four tensors with similar errors. torch gets one element of the last right by chance, or all if there are few."""
     exact = {name: torch.ones(n, dtype=torch.float64) for name, n in zip("abcd", (4096, 4096, 4096, size), strict=True)}
 
     def off_by(largest):
@@ -160,7 +160,7 @@ def test_verify_is_moved_by_no_luck(size, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verify_takes_a_tenth_for_noise_in_float32_alone(dtype, monkeypatch):
-    """Where torch itself is off by a fifth, ours may be off by far more, in float32."""
+    """Where torch is off by a fifth, ours may be off by far more, but only in float32."""
     results = ({"a": torch.full((4096,), by, dtype=dtype)} for by in (1.8, 1.2))
     runs = iter((*results, {"a": torch.ones(4096, dtype=torch.float64)}))
     monkeypatch.setattr(importlib.import_module("hfnn.verify"), "_run", lambda *_: next(runs))
@@ -358,7 +358,7 @@ class TestLeftAlone:
 
 @pytest.fixture
 def one_rank():
-    """A process group of this process alone."""
+    """A process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

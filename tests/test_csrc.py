@@ -1,6 +1,6 @@
-"""The C++ CPU kernels, called as `hfnn._C.cpu.<op>`: what the rooms never let happen, and bits that no room can see.
+"""The C++ CPU kernels, called as `hfnn._C.cpu.<op>`: arguments that no room passes, and bits that no room can observe.
 
-R rows, C columns, N elements. Accuracy and gradients are the contract tests' subject, in tests/ops.
+R rows, C columns, N elements. tests/ops covers accuracy and gradients.
 """
 
 import pytest
@@ -27,13 +27,13 @@ def nan(*shape, dtype=torch.float32):
 
 
 def same_bits(a, b):
-    """Equal as integers, where a NaN equals every other."""
+    """Equal as integers; any NaN equals any other."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return bool(((a.view(integer) == b.view(integer)) | (a.isnan() & b.isnan())).all())
 
 
 def layer_norm(x_RC, w_C, b_C, y_dtype, threads):
-    """Every output of the three calls, from buffers full of NaN."""
+    """Every output of the three calls, in buffers filled with NaN."""
     (R, C), op = x_RC.shape, cpu.layer_norm
     wide = torch.float64 if x_RC.dtype == torch.float64 else torch.float32
     y_RC, again_RC = nan(R, C, dtype=y_dtype), nan(R, C, dtype=y_dtype)
@@ -119,7 +119,7 @@ def test_the_reference_knows_the_answers_of_random123():
     assert philox((f, f, f, f), (f, f)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
 
 
-# The counter passes 2^32, then 2^64.
+# The counter crosses 2^32, then 2^64.
 @pytest.mark.parametrize("N,seed,offset", [(1, 1, 0), (7, -5, 2**32 - 1), (1025, 2**62 + 7, -2), (40000, 123, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dropout_draws_what_its_header_says(N, seed, offset, dtype):
@@ -143,7 +143,7 @@ def test_dropout_of_nothing_and_of_everything():
     assert same_bits(y_N, torch.zeros(100))
 
 
-# Storage: torch's own casts are the reference, every float16 there is, and every way to round to 16 bits.
+# Storage. torch's casts are the reference: all float16 values, and all cases of rounding to 16 bits.
 
 
 def test_float16_loads_and_stores_every_value():
@@ -163,7 +163,7 @@ def test_stores_round_to_nearest_even(dtype):
     y_1N = torch.empty_like(x_1N, dtype=dtype)
     cpu.layer_norm.rebuild(x_1N, None, None, torch.zeros(1), torch.ones(1), y_1N, 1)
     assert same_bits(y_1N, x_1N.to(dtype))
-    # A weight is read, and its gradient written, without the instructions that rows of float16 go through.
+    # Weights are read, and their gradients written, without the instructions used for rows of float16.
     w_C, ones_1C, y_1C = x_1N[0].to(dtype), torch.ones_like(x_1N), torch.empty_like(x_1N)
     cpu.rms_norm.rebuild(ones_1C, w_C, torch.ones(1), y_1C, 0.0, 1)
     assert same_bits(y_1C[0], w_C.float())
@@ -176,7 +176,7 @@ def test_stores_round_to_nearest_even(dtype):
 
 
 def norm(x=(4, 8), weight=(8,), bias=(8,), y=(4, 8), mean=(4,), rstd=(4,), **dtypes):
-    """A forward call with tensors of these shapes; x_dtype=... and so on for other dtypes than float32."""
+    """A forward call with tensors of these shapes. x_dtype=... etc. set dtypes other than float32."""
     shapes = {"x": x, "weight": weight, "bias": bias, "y": y, "mean": mean, "rstd": rstd}
     tensors = [torch.zeros(s, dtype=dtypes.get(f"{name}_dtype")) for name, s in shapes.items()]
     cpu.layer_norm.forward(*tensors, 1e-5, 1)

@@ -1,4 +1,4 @@
-"""hfnn.data: packing, the collator's batches, what each rank is given, and packed sequences in a model."""
+"""hfnn.data: packing, the collator's batches, each rank's share, and packed sequences in a model."""
 
 import importlib.util
 import itertools
@@ -17,7 +17,7 @@ SEQUENCES = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
 def fewest_bins(lengths, capacity):
-    """By trying everything: each length in each bin that is open, and in a new one."""
+    """By exhaustive search: each length goes to each open bin, and to a new one."""
     best = len(lengths)
 
     def place(rest, rooms):
@@ -37,7 +37,7 @@ def fewest_bins(lengths, capacity):
 
 
 def best_fit_slowly(lengths, capacity):
-    """The sizes of the bins, by looking through all of them every time."""
+    """The bins' sizes, scanning all bins each time."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -221,14 +221,14 @@ def llama(request):
     config = transformers.LlamaConfig(vocab_size=97, num_key_value_heads=2, max_position_embeddings=64, **sizes)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    config.use_cache = False  # as transformers.Trainer does; with a cache transformers does not look for sequences
+    config.use_cache = False  # as transformers.Trainer does; with a cache transformers does not detect sequences
     assert config._attn_implementation == "sdpa"
     return hfnn.convert(model, prefer="memory") if request.param else model
 
 
-@pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
 def test_packed_sequences_are_on_their_own(llama):
-    """Logits and losses of a packed batch are those of its sequences, one by one."""
+    """Logits and losses of a packed batch equal those of its sequences, one by one."""
     sequences = [torch.randint(97, (n,)) for n in (7, 1, 12, 5)]
     batch = PackedCollator()([{"input_ids": s} for s in sequences])
     alone = [llama(input_ids=s[None]).logits[0] for s in sequences]
@@ -243,7 +243,7 @@ def test_packed_sequences_are_on_their_own(llama):
 
 @pytest.mark.filterwarnings("default")
 def test_no_gradient_crosses_over(llama):
-    """The loss of one sequence moves the embeddings of no other, not by a bit."""
+    """The loss of one sequence gives the others' embeddings gradients of exactly zero."""
     lengths = (6, 9, 4)
     batch = PackedCollator()([{"input_ids": torch.randint(97, (n,))} for n in lengths])
     starts = batch["cu_seqlens"].tolist()

@@ -1,4 +1,4 @@
-"""hfnn.deferred: logits that stand for themselves until somebody looks, and are then what torch would have computed."""
+"""hfnn.deferred: logits that are computed only when read, and then equal torch's."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def mask():
     return target() > 4
 
 
-# What is recorded: these compute nothing.
+# Recorded operations: these compute nothing.
 ROW = torch.linspace(-1, 1, VOCABULARY)
 RECORDED = {
     "nothing": lambda x: x,
@@ -75,7 +75,7 @@ RECORDED = {
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded(given, name, bias):
-    """The numbers, the loss and both gradients are those of torch's ops on real logits."""
+    """The values, the loss and both gradients equal those of torch's ops on real logits."""
     given = given if bias else (*given[:2], None)
     wanted, found = RECORDED[name](F.linear(*given)), RECORDED[name](defer(*given))
     assert untouched(found)
@@ -101,7 +101,7 @@ def test_recorded(given, name, bias):
         torch.testing.assert_close(*grads)
 
 
-# Whatever else is done computes the logits, and is then done to them.
+# Any other operation computes the logits first.
 COMPUTED = {
     "int": lambda x: x.int(),
     "copy": lambda x: x.to(torch.float32, copy=True),
@@ -167,7 +167,7 @@ def test_computed_once(given):
 
 
 def test_views_stay_views_and_copies_copies(given):
-    """What is written to the logits shows in views of them, also those taken before they were computed."""
+    """Writes to the logits show in their views, also in views taken before they were computed."""
     with torch.no_grad():
         wanted, found = F.linear(*given), defer(*given)
         results = []
@@ -205,7 +205,7 @@ def test_changed_since(given, what):
 
 
 def test_freed_since(given):
-    """fully_shard frees the memory of a weight when it reshards."""
+    """fully_shard frees a weight's memory when it reshards."""
     x = defer(*given)
     given[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="a weight was resharded since"):
@@ -221,7 +221,7 @@ def test_computed_logits_outlive_a_change(given):
 
 
 def test_grad_modes(given):
-    """Logits have the graph that the grad mode of forward gave them, whenever they are computed."""
+    """Logits have the graph of forward's grad mode, whenever they are computed."""
     x = defer(*given)
     with torch.no_grad():
         assert not x.float().view(-1, VOCABULARY).requires_grad
@@ -242,7 +242,7 @@ def test_grad_modes(given):
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_autocast(given, outside):
-    """The product is in bfloat16, the loss in float32, whether or not it is computed under autocast."""
+    """The product is in bfloat16 and the loss in float32, whether or not it is computed under autocast."""
     results = []
     for make in (F.linear, defer):
         with torch.autocast("cpu", torch.bfloat16):
@@ -262,7 +262,7 @@ def test_autocast(given, outside):
 
 
 def test_low_precision(given):
-    """A bfloat16 model whose loss function asks for float32 gets float32, not rounded on the way."""
+    """A bfloat16 model whose loss function asks for float32 gets float32 that was not rounded to bfloat16 before."""
     given = [t.detach().bfloat16().requires_grad_() for t in given]
     x = defer(*given)
     loss = F.cross_entropy(x.float().view(-1, VOCABULARY), target().view(-1), reduction="sum")
@@ -274,7 +274,7 @@ def test_low_precision(given):
 
 
 def test_code_below_torch_function(given):
-    """An autograd.Function and C++ are handed the tensor as it is: numbers and gradients are there all the same."""
+    """autograd.Function and C++ receive the tensor itself; values and gradients are right there, too."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -307,7 +307,7 @@ def test_code_below_torch_function(given):
 
 
 def test_backward_of_a_list(given):
-    """torch.autograd.backward and grad take the logits beside the loss."""
+    """torch.autograd.backward and grad accept the logits beside the loss."""
     results = []
     for make in (F.linear, defer):
         x = make(*given)
@@ -336,7 +336,7 @@ def test_hooks(given, through):
 
 
 def test_copies(given):
-    """A pickle, a file and a copy hold plain logits; those that require grad are refused where torch refuses them."""
+    """Pickles, files and copies hold plain logits; those that require grad are refused where torch refuses them."""
     with torch.no_grad():
         x, wanted = defer(*given), F.linear(*given)
     file = io.BytesIO()
@@ -354,9 +354,9 @@ def test_containers(given):
     leaves, spec = pytree.tree_flatten({"a": [x], "b": 1})
     assert leaves[0] is x and pytree.tree_unflatten(leaves, spec)["a"][0] is x
     assert isinstance(x, torch.Tensor) and torch.is_tensor(x) and {x: 1}[x] == 1 and x in [x]
-    assert x.grad_fn is None and x.requires_grad  # None: DDP puts its sink behind what has one
+    assert x.grad_fn is None and x.requires_grad  # None: DDP puts its sink behind tensors that have one
     with torch.no_grad():
-        assert untouched(x.clone())  # as the sink does, and throws it away
+        assert untouched(x.clone())  # the sink clones, and discards the clone
     assert untouched(x)
     assert not untouched(x.detach().clone())
 
@@ -373,7 +373,7 @@ def test_left_to_torch(given):
         with pytest.raises((RuntimeError, NotImplementedError)) if refused[0].dim() > 1 else torch.no_grad():
             assert defer(*refused) is None
             F.linear(*refused)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):  # which leaves float64 alone
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):  # autocast does not cast float64
         assert defer(hidden, weight.double(), None) is None
         F.linear(hidden, weight.double())
     with hfnn.use("torch"):
@@ -382,7 +382,7 @@ def test_left_to_torch(given):
 
 
 def test_memory_is_given_back(given):
-    """Nothing holds a Deferred but its user: no cycles."""
+    """No reference cycles: only its user holds a Deferred."""
     gc.collect()
     gc.disable()
     try:

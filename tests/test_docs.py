@@ -17,8 +17,8 @@ import hfrecord.__main__
 ROOT = Path(__file__).parents[1]
 PARSERS = {"hfnn": hfnn.__main__.parser, "hfrecord": hfrecord.__main__.parser, "haiprof": haiprof.__main__.parser}
 PAGES = [ROOT / "docs/index.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
-PROFILE = ROOT / "docs/tutorials/profile.md"  # whose block is a script, run by its commands
-pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
+PROFILE = ROOT / "docs/tutorials/profile.md"  # its block is a script, run by its commands
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 
 def blocks(page, language):
@@ -54,10 +54,10 @@ def test_commands_of_pages_parse():
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_on_profiles(tmp_path):
-    """They run, and the verdict is the one that the page shows."""
+    """They run, and the verdict is the page's."""
     (tmp_path / "train.py").write_text("".join(blocks(PROFILE, "python")))
     lines = [line for block in blocks(PROFILE, "bash") for line in block.splitlines() if "attach" not in line]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of the page's "python"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # finds the page's "python"
     said = []
     for line in lines:
         command = [sys.executable, "-m", *shlex.split(line)]

@@ -1,4 +1,4 @@
-"""README.md and the reference pages of docs: each Python block runs, after lines that make what it takes as given."""
+"""README.md and the reference pages of docs: each Python block runs, after code that defines what it assumes."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 MODEL = """
 import torch, transformers
@@ -48,7 +48,7 @@ file = io.BytesIO()
 Image.new("RGB", (4, 4)).save(file, "jpeg")
 jpeg, boxes = file.getvalue(), np.zeros((2, 4), np.float32)
 """
-# By page: how many ranks, and what comes before the page's blocks.
+# By page: the number of ranks, and the code before the page's blocks.
 OF_RANKS = {
     "checkpoint": (2, MODEL + "haiscale.init(device='cpu')\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
                    "first, steps, train, asked = 0, 2, lambda step: None, lambda: True\n"),
@@ -80,7 +80,7 @@ def test_blocks_run_on_ranks(page, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# By page: what comes before its blocks, or before each of them.
+# By page: the code before its first block, or before each block.
 ALONE = {
     "README.md": MODEL + "inputs = (ids,)\nmodel.eval()\n",
     "docs/compile.md": MODEL,
@@ -101,11 +101,11 @@ ALONE = {
 
 @pytest.mark.parametrize("page", ALONE)
 def test_blocks_run_in_one_process(page, tmp_path, monkeypatch, one_thread):
-    """Statements of README.md each for itself, for they are alternatives."""
+    """README.md's statements run one by one, because they are alternatives."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     given, names = ALONE[page], {}
-    found = [block for block in blocks(ROOT / page) if "haiscale" not in block]  # of ranks: docs/ddp.md has the same
+    found = [block for block in blocks(ROOT / page) if "haiscale" not in block]  # need ranks; docs/ddp.md has the same
     for number, block in enumerate(found):
         if number == 0 or not isinstance(given, str):
             exec(given if isinstance(given, str) else given[number], names)

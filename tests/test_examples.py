@@ -1,4 +1,4 @@
-"""examples/train_gpt.py: what it writes, resuming bit for bit, and what it says of bad input."""
+"""examples/train_gpt.py: its output, bit-exact resumption, and its messages for bad input."""
 
 import json
 import os
@@ -20,19 +20,19 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "2", "--device", "cpu"]
 PLAIN, OTHER, HFNN = "plain", "plain again", "hfnn"
 
-# Whatever transformers and matplotlib warn of is theirs.
+# Warnings of transformers and matplotlib.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(scope="module")
 def script(examples):
-    """The script as a module: one import of transformers for all tests."""
+    """The script as a module: transformers is imported once for all tests."""
     return ranks.loaded(examples / "train_gpt.py")
 
 
 @pytest.fixture
 def train(script, tmp_path, monkeypatch):
-    """train(*arguments) runs the tiny model in an empty folder and returns what it wrote as JSON."""
+    """train(*arguments) runs the tiny model in an empty folder and returns the JSON that it wrote."""
     monkeypatch.chdir(tmp_path)
 
     def train(*arguments):
@@ -53,7 +53,7 @@ def test_runs_as_a_program(tmp_path):
 
 
 def test_tune(train, tmp_path, monkeypatch, capsys):
-    """The fastest of what was measured trains, and learns what a plain model learns."""
+    """The fastest mode measured trains, and learns what a plain model learns."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs = train("--tune", "--steps", 4, "--no-band", "--dropout", 0)["runs"]
     assert "of stock" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_resumes_bit_for_bit(train):
 
 
 def same(a, b) -> bool:
-    """Whether two nests of dicts, lists, tuples and tensors are equal to the bit."""
+    """Whether two nested structures of dicts, lists, tuples and tensors are bitwise equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -112,7 +112,8 @@ def same(a, b) -> bool:
 
 
 def test_data(script, tmp_path):
-    """A folder is read in the order of its names, binary files left out; a step's batch depends on the step alone."""
+    """Files of a folder are read in order of their names, without binary files. A step's batch depends on the step
+    alone."""
     (tmp_path / "b.txt").write_text("b" * 40)
     (tmp_path / "a.txt").write_text("a" * 40)
     (tmp_path / "c.bin").write_bytes(bytes(40))
@@ -123,7 +124,7 @@ def test_data(script, tmp_path):
 
 
 def test_records_go_on_in_the_middle_of_an_epoch(train, script, tmp_path):
-    """13 records in batches of 2: an epoch ends within the seventh step."""
+    """13 records in batches of 2: the epoch ends within the seventh step."""
     with hfrecord.DatasetWriter(tmp_path / "set", {"input_ids": "uint8[?]"}) as writer:
         for number in range(13):
             writer.write({"input_ids": np.full(32 + number, 65 + number, np.uint8)})

@@ -1,4 +1,4 @@
-"""Mixtures of experts: read right, run in every way that transformers has, and otherwise left alone."""
+"""Mixtures of experts: recognised, run in every way that transformers offers, and otherwise left alone."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def test_mixtures_of_experts(how):
     assert "hfnn swiglu of experts" in [title(type(m)) for m in model.modules() if is_converted(m)]
     for a, b in zip(grads(), own, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
-    # 64 tokens to 2 experts each: torch keeps f(gate) besides the packed product and its result; where the products are
-    # ours too, that result and the rows of the experts.
+    # 64 tokens to 2 experts each. torch keeps f(gate) besides the packed product and its result. Where hfnn runs the
+    # products, that result and the experts' rows are saved, too.
     less = 144 if how == "batched_mm" else 2 * 144 + 64
     assert kept - hfnn.memory.saved_bytes(step).total >= 4 * 64 * 2 * less
     assert all(map(torch.equal, own, (hfnn.revert(model), grads())[1]))

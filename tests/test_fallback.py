@@ -16,7 +16,7 @@ TESTS = pathlib.Path(__file__).parent
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_rooms_in_python():
-    """Recipes, and the contract of the ops that C++ has, again without the extension."""
+    """Runs the tests of recipes and of ops that have C++ nodes without the extension."""
     files = ["test_recipe.py", "test_recipe_limits.py", "ops/test_linear.py", "ops/test_contract.py"]
     plugins = ["-p", "timeout", "-p", "hypothesispytest", "-p", "no:cacheprovider"]
     ops = "layer_norm or rms_norm or gelu or silu or swiglu or dropout or recipe or linear"

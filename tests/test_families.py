@@ -1,7 +1,7 @@
-"""Twelve families of transformers, tiny and with random weights: the written list of what each becomes, and its worth.
+"""Twelve families of transformers, tiny and with random weights: the recorded list of what each becomes, and the gain.
 
-The lists are in families.txt. Where a new room changes them: `python tests/test_families.py > tests/families.txt`, and
-read the difference.
+The lists are in families.txt. If a new room changes them, run `python tests/test_families.py > tests/families.txt` and
+review the diff.
 """
 
 import collections
@@ -22,8 +22,8 @@ from hfnn import adapters, testing
 transformers = pytest.importorskip("transformers")
 
 WRITTEN = Path(__file__).with_name("families.txt")
-TOKENS = 16  # at most, that a loss is a sum of
-SHARE = 0.95  # of the modules that are of a kind hfnn has ops for
+TOKENS = 16  # upper bound on the tokens that a loss sums over
+SHARE = 0.95  # of the modules of kinds that hfnn has ops for
 
 ENCODER = {
     "hidden_size": 32,
@@ -39,7 +39,7 @@ ENCODER = {
 DECODER = ENCODER | {"num_key_value_heads": 1}
 IMAGE = {"image_size": 16, "patch_size": 8}
 DROPS = {"attention_dropout": 0.1}
-# T5's heads are d_kv wide, whatever d_model is.
+# T5's heads are d_kv wide, independent of d_model.
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "max_source_positions": 16}
 WHISPER |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -70,9 +70,9 @@ FAMILIES = {
 FAMILIES["gpt2"][2].update(vocab_size=64, bos_token_id=1, eos_token_id=2)
 FAMILIES["bloom"][2].update(hidden_dropout=0.1, attention_dropout=0.1, bos_token_id=1, eos_token_id=2)
 
-LONG = {"mixtral", "t5", "whisper"}  # to compile
+LONG = {"mixtral", "t5", "whisper"}  # long to compile
 
-# What a module is, by torch's class or by a name.
+# The kind of a module, by torch's class or by name.
 KINDS = {
     "norm": ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase), r"Norm"),
     "activation": ((), r"GELU|SiLU|Swish|ReLU|Tanh|Sigmoid|Softmax|Activation"),
@@ -85,7 +85,7 @@ KINDS = {
 
 
 def build(family):
-    """The model, with attention as transformers writes it out: in torch.nn.functional."""
+    """The model with "eager" attention: transformers' own code of torch.nn.functional."""
     name, config, arguments = FAMILIES[family]
     torch.manual_seed(0)
     return getattr(transformers, name)(getattr(transformers, config)(**arguments, attn_implementation="eager"))
@@ -113,12 +113,12 @@ def run(model, batch):
 
 
 def unequal(a, b):
-    """Names of what differs in any bit."""
+    """Names of the tensors that differ in any bit."""
     return sorted(a.keys() ^ b.keys()) + [n for n in a if n in b and not torch.equal(a[n], b[n])]
 
 
 def listing(family):
-    """What each module becomes, layers folded: lines of (name, how many, what)."""
+    """What each module becomes, layers merged: lines of (name, count, what)."""
     folded = collections.Counter()
     for row in hfnn.report(hfnn.convert(build(family))).swapped:
         folded[re.sub(r"\b\d+\b", "*", row.name) or "(model)", row.to] += 1
@@ -136,7 +136,7 @@ def written():
 
 
 def kind_of(module):
-    """The kind of op that a module is, for those that hfnn may have a room for, or None."""
+    """The kind of op, for modules that hfnn may have a room for, or None."""
     if module._modules:
         return None
     for kind, (classes, pattern) in KINDS.items():
@@ -154,7 +154,7 @@ def test_list(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_share(family):
-    """Nearly all that could be swapped is, and what is not has its reason."""
+    """Nearly all modules that could be swapped are, and the rest have a reason."""
     model = build(family)
     kinds = {name: kind_of(module) for name, module in model.named_modules()}
     report = hfnn.report(hfnn.convert(model))
@@ -179,7 +179,7 @@ def test_accuracy(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_revert(family):
-    """In training, with dropout: the bits from before, the same classes and names."""
+    """In training, with dropout: revert gives back bits, classes and names."""
     model, batch = build(family).train(), inputs(family)
     before, classes, names = run(model, batch), [type(m) for m in model.modules()], list(model.state_dict())
     hfnn.convert(model, prefer="memory")
@@ -211,14 +211,14 @@ def exact(model, batch):
 
 
 def traced(model, batch):
-    """The number of graphs that Dynamo makes of a model, and where it breaks off."""
+    """The number of Dynamo's graphs of a model, and the places of its graph breaks."""
     torch._dynamo.reset()
     found = torch._dynamo.explain(model)(**batch)
     places = [reason.user_stack[-1] for reason in found.break_reasons if reason.user_stack]
     return found.graph_count, {(place.filename, place.lineno) for place in places}
 
 
-@pytest.mark.filterwarnings("ignore")  # Dynamo's
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
 @pytest.mark.parametrize(
     "family, backend",
     [(family, "hfnn_eager") for family in ("llama", "bert")]
@@ -228,7 +228,7 @@ def traced(model, batch):
     + [("bert", "aot_eager")],
 )
 def test_compiled(family, backend, monkeypatch):
-    """As exact as torch; whole where the stock model is, else broken at none but its places."""
+    """As accurate as torch. One graph where stock has one, otherwise only stock's graph breaks."""
     stock, batch = build(family).eval(), inputs(family)
     monkeypatch.setattr("hfnn.compiled.head.WORTH_LOGITS", 0)
     wanted, torchs = exact(stock, batch), run(stock, batch)
@@ -237,7 +237,7 @@ def test_compiled(family, backend, monkeypatch):
     if graphs > 1:
         assert traced(model, batch)[1] <= places
     torch._dynamo.reset()
-    model.compile(backend=backend, fullgraph=graphs == 1 or family == "gpt2")  # whose stock forward logs its loss
+    model.compile(backend=backend, fullgraph=graphs == 1 or family == "gpt2")  # GPT-2's stock forward logs its loss
     found = run(model, batch)
     assert found.keys() == wanted.keys()
     for name, result in found.items():

@@ -1,4 +1,4 @@
-"""Feed-forward networks: honest ones are read right whatever their parts are called, others are left alone."""
+"""Feed-forward networks are recognised whatever their parts are called; unprovable ones are left alone."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ WIDTH, INNER = 64, 160
 
 
 class Llama(nn.Module):
-    """gate, down, up in this order, as LLaMA's own code has them."""
+    """gate, down, up in this order, as in LLaMA's code."""
 
     def __init__(self, act=None, bias=False):
         super().__init__()
@@ -35,7 +35,7 @@ class Swapped(Llama):
 
 
 class Functional(Llama):
-    """Its own code computes the activation."""
+    """Its forward computes the activation itself."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def close(ours, theirs):
 
 def gated_runs(model, x):
     """How often hfnn's product ran in one forward."""
-    y, names = model(x), []  # some versions of torch forget the name of a Function's node with its result
+    y, names = model(x), []  # in some torch versions a Function's node loses its name with its result
     pending = [y.grad_fn]
     while pending:
         node = pending.pop()
@@ -206,7 +206,7 @@ def test_the_proof_moves_nothing():
 
 
 def test_hooks_see_what_they_saw():
-    """Those of the maps fire in either way; one on the activation brings the class's own forward back."""
+    """Hooks on the maps fire either way; one on the activation restores the class's own forward."""
     model, x, seen = hfnn.convert(Llama(), prefer="memory"), torch.randn(4, WIDTH), []
     for name, part in model.named_children():
         handle = part.register_forward_hook(lambda *_, name=name: seen.append(name))
@@ -219,7 +219,7 @@ def test_hooks_see_what_they_saw():
 
 
 class Lora(nn.Module):
-    """A linear map with a low-rank addition, named as PEFT's is."""
+    """A linear map with a low-rank addition, named like PEFT's."""
 
     def __init__(self, base):
         super().__init__()

@@ -1,8 +1,8 @@
 """What a converted transformer keeps for backward, layer by layer, on unmodified models with random weights.
 
-The unit u is one byte for each token and each of its h features: a bfloat16 tensor (batch, tokens, h) is 2 u. A layer's
-share is the difference between a model of three layers and one of two. The exact floor is one tensor for each matrix
-product or attention that needs one, and nothing for norms, activations, dropouts and sums between them:
+The unit u is one byte per token and per feature (of h): a bfloat16 tensor (batch, tokens, h) is 2 u. A layer's share is
+the difference between models of three layers and of two. The exact floor is one tensor for each matrix product or
+attention that needs one, and nothing for the norms, activations, dropouts and sums between them:
 
     the input of each norm 2 (4 where autocast keeps the residual in float32), the result of each attention 2,
     q, k, v 2 each (k and v times the share of key-value heads), the input of the activation 2 ffn / h (twice if gated;
@@ -34,9 +34,9 @@ KIND = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model whose layers all keep alike. floor: u in pure bfloat16; norms: of a layer, each with its input.
+    """A model whose layers all keep the same. floor: u in pure bfloat16. norms: per layer, each with its input.
 
-    dropout: how the configuration calls its residual dropout; attention: how that of the attention.
+    dropout: the config's name of the residual dropout; attention: of the attention dropout.
     """
 
     model: str
@@ -85,8 +85,8 @@ CASES = {
         {**KIND, "ffn_dim": 4 * WIDTH, "word_embed_proj_dim": WIDTH},
         ("dropout",), ("attention_dropout",),
     ),
-    # One encoder and one decoder layer each: three attentions, five norms and two inputs of GELU. The queries
-    # are made contiguous, so the results of attention are copied where they have the queries' layout.
+    # One encoder and one decoder layer each: three attentions, five norms and two inputs of GELU. The queries are made
+    # contiguous, so attention's results are copied where they have the queries' layout.
     "whisper": Case(
         "WhisperForConditionalGeneration", "WhisperConfig", ("encoder_layers", "decoder_layers"),
         3 * (6 + 2) + 5 * 2 + 2 * 8, 5,
@@ -96,8 +96,8 @@ CASES = {
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         ("dropout", "activation_dropout"), ("attention_dropout",), copies=3 * 2,
     ),
-    # Its attention has a bias that is learned: torch's own would keep the probabilities. Three attentions, five norms
-    # and two products of ReLU and dropout.
+    # Its attention has a trainable bias, with which torch's own op would keep the probabilities. Three attentions, five
+    # norms and two products of ReLU and dropout.
     "t5": Case(
         "T5ForConditionalGeneration", "T5Config", ("num_layers", "num_decoder_layers"), 3 * (6 + 2) + 5 * 2 + 2 * 8, 5,
         {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 4 * WIDTH, "num_heads": HEADS, "vocab_size": VOCABULARY}
@@ -131,7 +131,7 @@ def batch(name, dtype, device):
 
 
 def growth(fn) -> int:
-    """Bytes that were asked of CUDA's allocator during forward and are still held with the loss."""
+    """Bytes requested from CUDA's allocator during forward that are still held with the loss."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     loss = fn()
@@ -142,7 +142,7 @@ def growth(fn) -> int:
 
 
 def measure(case, name, layers, dropout, autocast, device):
-    """(counted bytes, bytes by the allocator or None)"""
+    """(counted bytes, the allocator's bytes or None)"""
     dtype = torch.float32 if autocast else torch.bfloat16
     model = build(case, layers, dropout, dtype, device)
     arguments, _ = batch(name, dtype, device)
@@ -153,14 +153,14 @@ def measure(case, name, layers, dropout, autocast, device):
 
     grown = None
     if device == "cuda":
-        forward().backward()  # what is made once: workspaces, and the gradients, which stay
+        forward().backward()  # allocated once: workspaces, and the gradients, which stay
         gc.collect()
         grown = growth(forward)
     return hfnn.memory.saved_bytes(forward), grown
 
 
 def deeper(measured, tokens) -> float:
-    """u of the third layer, from what models of two and of three layers keep."""
+    """u of the third layer, from the bytes that models of two and of three layers keep."""
     two, three = measured
     return (three - two) / (tokens * WIDTH)
 
@@ -168,7 +168,7 @@ def deeper(measured, tokens) -> float:
 WITH_AND_WITHOUT = [(name, rate) for name, case in CASES.items() for rate in ((0.0, 0.1) if case.dropout else (0.0,))]
 
 
-# What cuDNN's attention, which torch chooses on some GPUs, says where deterministic algorithms are asked for.
+# cuDNN's attention, which torch chooses on some GPUs, warns about deterministic algorithms.
 @pytest.mark.filterwarnings("ignore:cuDNN Attention defaults to a non-deterministic algorithm")
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("name, dropout", WITH_AND_WITHOUT)
@@ -176,7 +176,7 @@ def test_bytes_of_a_layer(name, dropout, autocast, device):
     case, (_, tokens) = CASES[name], batch(name, torch.float32, "cpu")
     found = [measure(case, name, layers, dropout, autocast, device) for layers in (2, 3)]
     floor = case.floor + (2 * case.norms if autocast else 0)
-    statistics = (8 * case.norms + 4 * HEADS * (case.norms - len(case.layers))) / WIDTH  # means and scales, logarithms
+    statistics = (8 * case.norms + 4 * HEADS * (case.norms - len(case.layers))) / WIDTH  # means and scales, log-sum-exp
     if device == "cpu" or "Cudnn" in str(found[1][0]):
         floor += case.copies
     counted = deeper([kept.total for kept, _ in found], tokens)

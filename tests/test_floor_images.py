@@ -1,7 +1,7 @@
-"""What converted convolutional models keep for backward, block by block: the exact floor without running one twice.
+"""What converted convolutional models keep for backward, block by block: the exact floor without a second convolution.
 
-Between two convolutions everything is cheap to compute again: of a chain of a batch norm and an activation the norm's
-input is kept. A sum is kept where a convolution takes it, and a bit an element for the activation behind it.
+Everything between two convolutions is cheap to recompute. For a batch norm and an activation the norm's input is kept.
+A sum is kept where a convolution takes it, plus a bit per element for the activation after it.
 """
 
 import copy
@@ -22,7 +22,7 @@ ELEMENTS = N * WIDTH * SIDE * SIDE
 
 
 class Basic(nn.Module):
-    """As torchvision's ResNets have it."""
+    """Like torchvision's ResNets."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """As torchvision's, with inner convolutions as wide as the outer ones."""
+    """Like torchvision's, with inner convolutions as wide as the outer ones."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def chain(act):
     return lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), act())
 
 
-# The tensors that stock keeps, and the floor; how many activations of sums there are.
+# Tensors that stock keeps, the floor, and the number of activations of sums.
 BLOCKS = {
     "basic": (Basic, 4, 3, 1),
     "bottleneck": (Bottleneck, 6, 4, 1),
@@ -68,7 +68,7 @@ BLOCKS = {
     "conv, silu": (lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.SiLU()), 2, 1, 0),
     "conv, gelu, dropout": (
         lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), nn.GELU(), nn.Dropout(0.1)),
-        2.25,  # a byte an element for the mask
+        2.25,  # the mask: a byte per element
         1,
         0,
     ),
@@ -81,7 +81,7 @@ def network(block, depth, device):
 
 
 def of_a_block(build, x, autocast):
-    """Bytes an element by depth difference."""
+    """Bytes per element, as the difference between two depths."""
 
     def kept(depth):
         model = build(depth)
@@ -103,7 +103,7 @@ def test_what_a_block_keeps(device, name, last, autocast):
     each = 2 if autocast else 4
     statistics = 0.02 * each
     assert of_a_block(ours, x, autocast) <= floor * each + sums / 8 + statistics
-    # Under autocast torch keeps the weights' casts besides.
+    # Under autocast torch also keeps the weights' casts.
     wanted = stock * each if not (autocast and "dropout" in name) else 2 * each + 1
     assert of_a_block(plain, x, autocast) >= wanted - statistics
 

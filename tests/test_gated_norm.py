@@ -56,7 +56,7 @@ def exact(key, module, x, gate):
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")], ids=str)
 @pytest.mark.parametrize("key", CLASSES, ids=lambda key: key[0])
 def test_results(key, dtypes):
-    """The accuracy rule, with the author's own code in torch's place; x and the gate are all that is kept."""
+    """The accuracy rule, with the author's code in torch's place. Only x and the gate are kept."""
     dtype, weight_dtype = (getattr(torch, name) for name in dtypes)
     theirs = made(*key).to(weight_dtype)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")

@@ -1,4 +1,4 @@
-"""examples/train_images.py: what it writes, the images it makes and reads, and what it says of bad input."""
+"""examples/train_images.py: its output, the images it makes and reads, and its messages for bad input."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ Image = pytest.importorskip("PIL.Image")
 TINY = ["--layers", "1", "--width", "8", "--size", "16", "--batch", "4", "--device", "cpu"]
 PLAIN, OTHER, HFNN = "plain", "plain again", "hfnn"
 
-# Whatever matplotlib warns of is its own.
+# Warnings of matplotlib.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -27,7 +27,7 @@ def script(examples):
 
 @pytest.fixture
 def train(script, tmp_path, monkeypatch):
-    """train(*arguments) runs a tiny model in an empty folder and returns what it wrote as JSON."""
+    """train(*arguments) runs a tiny model in an empty folder and returns the JSON that it wrote."""
     monkeypatch.chdir(tmp_path)
 
     def train(*arguments):
@@ -57,7 +57,7 @@ def test_result(train, capsys, arch, at_most):
 
 @pytest.mark.parametrize("arch", ["resnet", "vit"])
 def test_without_dropout_only_rounding_differs(train, arch):
-    """Each step is as far off as rounding was before it, times what Adam makes of it: few of them."""
+    """Only few steps, because Adam amplifies the rounding differences of each step."""
     runs = train("--arch", arch, "--dropout", 0, "--steps", 2)["runs"]
     assert runs[HFNN]["largest_gap"] < 1e-4 and runs[OTHER]["largest_gap"] < 1e-4
 
@@ -68,12 +68,12 @@ def test_plain_only(train):
 
 
 def test_a_step_has_its_own_images(script, tmp_path):
-    """They depend on seed and step alone, and a class is told by the direction of its stripes."""
+    """They depend on seed and step alone. The direction of its stripes tells an image's class."""
     args = script.parse([*TINY, "--batch", "64", "--out", str(tmp_path)])
     pixels, labels = script.batch(args, 3)
     assert pixels.shape == (64, 3, 16, 16) and set(labels.tolist()) == set(range(10))
     assert torch.equal(pixels, script.batch(args, 3)[0]) and not torch.equal(pixels, script.batch(args, 4)[0])
-    spectrum = torch.fft.fft2(pixels).abs().sum(1)[:, :9]  # rows of one half: the other is its mirror image
+    spectrum = torch.fft.fft2(pixels).abs().sum(1)[:, :9]  # half of the rows: the other half mirrors it
     spectrum[:, 0, 0] = 0
     rows, columns = np.unravel_index(spectrum.flatten(1).argmax(1).numpy(), (9, 16))
     angle = np.arctan2(rows, (columns + 8) % 16 - 8)

@@ -1,6 +1,6 @@
-"""Image models converted against stock ones: values, gradients, running statistics, what is kept, and the way back.
+"""Converted image models against stock ones: values, gradients, running statistics, saved bytes, and revert.
 
-Eight need no further packages; those of timm and diffusers, where these are installed, are in `make test-all`.
+Eight need no further packages. Models of timm and diffusers, where these are installed, run in `make test-all`.
 """
 
 import copy
@@ -13,14 +13,14 @@ import torch
 import hfnn
 from hfnn import adapters, memory, testing
 
-DRAWS = 3  # a tensor breaks the accuracy rule where it does so for each of so many draws of the inputs
+DRAWS = 3  # a tensor breaks the accuracy rule if it does so for this many draws of the inputs
 
-# Small image sizes are none of those that the packages were made for, which they may say.
+# The packages may warn that images are smaller than intended.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
 def wrong(model, draw) -> dict:
-    """What breaks the accuracy rule for every draw."""
+    """Tensors that break the accuracy rule for every draw."""
     found = None
     for number in range(DRAWS):
         torch.manual_seed(number)
@@ -44,7 +44,7 @@ def floats(nest) -> list:
 
 
 def same_statistics(ours, stock, model, given) -> None:
-    """What batch norms have counted and averaged in a call: all is held against float64, by torch's largest error."""
+    """Compares the batch norms' buffers after a call with float64. The bound is torch's largest error."""
     exact = adapters.double(copy.deepcopy(model).train(stock.training))
     exact(**{name: t.double() if floats(t) else t for name, t in given.items()})
     found = [dict(m.named_buffers()) for m in (ours, stock, exact)]
@@ -56,7 +56,7 @@ def same_statistics(ours, stock, model, given) -> None:
 
 
 def check(model, draw, modes=(True, False)) -> None:
-    """draw() gives the arguments of a call. modes: whether the model is in training."""
+    """draw() returns the arguments of a call. modes: values of `training`."""
     before, state = look(model), copy.deepcopy(model.state_dict())
     for mode in modes:
         stock = copy.deepcopy(model).train(mode)
@@ -79,7 +79,7 @@ def check(model, draw, modes=(True, False)) -> None:
 
 
 def quiet(build):
-    """A model whose dropout does nothing, for both versions draw their own numbers."""
+    """A model without dropout, because the two versions draw different numbers."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,7 +116,7 @@ def test_transformers(examples, name):
     check(model, lambda: {"pixel_values": torch.randn(4, 3, 32, 32)})
 
 
-# By their names in timm: of 42 families the smallest that take images of 32 x 32.
+# timm names: of 42 families the smallest that take images of 32 x 32.
 OF_TIMM = (
     "resnet18",
     "resnetv2_50",
@@ -168,8 +168,8 @@ def timm(examples):
     return pytest.importorskip("timm")
 
 
-# At 32 x 32 the attention of these sees one place, and a bias of it has a gradient of 0, or of what rounding leaves;
-# norms of GhostNet see four numbers a channel, by which torch's own gradients are off by a thousandth.
+# At 32 x 32 the attention of some sees one position, so the gradient of its bias is 0 or rounding noise. GhostNet's
+# norms see four numbers per channel, and torch's own gradients are off by a thousandth.
 LARGER = ("maxvit_rmlp_pico_rw_256", "coatnet_pico_rw_224", "ghostnet_050")
 
 
@@ -185,14 +185,14 @@ def test_timm(timm, name):
         except TypeError:  # a model that takes any size
             return timm.create_model(name, **how)
 
-    # Levit in eval keeps its biases from one call to the next, with their graph: there is one backward of it.
+    # In eval Levit keeps its biases between calls, with their graph, so only one backward works.
     modes = (True,) if name.startswith("levit") else (True, False)
     check(quiet(build), lambda: {"x": torch.randn(4, 3, size, size)}, modes)
 
 
 _BLOCKS = {"block_out_channels": (16, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 16}
 _NOISY = lambda channels: torch.randn(2, channels, 16, 16)  # noqa: E731
-# The class, its configuration, the arguments of a call.
+# The class, its config, the arguments of a call.
 OF_DIFFUSERS = {
     "UNet2DModel": (
         _BLOCKS

@@ -1,4 +1,4 @@
-"""`python -m hfnn.info` and `hfnn.warmup`: complete where all is there, and no crash where something is missing."""
+"""`python -m hfnn.info` and `hfnn.warmup`: complete output where everything is there, no crash if parts are missing."""
 
 import platform
 import subprocess
@@ -55,7 +55,7 @@ def test_columns_are_aligned():
 
 
 def test_what_is_missing_is_said_and_the_rest_is_printed(monkeypatch):
-    """Nothing works but Python itself: still one line an item, each with its reason."""
+    """Only Python itself works: still one line per item, each with its reason."""
 
     def broken(*args, **kwargs):
         raise OSError("gone")
@@ -93,7 +93,7 @@ def test_runs_as_a_command(module, tmp_path):
 
 
 def test_warmup_runs_every_op_with_kernels(device):
-    """On the CPU kernels here, for the commands do nothing without a GPU; rebuilt outputs included."""
+    """With the CPU kernels, because the commands do nothing without a GPU. Rebuilt outputs included."""
     for op in ops.ALL:
         for kernel in op.kernels:
             if kernel.device == device and kernel.missing is None:

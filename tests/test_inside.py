@@ -1,4 +1,4 @@
-"""Modules whose own code calls functions that hfnn has: told by it, run with these calls routed and no others."""
+"""Modules whose own code calls functions that hfnn has: detected, and run with these calls routed and no others."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("restored")
 
 
 def nodes(*results):
-    """The names of all nodes of the graphs behind tensors."""
+    """The names of all nodes in the graphs of tensors."""
     found, queue = set(), [y.grad_fn for y in results]
     while queue:
         node = queue.pop()
@@ -87,7 +87,7 @@ class Pads(nn.Module):
 
 
 class Checkpoints(nn.Module):
-    """What is checkpointed is called again outside of forward."""
+    """Its checkpointed function is called again outside of forward."""
 
     def inner(self, x):
         return F.dropout(x, 0.5)
@@ -159,7 +159,7 @@ def test_not_recognised():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_within_and_around(use_reentrant):
-    """Computed again in backward, by the same functions: the module itself, and what its own code checkpoints."""
+    """Backward recomputes with the same functions, whether the checkpoint is around the module or in its code."""
     for module in (hfnn.convert(Layer(), prefer="memory"), hfnn.convert(Checkpoints(), prefer="memory")):
         results = []
         for again in (True, False):
@@ -173,10 +173,10 @@ def test_checkpoints_within_and_around(use_reentrant):
 
 
 def test_skipped_modules_stay_torchs():
-    """Outer's code alone is routed, not that of a layer inside that was not converted."""
+    """Only Outer's own code is routed, not that of the unconverted layer inside."""
     model = hfnn.convert(Outer(), skip="layer", prefer="memory")
     assert {name for name in nodes(model(tensor(4, 8))) if name.startswith("_")} == {"_SiLUBackward"}
-    with MEMORY("gelu"):  # a block around counts everywhere, also in there
+    with MEMORY("gelu"):  # a block around it applies everywhere, also in there
         assert {n for n in nodes(model(tensor(4, 8))) if n.startswith("_")} == {"_SiLUBackward", "_GELUBackward"}
 
 

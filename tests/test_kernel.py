@@ -59,7 +59,7 @@ def test_small_inputs_are_torchs():
 
 
 def test_auto_takes_a_room_that_saves_much():
-    """From two million elements on, bytes decide, unless speed is preferred."""
+    """From two million elements on, saved bytes decide, unless speed is preferred."""
     op = an_op(Kernel("cpp", "math", "cpu", min_elements=1 << 60))
     x = torch.zeros(1 << 21)
     assert op.select(x) is not None and op.select(x[1:]) is None
@@ -109,7 +109,7 @@ def test_disabled_by_the_environment():
         assert out.stdout.strip() == node, out.stderr
 
 
-# What goes to torch's own op
+# Inputs that go to torch's own op
 
 
 class Subclass(torch.Tensor):
@@ -133,7 +133,7 @@ def test_functorch_transforms_go_to_torch():
 
 
 def test_what_a_functorch_transform_left_behind_goes_to_torch():
-    """Such a tensor outlives its transform as a wrapper, which `Function` does not take apart."""
+    """Such a tensor outlives its transform as a wrapper, which `Function` does not unwrap."""
     left = []
     torch.func.grad(lambda x: (left.append(x * 2), x.sum())[1])(torch.randn(300, 300))
     assert "left behind" in context(left[0])
@@ -168,7 +168,7 @@ def test_torchs_errors_are_torchs():
 
 
 def test_launches_among_several_gpus_take_keywords(monkeypatch):
-    """Those of optimizers have some; on one GPU a launch is the module's own function."""
+    """Optimizers' launches take keywords; with one GPU, a launch is the module's own function."""
     entered = []
     module = types.ModuleType("launches_of_a_test")
     module.update = lambda rows, queue, features=None: (entered[-1], queue, features)

@@ -1,4 +1,4 @@
-"""transformers' language models with labels: the same loss and gradients without logits, which are there when read."""
+"""transformers' language models with labels: the same loss and gradients without logits, which are computed if read."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from hfnn.testing import GRADIENTS, error
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers warns of is its own
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 VOCABULARY, BATCH, SEQ = 257, 16, 40
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -32,7 +32,7 @@ LAYERS = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 BART = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in LAYERS.items()}
 BART |= {"d_model": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 
-# model -> (its config, arguments)
+# model -> (config, arguments)
 MODELS = {
     "GPT2LMHeadModel": ("GPT2Config", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
     "LlamaForCausalLM": ("LlamaConfig", DECODER),
@@ -54,7 +54,7 @@ def build(name):
 
 
 def pair(name=CAUSAL, **how):
-    """(the model, the same converted)"""
+    """(the model, its converted copy)"""
     plain = build(name)
     if hasattr(plain, "final_logits_bias"):
         plain.final_logits_bias.copy_(torch.linspace(-1, 1, VOCABULARY))
@@ -117,7 +117,7 @@ def test_loss_gradients_and_logits(name):
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_low_precision(name, how):
-    """The dtypes are the same, and the errors against float64 of the size of torch's own."""
+    """Dtypes are the same, and errors against float64 are about as large as torch's."""
     (plain, model), inputs = pair(name), batch()
     exact = copy.deepcopy(plain).double()
     results = []
@@ -157,7 +157,7 @@ def test_no_logits_are_made_without_grad():
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_nothing_but_ignored_labels(name):
-    """The mean of nothing is NaN, as in torch."""
+    """A mean over no labels is NaN, as in torch."""
     (plain, model), inputs = pair(name), batch()
     inputs["decoder_input_ids" if name.startswith("T5") else "input_ids"] = inputs["input_ids"]
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
@@ -190,7 +190,7 @@ def test_gradients_through_logits(name, what):
 
 
 def test_weights_have_changed():
-    """Logits that were not read before a step are those of before it; where no optimizer writes, an error."""
+    """Logits that were not read before an optimizer's step are those before it. If anything else writes, an error."""
     model, inputs = pair()[1], batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     read, unread = model(**inputs), model(**inputs)
@@ -247,7 +247,7 @@ def test_labels_by_position():
 
 
 def test_class():
-    """What others read of a model is as it was, and revert undoes it."""
+    """What other code reads of the class is unchanged, and revert undoes the conversion."""
     plain, model = pair()
     cls = type(plain)
     assert isinstance(model, cls) and type(model).__name__ == cls.__name__ and isinstance(model.lm_head, nn.Linear)
@@ -285,7 +285,7 @@ def test_gradient_checkpointing():
 
 
 def test_head_of_patched_torch():
-    """A head that is hfnn's already."""
+    """The head is hfnn's already."""
     plain = build(CAUSAL)
     hfnn.convert(plain.lm_head)
     assert type(plain.lm_head) is hfnn.Linear and untouched(hfnn.convert(plain)(**batch()))
@@ -297,7 +297,7 @@ class OtherLinear(nn.Linear):
 
 
 class TestComputedAtOnce:
-    """Where the logits are needed, or the product is not a plain one."""
+    """Cases that need the logits, or whose product is not a plain one."""
 
     def logits(self, model):
         out = model(**batch())
@@ -374,7 +374,7 @@ def test_threads():
 
 
 def test_accelerate():
-    """What accelerate puts around forward under mixed precision casts outputs to float32."""
+    """Under mixed precision accelerate wraps forward and casts outputs to float32."""
     operations = pytest.importorskip("accelerate.utils.operations")
     (plain, model), inputs = pair(), batch()
     results = []

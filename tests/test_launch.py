@@ -1,4 +1,4 @@
-"""Launching Triton kernels by hfnn.kernels.launch; tests/workers/launches.py holds it against Triton's own way."""
+"""Launches of Triton kernels by hfnn.kernels.launch; tests/workers/launches.py compares them with Triton's own."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Kernels launched from C++, of numbers that differ at each call: they are no part of the kind of a launch."""
+"""Kernels launched from C++ with numbers that differ at each call and so do not distinguish launches."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_a_launch_that_depends_on_a_fresh_integer(driver):
 
 @pytest.mark.parametrize("first", [1.0, 0.0, -0.0, 0.1, math.inf])
 def test_fresh_reals(driver, first):
-    """Kernels get a float32, and 8 bytes of which the driver reads four."""
+    """Kernels get a float32. Of its 8 bytes, the driver reads four."""
     calls, driver.count = [], 4
     f = function(("*fp32", "fp32", "i32", "fp32"), calls=calls)
     reals = first, 1 / 2, 1 / 3, 1e-30, -5.0, math.nan, math.inf, 0.0

@@ -1,7 +1,7 @@
-"""Kernels launched from C++: what kernels/launch.py records, and what csrc/autograd/triton.cpp makes of it.
+"""Kernels launched from C++: what kernels/launch.py records, and how csrc/autograd/triton.cpp replays it.
 
-No kernel runs: a function of a test says what it launches, and another one takes the place of CUDA's driver.
-tests/workers/launches.py holds what is recorded of real kernels against what Triton launches.
+No kernel runs: a test's function declares its launch, and a stand-in replaces CUDA's driver. tests/workers/launches.py
+compares the recordings of real kernels with Triton's launches.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ A, B = X[:32], X[32:]
 
 
 class Driver:
-    """Keeps the launches, and the first `count` parameters of each as numbers of 8 bytes."""
+    """Keeps the launches, and the first `count` parameters of each as 8-byte integers."""
 
     def __init__(self):
         self.seen, self.count, self.error = [], 1, 0
@@ -45,7 +45,7 @@ def driver():
 
 
 def function(types, give=lambda *args: args, grid=(3, 2), calls=None, queue=False):
-    """A function like those of kernels/, of one launch; `calls` counts how often Python runs."""
+    """A function like those of kernels/, with one launch. `calls` counts how often Python runs."""
 
     def body(*args):
         if module.record(KERNEL, grid, 128, 1024, types, give(*args)) and calls is not None:
@@ -68,7 +68,7 @@ def test_the_second_call_is_the_drivers(driver):
     assert len(calls) == 1 and not driver.seen
     f(A, B, -3, 0.25, True)
     assert len(calls) == 1 and (f.calls, f.replays, f.kinds, f.refusal) == (2, 1, 1, "")
-    params = [A.data_ptr(), B.data_ptr(), 0xFFFFFFFD, bits(0.25), 1, 0, 0]  # and Triton's two of scratch memory
+    params = [A.data_ptr(), B.data_ptr(), 0xFFFFFFFD, bits(0.25), 1, 0, 0]  # and Triton's two scratch memory pointers
     assert driver.seen == [(KERNEL, (3, 2, 1), 128, 1024, 0, params)]
     others = torch.ones(32), torch.ones(32)
     f(*others, -3, 0.25, True)
@@ -293,7 +293,7 @@ FUNCTIONS = (
 
 
 def given(name, dtype, seed, device="cuda"):
-    """The function, its arguments for TritonFunction, and the same for Python, with tensors of their own."""
+    """The function, its arguments for TritonFunction, and the same arguments for Python in tensors of their own."""
     file, _, attribute = name.partition(".")
     room = importlib.import_module(f"hfnn.kernels.{file}")
     generator = torch.Generator().manual_seed(seed)
@@ -368,7 +368,7 @@ def test_streams_threads_and_graphs_of_a_gpu():
             wrong.append(error)
 
     stream.wait_stream(torch.cuda.current_stream())
-    thread = threading.Thread(target=on_stream)  # which has called nothing of CUDA before
+    thread = threading.Thread(target=on_stream)  # which has not called CUDA before
     thread.start()
     thread.join()
     torch.cuda.synchronize()

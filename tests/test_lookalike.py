@@ -1,4 +1,4 @@
-"""The proof: honest look-alikes are read right, liars are refused with a reason, and nobody's state moves."""
+"""Proofs: faithful look-alikes are recognised, others are refused with a reason, and no state changes."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from hfnn.testing import GRADIENTS, OUTPUTS, assert_close
 
 
 class Norm(nn.Module):
-    """Base of the specimens below: one weight, one eps."""
+    """Base of the classes below: one weight, one eps."""
 
     def __init__(self, width=32, eps=1e-6):
         super().__init__()
@@ -56,7 +56,7 @@ class CenteredNorm(Norm):
 
 
 class BiasNorm(nn.Module):
-    """Other names, and an eps that is written into the formula."""
+    """Other names, and an eps that is a literal in the formula."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ def run(m, x, dy):
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")], ids=str)
 @pytest.mark.parametrize("make", HONEST)
 def test_results(make, dtypes):
-    """The accuracy rule, with the author's own code in torch's place; the room ran, and the dtype is the author's."""
+    """The accuracy rule, with the author's code in torch's place. The room ran, with the author's dtype."""
     weight_dtype, dtype = (getattr(torch, name) for name in dtypes)
     m = make().to(weight_dtype)
     x = (torch.randn(5, 7, 32) * 1e-2 + 1e-3).to(dtype).requires_grad_()
@@ -166,14 +166,14 @@ def test_eps_is_read_when_called():
 
 
 def test_in_float64_the_authors_own_code_runs():
-    """Most round to float32 on the way, which shows there."""
+    """Most round to float32 on the way, which float64 shows."""
     m, x = LlamaNorm().double(), torch.randn(3, 32, dtype=torch.float64)
     theirs = m(x)
     assert torch.equal(hfnn.convert(m, prefer="memory")(x), theirs)
 
 
 def test_autocast():
-    """The dtype under autocast is the author's too: asked of the author's code."""
+    """Under autocast, too, the dtype is the author's; the author's code is queried."""
     for make in (LlamaNorm, T5Norm, GemmaNorm, SlowGELU):
         m = make()
         for dtype in (torch.float32, torch.bfloat16):
@@ -184,7 +184,7 @@ def test_autocast():
 
 
 def test_wider_gelu():
-    """A GELU that answers in float32 to bfloat16 keeps the bfloat16, as CUDA's autocast asks of `pow`."""
+    """A GELU that returns float32 for bfloat16 keeps the bfloat16. CUDA's autocast of `pow` makes such GELUs."""
 
     class WideGELU(nn.Module):
         def forward(self, x):
@@ -210,7 +210,7 @@ class EpsOutsideNorm(Norm):
 
 
 class OwnEpsNorm(Norm):
-    """Has an eps, and uses another."""
+    """Has an eps but uses another."""
 
     def forward(self, x):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -222,7 +222,7 @@ class UnbiasedNorm(Norm):
 
 
 class FirstHalfNorm(Norm):
-    """Statistics of a part of the row."""
+    """Statistics of part of the row."""
 
     def forward(self, x):
         return self.weight * x * self.rstd(x[..., :16])
@@ -241,7 +241,7 @@ class NoGradNorm(Norm):
 
 
 class DetachedNorm(Norm):
-    """The right values, another gradient."""
+    """The right values, a wrong gradient."""
 
     def forward(self, x):
         return self.weight * x * self.rstd(x).detach()
@@ -376,7 +376,7 @@ def test_generators_of_gpus_are_left_alone(monkeypatch):
     """torch.manual_seed seeds all of them."""
 
     class Norm(LlamaNorm):
-        """Of which there is no proof yet."""
+        """Not proved before."""
 
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
@@ -407,7 +407,7 @@ def test_modes_around_the_call():
 
 
 def test_the_proof_is_of_attributes_too():
-    """Two modules of a class may compute two things."""
+    """Two modules of one class may compute different things."""
 
     class SwitchNorm(Norm):
         centred = False
@@ -424,7 +424,7 @@ def test_the_proof_is_of_attributes_too():
 
 
 def test_wide_clipping_is_seen():
-    """A clipped GELU is no GELU, however wide its bounds are."""
+    """A clipped GELU is not a GELU, however wide its bounds."""
 
     class ClippedGELU(nn.Module):
         def forward(self, x):

@@ -1,6 +1,6 @@
 """The C++ CPU kernels of the losses and of softmax, called as `hfnn._C.cpu.<op>`, against torch's formulas in float64.
 
-R rows, C columns (classes), N elements. Rows are longer and shorter than the kernels' runs of 1024 elements.
+R rows, C columns (classes), N elements. Rows are longer and shorter than the kernels' blocks of 1024 elements.
 """
 
 import pytest
@@ -15,7 +15,7 @@ cpu = _C.cpu
 INF = float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(300, 5), (150, 64), (60, 1025), (20, 2777)]
-# One class leaves nothing but rounding errors, of which only float64's have a bound that is worth stating.
+# One class leaves only rounding errors; only float64's have a useful bound.
 CASES = [(dtype, R, C) for dtype in DTYPES for R, C in SHAPES] + [(torch.float64, 3, 1)]
 
 
@@ -28,7 +28,7 @@ def nan(*shape, dtype=torch.float32):
 
 
 def same_bits(a, b):
-    """Equal as integers, where a NaN equals every other."""
+    """Equal as integers; any NaN equals any other."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return bool(((a.view(integer) == b.view(integer)) | (a.isnan() & b.isnan())).all())
 
@@ -38,8 +38,8 @@ def seeded(*shape, dtype=torch.float64, seed=0):
 
 
 def agree(formula, inputs, results, dtypes=None):
-    """`results` against formula(*inputs): to 1e-12 for float64 inputs, else by the accuracy rule; torch's own result is
-    the formula in the dtype of the arithmetic, rounded to the dtype of the result. The last result is a gradient."""
+    """Compares `results` with formula(*inputs): to 1e-12 for float64 inputs, else by the accuracy rule. torch's result
+    is the formula in the arithmetic's dtype, rounded to the result's. The last result is a gradient."""
     exact = formula(*(t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in inputs))
     own = formula(*(t.to(wide(t.dtype)) if torch.is_tensor(t) and t.is_floating_point() else t for t in inputs))
     for k, (result, e, o) in enumerate(zip(results, exact, own, strict=True)):
@@ -54,7 +54,7 @@ def agree(formula, inputs, results, dtypes=None):
 
 
 def run_twice(call):
-    """call(threads), which gives a list of results: the same bits on one thread and on two; the results of one."""
+    """The list of results that call(threads) returns. They are bitwise equal on one thread and on two."""
     one, two = call(1), call(2)
     assert all(a is None or same_bits(a, b) for a, b in zip(one, two, strict=True))
     return one
@@ -134,7 +134,7 @@ def test_cross_entropy(dtype, R, C, options, weighted, kind):
 
 
 def plain_cross_entropy(x_RC, target, **changes):
-    """fused, without options, on whole tensors: loss and dx."""
+    """`fused` without options, on whole tensors: loss and dx."""
     R, C = x_RC.shape
     given = {"weight": None, "loss": nan(R), "factor": torch.ones(1), "dx": nan(R, C), "smoothing": 0.0, **changes}
     names = ("weight", "loss", "share", "lse", "slope", "factor", "dx")
@@ -231,7 +231,7 @@ def test_softmax(dtype, R, C, widened, log):
         return [y_RC, dx_RC]
 
     agree(softmax_formula, (x_RC, dy_RC, log), [*run_twice(call)[:1], None])
-    # Backward starts from the y that was stored.
+    # Backward starts from the stored y.
     y_RC, dx_RC = call(1)
     own_RC = [
         dy - y.exp() * dy.sum(1, keepdim=True) if log else (dy - (dy * y).sum(1, keepdim=True)) * y
@@ -375,7 +375,7 @@ def test_pointwise_losses_at_the_ends():
             loss_N = formula(leaf_N, target_N[:1], parameter)
             loss_N.backward()
             torch.testing.assert_close(sums_P, loss_N.detach(), equal_nan=True)
-            # torch's L1 takes the sign of a NaN to be 0.
+            # torch's L1 treats the sign of a NaN as 0.
             own_N = x_N[k : k + 1] if x_N[k].isnan() else leaf_N.grad
             torch.testing.assert_close(dx_N, own_N, equal_nan=True)
 

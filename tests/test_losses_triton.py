@@ -1,6 +1,6 @@
-"""Triton's kernels of softmax and the losses against formulas in float64, by the interpreter where there is no GPU.
+"""Triton's kernels of softmax and the losses against formulas in float64, in the interpreter where there is no GPU.
 
-Every kernel runs with the tiles that it has, and with tiles so small that rows of these sizes go by blocks.
+Every kernel runs with its own tiles, and with tiles so small that rows of these sizes take several blocks.
 """
 
 import importlib
@@ -17,13 +17,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ROUNDING = {F32: 2**-24, F16: 2**-11, BF16: 2**-8}
 SHAPES = [(1, 1), (3, 769), (2, 1030), (5, 32)]
-SMALL = ((256, 256, 1),)  # wider rows go by blocks of 256 columns
+SMALL = ((256, 256, 1),)  # wider rows run in blocks of 256 columns
 INF, NAN = torch.inf, torch.nan
 
 
 @pytest.fixture(params=["whole", "blocks"])
 def kernels(request, monkeypatch):
-    """A kernel's module by its name, with its own tiles or with small ones."""
+    """A kernel's module by name, with its own tiles or with small ones."""
 
     def load(name):
         op = importlib.import_module(f"hfnn.kernels.{name}")
@@ -48,10 +48,10 @@ def blank(*shape, dtype=F32):
 
 
 def assert_near(got, exact, dtype=F32, times=8, beside=0.0):
-    """`got`, made in float32 and stored in `dtype`, is NaN or infinite where `exact` is, and near it elsewhere.
+    """`got`, computed in float32 and stored in `dtype`, is NaN or infinite where `exact` is, and near it elsewhere.
 
-    In float32, the roundings of lse and of what is summed count; with 16 bits, a rounding and a half. `beside` is the
-    size of what cancels in `exact`.
+    In float32 the bound covers the roundings of lse and of the summands; in 16 bits, one and a half roundings. `beside`
+    is the size of terms that cancel in `exact`.
     """
     got, exact = got.detach().double(), exact.detach()
     finite = exact.isfinite()
@@ -77,7 +77,7 @@ def test_softmax(kernels, shape, dtypes, log):
     y64 = (torch.log_softmax if log else torch.softmax)(x64, 1)
     y64.backward(dy.double())
     assert_near(y, y64, dtypes[1])
-    # y as stored is what backward has.
+    # Backward gets y as stored.
     y64, dy64 = y.double(), dy.double()
     p, total = (y64.exp(), dy64.sum(1, True)) if log else (y64, (dy64 * y64).sum(1, True))
     assert_near(dx, dy64 - p * total if log else y64 * (dy64 - total), dtypes[0])
@@ -102,7 +102,7 @@ def capped(x, logit_scale, softcap):
 
 
 def cross_entropy(x, target, weight, ignore_index, smoothing, z_loss, logit_scale, softcap):
-    """loss, share, lse and slope by the formulas of csrc/cross_entropy.h; ignored rows have 0 in each."""
+    """loss, share, lse and slope by the formulas of csrc/cross_entropy.h; all are 0 for ignored rows."""
     R, C = x.shape
     z = capped(x, logit_scale, softcap)
     w = torch.ones_like(x[0]) if weight is None else weight.double()
@@ -185,7 +185,7 @@ def test_cross_entropy_of_16_bits(kernels, dtype, kind, options):
 
 
 def test_cross_entropy_of_a_vocabulary():
-    """A row of several blocks of the largest tile, and a last one that no vector divides."""
+    """A row of several blocks of the largest tile; the last one's size is not divisible by any vector."""
     op = importlib.import_module("hfnn.kernels.cross_entropy")
     target = torch.tensor([40000, -100], device=DEVICE)
     check_cross_entropy(op, draw(2, 50257, dtype=BF16, scale=3), target)
@@ -194,9 +194,9 @@ def test_cross_entropy_of_a_vocabulary():
 def test_cross_entropy_of_infinite_logits(kernels):
     op, C = kernels("cross_entropy"), 300
     x, target = draw(6, C), torch.tensor([5, 5, 5, 5, 5, -100], device=DEVICE)
-    x[0, :5] = x[0, 6:] = -INF  # only the class is left: the loss is 0
-    x[1, 100:] = x[2, 5] = x[3] = -INF  # masked columns, a masked class, a row of nothing
-    x[4], x[5] = torch.finfo(F32).min, NAN  # a row masked by a finite number; an ignored one is not looked at
+    x[0, :5] = x[0, 6:] = -INF  # only the target class is left: the loss is 0
+    x[1, 100:] = x[2, 5] = x[3] = -INF  # masked columns, a masked class, an empty row
+    x[4], x[5] = torch.finfo(F32).min, NAN  # a row masked by a finite number; an ignored row, which is not read
     x64 = x.double().requires_grad_()
     exact = torch.nn.functional.cross_entropy(x64, target, reduction="none")
     exact.sum().backward()
@@ -207,11 +207,11 @@ def test_cross_entropy_of_infinite_logits(kernels):
     op.fused(in_place, target, None, loss, None, None, None, factor, in_place, *options, 0.0, 0)
     assert_near(loss[:5], exact[:5])
     assert loss[5] == 0 and not dx[5].any()
-    # No number holds the lse of row 4 to its last digits, and so p is lost.
+    # The lse of row 4 cannot be represented to its last digits, so p is lost.
     for got in (dx, in_place):
         assert_near(got[:4], x64.grad[:4])
     check_cross_entropy(op, x[:2], target[:2], z_loss=0.1)
-    # A soft cap makes -inf a number like others.
+    # A soft cap makes -inf finite.
     check_cross_entropy(op, x[:4].nan_to_num(neginf=-1e30), target[:4], softcap=3.0)
     op.forward(x[:4], target[:4], None, loss[:4], None, lse[:4], None, *options, 3.0, 0)
     assert_near(lse[:4], torch.logsumexp(capped(x[:4].double(), 1.0, 3.0), 1))
@@ -262,7 +262,7 @@ def test_log_probs(kernels, shape, entropy, options, dtype):
     with torch.no_grad():
         slope = p * (a.double()[:, None] + (b.double()[:, None] * finite if entropy else 0))
         slope += torch.nn.functional.one_hot(target.where(inside, C), C + 1)[:, :C] * t.double()[:, None]
-    # Where a column is -inf, its slope is 0, and torch's formula would not say so.
+    # Where a column is -inf, its slope is 0; torch's formula would give NaN.
     (wanted,) = torch.autograd.grad((slope * torch.where(z.isfinite(), z, 0)).sum(), x64)
     dx, in_place = torch.full_like(x, NAN), x.clone()
     op.backward(x, target, lse, a, b, t, dx, *options, 0)
@@ -275,7 +275,7 @@ def test_log_probs(kernels, shape, entropy, options, dtype):
 @pytest.mark.parametrize("options", [(1.0, 0.0), (-0.7, 0.0), (1.0, 5.0)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (530, 3), (70, 40), (90, 272)], ids=str)
 def test_log_probs_of_columns(monkeypatch, shape, options, dtype):
-    """Splits of several tiles and of one; a last tile that is not whole; more splits than tiles."""
+    """Splits of several tiles and of one; a partial last tile; more splits than tiles."""
     op, (C, R) = importlib.import_module("hfnn.kernels.log_probs"), shape
     monkeypatch.setattr(op, "COLUMNS_FORWARD", ((16, 16, 2, 1, 1, 3), (256, 64, 2, 1, 2, 3), (1, 128, 4, 1, 1, 3)))
     monkeypatch.setattr(op, "COLUMNS_BACKWARD", ((1 << 30, 128, 4, 1, 1, 3),))
@@ -303,7 +303,7 @@ def test_log_probs_of_columns(monkeypatch, shape, options, dtype):
 
 
 def test_log_probs_of_extreme_columns():
-    """A column of nothing, one masked by a finite number, and one with NaN; others are not touched by them."""
+    """An empty column, one masked by a finite number, and one with NaN; other columns are unaffected."""
     op, C, R = importlib.import_module("hfnn.kernels.log_probs"), 300, 5
     x, target = draw(C, R), torch.zeros(R, dtype=torch.int64, device=DEVICE)
     x[:, 0], x[:, 1], x[7, 2], x[1:, 3] = -INF, torch.finfo(F32).min, NAN, -INF
@@ -356,7 +356,7 @@ def test_distillation(kernels, shape, beta, dtype):
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.5])
 def test_distillation_of_masked_columns(kernels, beta):
-    """-inf in both logits takes no part; between the two, -inf in one of them alone neither makes an infinity."""
+    """-inf in both logits is left out. For the divergences in between, -inf in only one of them gives no infinity."""
     op, C = kernels("distillation"), 300
     x, teacher = draw(2, C), draw(2, C)
     x[:, 20:40] = teacher[:, 20:40] = -INF
@@ -405,7 +405,7 @@ def test_pointwise_loss(kernels, numel, kind, parameter, dtype):
 
 
 def test_binary_cross_entropy_of_sure_logits(kernels):
-    """Losses far below 1 keep their digits."""
+    """Losses far below 1 keep their relative precision."""
     for x in (torch.full((1,), logit, device=DEVICE) for logit in (30.0, -20.0, 12.0)):
         sums, target = blank(1), (x > 0).float()
         kernels("pointwise_loss").forward(x, target, sums, None, 3, 0.0, 0)

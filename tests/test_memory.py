@@ -1,4 +1,4 @@
-"""Counting what autograd keeps, who keeps it, and what a step needs at most."""
+"""Counts what autograd keeps, which module keeps it, and the peak of a step."""
 
 import weakref
 
@@ -49,7 +49,7 @@ def test_the_peak_is_what_lives_at_once(device):
         z = z.exp()
         del y
         z.add_(x)
-        return z.view(2, -1).sum()  # and a scalar, when two are gone
+        return z.view(2, -1).sum()  # plus a scalar, after two are freed
 
     assert hfnn.memory.peak_bytes(freed_in_between, device) == 3 * size
     assert hfnn.memory.peak_bytes(lambda: [x.view(2, -1), x.add_(1)], device) == 0, "nothing of one's own"
@@ -76,7 +76,7 @@ def test_an_error_leaves_no_count_behind():
 
 
 def test_what_was_counted_is_freed():
-    """An op that saves its own result must not come to hold itself."""
+    """An op that saves its own result must not end up in a reference cycle."""
     alive = []
 
     def fn():
@@ -166,7 +166,7 @@ def test_report(model, x):
 
 
 def test_the_report_counts_as_saved_bytes_does(model, x):
-    model[2].eval()  # its running statistics are buffers, which the report leaves out
+    model[2].eval()  # its running statistics are buffers, which the report omits
     report = hfnn.memory.report(model, x, prefer="memory")
     assert report.eager == hfnn.memory.saved_bytes(lambda: model(x)).total - 2 * 4 * WIDTH
     hfnn.convert(model, prefer="memory")
@@ -228,7 +228,7 @@ def test_gradient_checkpointing(x, reentrant):
             return checkpoint(self.block, x * 1, use_reentrant=reentrant).sin()
 
     report = hfnn.memory.report(Checkpointed(), x.requires_grad_(), prefer="memory")
-    generator = torch.get_rng_state().nbytes if reentrant else 0  # its state is on the node
+    generator = torch.get_rng_state().nbytes if reentrant else 0  # its state is kept on the node
     wanted = 2 * SIZE + generator
     assert (report.eager, report.converted) == (wanted, wanted), "the input of the block, and that of sin"
     assert set(report.by_module) == {"(model)"}
@@ -282,7 +282,7 @@ def test_bad_arguments(model, x):
 
 
 def test_report_says_what_each_module_costs():
-    """Bytes and time by `hfnn.report(model, input)`: of a forward in plain Python, too; and the model is as it was."""
+    """Bytes and time by `hfnn.report(model, input)`, also for a forward in plain Python. The model is unchanged."""
 
     class Own(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""convert and revert leave nothing behind: no classes, no side effects of proofs, no attribute changed."""
+"""convert and revert leave nothing behind: no classes, no side effects of proofs, no changed attributes."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ def _made_here():
 
 @pytest.mark.parametrize("make", [_parametrised, _made_here])
 def test_classes_go_with_their_modules(make):
-    """A class that is made at run time is freed with its modules, and with it what it holds."""
+    """A class made at run time is freed with its modules, and with it what it references."""
     module = make()
     parts = [x for part in module.modules() for x in (part, getattr(part, "held", part), type(part))]
     refs = [weakref.ref(x) for x in parts if not isinstance(x, type) or x.__module__ == __name__]
@@ -58,7 +58,7 @@ def test_classes_go_with_their_modules(make):
 
 
 class Gated(nn.Module):
-    """A network that convert knows, with an attribute called as one that it sets on other modules."""
+    """A network that convert recognises. It has attributes named like those that convert sets on other modules."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Keeping(nn.ReLU):
 
 @pytest.mark.parametrize("make", [Gated, Recomputing, Keeping, lambda: nn.Sequential(Gated(), Keeping(), nn.ReLU())])
 def test_attributes_of_the_user(make):
-    """They are what they were, on converted modules and on reverted ones."""
+    """They are unchanged on converted modules and after revert."""
     module = make()
     before = [(type(part), dict(vars(part))) for part in module.modules()]
     for recompute in (None, "gemm", None):
@@ -103,7 +103,7 @@ def test_refused_for_an_attribute():
 
 @pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: nn.Linear(8, 8), nn.GELU, nn.ReLU, nn.GLU])
 def test_revert_under_a_wrapped_forward(make):
-    """What somebody put around the forward since goes on to the room, which still works."""
+    """A wrapper that a user put around forward later stays in place after revert and still works."""
     model, x = nn.Sequential(make()), torch.randn(2, 4, 8)
     wanted = model(x) * 0.5
     hfnn.convert(model, prefer="memory")

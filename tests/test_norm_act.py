@@ -1,4 +1,4 @@
-"""Batch norms with activations behind them, found in modules by what their forward does: ResNets and their like."""
+"""Batch norms followed by activations, found by running a module's forward: ResNets and similar networks."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from hfnn.patterns import batch_norm_act, norm_act
 
 
 class BasicBlock(nn.Module):
-    """As torchvision's."""
+    """Like torchvision's."""
 
     def __init__(self, inputs, outputs, stride=1):
         super().__init__()
@@ -39,7 +39,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """As timm's: an activation for each norm, and identities where options are off."""
+    """Like timm's: an activation for each norm, and identities where options are off."""
 
     def __init__(self, width, act=nn.ReLU):
         super().__init__()
@@ -68,7 +68,7 @@ class Bottleneck(nn.Module):
 
 
 class Functional(nn.Module):
-    """As torchvision's BasicConv2d, in three ways."""
+    """Like torchvision's BasicConv2d, in three ways."""
 
     def __init__(self, width, how):
         super().__init__()
@@ -100,7 +100,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def sites(monkeypatch):
-    """How often the op was called, with what behind the norm, and whether it was the room's."""
+    """The calls of the op: the activation after the norm, whether there is a sum, and whether the room ran."""
     found, fused = [], batch_norm.fused
 
     def note(*args):
@@ -133,7 +133,7 @@ def same(mine, theirs, dtype=torch.float32):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("train", [True, False])
 def test_a_resnet(train, last, sites):
-    """Values, gradients, buffers; in float64, in which rounding hides nothing."""
+    """Values, gradients and buffers, in float64 so that rounding hides nothing."""
     torch.manual_seed(0)
     theirs = Net().double()
     if last:
@@ -170,7 +170,7 @@ def test_copies_pickles_and_revert(sites):
 
 
 def test_hooks_and_what_changes_later(sites):
-    """A part that somebody looks at, or that is another by now, is called as the forward would."""
+    """A part that has hooks or was replaced is called as in the class's own forward."""
     torch.manual_seed(0)
     theirs = BasicBlock(8, 8)
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
@@ -199,7 +199,7 @@ def test_hooks_and_what_changes_later(sites):
     for model in (mine, theirs):
         torch.manual_seed(1)
         model.downsample = nn.Conv2d(8, 8, 1)
-    compare(0)  # the attribute that was None is another: the class's own forward
+    compare(0)  # an attribute that was None is not any more: the class's own forward
     assert type(mine)._hfnn_original is BasicBlock
 
 
@@ -222,7 +222,7 @@ def test_small_inputs_and_other_calls_run_torchs_ops(sites):
 
 
 class Reused(BasicBlock):
-    """The norm's own result is used again."""
+    """The norm's result is used again."""
 
     def forward(self, x):
         y = self.bn1(self.conv1(x))
@@ -230,7 +230,7 @@ class Reused(BasicBlock):
 
 
 class Written(BasicBlock):
-    """What the norm was given is used again: written to before the activation."""
+    """The norm's input is used again: written to before the activation."""
 
     def forward(self, x):
         c = self.conv1(x)
@@ -240,7 +240,7 @@ class Written(BasicBlock):
 
 
 class Identity2(BasicBlock):
-    """The sum is written to the other side of it."""
+    """The sum is written with its operands swapped."""
 
     def forward(self, x):
         other = self.conv2(x)
@@ -295,8 +295,8 @@ def test_what_only_looks_like_it_is_left_alone(cls):
 
 
 def test_the_input_is_written_to_where_the_forward_does():
-    """An activation in place before the norms, as in pre-activated blocks: of a part, and of a function, which no proof
-    runs on its input."""
+    """An in-place activation before the norms, as in pre-activated blocks: by a module, and by a function. No proof
+    runs it on its real input."""
 
     class PreActivated(BasicBlock):
         def forward(self, x):
@@ -318,7 +318,7 @@ def test_the_input_is_written_to_where_the_forward_does():
 
 
 def test_a_wrong_list_of_steps_is_found(monkeypatch):
-    """Planted: a sum that is forgotten, and an activation that is another."""
+    """Planted: a missing sum, and a wrong activation."""
     fused = norm_act._fused
 
     def forgets(steps, *how):
@@ -358,7 +358,7 @@ def test_libraries(library, name, sites):
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As timm's."""
+    """Like timm's."""
 
     wrong = None
 
@@ -384,7 +384,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 @pytest.mark.parametrize("act", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.Identity])
 def test_norms_that_have_their_activation(act, options, sites):
     torch.manual_seed(0)
-    # No bias: a norm takes it away again, and its gradient is what sums of zero leave.
+    # No bias: the norm cancels it, and its gradient is rounding noise around zero.
     theirs = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), BatchNormAct2d(8, act, **options)).double()
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
     mine = pickle.loads(pickle.dumps(mine))
@@ -410,7 +410,7 @@ def test_timm_norms(sites):
     theirs = timm.create_model("mobilenetv3_small_050").double()
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
     x = torch.randn(2, 3, 64, 64).double()
-    # Of many norms in a row each divides by the spread that the one before left: 1.5e-9 was seen.
+    # Each of many norms in a row divides by the spread that the previous one left: 1.5e-9 was seen.
     for a, b in zip(results(mine, x, False), results(theirs, x, False), strict=True):
         assert (a - b).double().norm() <= 1e-7 * b.double().norm() + 1e-20
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in theirs.modules())

@@ -1,4 +1,4 @@
-"""Subclasses of nn.Linear that compute the product in their own words."""
+"""Subclasses of nn.Linear that compute the product in their own way."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What is installed: sdist -> wheel -> a clean folder, without the repository in reach. And with no compiler at all."""
+"""The installed package: sdist -> wheel -> a clean folder, the repository out of reach. Also without a compiler."""
 
 import os
 import shutil
@@ -26,22 +26,22 @@ def pip(*arguments, **environment):
 
 
 def python(target, *arguments):
-    """Python at / that sees `target` and this environment's packages, but not what is installed in place here.
+    """Python at / that sees `target` and this environment's packages, but not the editable install.
 
-    -S leaves out the .pth files, and with them the import hook of an editable install.
+    -S skips the .pth files, and with them the import hook of an editable install.
     """
     path = [str(target), *(p for p in sys.path if p and Path(p) not in (ROOT, ROOT / "tests"))]
     return run(sys.executable, "-S", *arguments, cwd="/", PYTHONPATH=os.pathsep.join(path))
 
 
-# One test from the sdist to the end, and not one a claim: the wheel is built once, whatever worker has which test.
+# One test from the sdist to the end, not one per claim, so the wheel is built only once.
 @pytest.mark.rest
 @pytest.mark.timeout(600)
 def test_sdist_makes_a_wheel_that_runs_from_anywhere(tmp_path):
     run(sys.executable, "-c", f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})")
     (sdist,) = tmp_path.glob("hfnn-*.tar.gz")
     no_cuda = ("-C", "cmake.define.HFNN_CUDA=OFF")
-    quick = tmp_path / "c++"  # what is in the wheel is in question here, not how fast it is: a third of the time
+    quick = tmp_path / "c++"  # -O0 takes a third of the time; this test checks the contents, not the speed
     quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
     quick.chmod(0o755)
     pip("wheel", "--no-build-isolation", "--no-deps", *no_cuda, "-w", str(tmp_path), str(sdist), CXX=str(quick))
@@ -127,7 +127,7 @@ except ImportError as error:
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not in the path")
 @pytest.mark.slow
 def test_nvcc_runs_for_a_gpu_or_for_architectures_that_are_named(tmp_path):
-    """Named once, they stay, for what else is compiled in the same folder."""
+    """Architectures named once stay set for later builds in the same folder."""
     found, here = shutil.which("nvcc") is not None, any(Path("/dev").glob("nvidia[0-9]*"))
     nvcc = "nvcc" if found else "no working nvcc was found"
     for named, said in [("", nvcc if here else "set CUDAARCHS"), ("90-real", nvcc)] + [("", nvcc)] * found:
@@ -139,6 +139,6 @@ def test_nvcc_runs_for_a_gpu_or_for_architectures_that_are_named(tmp_path):
 
 
 def test_transformers_works_from_the_root():
-    """There it finds our folder where it looks for a package named kernels; the folder must not stop it."""
+    """From the root, transformers' check for a package named kernels finds our folder; this must not break it."""
     pytest.importorskip("transformers")
     run(sys.executable, "-c", "import kernels; from transformers.models.gpt2 import modeling_gpt2", cwd=ROOT)

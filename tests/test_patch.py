@@ -36,7 +36,7 @@ MEMORY = functools.partial(hfnn.patch_torch, prefer="memory")
 
 
 def called(function):
-    """(what a function returns from one seed, the code of all Python functions that it calls)"""
+    """(the function's result from one seed, the code objects of all Python functions that it calls)"""
     codes = set()
     torch.manual_seed(1)
     sys.setprofile(lambda frame, *_: codes.add(frame.f_code))
@@ -48,7 +48,7 @@ def called(function):
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_function(name):
-    """The result, and the node in the graph, that hfnn.functional gives; torch's own outside."""
+    """The result and graph node are those of hfnn.functional; outside the block torch's own."""
     op = OPS[name]
     case = next(case for case in op.cases if 1 < next(iter(case)) < 64)
     args, kwargs = op.sample(case, torch.float32, "cpu")
@@ -84,7 +84,7 @@ TWINS = {
 
 @pytest.mark.parametrize("name", [name for owner, name in patch.PLACES if owner is torch])
 def test_functions_of_torch_itself(name):
-    """They take torch's own arguments, which are not always those of torch.nn.functional."""
+    """They take torch's own arguments, which may differ from those of torch.nn.functional."""
     x, ours = tensor(4, 8), getattr(hfnn.functional, name)
     theirs, codes = called(lambda: TWINS[name](x))
     assert ours.__code__ not in codes
@@ -131,7 +131,7 @@ def test_block_call_and_decorator():
 def test_an_error_leaves_torch_as_it_was(restored):
     with pytest.raises(ZeroDivisionError), MEMORY():
         _ = 1 / 0
-    with pytest.raises(ValueError, match="approximate"), MEMORY():  # torch's own, from within a routed call
+    with pytest.raises(ValueError, match="approximate"), MEMORY():  # torch's own error, from within a routed call
         try:
             F.gelu(tensor(4), approximate="no")
         except RuntimeError as error:
@@ -153,7 +153,7 @@ def test_only_some():
 
 
 def test_preference():
-    """The innermost decides; "auto" leaves a small call to torch."""
+    """The innermost block decides; "auto" leaves a small call to torch."""
     with hfnn.patch_torch():
         assert not gelu_is_ours()
         with MEMORY("gelu"):
@@ -187,7 +187,7 @@ def test_other_threads_see_torch():
 
 
 def test_threads_that_overlap():
-    """One object in two threads, left in the order in which it was entered."""
+    """One object in two threads; the thread that entered first leaves first."""
     shared, entered, left, found = MEMORY(), threading.Event(), threading.Event(), []
 
     def other():
@@ -207,7 +207,7 @@ def test_threads_that_overlap():
 
 
 def test_many_threads():
-    """Entered and left in a hurry, by threads that are interrupted anywhere."""
+    """Enter and leave in quick succession, with threads interrupted anywhere."""
     interval, wrong = sys.getswitchinterval(), []
 
     def work(patched):
@@ -243,7 +243,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_double_backward(name):
-    """The formulas of our backwards are in torch's functions; routed to ours again they would never end."""
+    """Our backwards' formulas call torch's functions; routing these calls would recurse forever."""
     x = tensor(4, 8)
 
     def second():
@@ -262,7 +262,7 @@ def test_double_backward(name):
 
 @pytest.mark.parametrize("function", ["gelu", "silu", "dropout", "softmax"])
 def test_overrides_see_torchs_function(function):
-    """A subclass of Tensor looks functions up in a table, by identity."""
+    """A subclass of Tensor looks up functions in a table, by identity."""
     seen = []
 
     class Mine(torch.Tensor):
@@ -288,7 +288,7 @@ def test_what_others_replaced_is_theirs(monkeypatch):
     with MEMORY():
         F.gelu, ours = mine, F.gelu
     assert F.gelu is mine
-    F.gelu = ours  # as they would put back what they found
+    F.gelu = ours  # other code restores what it found
     assert not gelu_is_ours()
     with MEMORY():
         assert gelu_is_ours()
@@ -296,7 +296,7 @@ def test_what_others_replaced_is_theirs(monkeypatch):
 
 
 def test_a_checkpoint_inside():
-    """What is computed again in backward draws the same mask."""
+    """Recomputation in backward draws the same mask."""
 
     def block(x):
         return F.dropout(F.gelu(x), 0.5)
@@ -314,7 +314,7 @@ def test_a_checkpoint_inside():
 
 
 def test_the_threads_of_backward():
-    """The engine's threads route as the thread that called backward. CUDA has them; on the CPU deep nesting does."""
+    """The engine's threads route like the thread that called backward. CUDA uses them; on the CPU deep nesting does."""
     seen = []
 
     class Nest(torch.autograd.Function):
@@ -381,7 +381,7 @@ def test_compiled(where):
 
 
 class Calls(nn.Module):
-    """Its own code calls torch; keeps a record of what ran."""
+    """Its own code calls torch. Records which function ran."""
 
     ran: typing.ClassVar[list] = []
 
@@ -397,7 +397,7 @@ class OwnGELU(nn.Module):
 
 
 def test_comparisons_with_torch_are_with_torch():
-    """`verify` and the proof of look-alikes, called inside."""
+    """`verify` and the proofs of look-alikes, called inside."""
     with hfnn.patch_torch(prefer="memory"):
         Calls.ran.clear()
         assert hfnn.verify(hfnn.convert(Calls(), prefer="memory"), tensor(4, 8).requires_grad_()).ok

@@ -1,4 +1,4 @@
-"""What `make test` leaves out of products of parameters: no value, and no pair of values."""
+"""What `make test` omits from products of parameters: no value and no pair of values."""
 
 import itertools
 import types
@@ -32,7 +32,7 @@ def pairs(cases):
         (items("pqrs", range(3), (True, False), (1, True, 1.0)), 20),
         (items(*[range(2)] * 6), 12),
         (items("pqrs", range(3), "tuv", allowed=lambda a, b, c: (a, b) != ("p", 0) and (b == 2 or c != "t")), 16),
-        (items([[1], [2]], [{}, {1: 2}], [{3}]), 4),  # of what has no hash
+        (items([[1], [2]], [{}, {1: 2}], [{3}]), 4),  # unhashable values
     ],
 )
 def test_every_pair_stays(beyond_pairs, product, most):

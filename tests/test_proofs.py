@@ -1,4 +1,4 @@
-"""What was proved of a module at `convert` counts while what it depends on is as it was; and proofs leave no trace."""
+"""A proof made at `convert` holds while what it depends on is unchanged. Proofs leave no traces."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ class RMSNorm(Registered):
 
 
 class HelpedNorm(RMSNorm):
-    """Takes of its class a property, a class method, a static method and a number."""
+    """Uses a property, a class method, a static method and a number of its class."""
 
     power = 2
 
@@ -170,7 +170,7 @@ def results(model, x):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changed_is_obeyed(change, monkeypatch):
-    """By the converted module, its copies, and by what is pickled before and after the change."""
+    """By the converted module, its copies, and pickles made before and after the change."""
     name, do = CHANGES[change]
     torch.manual_seed(0)
     stock = BUILD[name]()
@@ -262,7 +262,7 @@ def test_no_registry_has_our_classes():
     assert known == REGISTRY
 
     class Derived(type(hfnn.convert(RMSNorm()))):
-        """A user's class all the same."""
+        """A user's class nevertheless."""
 
     assert [*known, Derived] == REGISTRY
 
@@ -305,7 +305,7 @@ def test_what_is_another_function_in_float16_is_left_alone_there():
     assert is_converted(model)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(3, WIDTH).to(dtype)
-        torch.testing.assert_close(model(x), stock(x), rtol=0.01, atol=0.01)  # of the dtype's rounding
+        torch.testing.assert_close(model(x), stock(x), rtol=0.01, atol=0.01)  # tolerance of the dtype's rounding
 
 
 class FlaggedNorm(RMSNorm):

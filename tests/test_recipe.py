@@ -1,4 +1,4 @@
-"""Recipes where they meet the rest of torch: hooks, checkpoints, offloading, sharding, partial backwards."""
+"""Recipes with the rest of torch: hooks, checkpoints, offloading, sharding, partial backwards."""
 
 import copy
 import gc
@@ -75,14 +75,14 @@ def fresh_counter():
 
 def test_a_block_is_torchs_to_the_bit_without_recipes_and_with(block, x):
     on = gradients(block, x)
-    assert (recipe.counter.taken, recipe.counter.rebuilt) == (4, 3)  # siblings share; the dropout has the gelu's
+    assert (recipe.counter.taken, recipe.counter.rebuilt) == (4, 3)  # siblings share; the dropout takes the gelu's
     with recipe.disabled():
         off = gradients(block, x)
     assert recipe.counter.taken == 4 and same(on, off)
 
 
 def test_what_is_kept(block, x):
-    """x, the gelu's input and statistics; neither the norm's, nor the gelu's, nor the dropout's output."""
+    """x, the gelu's input and statistics; not the outputs of norm, gelu and dropout."""
     x.requires_grad_()
     saved = hfnn.memory.saved_bytes(lambda: block(x))
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
@@ -98,7 +98,7 @@ def test_checkpoint(block, x, reentrant):
 
 
 def test_checkpoint_between_producer_and_consumer(block, x):
-    """The norm outside, its consumer inside a recomputed region."""
+    """The norm outside, its consumer inside a checkpointed region."""
 
     def forward(x):
         h = block.norm(x)
@@ -174,7 +174,7 @@ def test_no_recipe_without_grad(block, x):
 
 
 def test_a_source_changed_after_the_consumer_is_an_error(block, x):
-    """As in torch: the norm's input is kept for its own backward too."""
+    """As in torch: the norm also keeps its input for its own backward."""
     x = (x * 1).requires_grad_()
     x = x * 1
     y = block.query(block.norm(x))
@@ -184,7 +184,7 @@ def test_a_source_changed_after_the_consumer_is_an_error(block, x):
 
 
 def test_the_rebuilt_tensor_is_freed_by_a_partial_backward(block, x, rebuilt):
-    """Only one of two siblings runs: what they would have shared goes when this backward ends."""
+    """Only one of two siblings runs: their shared result is freed when this backward ends."""
     h = block.norm(x.requires_grad_())
     a, b = block.query(h), block.up(h)
     a.sum().backward(retain_graph=True)
@@ -194,14 +194,14 @@ def test_the_rebuilt_tensor_is_freed_by_a_partial_backward(block, x, rebuilt):
 
 
 def gemms(fn):
-    """Floating-point operations of the products that fn runs."""
+    """FLOPs of the products that fn runs."""
     with FlopCounterMode(display=False) as counter:
         fn()
     return counter.get_total_flops()
 
 
 def test_input_and_weight_gradients_are_separable(block, x):
-    """As zero-bubble schedules want it: each product runs once, in the pass that asks for it."""
+    """Zero-bubble schedules need this: each product runs once, in the pass that asks for it."""
     x = x.requires_grad_() * 1
     h = block.norm(x)
     y = block.query(h)
@@ -234,7 +234,7 @@ def test_double_backward_through_a_chain(block, x):
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_autocast(block, x, low):
-    """Products in the low dtype, one cast for both siblings, and the same bits with recipes and without."""
+    """Products in the low dtype, one cast for both siblings, and the same bits with and without recipes."""
 
     def forward(x):
         with torch.autocast(x.device.type, dtype=low):
@@ -265,14 +265,14 @@ def test_frozen_weights_keep_nothing(block, x):
     "way", ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "tensor_parallel"))]
 )
 def test_parallelised(way, tmp_path):
-    """fsdp2: a norm in a group of its own; its weight is gone in the consumer's backward, the recipe holds a copy."""
+    """fsdp2: a norm in a group of its own. Its weight is gone in the consumer's backward; the recipe holds a copy."""
     ranks.run(Path(__file__).parent / "workers" / "parallel.py", "main", 2, tmp_path, timeout=120, way=way)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_rebuilt_into_a_cast(norm, low, device, monkeypatch, rebuilt):
-    """A norm rebuilds what a consumer cast, without the wide tensor in between: the same bits."""
+    """A norm rebuilds its output directly in the consumer's dtype, without the wide tensor: the same bits."""
     x = torch.randn(64, 1025, device=device, requires_grad=True)
     weight = nn.Parameter(torch.randn(1025, device=device))
     y = getattr(hfnn.functional, norm)(x, (1025,), weight, prefer="memory")
@@ -289,7 +289,7 @@ def test_rebuilt_into_a_cast(norm, low, device, monkeypatch, rebuilt):
 @pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize("dtype, low", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)], ids=str)
 def test_a_wide_gelu_is_rebuilt_into_a_cast(form, dtype, low, device):
-    """What answers in float32 to a narrow input, as authors' GELUs do under autocast."""
+    """A GELU that returns float32 for a narrow input, as authors' GELUs do under autocast."""
     x = torch.randn(64, 1025, device=device).mul(3).to(dtype).requires_grad_()
     y = hfnn.ops.OPS["gelu"].fused(x, torch.float32, "memory", approximate=form)
     dy = torch.randn_like(y)

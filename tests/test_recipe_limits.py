@@ -1,4 +1,4 @@
-"""Where recipes end: at a checkpoint, at hooks of saved tensors, at a buffer, and with the producer's backward."""
+"""Limits of recipes: at a checkpoint, at hooks of saved tensors, at a buffer, and at the producer's backward."""
 
 import contextlib
 import gc
@@ -79,7 +79,7 @@ def test_checkpoints_change_no_gradient(way, hooks, modules):
 
 
 def test_a_checkpointed_result_keeps_nothing_but_itself():
-    """The norm's input goes with the region that made it, although its result lives on."""
+    """The norm's input is freed with the checkpointed region, although the region's result lives on."""
     inner, outer = build(linear, norm), build(linear)
     sources = []
     inner[0].register_forward_hook(lambda module, args, y: sources.append(weakref.ref(y.untyped_storage())))
@@ -90,7 +90,7 @@ def test_a_checkpointed_result_keeps_nothing_but_itself():
 
 
 def test_a_checkpointed_result_keeps_no_argument_after_backward():
-    """Nor by the hooks of the region, which hold what it is repeated with."""
+    """Nor do the region's hooks, which hold the arguments for recomputation."""
     first, region = build(linear), build(norm)
     h = first(torch.randn(ROWS, WIDTH))
     argument = weakref.ref(h.untyped_storage())
@@ -102,7 +102,7 @@ def test_a_checkpointed_result_keeps_no_argument_after_backward():
 
 
 def test_what_was_rebuilt_for_a_checkpoint_is_gone_with_it(rebuilt):
-    """The norm outside, its consumer inside: nobody is left to wait for."""
+    """The norm outside, its consumer inside: no further consumer is waited for."""
     outer, inner = build(norm), build(linear, nn.GELU, linear)
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     alive = []
@@ -138,7 +138,7 @@ def test_a_turned_head_that_is_kept_keeps_no_source_after_backward():
 
 
 def test_what_a_backward_rebuilt_that_failed_is_not_anothers(rebuilt):
-    """The next one rebuilds it: nobody knows what has happened since."""
+    """The next backward rebuilds it, because anything may have happened since."""
     model, (first, second) = build(linear, nn.GELU), (build(linear), build(linear))
     y = model(torch.randn(ROWS, WIDTH))
     z = first(y)
@@ -154,11 +154,11 @@ def test_what_a_backward_rebuilt_that_failed_is_not_anothers(rebuilt):
 @pytest.mark.parametrize("refill", [torch.Tensor.copy_, lambda x, new: x.numpy().__setitem__(..., new.numpy())])
 @pytest.mark.parametrize("modules", [(nn.GELU, linear), (nn.SiLU, linear), (norm, linear)])
 def test_an_input_buffer_may_be_filled_anew(modules, refill):
-    """One buffer for all micro-batches, one backward: what is no part of the graph is no source."""
+    """One buffer for all micro-batches, one backward: a tensor outside the graph is no source."""
 
     def step(converted):
         model, x = build(*modules, converted=converted), torch.zeros(ROWS, WIDTH)
-        model[0].requires_grad_(refill is not torch.Tensor.copy_)  # torch's norm keeps x for its weight's
+        model[0].requires_grad_(refill is not torch.Tensor.copy_)  # torch's norm keeps x for its weight's gradient
         losses = []
         for i in range(3):
             refill(x, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)))
@@ -169,7 +169,7 @@ def test_an_input_buffer_may_be_filled_anew(modules, refill):
 
 
 def test_consumers_in_two_dtypes_share_nothing_wrong():
-    """A Linear under autocast and a norm: each has the tensor in its own dtype."""
+    """A Linear under autocast and a norm: each gets the tensor in its own dtype."""
     model = build(norm, linear, norm)
 
     def run(x):
@@ -201,7 +201,7 @@ def test_of_a_tensor_with_a_recipe_no_cast_outlives_the_call():
 
 @pytest.mark.parametrize("module", [norm, nn.GELU, nn.SiLU])
 def test_one_half_is_consumed_as_the_other(module):
-    """A producer in float16, its consumer under an autocast of bfloat16."""
+    """A producer in float16, its consumer under bfloat16 autocast."""
     model = build(module, linear)
 
     def run(x):
@@ -216,7 +216,7 @@ def test_one_half_is_consumed_as_the_other(module):
 
 @pytest.mark.parametrize("modules", [(norm, linear), (linear, nn.GELU, linear), (norm, nn.Dropout, linear)])
 def test_hooks_see_each_source_once(modules):
-    """At the producer, where they give it back once in a backward; what the consumer rebuilds they never see."""
+    """At the producer, where each is unpacked once per backward. Hooks never see what the consumer rebuilds."""
     model, packed, unpacked = build(*modules), [], []
     outputs = []
     for module in list(model)[:-1]:
@@ -240,7 +240,7 @@ def test_hooks_see_each_source_once(modules):
 
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_second_loss_after_the_producers_backward(amp):
-    """The gradients of the other consumer's weights are there, as in torch, and no way through the first graph."""
+    """As in torch, the other consumer's weights get gradients, and the first graph cannot be passed again."""
 
     def run(recipes):
         model, first, second = build(linear, nn.GELU), build(linear), build(linear)
@@ -282,7 +282,7 @@ def test_without_its_consumer_nothing_is_left(rebuilt):
 @pytest.mark.parametrize("modules", [(norm, linear), (nn.GELU, linear), (norm, nn.Dropout, linear, nn.SiLU, linear)])
 @pytest.mark.parametrize("retain", [True, False])
 def test_weight_gradients_later(retain, modules):
-    """First those of the inputs, then those of the weights; the producer runs in both, or is gone in the second."""
+    """First the inputs' gradients, then the weights'. The producer runs in both passes, or is freed in the second."""
     model = build(*modules)
 
     def run(recipes):
@@ -300,7 +300,7 @@ def test_weight_gradients_later(retain, modules):
 
 @pytest.mark.parametrize("modules", [(norm, linear), (nn.GELU, linear), (nn.GELU, norm), (nn.GELU, nn.SiLU)])
 def test_a_kept_output_keeps_nothing(modules):
-    """Neither what its producer saved, nor what that was rebuilt of."""
+    """Neither what its producer saved, nor the sources of its recipe."""
     model = build(linear, *modules)
     x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     outputs = []
@@ -348,7 +348,7 @@ def test_an_output_written_to_after_it_was_taken_is_an_error(modules):
 
 @pytest.mark.parametrize("modules, amp", [((norm, linear), True), ((nn.GELU, nn.Dropout), False)])
 def test_where_torch_keeps_no_output_it_may_be_written_to(modules, amp):
-    """What is kept is a cast, or a mask."""
+    """Only a cast, or a mask, is kept."""
 
     def run(write):
         model = build(*modules)

@@ -1,4 +1,4 @@
-"""Residual connections as modules: what is recognised, what is not, and what a converted one does."""
+"""Residual connections as modules: which are recognised, which are not, and what a converted one does."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from hfnn.patterns.subclass import is_converted, title
 
 
 class PostNorm(nn.Module):
-    """BERT's, in the words of transformers."""
+    """BERT's, as in transformers."""
 
     def __init__(self, inner=64, p=0.1):
         super().__init__()
@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
 
 class Functional(PostNorm):
-    """Other words for the same."""
+    """The same, written differently."""
 
     def forward(self, x, residual):
         x = nn.functional.dropout(self.dense(x), self.dropout.p, self.training)
@@ -72,7 +72,7 @@ class PreNorm(PostNorm):
 
 
 class NoResidual(Plain):
-    """ViTSelfOutput: the residual is somebody else's."""
+    """ViTSelfOutput: the residual is added elsewhere."""
 
     def forward(self, x, residual):
         return self.dropout(self.dense(x))
@@ -89,7 +89,7 @@ class Detached(Plain):
 
 
 class Wide(PostNorm):
-    """Right in float32 and float64 alone."""
+    """Right in float32 and float64 only."""
 
     def forward(self, x, residual):
         y = self.dropout(self.dense(x))
@@ -204,14 +204,14 @@ def fused(m, *args, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", SITES)
 def test_results(make, dtype):
-    """Without dropout within rounding of the author's code; in eval as well."""
+    """Without dropout, within rounding of the author's code; in eval, too."""
     for training, p in ((True, 0.0), (False, 0.1)):
         m = make(p=p).to(dtype).train(training)
         x, r = tensors(dtype)
         theirs = run(m, x, r)
         hfnn.convert(m, prefer="memory")
         ours = run(m, x, r)
-        assert fused(m, x, r) or make is Plain  # which is torch.add then
+        assert fused(m, x, r) or make is Plain  # which runs torch.add
         for got, want in zip(ours, theirs, strict=True):
             assert got.dtype is want.dtype
             assert hfnn.testing.error(got, want.double()).l2 < 4 * torch.finfo(dtype).eps
@@ -219,7 +219,7 @@ def test_results(make, dtype):
 
 @pytest.mark.parametrize("make", SITES)
 def test_dropout(make):
-    """A mask of the draw that hfnn.dropout makes, on the dense output alone."""
+    """The mask of hfnn.dropout's draw, on the dense output alone."""
     m = hfnn.convert(make(p=0.4), prefer="memory")
     x, r = tensors()
     ours = run(m, x, r)
@@ -227,7 +227,7 @@ def test_dropout(make):
     own = type(m)._hfnn_original.forward  # the author's code, with hfnn's parts
     torch.manual_seed(3)
     y = own(m, x, r)
-    if make is Functional:  # torch's own draw in there
+    if make is Functional:  # draws with torch's dropout
         return
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     wanted = y, *torch.autograd.grad(y, [x, r, *m.parameters()], dy)
@@ -246,7 +246,7 @@ def test_autocast():
 
 
 def test_hooks_are_called():
-    """On a part that would not be called, the class's own code runs; on the others nothing changes."""
+    """A hook on a part that would be skipped makes the class's own code run; other hooks change nothing."""
     x, r = tensors()
     for part in ("dropout", "LayerNorm"):
         for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
@@ -308,7 +308,7 @@ def test_copies_and_files():
 
 
 def test_saves_the_sum_alone():
-    """Of a site with dropout: dense's input, the sum, statistics and a seed; torch keeps a mask besides."""
+    """A site with dropout keeps dense's input, the sum, statistics and a seed; torch also keeps a mask."""
     m = PostNorm().bfloat16()
     x, r = (torch.randn(4, 64, n, dtype=torch.bfloat16, requires_grad=True) for n in (64, 32))
     kept = [hfnn.memory.saved_bytes(lambda: m(x * 1, r * 1)).total]
@@ -319,7 +319,7 @@ def test_saves_the_sum_alone():
 
 
 def test_transformers():
-    """BERT's classes are read, and the converted model is right."""
+    """BERT's classes are recognised, and the converted model is right."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.BertConfig(**sizes, vocab_size=50, max_position_embeddings=16, hidden_dropout_prob=0.0)

@@ -1,4 +1,4 @@
-"""torch's tools do with a converted model what they do with torch's: fx, jit.script, quantisation, export, "meta"."""
+"""torch's tools work on a converted model as on the original: fx, jit.script, quantisation, export, "meta"."""
 
 import warnings
 
@@ -36,7 +36,7 @@ def pair(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_fx(name):
-    """The same graph; what it calls is hfnn's module still."""
+    """The same graph, which still calls hfnn's modules."""
     (plain, converted), x = pair(name), torch.randn(2, 4, 8)
     graphs = [torch.fx.symbolic_trace(model) for model in (plain, converted)]
     nodes = [[(node.op, node.target) for node in graph.graph.nodes] for graph in graphs]
@@ -45,7 +45,7 @@ def test_fx(name):
 
 
 class Pool(nn.AvgPool2d):
-    """A user's class is traced into, as it is without hfnn."""
+    """fx traces into a user's class, as without hfnn."""
 
 
 @pytest.mark.parametrize("prefer", ["auto", "memory"])
@@ -69,7 +69,7 @@ def test_script(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantise():
-    """Every linear map is quantised, and in a copy: the model itself stays converted."""
+    """Every linear map is quantised, in a copy; the model itself stays converted."""
     model = hfnn.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval())
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     assert [type(m).__module__.startswith("torch.ao.nn.quantized") for m in quantised] == [True, False, True]
@@ -135,7 +135,7 @@ GIVEN = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_masks_without_numbers(attention, place, given):
-    """What has a shape alone is not looked into: transformers' mask, or its error."""
+    """Tensors without values are not read: transformers' mask, or its error."""
     found = []
     for model in (llama(), hfnn.convert(llama(), prefer="memory")):
         model.set_attn_implementation(attention)

@@ -1,8 +1,8 @@
-"""transformers.Trainer, unmodified, on a converted model: it trains, evaluates and scores as on the plain one.
+"""transformers.Trainer, unmodified, on a converted model: it trains, evaluates and scores as with the plain one.
 
-Whether a converted run of 200 steps is as good as a plain one is judged as in examples/train_gpt.py: its losses lie in
-a band around those of a plain run, as wide as correct runs differ from each other. Here they differ in their seeds
-(order of the data and dropout masks) and, for a narrower band, in their dropout masks alone.
+A converted run of 200 steps is judged as in examples/train_gpt.py: its losses lie in a band around a plain run's. The
+band is as wide as the differences between correct runs. These differ in their seeds (order of the data and dropout
+masks) or, for a narrower band, only in their dropout masks.
 """
 
 import statistics
@@ -20,10 +20,10 @@ from hfnn.deferred.logits import Deferred
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.filterwarnings("default")  # whatever transformers and accelerate warn of is theirs
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of transformers and accelerate
 
 SEQ, STEPS, SEEDS = 64, 200, (0, 1, 2)
-LAST = 10  # losses of single batches scatter: the first and the last loss are means of this many steps
+LAST = 10  # losses of single batches scatter, so the first and the last loss are means of this many steps
 SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": SEQ, "attn_pdrop": 0.0}
 
 
@@ -38,7 +38,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def rows():
-    """Bytes of the standard library's sources, a row each SEQ."""
+    """Bytes of the standard library's sources, in rows of SEQ."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
     text = np.frombuffer(b"".join(path.read_bytes() for path in paths)[: 2200 * SEQ], np.uint8)
     tokens = torch.from_numpy(text[: len(text) // SEQ * SEQ].copy()).long().view(-1, SEQ)
@@ -83,7 +83,7 @@ def gaps(a, b) -> list[float]:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """One entry for each call of linear_cross_entropy."""
+    """One entry per call of linear_cross_entropy."""
     seen, function = [], hfnn.functional.linear_cross_entropy
 
     def counted(*args, **kwargs):
@@ -104,7 +104,7 @@ def test_losses_lie_in_the_band_of_seeds(rows, tmp_path, calls):
     gap, between = gaps(plain[0], found), [gaps(plain[0], other) for other in plain[1:]]
     assert max(gap) <= max(map(max, between)), "outside the band of seeds"
     assert statistics.fmean(gap) <= min(map(statistics.fmean, between))
-    # Correct runs on the same batches are closer: hfnn's masks are not torch's, though, so the band is not of width 0.
+    # Correct runs on the same batches are closer. hfnn's masks are not torch's, so the band is not of width 0.
     assert statistics.fmean(gap) <= max(gaps(plain[0], masks)), "outside the band of dropout masks"
     for run in (*plain, found):
         assert statistics.fmean(run[-LAST:]) < statistics.fmean(run[:LAST]) - 1  # it learns
@@ -116,14 +116,14 @@ def test_without_dropout_only_rounding_differs(rows, tmp_path, calls):
 
 
 def test_accumulation_and_label_smoothing(rows, tmp_path):
-    """num_items_in_batch counts over the accumulated batches; with smoothing, Trainer computes the loss itself."""
+    """num_items_in_batch counts all accumulated batches. With smoothing, Trainer computes the loss itself."""
     for how in ({"gradient_accumulation_steps": 3}, {"label_smoothing_factor": 0.1}, {"bf16": True}):
         runs = [losses(trainer(build(0.0, converted), rows, tmp_path, steps=6, **how)) for converted in (False, True)]
         assert max(gaps(*runs)) <= (2e-2 if "bf16" in how else 1e-4), (how, runs)
 
 
 def test_evaluation(rows, tmp_path):
-    """The logits that metrics are made of are the plain ones; where no one asks for them, none are computed."""
+    """Metrics get the plain model's logits; where nothing asks for logits, none are computed."""
 
     def metrics(prediction):
         logits, labels = prediction
@@ -146,7 +146,7 @@ def test_evaluation(rows, tmp_path):
 
 
 def test_signature_columns(rows, tmp_path):
-    """Trainer keeps the columns that forward names, and asks whether forward takes num_items_in_batch."""
+    """Trainer keeps the columns that forward names, and checks whether forward takes num_items_in_batch."""
     runs = [trainer(build(0.0, converted), rows, tmp_path) for converted in (False, True)]
     for run in runs:
         run._set_signature_columns_if_needed()
@@ -159,7 +159,7 @@ def test_signature_columns(rows, tmp_path):
 
 
 def _sentences(count: int, seed: int):
-    """Rows of different lengths, with a class each."""
+    """Rows of different lengths, each with a class."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 9, (count,), generator=generator).tolist()
     ids = [torch.randint(5, 64, (n,), generator=generator).tolist() for n in lengths]
@@ -183,7 +183,7 @@ def _classifier(capture: bool):
 
 
 def _story(tmp_path, capture: bool):
-    """What a run logs that evaluates, saves, is resumed, clips gradients and accumulates; and how often it replayed."""
+    """A run's log, with evaluation, saving, resumption, gradient clipping and accumulation; and its replay counts."""
     how = {
         "steps": 24,
         "logging_steps": 1,
@@ -206,7 +206,7 @@ def _story(tmp_path, capture: bool):
 
 
 def test_a_captured_model_logs_what_it_logs_otherwise(tmp_path):
-    """Graphs are played on the CPU: not a bit may differ."""
+    """Played graphs on the CPU: results are bitwise equal."""
     with played():
         plain, _, _ = _story(tmp_path / "plain", False)
         ours, replays, run = _story(tmp_path / "captured", True)
@@ -216,7 +216,7 @@ def test_a_captured_model_logs_what_it_logs_otherwise(tmp_path):
 
 @pytest.mark.parametrize("choice", ["stock", "converted"])
 def test_tune_callback(rows, tmp_path, monkeypatch, choice):
-    """The model is tuned, and trains as it would have without: on the same rows, from the same weights."""
+    """The tuned model trains as it would have without: on the same rows, from the same weights."""
     from hfnn.adapters.trainer import TuneCallback
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Hugging Face models, tiny and with random weights: converted, trained, saved, and nothing else is noticed."""
+"""Hugging Face models, tiny and with random weights: converted, trained and saved with no other change."""
 
 import io
 import re
@@ -26,7 +26,7 @@ DECODER = {
 }
 ENCODER = {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "head_dim")}
 
-# model -> (its config, arguments)
+# model -> (config, arguments)
 MODELS = {
     "GPT2LMHeadModel": (
         "GPT2Config",
@@ -60,9 +60,9 @@ MODELS = {
     "ViTForImageClassification": ("ViTConfig", ENCODER | {"image_size": 32, "patch_size": 8}),
 }
 
-# Those that are put through everything. What each becomes is written in families.txt.
+# These run all tests. families.txt lists what each becomes.
 THOROUGH = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM")
-# What is left alone in any of the models, by class. Whatever else appears there must be looked at.
+# Classes that are left alone in any of the models. Any other must be examined.
 LEFT = r"Embedding|ReLU|Tanh|Identity"
 
 
@@ -84,13 +84,13 @@ def run(model, batch):
     loss = out.logits.square().mean() if out.loss is None else out.loss
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    # A copy: logits are computed when they are read, which must be before the weights change.
+    # A copy: logits are computed when read, which must happen before the weights change.
     return {"logits": out.logits.detach().clone(), **{n: g for n, g in zip(named, grads, strict=True) if g is not None}}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_accuracy_and_revert(name):
-    """float32: within the rule, through the kernels; back again: the same bits, the same classes and state dict."""
+    """float32: within the accuracy rule, through the kernels. After revert: the same bits, classes and state dict."""
     model, batch = build(name), inputs(name)
     classes, keys, wanted = [type(m) for m in model.modules()], list(model.state_dict()), run(model, batch)
     hfnn.convert(model, prefer="memory")
@@ -125,7 +125,7 @@ def test_recipes_change_no_bit(name):
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_autocast(name):
-    """bfloat16 autocast: same dtypes, and the error against float64 of torch's own size."""
+    """bfloat16 autocast: the same dtypes, and errors against float64 as large as torch's."""
     model, batch = build(name), inputs(name)
 
     def under_autocast():
@@ -145,7 +145,7 @@ def test_autocast(name):
 
 @pytest.mark.parametrize("name", THOROUGH)
 def test_saves_memory(name):
-    """A converted model keeps less, on a batch where the activations matter."""
+    """A converted model keeps less, on a batch whose activations matter."""
     model, batch = build(name), inputs(name)
 
     def kept():
@@ -157,7 +157,7 @@ def test_saves_memory(name):
 
 
 def test_training_with_dropout():
-    """One seed, one result; and a step of an optimizer goes through."""
+    """One seed gives one result, and an optimizer step works."""
     model, batch = hfnn.convert(build("GPT2LMHeadModel"), prefer="memory").train(), inputs("GPT2LMHeadModel")
     results = []
     for seed in (1, 1, 2):
@@ -185,7 +185,7 @@ def test_gradient_checkpointing():
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "BloomForCausalLM"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_with_dropout(name, use_reentrant):
-    """Their layers call torch.nn.functional.dropout: computed again, they draw the masks of the first time."""
+    """Their layers call torch.nn.functional.dropout; recomputation draws the same masks."""
     model, batch = hfnn.convert(build(name), prefer="memory").train(), inputs(name)
     assert any(re.fullmatch(r"hfnn .*dropout.* inside", row.to) for row in hfnn.report(model).swapped)
 
@@ -210,7 +210,7 @@ def test_gradient_checkpointing_with_dropout(name, use_reentrant):
 
 
 def test_save_and_load(tmp_path):
-    """save_pretrained writes what it would write; what is loaded is transformers' own, and converts again."""
+    """save_pretrained writes the usual files. The loaded model is transformers' own, and converts again."""
     model, batch = hfnn.convert(build("LlamaForCausalLM"), prefer="memory"), inputs("LlamaForCausalLM")
     wanted = run(model, batch)
     model.save_pretrained(tmp_path)
@@ -234,7 +234,7 @@ def test_generate():
 
 
 def test_hidden_states():
-    """transformers collects these through hooks of its own."""
+    """transformers collects these with hooks of its own."""
     model, batch = build("LlamaForCausalLM"), inputs("LlamaForCausalLM")
     wanted = model(**batch, output_hidden_states=True).hidden_states
     found = hfnn.convert(model, prefer="memory")(**batch, output_hidden_states=True).hidden_states

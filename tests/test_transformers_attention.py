@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models, tiny and with random weights: through hfnn's, and nothing else is noticed."""
+"""Attention of Hugging Face models, tiny and with random weights: runs through hfnn's, with no other change."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ WIDTHS = {
 GROUPED = WIDTHS | {"num_key_value_heads": 2, "head_dim": 8}
 ENCODER = WIDTHS | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ALTERNATING = GROUPED | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-EAGER = {"attn_implementation": "eager"}  # what newer versions choose for it
+EAGER = {"attn_implementation": "eager"}  # the default of newer versions for it
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "dropout_rate": 0.0}
 WHISPER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "max_source_positions": 16}
 WHISPER |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "bos_token_id": 1}
 GPT2 |= {"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
-# name -> (model, its config, arguments)
+# name -> (model, config, arguments)
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
@@ -104,7 +104,7 @@ class Seen(nn.Module):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """How often the C++ kernel has run forward and backward; and nothing else may."""
+    """How often the C++ kernel ran forward and backward. No other kernel may run."""
     kernel, count = next(k for k in room.OP.kernels if k.name == "cpp"), {"forward": 0, "backward": 0, "calls": []}
     for name in ("forward", "backward"):
         function = getattr(kernel, name)
@@ -131,7 +131,7 @@ CASES = [(name, kind) for name, kind in CASES if kind == "none" or name not in (
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_accuracy(name, kind, ran):
-    """float32: logits that count and all gradients within the rule, each attention by the kernel."""
+    """float32: logits that count and all gradients are within the accuracy rule, each attention by the kernel."""
     model, batch = build(name), inputs(name, kind)
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
     model = Seen(hfnn.convert(model, only=lambda _, m: hasattr(m, "config")), mask)
@@ -143,7 +143,7 @@ def test_accuracy(name, kind, ran):
 
 
 def test_nothing_dense(ran):
-    """What a dense mask would say is said in numbers."""
+    """Arguments describe the mask; no dense mask is passed."""
     for name, kind, wanted in (
         ("llama", "none", {"is_causal"}),
         ("llama", "right", {"window", "lengths"}),
@@ -159,10 +159,10 @@ def test_nothing_dense(ran):
             assert given - {"enable_gqa", "prefer", "dropout_p", "scale"} == wanted, (name, kind)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3"])  # GPT-OSS does not look at positions
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3"])  # GPT-OSS ignores positions
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed(name, rows, ran):
-    """Sequences behind one another, told by their positions: none sees another, and there is no mask."""
+    """Packed sequences, known by their positions: none sees another, and there is no mask."""
     model, ids = build(name), inputs(name)["input_ids"][:rows]
     positions = torch.stack([torch.cat([torch.arange(n) for n in s]) for s in ((3, 9, 2), (8, 6))])[:rows]
     model = hfnn.convert(model, only=lambda _, m: hasattr(m, "config"))
@@ -173,7 +173,7 @@ def test_packed(name, rows, ran):
 
 
 def test_packed_by_starts(ran):
-    """The collator's cu_seq_lens alone: sequences do not see each other, as with flash attention."""
+    """Given only the collator's cu_seq_lens, sequences do not see each other, as in flash attention."""
     model, ids = hfnn.convert(build("mistral")), inputs("mistral")["input_ids"][:1]
     starts = torch.tensor([0, 8, TOKENS], dtype=torch.int32)
     how = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
@@ -207,7 +207,7 @@ def test_generate_encoder_decoder():
 
 
 def test_dropout(ran):
-    """Each draw is another one, the mean is the result without, and a seed repeats it; in eval there is none."""
+    """Draws differ, their mean is the result without dropout, a seed repeats a draw, and eval has none."""
     model, batch = build("llama", attention_dropout=0.3), inputs("llama", "right")
     module, hidden = model.model.layers[0].self_attn, torch.randn(2, TOKENS, 32)
     angles = model.model.rotary_emb(hidden, torch.arange(TOKENS)[None])
@@ -230,7 +230,7 @@ def test_dropout(ran):
 
 
 def test_four_dimensional_masks(ran):
-    """A mask of the user's own, boolean or of numbers."""
+    """A mask of the user's own, boolean or floating-point."""
     model, ids = build("llama"), inputs("llama")["input_ids"]
     seen = torch.rand(2, 1, TOKENS, TOKENS) > 0.4
     seen |= torch.eye(TOKENS, dtype=torch.bool)
@@ -244,7 +244,7 @@ def test_four_dimensional_masks(ran):
 
 @pytest.mark.parametrize("kinds", [("holes", "left"), ("right", "holes"), ("left", "right")])
 def test_a_users_mask_may_be_filled_anew(kinds, ran):
-    """By what moves no version: each forward goes by what it holds then."""
+    """Writes that change no version: each forward uses the current contents."""
     mine, other = hfnn.convert(build("llama"), only=lambda _, m: hasattr(m, "config")), build("llama")
     batch = inputs("llama") | {"attention_mask": torch.ones(2, TOKENS, dtype=torch.bool)}
     for kind in kinds:
@@ -259,7 +259,7 @@ def test_all_layers_share_what_is_made_of_a_mask(kind, what, ran, monkeypatch):
     made, make = [], getattr(room_mask, what)
     monkeypatch.setattr(room_mask, what, lambda *args: made.append(args) or make(*args))
     model = hfnn.convert(build("llama"))
-    if kind == "own":  # a rule that hfnn cannot read
+    if kind == "own":  # a rule that hfnn cannot parse
         monkeypatch.setattr(masks, "read", lambda function: None)
     model(**inputs("llama", "right" if kind == "own" else kind))
     assert len(made) == 1 and ran["forward"] == 2

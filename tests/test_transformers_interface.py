@@ -1,4 +1,4 @@
-"""How transformers comes to hfnn's attention: configs, masks and names; what is refused; and the way back."""
+"""How transformers reaches hfnn's attention: configs, masks and names; what is refused; and revert."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_soft_cap_on_sdpa():
-    """What transformers' sdpa does with a soft cap, refuse it or pass over it, is what hfnn does in its place."""
+    """hfnn does with a soft cap what transformers' sdpa does: refuses or ignores it."""
     model, batch = build("gemma2"), inputs("gemma2", "right")
     model.config._attn_implementation_internal = "sdpa"
     try:
@@ -39,7 +39,7 @@ def test_soft_cap_on_sdpa():
 
 
 def test_only_this_model():
-    """Two models share a config: what is converted is one of them, and it alone reads "hfnn" from it."""
+    """Two models share a config. Only the converted one reads "hfnn" from it."""
     config = transformers.LlamaConfig(**GROUPED)
     mine, other = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
     attention.register()
@@ -59,7 +59,7 @@ def test_only_this_model():
 
 
 def test_another_choice():
-    """Whoever names another implementation gets that one."""
+    """Naming another implementation selects it."""
     model, batch = hfnn.convert(build("llama")), inputs("llama", "left")
     wanted = model(**batch).logits
     model.set_attn_implementation("eager")  # the config says so; hfnn takes eager attention's place, too
@@ -74,7 +74,7 @@ def test_another_choice():
 
 
 def test_weights():
-    """output_attentions gives what it gave: the weights of eager attention, a warning from sdpa."""
+    """output_attentions works as before: eager attention returns the weights, sdpa warns."""
     for name, how in (("gemma2", {}), ("gpt_oss", {}), ("llama", {"attn_implementation": "eager"})):
         model, batch = build(name, **how), inputs(name, "right")
         wanted = model(**batch, output_attentions=True)
@@ -89,7 +89,7 @@ def test_weights():
 
 
 def test_skipped_modules_get_the_mask_they_know():
-    """A module that is left alone in a converted model: eager attention adds numbers, sdpa reads booleans."""
+    """A skipped module in a converted model: eager attention adds a float mask, sdpa takes booleans."""
     for name in ("gemma2", "gpt_oss", "mistral", "bert"):
         model, batch = build(name), inputs(name, "right")
         wanted = model(**batch).logits
@@ -138,7 +138,7 @@ def test_unknown_masks_are_dense():
 
 
 def test_a_view_of_the_users_mask_is_the_users():
-    """It may be filled anew by what moves no version, and is packed at each call."""
+    """Its contents may change without a new version, so it is packed at each call."""
     given = torch.ones(2, 8, dtype=torch.bool)
     view, packed = masks._dense(given[:, None, None], given), []
     for value in (True, False):
@@ -148,7 +148,7 @@ def test_a_view_of_the_users_mask_is_the_users():
 
 
 def test_copies_and_files():
-    """deepcopy, torch.save and save_pretrained know the config, and not the view."""
+    """deepcopy, torch.save and save_pretrained include the config but not the view."""
     model, batch = hfnn.convert(build("gemma2")), inputs("gemma2", "right")
     wanted = model(**batch).logits
     for again in (copy.deepcopy(model), _through_file(model)):
@@ -169,7 +169,7 @@ def _through_file(model):
 
 
 def test_refusals():
-    """What is not transformers' attention is left alone, and the report says why."""
+    """Other attention is left alone, with a reason in the report."""
     model = build("gpt2", attn_implementation="eager")
     why = attention.recognise(model.transformer.h[0].attn)
     assert isinstance(why, Refusal) and "something else where the implementation is 'eager'" in str(why)
@@ -183,7 +183,7 @@ def test_refusals():
 
 
 def test_eager_attention_is_proved(monkeypatch):
-    """A file whose eager attention computes something else keeps it."""
+    """If a file's eager attention computes something else, it is kept."""
     model = build("gemma2")
     file = transformers.models.gemma2.modeling_gemma2
     own = file.eager_attention_forward
@@ -193,7 +193,7 @@ def test_eager_attention_is_proved(monkeypatch):
 
     monkeypatch.setattr(file, "eager_attention_forward", eager_attention_forward)
     monkeypatch.setattr(attention, "_proofs", {})
-    monkeypatch.setattr(attention, "eager_of", attention.eager_of.__wrapped__)  # nothing is kept of it
+    monkeypatch.setattr(attention, "eager_of", attention.eager_of.__wrapped__)  # without the cached result
     why = attention.recognise(model.model.layers[0].self_attn)
     assert isinstance(why, Refusal) and "computes something else" in str(why)
 
@@ -204,7 +204,7 @@ def test_report():
 
 
 def test_rotary_that_casts_back():
-    """OLMo's angles are float32 and its queries are not, whatever they are multiplied with."""
+    """OLMo's angles are float32 and its queries are not; the result has the queries' dtype."""
     config = transformers.OlmoConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, eos_token_id=1
     )
@@ -219,13 +219,13 @@ def test_rotary_that_casts_back():
 
 @pytest.mark.parametrize("converted_under", [None, "cpp", "torch"])
 def test_rotary(converted_under, monkeypatch):
-    """Turned by hfnn's kernel in the converted model's own code, and nowhere else; what turns otherwise is left."""
+    """The converted model's own code rotates with hfnn's kernel; other models, and other rotations, are left alone."""
     kernel, turned = next(k for k in rope.OP.kernels if k.name == "cpp"), []
     function = kernel.forward
     monkeypatch.setitem(vars(kernel), "forward", lambda *args: turned.append(args) or function(*args))
     file = transformers.models.llama.modeling_llama
     own = file.apply_rotary_pos_emb
-    monkeypatch.setattr(subclass, "_made", weakref.WeakValueDictionary())  # nothing is known of the class
+    monkeypatch.setattr(subclass, "_made", weakref.WeakValueDictionary())  # no cached proofs of the class
     for known in (rotary._place, rotary.calls):
         monkeypatch.setattr(rotary, known.__name__, known.__wrapped__)
     mine, other, batch = build("llama"), build("llama"), inputs("llama")
@@ -237,17 +237,17 @@ def test_rotary(converted_under, monkeypatch):
         wanted = other(**batch).logits
         assert len(turned) == 2
         mine(**batch).logits.sum().backward()
-        assert len(turned) == 6  # two of forward, two of backward
+        assert len(turned) == 6  # two in forward, two in backward
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     cohere = transformers.CohereConfig(**(WIDTHS | {"num_key_value_heads": 2}))
     assert rotary.calls(type(transformers.CohereModel(cohere).layers[0].self_attn)) is None
 
 
 def test_by_name():
-    """Registered under transformers' own interface: a model may be built with it."""
+    """Registered under transformers' own interface: a model can be built with this name."""
     for name in ("llama", "gemma2"):
         model, batch = build(name), inputs(name, "left")
-        attention.register()  # does what it says once transformers' models are imported
+        attention.register()  # has an effect once transformers' models are imported
         wanted = model(**batch).logits
         named = build(name, attn_implementation="hfnn")
         assert named.config._attn_implementation == "hfnn"
@@ -258,7 +258,7 @@ def test_by_name():
 
 
 def test_compiled():
-    """Under torch.compile the implementation that the model had, in one graph."""
+    """Under torch.compile the model's former implementation runs, in one graph."""
     for name in ("llama", "gemma2"):
         model, batch = hfnn.convert(build(name)), {"input_ids": inputs(name)["input_ids"], "use_cache": False}
         wanted = model(**batch).logits
@@ -280,5 +280,5 @@ torch.testing.assert_close(got, want)
 
 
 def test_a_model_with_masks_of_its_own():
-    """Its file does not import transformers' masks: the name of the attention is known all the same."""
+    """Its file does not import transformers' masks; the attention's name is known nevertheless."""
     subprocess.run([sys.executable, "-c", WITHOUT_MASKS], check=True, timeout=120)

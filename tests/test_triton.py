@@ -1,4 +1,4 @@
-"""The Triton kernels: what they compute (by Triton's interpreter where there is no GPU) and what they compile to."""
+"""The Triton kernels: what they compute (in Triton's interpreter where there is no GPU) and what they compile to."""
 
 import importlib
 import json
@@ -57,19 +57,20 @@ def test_compiles_without_spilling(arguments, tmp_path):
 
     assert {launch["kernel"] for launch in launches} == set(entry_kernels())
     for launch in launches:
-        # Tiles of attention were chosen on Hopper; there both gradients of a block of keys fill the registers, and what
-        # spills a little is the fastest of what was tried. For other GPUs they are a guess, with what that spills.
+        # Attention's tiles were tuned on Hopper. There both gradients of a block of keys fill the registers, and a
+        # small spill is the fastest variant tried. For other GPUs the tiles are a guess, and the limit is their
+        # measured spill.
         spills = 0
         if launch["kernel"].startswith("attention"):
             spills = 1700 if arguments[0] != "90" else 256 if "keys" in launch["kernel"] else 0
         elif launch["kernel"] == "batch_norm.sums_kernel" and arguments[0] == "100":
-            spills = 8  # bytes: its tiles were chosen for Hopper, too
+            spills = 8  # bytes: its tiles were tuned on Hopper, too
         assert launch["LOCAL"] == 0 and launch["STACK"] <= spills, launch
         given = launch["given"]
-        # What promises to have tiles in flight has them, but for what may pass tiles over, and the copy engine's loads.
+        # Kernels that declare tiles in flight have them, except those that may skip tiles and those with TMA loads.
         if given.get("TMA") != "True" and given.get("tiles", "None") == "None":
             assert launch["ahead"] == (int(given.get("STAGES", 1)) > 1), launch
-        # Programs that add up parameter gradients all run at once, or the last ones would double the time.
+        # Programs that sum parameter gradients are all resident at once; a second wave would double the time.
         if launch["kernel"] == "rows.backward_kernel" and given["dx_RC"] != "None":
             assert launch["grid"][0] <= 132 * launch["resident"], launch
 
@@ -141,7 +142,7 @@ def test_rms_norm(rows, cols, dtypes, offset):
     y64 = torch.nn.functional.rms_norm(x64, (cols,), w64 + offset, 1e-2)
     y64.backward(dy.double())
     assert error(y, y64.detach()) < 2 * ROUNDING[dtypes[1]]
-    if cols > 1:  # of one column, dx is a difference of all but equal numbers
+    if cols > 1:  # with one column, dx is a difference of nearly equal numbers
         assert error(dx, x64.grad) < 3 * ROUNDING[dtypes[0]]
     assert error(dw, w64.grad) < 3 * ROUNDING[F32]
 
@@ -190,14 +191,14 @@ def test_gelu_of_every_16_bit_number(tanh):
     x64 = x.double()
     u = (2 / torch.pi) ** 0.5 * (x64 + 0.044715 * x64**3)
     exact = x64 * (torch.sigmoid(2 * u) if tanh else torch.special.erfc(-x64 / 2**0.5) / 2)
-    known = exact.abs() > 1e-37  # below, float32 has no exponents left
+    known = exact.abs() > 1e-37  # below, float32 loses precision or underflows
     assert ((y.double() - exact).abs() <= 1.02 * ROUNDING[BF16] * exact.abs())[known & exact.isfinite()].all()
-    assert torch.equal(y.isnan(), x.isnan() | (x == -torch.inf))  # -inf * 0, as by torch's formula
+    assert torch.equal(y.isnan(), x.isnan() | (x == -torch.inf))  # -inf * 0, as in torch's formula
     assert y[x == torch.inf].item() == torch.inf
 
 
 def philox(counter, key):
-    """The four words of Philox4x32-10 by the paper, in Python's integers."""
+    """The four words of Philox4x32-10 from the paper, in Python's integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         p, q = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57

@@ -1,4 +1,4 @@
-"""hfnn.tune: what it takes and refuses, and that a model is afterwards what it was."""
+"""hfnn.tune: what it accepts and refuses, and that it leaves the model unchanged."""
 
 import dataclasses
 import random
@@ -25,7 +25,7 @@ def own_file(tmp_path, monkeypatch):
 
 
 class Net(nn.Module):
-    """A bit of everything that has a state: running statistics, dropout, a gradient that is there already."""
+    """Several kinds of state: running statistics, dropout, an existing gradient."""
 
     def __init__(self, dropout=0.1):
         super().__init__()
@@ -46,7 +46,7 @@ def built(dropout=0.1):
 
 
 def batches(sizes=(4,) * 8):
-    """They draw from the generators of all, as loaders do."""
+    """Like loaders, they draw from all generators."""
     generator = torch.Generator().manual_seed(1)
     for n in sizes:
         torch.rand(1), random.random(), np.random.rand()
@@ -55,7 +55,7 @@ def batches(sizes=(4,) * 8):
 
 
 def image(model) -> dict:
-    """Everything that tune must leave as it was."""
+    """Everything that tune must leave unchanged."""
     found = {
         f"{name} {what}": v for name, t in model.state_dict().items() for what, v in (("", t), ("at", t.data_ptr()))
     }
@@ -87,7 +87,7 @@ class Planted(Candidate):
 
 
 class Faster(Planted):
-    """Right, and faster than stock, which sleeps where it is told to."""
+    """Right, and faster than stock, which sleeps when told to."""
 
     def call(self, model, plain, *args, **kwargs):
         model.slow = False
@@ -117,7 +117,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class WrongGradients(Planted):
-    """By a part in a thousand."""
+    """Off by a part in a thousand."""
 
     def call(self, model, plain, *args, **kwargs):
         return _Doubled.apply(plain(*args, **kwargs))
@@ -130,7 +130,7 @@ class WrongLoss(Planted):
 
 
 class Overwrites(Planted):
-    """A second backward does not add to gradients, but takes their place."""
+    """A second backward overwrites gradients instead of accumulating."""
 
     def call(self, model, plain, *args, **kwargs):
         for p in model.parameters():
@@ -139,7 +139,7 @@ class Overwrites(Planted):
 
 
 class Writes(Planted):
-    """To statistics, parameters and modes, and draws."""
+    """Writes to statistics, parameters and modes, and draws random numbers."""
 
     def call(self, model, plain, *args, **kwargs):
         loss = plain(*args, **kwargs)
@@ -177,7 +177,7 @@ class Hangs(Planted):
 
 
 class Recompiles(Candidate):
-    """At each call."""
+    """Recompiles at each call."""
 
     def enter(self, model):
         def call(*args, **kwargs):
@@ -278,7 +278,7 @@ def test_the_default_budget_is_a_share_of_the_steps_to_come():
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_candidates_of_a_model_with_convolutions(backend):
-    """Of torch.compile without a compiler: all agree with stock, and the model is what it was."""
+    """torch.compile's candidates without a compiler: all agree with stock, and the model is unchanged."""
     model = built(0.1 if backend == "aot_eager" else 0.0)
     before, optimizer = image(model), torch.optim.AdamW(model.parameters())
     sizes = (4, 4, 5, 6, 4)
@@ -333,7 +333,7 @@ def test_a_choice_that_compiles_anew_and_anew_is_given_up(calls, compiled, monke
 
 @pytest.mark.slow
 def test_inductor():
-    """Compiled code of the CPU agrees with stock, and is timed."""
+    """Compiled CPU code agrees with stock, and is timed."""
     found = hfnn.tune(built(0.0), batches(), steps=1, among=["compiled", "compiled, converted"], budget=500, show=False)
     assert [row.why for row in found.rows] == [""] * 3 and all(row.ms for row in found.rows)
 
@@ -344,7 +344,7 @@ def test_what_is_random_without_dropout_is_compared_in_eval_mode():
             return super().forward(images + torch.randn_like(images) * self.training, labels)
 
     class Draws(Planted):
-        """Once more than stock does."""
+        """Draws once more than stock."""
 
         def call(self, model, plain, *args, **kwargs):
             torch.rand(1)
@@ -400,7 +400,7 @@ def test_layouts_wait_for_an_optimizer_without_states():
 
 @pytest.mark.slow
 def test_ranks_take_the_same(tmp_path):
-    """A candidate that is wrong or hangs on rank 1 alone is taken by none; a stock that fails there ends all."""
+    """No rank takes a candidate that is wrong or hangs only on rank 1; a stock model that fails there ends the run."""
     wrong, hangs, fails = zip(*ranks.run(WORKER, "tuned", 2, tmp_path, timeout=120), strict=True)
     assert wrong[0] == wrong[1] and wrong[0][0] == "stock"
     assert wrong[0][1].startswith("loss after 1 batch is off by 0.001") and wrong[0][1].endswith("(rank 1)")
@@ -411,5 +411,5 @@ def test_ranks_take_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_keep_what_rank_0_chose(tmp_path):
-    """Also where only rank 0 has the file."""
+    """Also if only rank 0 has the file."""
     assert ranks.run(WORKER, "kept", 2, tmp_path, timeout=120) == [["fast", False, "fast", True]] * 2

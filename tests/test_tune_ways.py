@@ -1,4 +1,4 @@
-"""hfnn.tune with captured models, by the stand-in for graphs of a GPU, and with a compiled container of torch's."""
+"""hfnn.tune with captured models, using the stand-in for CUDA graphs, and with a compiled container of torch's."""
 
 import pytest
 import torch

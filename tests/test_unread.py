@@ -1,4 +1,4 @@
-"""Logits that nobody has read have a graph all the same, and are those of their forward whenever they are read."""
+"""Logits that nobody has read still have a graph, and have the values of their forward whenever they are read."""
 
 import gc
 import weakref
@@ -72,7 +72,7 @@ HOOKED = {
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("way", HOOKED)
 def test_hooks(given, way, changes):
-    """They run once, with the whole gradient, and what they return goes on."""
+    """They run once, with the whole gradient, and what they return is used."""
 
     def hooked(x, seen):
         def hook(grad):
@@ -86,7 +86,7 @@ def test_hooks(given, way, changes):
 
 
 def test_hooks_that_do_not_look(given):
-    """fully_shard's, on every output: the gradient of the logits is never made, and the loss is the fused one's."""
+    """Like fully_shard's, on every output: the logits' gradient is never computed, and the fused loss runs."""
     x, seen = defer(*given), []
     x.register_hook(lambda grad: seen.append((type(grad), grad.shape, grad._value)))
     removed = x.register_hook(lambda grad: seen.append("removed"))
@@ -138,7 +138,7 @@ def test_gradient_of_logits(given, create_graph):
 
 
 def test_inputs_of_backward(given):
-    """The second has its gradient from the same graph, for the first was kept; a third has torch's error."""
+    """The second backward gets its gradient from the same, retained graph. A third raises torch's error."""
 
     def backwards(x, seen):
         loss = loss_of(shifted(x))
@@ -174,7 +174,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("tokens", [ROWS * SEQ, HIDDEN // 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_read_after_a_step(given, name, tokens):
-    """What was returned before a step, and what its closure returned, are of the weights of their forward."""
+    """Logits returned before a step, and those of its closure, use the weights of their forward."""
     results = []
     for make in (F.linear, defer):
         weight, bias = (nn.Parameter(t.detach().clone()) for t in given[1:])
@@ -207,7 +207,7 @@ def test_in_backward(given):
 
 
 def test_what_is_kept_for_a_step(given):
-    """One copy of a weight for all who may still read, and none where nobody may, or where logits are smaller."""
+    """One copy of a weight for all that may still be read; none if nothing may be read or logits are smaller."""
     weight = nn.Parameter(given[1].detach())
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -230,7 +230,7 @@ def test_what_is_kept_for_a_step(given):
 
 
 def test_an_unread_gradient_after_a_step(given):
-    """A hook may keep what it is given until the weights have changed."""
+    """A hook may keep its argument until the weights have changed."""
 
     def late(x, seen):
         x.register_hook(seen.append)
@@ -248,7 +248,7 @@ def test_an_unread_gradient_after_a_step(given):
 
 @pytest.mark.parametrize("read", [False, True])
 def test_released(given, read):
-    """After backward, whoever holds the loss holds no more than under torch: no hidden states, no logits."""
+    """After backward, a held loss holds no more than in torch: no hidden states, no logits."""
     hidden = given[0].detach() * 1
     x = defer(hidden, *given[1:])
     loss = loss_of(x) + (x.square().sum() if read else 0)
@@ -267,7 +267,7 @@ def test_type(given):
 
 
 def test_a_weight_that_is_a_view(given):
-    """Of a parameter with more rows, which the optimizer writes to."""
+    """The weight is a view of a parameter with more rows, which the optimizer writes to."""
     results = []
     for make in (F.linear, defer):
         padded = nn.Parameter(torch.cat([given[1].detach()] * 2))

@@ -1,13 +1,13 @@
 """The backend fuzzer: programs of collectives and messages on two to four ranks, on gloo and on hfreduce.
 
-A program is drawn once and taken by all ranks (backend_steps.py): steps in the world of its ranks or in subgroups, at
-once or later, in tensors of every dtype and layout, with calls that are refused on one rank or on all in between. What
-ranks see is compared: values, which are whole numbers where the order of additions would matter, or else within the
-engine's bound; whether a call raises, on which ranks; and that they come to an end.
+A program is drawn once and run by all ranks (backend_steps.py). Its steps run in the whole world or in subgroups,
+synchronously or not, on tensors of every dtype and layout; between them are calls that are refused on one rank or on
+all. What ranks see is compared: values, which are integers where the order of additions would matter, or else within
+the engine's bound; whether a call raises, on which ranks; and that the program ends.
 
-Where gloo has no such operation or dtype, or takes contiguous tensors of one size alone, its part is the definition
-(backend_data.py): AVG, PREMUL_SUM, bool, complex, float8 and unsigned numbers, lists of unequal sizes, all_to_all of
-lists, calls that do not fit together.
+Where gloo lacks an operation or dtype, or takes only contiguous tensors of one size, the definition (backend_data.py)
+replaces it: AVG, PREMUL_SUM, bool, complex, float8 and unsigned numbers, lists of unequal sizes, all_to_all of lists,
+mismatched calls.
 """
 
 import atexit
@@ -34,7 +34,7 @@ OBJECTS = (
 )  # fmt: skip
 STYLES = ("later_ones", "batch", "blocking", "any_source")
 KINDS = {"collective": 12, "messages": 5, "wait": 2, "objects": 1, "barrier": 1, "invalid": 2, "sparse": 1}
-LARGE = 300_000  # elements: more than a message may have that nobody has asked for
+LARGE = 300_000  # elements: more than an unrequested message may have
 
 
 def draw(rng: random.Random):
@@ -46,7 +46,7 @@ def draw(rng: random.Random):
         kind = rng.choices(list(KINDS), KINDS.values())[0]
         group = rng.randrange(len(groups)) if rng.random() < 0.6 else 0
         program["steps"].append({"group": group, **STEP[kind](rng, len(groups[group]), program)})
-        if kind == "invalid" and rng.random() < 0.6:  # which shows what the refusal has left
+        if kind == "invalid" and rng.random() < 0.6:  # shows the state that the refusal left
             program["steps"].append({"group": group, **STEP["collective"](rng, len(groups[group]), program)})
     if rng.random() < 0.05:
         program["steps"].append({"do": "ddp", "group": 0, **_ddp(rng)})
@@ -85,7 +85,7 @@ def _collective(rng, n, program):
 
 
 def _gloo_does(step, name, reduces):
-    """Whether gloo has it, and has it right."""
+    """Whether gloo supports it, with right results."""
     if step["layout"] in ("transposed", "gaps") or step["uneven"] or step["dtype"] not in data.GLOO:
         return False
     return name != "all_to_all" and (not reduces or data.gloo_reduces(step["dtype"], step["op"]))
@@ -101,7 +101,7 @@ def _messages(rng, n, program):
             src, dst = rng.choice([r for r in range(n) if r != to]), to
         else:
             shape, dtype = _shape(rng), rng.choice(data.GLOO)
-        # A tag of its own, or a message of a later step could come to a rank that takes any.
+        # A unique tag; otherwise a rank that receives from any source could get a message of a later step.
         tag = 100 + len(program["steps"]) if style == "any_source" else rng.choice([0, 0, 0, 1, 2, 3, 1000])
         messages.append({"src": src, "dst": dst, "tag": tag, "shape": shape, "dtype": dtype})
     return {
@@ -184,7 +184,7 @@ _pools: list[backend_ranks.Pool] = []  # none or one
 
 @atexit.register
 def end():
-    """Ends the processes of ranks, if there are any."""
+    """Ends the rank processes, if there are any."""
     if _pools:
         _pools.pop().end()
 

@@ -1,7 +1,7 @@
-"""What ranks put into the collectives of a program, and what is to come out, by definition.
+"""The inputs of a program's collectives, and their results by definition.
 
-All ranks' inputs follow from the program, so a rank knows what every other has. A definition stands for gloo where that
-has no such operation or dtype, or takes contiguous tensors of one size alone: `Step.gloo` says where.
+All ranks' inputs follow from the program, so a rank knows every other's. A definition replaces gloo where that lacks an
+operation or dtype, or takes only contiguous tensors of one size: `Step.gloo` says where.
 """
 
 import torch
@@ -10,13 +10,13 @@ FLOATS = ("float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_
 WHOLE = ("uint8", "int8", "int16", "int32", "int64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = (*FLOATS, *WHOLE, *COMPLEX, "bool")
-MOVED = (*DTYPES, "uint16", "uint32", "uint64", "float8_e4m3fnuz", "complex32")  # by operations that only move
+MOVED = (*DTYPES, "uint16", "uint32", "uint64", "float8_e4m3fnuz", "complex32")  # by operations that only move data
 GLOO = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64")
 LAYOUTS = ("plain", "offset", "transposed", "gaps")
 
 
 def ops_of(dtype: str) -> tuple[str, ...]:
-    """Reductions that hfreduce has for a dtype."""
+    """Reductions that hfreduce supports for a dtype."""
     if dtype in COMPLEX:
         return "SUM", "AVG"
     ops = ("SUM", "PRODUCT", "MIN", "MAX")
@@ -34,7 +34,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def values(seed: int, shape, dtype: str, exact: bool = True) -> torch.Tensor:
-    """Small whole numbers, whose sums and products are exact in any order; or normal ones."""
+    """Small integers, whose sums and products are exact in any order; or normally distributed numbers."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     if not exact and dtype in FLOATS:
         return torch.randn(shape, generator=generator).to(dtype_of(dtype))
@@ -50,7 +50,7 @@ def values(seed: int, shape, dtype: str, exact: bool = True) -> torch.Tensor:
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values with other strides, or at another place in their storage."""
+    """The same values with other strides, or at an offset in their storage."""
     if layout == "offset":
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     if layout == "transposed" and x.dim() > 1:
@@ -71,7 +71,7 @@ _TWO = {
 
 
 def reduced(inputs: list[torch.Tensor], op: str, factors: list[float]) -> torch.Tensor:
-    """In the order of ranks, in float32 for narrower floats, rounded once."""
+    """Reduces in the order of ranks, in float32 for narrower floats, rounded once."""
     dtype, two = inputs[0].dtype, _TWO.get(op, torch.add)
     if dtype is torch.bool:
         two = {"SUM": torch.logical_or, "PRODUCT": torch.logical_and}.get(op, two)
@@ -81,7 +81,7 @@ def reduced(inputs: list[torch.Tensor], op: str, factors: list[float]) -> torch.
         total = two(total, x)
     if op == "AVG":
         whole = not dtype.is_floating_point
-        if dtype.is_complex:  # part by part: a complex quotient is rounded twice
+        if dtype.is_complex:  # by parts: a complex quotient is rounded twice
             total = torch.view_as_complex(torch.view_as_real(total) / len(inputs))
         else:
             total = torch.div(total, len(inputs), rounding_mode="trunc") if whole else total / len(inputs)

@@ -1,11 +1,11 @@
-"""Defects that are planted in the functions that a program calls on hfreduce."""
+"""Defects planted in the functions that a program calls on hfreduce."""
 
 import torch
 import torch.distributed as dist
 
 
 def replaces(*names):
-    """fault(function, *arguments, **options) stands in for each of these functions."""
+    """fault(function, *arguments, **options) replaces each of these functions."""
 
     def decorate(fault):
         def plant(api):
@@ -30,7 +30,7 @@ def tags_are_ignored(function, *a, **options):
 
 @replaces("all_reduce", "broadcast", "reduce_scatter_single", "all_gather_single")
 def gaps_are_not_written(function, x, *rest, **options):
-    """What is not contiguous is copied, and not copied back."""
+    """Non-contiguous tensors are copied, and not copied back."""
     return function(x.contiguous() if x.layout is torch.strided else x, *rest, **options)
 
 

@@ -1,4 +1,4 @@
-"""Messages of a program of the backend fuzzer."""
+"""The messages of the backend fuzzer's programs."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def interleaved(items, key, seed):
-    """In another order; what has the same key stays in order."""
+    """In another order; items with the same key stay in order."""
     random_ = random.Random(seed)
     chains = {}
     for item in items:
@@ -22,7 +22,7 @@ def interleaved(items, key, seed):
 
 
 class Messages:
-    """Steps "messages": each message is a dict of src, dst (indices in the group), tag, shape and dtype."""
+    """The step "messages": each message is a dict of src, dst (indices in the group), tag, shape and dtype."""
 
     def do_messages(self):
         getattr(self, self.step["style"])(self.step["messages"])
@@ -31,7 +31,7 @@ class Messages:
         return self.laid(self.drawn(message["src"], at, message["shape"], message["dtype"]))
 
     def mine(self, messages):
-        """(number, message, whether it is sent here) of those that this rank has a part in, in an order of its own."""
+        """(number, message, whether it is sent here) of the messages that involve this rank, in its own order."""
         items = [(k, m, m["src"] == self.me) for k, m in enumerate(messages) if self.me in (m["src"], m["dst"])]
         return interleaved(
             items, lambda item: (item[2], item[1]["src"], item[1]["dst"], item[1]["tag"]), self.step["seed"] + self.me
@@ -71,7 +71,7 @@ class Messages:
             self.received(items)
 
     def blocking(self, messages):
-        """One after another, in one order on all ranks."""
+        """One after another, in the same order on all ranks."""
         for k, m in enumerate(messages):
             if self.me == m["src"]:
                 with self.attempt(f"{self.i} send {k}"):
@@ -83,7 +83,7 @@ class Messages:
                     self.show(f"{self.i} message {k}", x)
 
     def any_source(self, messages):
-        """All to one rank, which takes them as they come; of one sender and tag they come in order."""
+        """All to one rank, which receives from any source. Messages of one sender and tag keep their order."""
         to = messages[0]["dst"]
         with self.attempt(f"{self.i} any"):
             if self.me == to:

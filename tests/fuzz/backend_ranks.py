@@ -1,8 +1,8 @@
-"""What a rank does with a program of the backend fuzzer, and the processes that do it.
+"""Runs programs of the backend fuzzer on a rank, and manages the rank processes.
 
-`Pool` has four processes. Each is in a gloo group of all, by which groups of both backends are made as programs ask for
-them, and kept; after a program in which something went wrong its backend's are made anew. A pool that does not answer
-is ended, and that is a finding.
+`Pool` has four processes, all in one gloo group. Through it they create groups of both backends as programs need them,
+and keep them. After a program with an error, its backend's groups are created anew. A pool that does not answer is
+ended, and reported as a finding.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 RANKS = 4
 TIMEOUT = 60  # seconds that an operation may take
-PLANTED = 5  # the same with a fault planted, which may well have ranks wait in vain
-HANG = 200  # seconds that a program may take: a process that does not even time out
+PLANTED = 5  # the same with a planted fault, which may well make ranks wait in vain
+HANG = 200  # seconds that a program may take: for a process that does not even time out
 
 
 class Rank:
-    """One process: its groups, and the log of the program it is at."""
+    """One process: its groups, and the log of its current program."""
 
     def __init__(self, rank, folder):
         torch.set_num_threads(1)
@@ -41,7 +41,7 @@ class Rank:
         )
 
     def group(self, backend, ranks, timeout=TIMEOUT):
-        """All ranks ask for it at the same time."""
+        """All ranks call this at the same time."""
         if (backend, ranks) not in self.groups:
             patience = datetime.timedelta(seconds=timeout)
             self.groups[backend, ranks] = dist.new_group(list(ranks), backend=backend, timeout=patience)
@@ -54,7 +54,7 @@ class Rank:
                 dist.destroy_process_group(group)
 
     def run(self, program, backend, fault):
-        """What this rank saw of a program: [(label, value)], and whether the groups are of no more use."""
+        """What this rank saw of a program: [(label, value)], and whether the groups have become unusable."""
         import backend_steps
 
         for ranks in program["groups"]:
@@ -70,7 +70,7 @@ class Rank:
 
 
 def plain(value):
-    """As it travels to the process that asked: tensors as their bytes."""
+    """The form sent to the calling process: tensors as bytes."""
     if isinstance(value, torch.Tensor):
         x = value.detach().clone(memory_format=torch.contiguous_format)
         return (
@@ -83,7 +83,7 @@ def plain(value):
 
 
 def tensor(dtype, shape, raw):
-    """What `plain` has taken apart; of a dtype that torch cannot compare, its bytes."""
+    """Rebuilds a tensor from `plain`; for a dtype that torch cannot compare, its bytes."""
     if dtype not in data.DTYPES:
         dtype, shape = "uint8", (len(raw),)
     if not raw:
@@ -93,7 +93,7 @@ def tensor(dtype, shape, raw):
 
 def serve(rank, folder, pipe):
     faulthandler.enable()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for more than CPUs have where it sees a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # if torch sees a GPU, it expects more than CPU ranks have
     here = Rank(rank, folder)
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
@@ -106,7 +106,7 @@ def serve(rank, folder, pipe):
 
 
 class Pool:
-    """The processes of this one; see the head of the file."""
+    """The processes of this one; see the module's docstring."""
 
     def __init__(self):
         context = multiprocessing.get_context("forkserver")
@@ -124,7 +124,7 @@ class Pool:
             pipe.recv()
 
     def run(self, program, backend, fault=None):
-        """[(label, rank, value)] of all ranks; None when the ranks hung, or died, and the pool is of no more use."""
+        """[(label, rank, value)] of all ranks; None if the ranks hung or died and the pool has become unusable."""
         for pipe in self._pipes:
             pipe.send((program, backend, fault, bool(fault) or backend in self._stale))
         self._stale.discard(backend)

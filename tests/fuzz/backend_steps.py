@@ -1,7 +1,7 @@
-"""The steps of a program of the backend fuzzer, as one rank takes them: collectives here, the others beside.
+"""The steps of the backend fuzzer's programs, as run by one rank: collectives here, others in sibling modules.
 
-A step is a dict: "do" says what, "group" which of the program's groups; the rest is for its function. With "gloo"
-False what gloo would show is computed from the definition instead.
+A step is a dict: "do" is its kind, "group" one of the program's groups; the rest is for its function. With "gloo"
+False, the definition is computed in gloo's place.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FUNCTIONS = (
 
 
 def functions():
-    """torch.distributed's, for a fault to replace."""
+    """torch.distributed's functions, in a namespace where a fault can replace them."""
     api = types.SimpleNamespace(**{name: getattr(dist, name) for name in FUNCTIONS})
     api.all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     api.reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -56,7 +56,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
         self.wait_for(list(self.pending), 0)
 
     def end(self):
-        """Nothing of this program is left for the next one."""
+        """Leaves nothing of this program for the next one."""
         dist.distributed_c10d._world.pg_coalesce_state.clear()
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
         self.seen.append((f"value {label}", copy.deepcopy(value)))
 
     def drawn(self, rank, slot=0, shape=None, dtype=None):
-        """What a rank of the group has in this step, wherever it is asked for."""
+        """The data of a rank of the group in this step; any rank can compute it."""
         seed = hash((self.program["seed"], self.i, rank, slot))
         shape = self.step["shape"] if shape is None else shape
         return data.values(seed, shape, dtype or self.step["dtype"], self.step.get("exact", True))
@@ -95,7 +95,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
     def reduced(self, inputs):
         return data.reduced(inputs, self.step["op"], [self.factor(r) for r in range(len(inputs))])
 
-    # Collectives: each begins one, and returns its work and outputs; `define_...` says what these are to be.
+    # Collectives: each starts one, and returns its work and outputs; `define_...` gives the expected outputs.
 
     def collective(self):
         label, name = f"{self.i} {self.step['do']}", self.step["do"]
@@ -121,7 +121,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
         for i in random.Random(seed + self.rank).sample(steps, len(steps)):
             work, label, outputs = self.pending.pop(i)
             with self.attempt(f"{label} wait"):
-                if work is not None:  # it is computed, or torch's manager had nothing to do
+                if work is not None:  # None: already done, or torch's coalescing manager had nothing to do
                     self.api.wait(work)
                 for k, x in enumerate(outputs):
                     self.show(f"{label} {k}", x)
@@ -222,7 +222,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
         return [self.drawn(self.step["root"], self.me)]
 
     def block(self, sender, receiver):
-        """What one rank has for another, of any number of rows."""
+        """What one rank sends another, with any number of rows."""
         rows = self.step["splits"][sender][receiver]
         return self.drawn(sender, receiver, (rows, *self.step["shape"][1:]))
 
@@ -245,7 +245,7 @@ class Steps(backend_messages.Messages, backend_users.Users):
     def define_all_to_all_single(self, all_ranks):
         return [torch.cat([self.block(r, self.me) for r in all_ranks])]
 
-    # Several tensors at once: by torch's functions of lists, or by its manager of what belongs together.
+    # Several tensors at once: by torch's functions of lists, or by its coalescing manager.
 
     def each(self, rank, of=lambda x: x):
         return [of(self.drawn(rank, slot, shape)) for slot, shape in enumerate(self.step["shapes"])]

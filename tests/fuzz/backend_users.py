@@ -1,4 +1,4 @@
-"""Steps of the backend fuzzer by what is built on collectives, and calls that go wrong."""
+"""Steps of the backend fuzzer that use libraries built on collectives, and faulty calls."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def an_object(seed):
-    """Of every size and kind, the same for the same seed."""
+    """Random size and kind, determined by the seed."""
     draw = random.Random(seed)
     kind = draw.randrange(5)
     if kind == 0:
@@ -25,7 +25,7 @@ def an_object(seed):
 
 class Users:
     def do_objects(self):
-        """One of torch's functions of Python objects."""
+        """One of torch's functions for Python objects."""
         n, me, group, what = len(self.ranks), self.me, self.group, self.step["what"]
         objects = [an_object(hash((self.program["seed"], self.i, r))) for r in range(n)]
         label = f"{self.i} {what}"
@@ -53,7 +53,7 @@ class Users:
             self.show(label, found)
 
     def do_sparse(self):
-        """all_reduce of sparse tensors, of unequally many values."""
+        """all_reduce of sparse tensors with different numbers of values."""
         label, (rows, *rest) = f"{self.i} sparse", self.step["shape"]
         count = self.step["counts"][self.me]
         places = torch.randint(rows, (1, count), generator=torch.Generator().manual_seed(self.i + self.me))
@@ -68,7 +68,7 @@ class Users:
             self.show(f"{label} values", x.values())
 
     def do_ddp(self):
-        """Two steps of torch's wrapper, with odd options."""
+        """Two steps of torch's DDP, with unusual options."""
         step = self.step
         label = f"{self.i} ddp{' compressed' * (step['hook'] and not step['sparse'])}"
         torch.manual_seed(self.program["seed"] + self.i)
@@ -98,7 +98,7 @@ class Users:
                 self.show(f"{label} {name}", buffer)
 
     def do_invalid(self):
-        """A call that is refused where it is made, on some ranks; what comes after is as if it had not been."""
+        """A call that is refused immediately, on some ranks; later calls must be unaffected."""
         step, group, n = self.step, self.group, len(self.ranks)
         if self.me not in step["who"]:
             return
@@ -127,7 +127,7 @@ class Users:
             calls[step["what"]]()
 
     def do_mismatch(self):
-        """Ranks that call different things: all raise. gloo would hang, or give anything."""
+        """Ranks make different calls: all raise. gloo would hang, or give arbitrary results."""
         label = f"{self.i} mismatch"
         self.broken = self.backend == "hfreduce"
         if not self.broken:
@@ -148,7 +148,7 @@ class Users:
             self.seen.append((f"error {label}", None))
 
 
-# gloo numbers a collective before it refuses it: a rank that was refused alone is out of step from then on.
+# gloo numbers a collective before it refuses it: a rank that was refused alone stays out of step.
 COUNTED = ("bits of floats", "too few outputs", "another dtype", "splits")
 INVALID = (
     "to itself", "no such root", "bits of floats", "too few outputs", "another dtype", "largest complex", "splits",

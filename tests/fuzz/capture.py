@@ -1,9 +1,9 @@
-"""The fuzzer of captured models: what a training loop does with a model, captured and as it is.
+"""The fuzzer of captured models: training loops with a model, captured and uncaptured.
 
-A program is a dict: layers of a small network, what it returns, and actions between and within steps. Graphs are the
-GPU's where there is one, else played on the CPU (played_graphs.py).
-Both sides must agree to the bit: losses, outputs, gradients, buffers, parameters, calls
-of hooks and errors. Where stock torch raises for what was written to before backward, ours may be right instead.
+A program is a dict: layers of a small network, what it returns, and actions between and within steps. Graphs are CUDA's
+where there is a GPU, else played on the CPU (played_graphs.py). Both sides must agree bitwise: losses, outputs,
+gradients, buffers, parameters, calls of hooks and errors. Where stock torch raises because a tensor was written to
+before backward, ours may succeed.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ ACTIONS = {
 
 
 class Result:
-    """What a library's own class of outputs looks like."""
+    """Like a library's own class of outputs."""
 
     def __init__(self, loss, hidden):
         self.loss, self.hidden, self.name = loss, hidden, "result"
 
 
 class Net(nn.Module):
-    """Layers, one behind the other; `scale` is a number and `more` a tensor, or None."""
+    """A sequence of layers; `scale` is a number and `more` a tensor, or None."""
 
     def __init__(self, program):
         super().__init__()
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 def _layer(kind, program) -> nn.Module:
     if kind == "dropout":
-        # Of a GPU's numbers, hfnn's dropout draws others in a graph.
+        # On a GPU, hfnn's dropout draws other numbers in a graph.
         return nn.Dropout(0.0 if DEVICE == "cuda" and program["converted"] else 0.3)
     if kind == "spectral norm":  # reads a buffer that it writes
         return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
@@ -186,7 +186,7 @@ class Session:
         self.log.note(f"random {self.number} {len(self.log.seen)}", random.random())
 
     def copied(self):
-        """Backward works on copies of what is saved: it is right whatever is written to."""
+        """Backward works on copies of the saved tensors: it is right whatever is written to."""
         return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
 
     def bits(self, what, tensors):
@@ -196,7 +196,7 @@ class Session:
             digest.update(raw if t is None else repr((t.shape, t.dtype)).encode() + raw)
         self.log.note(f"{what} {self.number} {len(self.log.seen)}", digest.hexdigest())
 
-    # What a step is made of
+    # The parts of a step
 
     def train(self, rows, flag, number, **kwargs):
         self.optimizer.zero_grad(set_to_none=flag)
@@ -232,7 +232,7 @@ class Session:
     def two_losses(self, rows, flag, number):
         first, _ = self.loss(self.input(rows))
         second, _ = self.loss(self.input(ROWS[number % 2]))
-        if "spectral norm" in self.program["layers"]:  # a weight that is read twice: sums would be of another order
+        if "spectral norm" in self.program["layers"]:  # a weight that is read twice: sums would be in another order
             first.backward()
             second.backward()
         else:
@@ -340,7 +340,7 @@ class Session:
     def wrong(self, rows, flag, number):
         self.loss(torch.randn(rows, WIDTH + 1, device=DEVICE))
 
-    # What happens to a model
+    # Changes of a model
 
     def attribute(self, rows, flag, number):
         for module in self.model.modules():
@@ -424,7 +424,7 @@ def _refused(program, difference) -> bool:
 
 
 def _written(program, difference) -> bool:
-    """torch does not keep each weight, and only what it keeps may not be written to."""
+    """torch does not save every weight, and raises only for writes to those that it saves."""
     says = "modified by an inplace operation", "was written to before backward"
     raised = difference.how == "raises" and any(words in difference.ours.text for words in says)
     return raised and difference.label.endswith("write weight")

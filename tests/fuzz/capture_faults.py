@@ -1,4 +1,4 @@
-"""Defects planted in `hfnn.capture`, each of which the fuzzer of captured models finds."""
+"""Defects planted in `hfnn.capture`; the fuzzer of captured models finds each of them."""
 
 from engine import patched
 

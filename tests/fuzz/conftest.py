@@ -1,4 +1,4 @@
-"""What the suites of the fuzzers share."""
+"""Shared by the fuzzers' test modules."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from engine import Summary, check
 
 @pytest.fixture(scope="module")
 def summary(request) -> Iterator[Summary]:
-    """Of the first `PROGRAMS` programs of a test module's `FUZZER`."""
+    """The summary of the first `PROGRAMS` programs of a test module's `FUZZER`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield check(request.module.FUZZER, range(request.module.PROGRAMS))

@@ -1,4 +1,4 @@
-"""The fuzzer of `hfnn.convert`: a random tree of modules and what a user does with it, converted against stock torch.
+"""The fuzzer of `hfnn.convert`: a random tree of modules and random user actions, converted against stock torch.
 
 A program is a dict: the tree (`convert_models.py`), the steps (`convert_session.py`: a name and its arguments), and how
 model and inputs are made.
@@ -58,7 +58,7 @@ def draw(rng) -> dict:
     }
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
         program["steps"] += draw_round(rng)
-    if rng.random() < 0.15:  # what gives a recipe at the end: an output that is kept
+    if rng.random() < 0.15:  # ends with a layer that gives a recipe: an output that is kept
         ends = [
             ("layer_norm", 1e-5, True),
             ("rms_norm", None),
@@ -76,7 +76,7 @@ def draw_round(rng) -> list:
     steps = []
     if rng.random() < 0.4:
         steps.append(draw_change(rng))
-        if steps[0][0] in ("hook", "mode") and rng.random() < 0.3:  # does it outlive them?
+        if steps[0][0] in ("hook", "mode") and rng.random() < 0.3:  # does it survive them?
             steps.append((rng.choice(("deepcopy", "pickle", "revert", "revert")),))
     if rng.random() < 0.15:
         steps.append(("write", "x", rng.choice(WRITES)))
@@ -153,7 +153,7 @@ def draw_change(rng) -> tuple:
     )
 
 
-# What must stand in at least 2% of programs.
+# Features that must occur in at least 2% of programs.
 EXPECTED = """
     tokens, mixed, memory_format, input_grad, zero rows, loss criterion, loss formula, loss in autocast,
     prefer memory, prefer auto,
@@ -237,7 +237,7 @@ def features_of_step(name, *arguments) -> set[str]:
 
 
 def run(program, ours, noise=0) -> Log:
-    """What a side shows. noise: stock, from inputs and weights that are moved by an ulp or so."""
+    """The log of one side. noise: for stock, moves inputs and weights by about an ulp."""
     log = Log()
     torch.manual_seed(program["seed"])
     taken = hfnn.recipe.counter.taken
@@ -257,7 +257,7 @@ def run(program, ours, noise=0) -> Log:
 
 
 def keeping_copies(program) -> Log:
-    """Stock, which keeps a copy of all that it saves, so that no write is refused."""
+    """Stock, keeping a copy of everything it saves, so that no write is refused."""
     own.copying = True
     try:
         with own.saved_tensor_hooks(None):

@@ -1,4 +1,4 @@
-"""Defects planted in hfnn, which the fuzzer of `hfnn.convert` must find: each a context manager, by name."""
+"""Defects planted in hfnn, which the fuzzer of `hfnn.convert` must find: context managers by name."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from hfnn.core import kernel, native, recipe
 from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth
 from hfnn.patterns import subclass
 
-convert = importlib.import_module("hfnn.convert")  # as an attribute of hfnn, the function
+convert = importlib.import_module("hfnn.convert")  # the attribute of hfnn is the function
 FAULTS = {}
 
 
@@ -25,7 +25,7 @@ def _fault(name):
 
 @contextlib.contextmanager
 def _replaced(owner, name, make):
-    """`owner.name` is `make(what it was)` in the block."""
+    """Within the block, `owner.name` is `make(original)`."""
     before = vars(owner)[name]
     called = before.__func__ if isinstance(before, staticmethod) else before
     setattr(owner, name, type(before)(make(called)) if isinstance(before, staticmethod) else make(called))
@@ -291,7 +291,7 @@ def _bias_detached(self, x):
 
 
 def _ungrouped(self, x):
-    """Each group sees the channels of the one before it."""
+    """Each group sees the channels of the previous one."""
     return self._conv_forward(x.roll(x.shape[1] // self.groups, 1) if self.groups > 1 else x, self.weight, self.bias)
 
 

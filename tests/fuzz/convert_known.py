@@ -1,6 +1,6 @@
-"""Differences that are understood: each is predicted by what the program does and by what was seen to differ.
+"""Known differences, each predicted from what the program does and from what differed.
 
-`LIMITS` are what torch does, or what the design says. `OPEN` are defects: a line goes when its fix is there.
+`LIMITS` follow from torch or from the design. `OPEN` are defects: a line is removed with its fix.
 """
 
 import convert_models as models
@@ -10,7 +10,7 @@ from engine import Known, Raised, Tensor, first_difference, relative_error
 import hfnn
 from hfnn.core import native
 
-UNSEEN = ("data", "numpy", "set")  # writes that move no version
+UNSEEN = ("data", "numpy", "set")  # writes that change no version
 ATTENTION = ("multihead", "encoder_layer", "decoder_layer")
 INPLACE_VIEWS = ("relu_", "add_", "float")
 
@@ -24,7 +24,7 @@ def _calls(program):
 
 
 def _at(difference) -> int:
-    """The number of the step that differs; beyond all for the end."""
+    """The number of the step that differs; larger than all for the end."""
     number = difference.label.split()[1]
     return int(number) if number.isdigit() else 1 << 30
 
@@ -35,12 +35,12 @@ def _step(program, difference) -> str:
 
 
 def _says(difference, *texts) -> bool:
-    """Whether ours raised, where stock did not or raised another error, with one of these texts."""
+    """Whether ours raised one of these texts where stock did not raise it."""
     return isinstance(difference.ours, Raised) and any(text in difference.ours.text for text in texts)
 
 
 def _refused(difference, *texts) -> bool:
-    """Whether stock raised, where ours did not or raised another error, with one of these texts."""
+    """Whether stock raised one of these texts where ours did not raise it."""
     return isinstance(difference.stock, Raised) and any(text in difference.stock.text for text in texts)
 
 
@@ -60,14 +60,14 @@ def _batched(program, difference):
 
 
 def _between(program, steps, until) -> bool:
-    """Whether one of these steps stands between a forward and a backward that comes at `until` or before."""
+    """Whether one of these steps comes between a forward and a backward at or before `until`."""
     names = [step[0] for step in program["steps"][: until + 1]]
     return any(at in steps and "forward" in names[:at] for at in range(len(names)))
 
 
 def _unseen_write(program, difference):
-    """A write between forward and backward that moves no version, or one that saved-tensor hooks keep from being seen:
-    of what is kept, or rebuilt from it, comes then another gradient than of what stock kept."""
+    """A write between forward and backward that changes no version, or that saved-tensor hooks hide. Kept tensors, and
+    those rebuilt from them, then give another gradient than the tensors that stock kept."""
     hooked = any(call["hooks"] for call in _calls(program)) or _layers(program, "packed", "checkpoint")
     hooked = hooked or any(call["call"] in ("checkpoint", "reentrant") for call in _calls(program))
     writes = [n for n, step in enumerate(program["steps"]) if step[0] == "write" and (hooked or step[2] in UNSEEN)]
@@ -80,7 +80,7 @@ def _unseen_write(program, difference):
 
 
 def _stock_suffers(program, difference):
-    """Such a write from which stock's own gradients suffer: they are others where it keeps copies."""
+    """Such a write that changes stock's own gradients: with kept copies they differ."""
     if not _unseen_write(program, difference):
         return False
     import convert
@@ -100,36 +100,36 @@ def _recipe_suffers(program, difference):
 
 
 def _kept_suffers(program, difference):
-    """Such a write to what RMSNorm, cross_entropy, or Linear under autocast keeps, where torch keeps what it made of
-    that."""
+    """Such a write to what RMSNorm, cross_entropy, or Linear under autocast keeps, where torch keeps a result computed
+    from it."""
     keeps = _layers(program, "rms_norm", "rms_norm_like", "quick_gelu", *ATTENTION) or _autocast(program)
     keeps = keeps or program["loss"] == "CrossEntropyLoss"
     return bool(keeps) and _unseen_write(program, difference)
 
 
 def _run_again(program, difference):
-    """A write to weights of a recurrent layer, which runs again in backward: torch's reads some of them there."""
+    """A write to weights of a recurrent layer, which runs again in backward; torch's reads some of them there."""
     return bool(_layers(program, "recurrent")) and (
         _says(difference, "recurrent layers run again") or _unseen_write(program, difference)
     )
 
 
 def _more_than_torch(program, difference):
-    """hfnn computes what torch has no kernel or no derivative for."""
+    """hfnn supports cases where torch has no kernel or no derivative."""
     if program["optimizer"] and _refused(difference, "for `end` but got dtype"):  # states of another dtype, in AdamW
         return True
     return _refused(difference, "not implemented for 'Half'", "_backward is not implemented")
 
 
 def _torchs_sixth(program, difference):
-    """torch's hardsigmoid multiplies by a sixth that is rounded to float32, in float64 too."""
+    """torch's hardsigmoid multiplies by a sixth rounded to float32, in float64, too."""
     names = {layer[1] for layer in _layers(program, "activation", "mlp")}
     return _values(difference) and coarsest(program) == "float64" and bool(names & {"Hardsigmoid", "Hardswish"})
 
 
 def _changed_in_checkpoint(program, difference):
-    """A module that is changed between a checkpoint and its backward, which then saves other tensors than before: what
-    one side notices, for it saves more, the other need not."""
+    """A module changed between a checkpoint and its backward, so that recomputation saves other tensors. A side that
+    saves more may notice it while the other does not."""
     names = [step[0] for step in program["steps"]]
     changing = (
         "revert",
@@ -150,16 +150,16 @@ def _changed_in_checkpoint(program, difference):
 
 
 def _not_the_same_again(program, difference):
-    """A forward that adds the number of its calls, under a checkpoint, which torch asks to compute the same again. Its
-    second gradients are made of tensors of either call, and sides keep different ones of them."""
+    """A forward that adds the number of its calls, under a checkpoint, although torch requires recomputation to give
+    the same. Its second gradients use tensors of both calls, and the sides keep different ones."""
     penalty = any(step[0] == "penalty" for step in program["steps"])
     counts = bool(_layers(program, "changing")) and _in_checkpoint(program)
     return counts and penalty and difference.label.startswith("grad") and _values(difference)
 
 
 def _not_computed_again(program, difference):
-    """Stock reads all that a linear map saved, also for the gradient of a bias alone, which needs none of it. So a
-    checkpoint computes it again, and calls the hooks inside, for stock only."""
+    """Stock reads all that a linear map saved, even for the gradient of a bias alone, which does not need it. So only
+    stock recomputes the checkpoint, and calls the hooks inside."""
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in program["steps"])
     missing = difference.label.split()[0] == "hook" and difference.how == "missing"
     return partial and missing and _in_checkpoint(program)
@@ -170,9 +170,9 @@ def _in_checkpoint(program) -> bool:
 
 
 def _acts_twice(program, difference):
-    """A checkpoint of stock repeats what forward does besides: it sets a hook on its input once more, and writes to
-    what was saved, of which no version tells there, so that torch's gradients are wrong. What differs is then, but for
-    rounding, what stock without the checkpoint has, which keeps copies."""
+    """Stock's checkpoint repeats forward's side effects: it sets a hook on its input again, and writes to saved tensors
+    without a version check, so torch's gradients are wrong. Ours then agrees, within rounding, with stock without the
+    checkpoint and with kept copies."""
     if not (_values(difference) and any(call["call"] == "checkpoint" for call in _calls(program))):
         return False
     import convert
@@ -187,15 +187,15 @@ def _acts_twice(program, difference):
 
 
 def _writes_refused(program, difference):
-    """Ours keeps less, so that stock alone refuses a write; and hooks or threads of the program's own keep a run that
-    saves copies from telling what is right."""
+    """Ours keeps less, so only stock refuses a write. The program's own hooks or threads prevent a run that keeps
+    copies from deciding which side is right."""
     own = any(call["hooks"] or call["call"] in ("checkpoint", "reentrant", "threads") for call in _calls(program))
     own = own or bool(_layers(program, "packed", "checkpoint"))
     return difference.how == "raises not" and own and _refused(difference, "modified by an inplace operation")
 
 
 def _cached_cast(program, difference):
-    """torch's autocast keeps one cast of a leaf, and gives it to a nested region of another dtype too."""
+    """torch's autocast caches one cast of a leaf, and uses it in a nested region of another dtype, too."""
     dtypes = {layer[2] for layer in _layers(program, "autocast")} | {call["autocast"] for call in _calls(program)}
     mixed = "BFloat16" in (text := getattr(difference.stock, "text", "")) and "Half" in text
     return {"bfloat16", "float16"} <= dtypes and mixed and _refused(difference, "have the same dtype")
@@ -210,8 +210,8 @@ def _writes_in_place(program) -> bool:
 
 
 def _forgotten(program, difference):
-    """A hook, or a gradient that is to be retained, on what a Linear returns for more than two dimensions. torch's
-    result is a view: once it is written to, or another view of it, torch calls its hooks no more. Ours is no view."""
+    """A hook, or retain_grad, on a Linear's result with more than two dimensions. torch's result is a view: after a
+    write to it, or to another view of it, torch no longer calls its hooks. Ours is not a view."""
     if not _writes_in_place(program) or program["layout"] == "rows":
         return False
     if difference.label.startswith("grad") and " kept " in difference.label:
@@ -226,7 +226,7 @@ def _forgotten(program, difference):
 
 
 def _unhooked(part):
-    """The same without hooks on tensors."""
+    """The same program without hooks on tensors."""
     if isinstance(part, list):
         return [_unhooked(each) for each in part if each[:1] != ("hook",)]
     if isinstance(part, dict):
@@ -237,9 +237,9 @@ def _unhooked(part):
 
 
 def _own_input(program, difference):
-    """Kept is the input itself, which is then written to, where torch keeps what it made of it: RMSNorm's product or
-    cast, Linear's rows of a strided input, attention's copy in another order, or cross_entropy's log-probabilities."""
-    ours = native.extension is not None or _says(difference, "hfnn/ops/")  # nodes in C++ leave no traceback
+    """Ours keeps the input itself, which is then written to; torch keeps a tensor computed from it: RMSNorm's product
+    or cast, Linear's rows of a strided input, attention's copy in another order, cross_entropy's log-probabilities."""
+    ours = native.extension is not None or _says(difference, "hfnn/ops/")  # C++ nodes leave no traceback
     strided = bool(_layers(program, "moved")) or {*program["inputs"]} != {"plain"}
     own = ours and (_layers(program, "rms_norm", "rms_norm_like") or (strided and _layers(program, "linear", "mlp")))
     own = own or _says(difference, "hfnn/ops/cross_entropy.py")
@@ -251,21 +251,21 @@ def _own_input(program, difference):
 
 
 def _attention_strides(program, difference):
-    """torch transposes the inputs of attention, and its gradient comes back transposed."""
+    """torch transposes attention's inputs, and its gradient is returned transposed."""
     return (
         difference.how == "strides" and difference.label.startswith(("grad", "hook")) and _layers(program, *ATTENTION)
     )
 
 
 def _strides_by_definition(program, difference):
-    """RReLU's gradient has the layout of torch's own op; stock here is the definition, whose gradient has another."""
+    """RReLU's gradient has the layout of torch's own op. Stock here is the definition, whose gradient has another."""
     drawn = any("RReLU" in layer for layer in _layers(program, "activation", "mlp", "functional"))
     return drawn and difference.how == "strides" and difference.label.startswith(("grad", "hook"))
 
 
 def _depthwise_weights(program, difference):
-    """Under autocast and differentiated twice, torch adds gradients of a depthwise weight before the cast, and hfnn's
-    are added after it: the strides of its dimensions of size 1 are the usual ones, or a convolution's."""
+    """Under autocast, in second derivatives, torch adds gradients of a depthwise weight before the cast, and hfnn after
+    it. The strides of dimensions of size 1 are then the usual ones, or a convolution's."""
     if (
         difference.how != "strides"
         or not difference.label.startswith("grad")
@@ -281,7 +281,7 @@ def _depthwise_weights(program, difference):
 
 
 def _written_source(program, difference):
-    """A write to a source of what is rebuilt, whose own gradient a partial backward does not ask for."""
+    """A write to a source of a rebuilt tensor, whose own gradient a partial backward does not request."""
     steps = program["steps"][: _at(difference) + 1]
     partial = any(step[0] == "backward" and step[1]["inputs"] for step in steps)
     partial = partial or any(step[0] == "split" or step == ("batched", "weights") for step in steps)
@@ -290,32 +290,33 @@ def _written_source(program, difference):
 
 
 def _weight_written(program, difference):
-    """A weight that is written to before backward: under autocast torch has kept a 16-bit copy of it."""
+    """A weight written to before backward; under autocast torch has kept a 16-bit copy of it."""
     steps = [n for n, step in enumerate(program["steps"]) if step[0] in ("write", "step", "load")]
     says = _says(difference, "keeps its weight, where torch keeps a 16-bit copy")
     return says and _autocast(program) and _between(program, steps, _at(difference))
 
 
 def _none_of_nothing(program, difference):
-    """A second derivative of no rows at all: zeros, where torch gives None, or zeros without a graph."""
+    """A second derivative for zero rows: zeros, where torch gives None, or zeros without a graph."""
     penalty = any(step[0] == "penalty" for step in program["steps"][: _at(difference) + 1])
     if program["N"] != 0 or not penalty:
         return False
-    if _refused(difference, "NoneType"):  # a hook that is given None
+    if _refused(difference, "NoneType"):  # a hook that receives None
         return True
     seen = difference.label.startswith("grad") and difference.how in ("differs", "requires_grad")
     return seen and isinstance(difference.ours, Tensor) and not difference.ours.values.any()
 
 
 def _rounding_of_zero(program, difference):
-    """A gradient that cancels: to 0 in torch, to what is left of rounding in ours."""
+    """A gradient that cancels: 0 in torch, rounding noise in ours."""
     if not (_values(difference) and difference.label.startswith("grad")):
         return False
     return not difference.stock.values.any() and difference.ours.values.abs().max() < EPS[coarsest(program)]
 
 
 def _sign_of_rounding(program, difference):
-    """AdamW's first steps are the learning rate in the direction of a gradient that may be rounding alone."""
+    """AdamW's first steps have the size of the learning rate, in the direction of a gradient that may be rounding
+    noise."""
     steps = [n for n, step in enumerate(program["steps"]) if step == ("step", "AdamW") and n <= _at(difference)]
     if (
         not steps
@@ -358,7 +359,8 @@ KEEP_OUTPUT = ("ELU", "CELU", "SELU", "Softplus", "LogSigmoid", "Softsign", "Sig
 
 
 def _kept_under_hooks(program, difference):
-    """Ops that keep their output: a cycle under saved-tensor hooks, and what is written to the output is not seen."""
+    """Ops that keep their output: with saved-tensor hooks there is a reference cycle, and writes to the output are not
+    detected."""
     names = {name for layer in _layers(program, "activation", "mlp", "functional") for name in layer[1:2]}
     hooks = any(call["hooks"] for call in _calls(program)) or bool(_layers(program, "packed", "checkpoint"))
     return hooks and (

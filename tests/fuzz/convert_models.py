@@ -1,8 +1,8 @@
 """The trees of modules that the fuzzer of `hfnn.convert` draws: torch's and hfnn's layers, and users' modules.
 
-A tree is a list of layers, each `(kind, *arguments)`; an argument that is a list is a tree itself. Every layer maps a
-tensor to one of its shape, so that any may be dropped. Layouts: "rows" (N, D), "sequence" (B, T, D), "channels"
-(B, D, T), "image" (N, D, H, W), "last" (N, H, W, D).
+A tree is a list of layers, each `(kind, *arguments)`; an argument that is a list is itself a tree. Every layer
+preserves the shape, so that any layer may be dropped. Layouts: "rows" (N, D), "sequence" (B, T, D), "channels" (B, D,
+T), "image" (N, D, H, W), "last" (N, H, W, D).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import convert_modules as own
 from torch import nn
 
-# Activations, with the arguments of their constructors; those that write in place where they are asked to.
+# Activations, with the arguments of their constructors; these have an in-place option.
 INPLACE = {
     **dict.fromkeys(("SiLU", "ReLU", "ReLU6", "ELU", "SELU", "CELU", "LeakyReLU"), ()),
     **dict.fromkeys(("Hardtanh", "Mish", "Hardswish", "Hardsigmoid"), ()),
@@ -34,9 +34,9 @@ TO = {"sequence": ("channels", (0, 2, 1)), "channels": ("sequence", (0, 2, 1)), 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Where a layer may stand, how likely it is, and what builds it from D and its arguments.
+    """The layouts that a layer supports, how likely it is, and a function that builds it from D and its arguments.
 
-    draw(rng, tree, layout) gives the arguments; `tree(layout)` draws an inner tree.
+    draw(rng, tree, layout) returns the arguments; `tree(layout)` draws an inner tree.
     """
 
     layouts: tuple[str, ...]
@@ -50,7 +50,7 @@ def sequential(D: int, tree: list) -> nn.Module:
 
 
 def draw(rng, layout: str, depth: int, length: int) -> list:
-    """A tree of `length` layers, with trees inside up to `depth`."""
+    """A tree of `length` layers, with inner trees up to `depth`."""
     kinds = [name for name, each in LAYERS.items() if layout in each.layouts and (depth or name not in AROUND)]
     weights = [LAYERS[name].weight for name in kinds]
 
@@ -60,7 +60,7 @@ def draw(rng, layout: str, depth: int, length: int) -> list:
     names = []
     for name in rng.choices(kinds, weights, k=length):
         names.append(name)
-        # What gives a recipe stands mostly before what takes it.
+        # A layer that gives a recipe is mostly followed by one that takes it.
         if name in GIVES and rng.random() < 0.9:
             after = ("linear",) if layout in LAST else AFTER if depth else AFTER[:4]
             names.append(rng.choice(after))
@@ -68,7 +68,7 @@ def draw(rng, layout: str, depth: int, length: int) -> list:
 
 
 def walk(tree, around=()):
-    """(layer, kinds of the layers around it) for every layer of a tree and of those inside it."""
+    """(layer, kinds of its enclosing layers) for every layer of a tree and its inner trees."""
     for layer in tree:
         yield layer, around
         trees = layer[1] if layer[0] == "branches" else [part for part in layer[1:] if isinstance(part, list)]
@@ -86,12 +86,12 @@ def _draw_activation(rng, tree, layout):
 
 
 def _choose(*choices):
-    """Draws one of each of the choices."""
+    """Draws one value from each of the choices."""
     return lambda rng, tree, layout: tuple(rng.choice(each) for each in choices)
 
 
 def _inner(*choices):
-    """Draws an inner tree and one of each of the choices."""
+    """Draws an inner tree and one value from each of the choices."""
     return lambda rng, tree, layout: (tree(), *(rng.choice(each) for each in choices))
 
 
@@ -228,14 +228,14 @@ LAYERS = {
 }
 GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
 GIVES |= {"batch_norm", "group_norm", "conv_block", "dropout"}
-# What takes one where features are not in the last dimension; the latter two have trees inside.
+# Layers that take a recipe where features are not in the last dimension; the latter two have inner trees.
 AFTER = ("conv", "conv", "conv", "activation", "moved", "branches")
-# Layers with trees inside.
+# Layers with inner trees.
 AROUND = frozenset(("ended", "changing", "branches", "residual", "twice", "moved", "between"))
 AROUND |= {"checkpoint", "packed", "autocast", "no_grad", "cast"}
 
 
 def shape(program) -> tuple[int, ...]:
-    """Of the inputs, embedded where they are tokens."""
+    """The shape of the inputs, after embedding if they are tokens."""
     N, D = program["N"], program["D"]
     return {"rows": (N, D), "sequence": (N, 4, D), "channels": (N, D, 4), "image": (N, D, 4, 4)}[program["layout"]]

@@ -1,4 +1,4 @@
-"""Modules as users write them, for the fuzzer of `hfnn.convert`. Each maps a tensor to one of its shape."""
+"""Modules as users write them, for the fuzzer of `hfnn.convert`. Each preserves its input's shape."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Model(nn.Module):
-    """The outermost module, which has the loss's besides."""
+    """The outermost module, which also holds the loss's module."""
 
     def __init__(self, body, criterion):
         super().__init__()
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 
 class Functional(nn.Module):
-    """Calls functions of torch in its forward."""
+    """Calls torch's functions in its forward."""
 
     NAMES = ("gelu", "silu", "relu", "softmax", "layer_norm", "dropout", "tanh", "leaky_relu", "elu", "inplace")
 
@@ -74,7 +74,7 @@ class Where(nn.Module):
 
 
 class Changing(nn.Module):
-    """Attributes that change while it runs, and between calls where a step changes `scale`."""
+    """Attributes that change during forward, and between calls if a step changes `scale`."""
 
     def __init__(self, body):
         super().__init__()
@@ -92,7 +92,7 @@ class Config:
 
 
 class RMSNormLike(nn.Module):
-    """The norm of Llama, in its own words."""
+    """Llama's norm, written by a user."""
 
     def __init__(self, width, eps=1e-6):
         super().__init__()
@@ -110,7 +110,7 @@ class RMSNormLike(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """torch's backward crashes on channels-last inputs whose gradient it is not asked for (seen, without hfnn)."""
+    """Avoids a crash of torch's backward on channels-last inputs whose gradient is not needed (seen, without hfnn)."""
 
     def __init__(self, groups, width, eps, affine):
         super().__init__()
@@ -121,7 +121,7 @@ class GroupNorm(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """act(norm(conv(x)) + x), the sum in place, by itself or not there, as convolutional models have it."""
+    """act(norm(conv(x)) + x) as in convolutional models; the sum in place, separate or absent."""
 
     HOW = ("plain", "sum", "inplace")
 
@@ -140,7 +140,7 @@ class ConvBlock(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, its y and its state; maybe one that goes both ways, or two with dropout between them."""
+    """A recurrent layer, its y and its state; optionally bidirectional, or two layers with dropout in between."""
 
     def __init__(self, D, kind, both, deep):
         super().__init__()
@@ -188,7 +188,7 @@ class GatedMLP(nn.Module):
 
 
 class BlockEnd(nn.Module):
-    """LayerNorm(dropout(dense(x)) + residual), as BERT ends its blocks."""
+    """LayerNorm(dropout(dense(x)) + residual), as at the end of BERT's blocks."""
 
     def __init__(self, width):
         super().__init__()
@@ -259,7 +259,7 @@ class Decoder(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row goes to the expert that its first feature names; the one of large values often has no rows."""
+    """Each row goes to an expert chosen by its first feature; the expert for large values often has no rows."""
 
     def __init__(self, width, border):
         super().__init__()
@@ -277,7 +277,7 @@ class Experts(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two maps of one weight, or a map and its transpose."""
+    """Two maps with one weight, or a map and its transpose."""
 
     def __init__(self, width, transposed):
         super().__init__()
@@ -291,7 +291,7 @@ class Tied(nn.Module):
 
 
 class Parametrised(nn.Module):
-    """A linear map behind weight_norm."""
+    """A linear map with weight_norm."""
 
     def __init__(self, width):
         super().__init__()
@@ -302,7 +302,7 @@ class Parametrised(nn.Module):
 
 
 class Branches(nn.Module):
-    """Siblings of one input; the first may be chunked of a wider product."""
+    """Siblings with one input; the first may be a chunk of a wider product."""
 
     def __init__(self, bodies):
         super().__init__()
@@ -335,7 +335,7 @@ class Twice(nn.Module):
 
 
 class Between(nn.Module):
-    """What the first body was given is written to before the second one takes the result."""
+    """The first body's input is written to before the second one takes the result."""
 
     def __init__(self, first, second, how):
         super().__init__()
@@ -353,7 +353,7 @@ class Between(nn.Module):
 
 
 class Moved(nn.Module):
-    """The body runs on a permuted or otherwise viewed input, whose permutation is undone after it."""
+    """The body runs on a permuted or otherwise viewed input; the permutation is then undone."""
 
     def __init__(self, body, order):
         super().__init__()
@@ -365,7 +365,7 @@ class Moved(nn.Module):
 
 
 class Viewed(nn.Module):
-    """Views and copies that depend on strides; some raise where the strides do not allow them."""
+    """Views and copies that depend on strides; some raise if the strides do not allow them."""
 
     NAMES = (
         "flat",
@@ -406,7 +406,7 @@ class Viewed(nn.Module):
 
 
 class Written(nn.Module):
-    """Writes in place to what the layer before it returned, wholly or in part."""
+    """Writes in place to the previous layer's result, wholly or in part."""
 
     NAMES = ("add_", "mul_", "relu_", "item", "view", "row", "zero_")
 
@@ -441,7 +441,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
-copying = False  # whether all that is saved is to be copied, whatever hooks the program asks for
+copying = False  # whether all saved tensors are copied, independent of the program's hooks
 
 
 def saved_tensor_hooks(kind):
@@ -456,7 +456,7 @@ def saved_tensor_hooks(kind):
 
 @contextlib.contextmanager
 def no_copying():
-    """torch.func.grad refuses hooks: those that copy all are not the program's."""
+    """torch.func.grad refuses hooks; the copying hooks are not the program's, so they are removed."""
     if not copying:
         yield
         return
@@ -491,7 +491,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 class Autocast(nn.Module):
-    """The body runs under another state of autocast, and its result is cast back to the dtype of the input."""
+    """The body runs with another autocast setting; its result is cast back to the input's dtype."""
 
     def __init__(self, body, dtype):
         super().__init__()
@@ -503,7 +503,7 @@ class Autocast(nn.Module):
 
 
 class NoGrad(nn.Module):
-    """A part without gradients beside one with them."""
+    """A part without gradients next to one with gradients."""
 
     def __init__(self, body):
         super().__init__()
@@ -527,7 +527,7 @@ class Cast(nn.Module):
 
 
 class Probe(nn.Module):
-    """Remembers what went through it, weakly, to tell what stays alive; may do something to it besides."""
+    """Keeps weak references to what passed through it, to show what stays alive; may also act on it."""
 
     HOW = ("pass", "retain_grad", "hook", "detach")
 
@@ -536,11 +536,11 @@ class Probe(nn.Module):
         self.how = how
 
     def forward(self, x):
-        # Not in backward, where how far a checkpoint repeats forward depends on what is saved.
+        # Not in backward: how far a checkpoint repeats forward depends on what is saved.
         first = torch._C._current_graph_task_id() == -1
         if first and not torch._C._functorch.is_functorch_wrapped_tensor(x):
             seen.append(StorageWeakRef(x.untyped_storage()))
-        # To ask for grad_fn is not in vain: torch's hooks crash on a tensor that was written to through a view (seen).
+        # Reading grad_fn is needed: torch's hooks crash on a tensor that was written to through a view (seen).
         learns = x.requires_grad and (x.is_leaf or x.grad_fn is not None)
         if self.how == "retain_grad" and learns:
             x.retain_grad()
@@ -551,7 +551,7 @@ class Probe(nn.Module):
 
 
 seen: list[StorageWeakRef] = []  # by all probes of the running program
-kept: list[torch.Tensor] = []  # whose gradients the program looks at
+kept: list[torch.Tensor] = []  # tensors whose gradients the program reads
 
 
 PATCHED = (RMSNormLike, QuickGELU, MLP, GatedMLP, BlockEnd, Functional, Attention)

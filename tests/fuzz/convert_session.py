@@ -1,4 +1,4 @@
-"""What users do with a model, step by step, for the fuzzer of `hfnn.convert`: one method of `Session` for each step."""
+"""User actions on a model, for the fuzzer of `hfnn.convert`: one method of `Session` per step."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ CRITERIA = ("CrossEntropyLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss"
 
 
 class DropoutByDefinition(nn.Dropout):
-    """hfnn's dropout in torch's ops: the mask of a seed that is drawn where hfnn draws it."""
+    """hfnn's dropout in torch's ops, with the mask of a seed that is drawn where hfnn draws it."""
 
     def forward(self, x):
         if not self.training or self.inplace or self.p == 0 or torch._C._are_functorch_transforms_active():
@@ -42,14 +42,14 @@ class RReLUByDefinition(nn.RReLU):
             return super().forward(x)
         with torch.no_grad():
             slopes = hfnn.functional.rrelu(-torch.ones_like(x), self.lower, self.upper, True, prefer="memory").neg()
-        return torch.where(x > 0, x, x * slopes).contiguous()  # as torch's
+        return torch.where(x > 0, x, x * slopes).contiguous()  # as in torch
 
 
 BY_DEFINITION = {nn.Dropout: DropoutByDefinition, nn.RReLU: RReLUByDefinition}
 
 
 class Session:
-    """A model, its inputs and what was made of them, while the steps of a program run."""
+    """A model, its inputs and derived tensors, while the steps of a program run."""
 
     def __init__(self, program, ours, noise, log):
         self.program, self.ours, self.noise, self.log = program, ours, noise, log
@@ -60,7 +60,7 @@ class Session:
         log.coarse, log.all_strides = DTYPES[self.coarse], True
         self.losses, self.handles, self.recorded, self.optimizer, self.y = [], [], [], None, None
         self.at, self.raised = "start", False
-        self.retained = False  # whether a graph is left that backward was through
+        self.retained = False  # whether a graph that backward has run through is still retained
         own.seen.clear(), own.kept.clear()
         self.build()
         self.x = [self.input(layout) for layout in program["inputs"]]
@@ -85,7 +85,7 @@ class Session:
         self.convert()
 
     def move(self, t):
-        """Moves a tensor by an ulp or so, where that is what this run is for."""
+        """Moves a tensor by about an ulp in runs with noise."""
         if self.noise and t.is_floating_point() and t.numel():
             by = torch.randn(t.shape, generator=self.moves, dtype=torch.float64)
             t.mul_((1 + EPS[self.coarse] * by).to(t.dtype))
@@ -110,7 +110,7 @@ class Session:
             x = x.contiguous(memory_format=torch.channels_last)
         elif layout == "slice":
             x = torch.cat([x, x], -1)[..., : shape[-1]]
-        elif layout == "cut":  # which a batch of one need not look like
+        elif layout == "cut":  # a slice of a larger batch; a batch of one may not look like it
             x = torch.cat([x, x])[: shape[0]]
             x = x.as_strided(shape, (7, *x.stride()[1:])) if shape[0] == 1 else x
         elif layout == "reversed":
@@ -166,7 +166,7 @@ class Session:
         return self.in_threads(1, lambda: self.model(x))[0]
 
     def call_threads(self, x):
-        """Two threads run the model at once, with a backward each."""
+        """Two threads run the model concurrently, each with its own backward."""
         weights = [p for p in self.model.parameters() if p.requires_grad]
 
         def run():
@@ -184,7 +184,7 @@ class Session:
             with saved_tensor_hooks(None):
                 try:
                     return function()
-                except Exception as error:  # a checkpoint's generator takes off hooks of the thread in which it ends
+                except Exception as error:  # a checkpoint's generator pops hooks in the thread in which it ends
                     traceback.clear_frames(error.__traceback__)
                     raise
 
@@ -256,7 +256,7 @@ class Session:
         return chosen if chosen is None else chosen or x or weights
 
     def split(self):
-        """The gradients of the inputs first, then those of the weights, as zero-bubble schedules do."""
+        """The gradients of the inputs first, then those of the weights, as in zero-bubble schedules."""
         if not self.losses:
             return
         loss = self.losses[-1]
@@ -318,7 +318,7 @@ class Session:
         if self.optimizer is None:
             weights = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer = getattr(torch.optim, name)(weights, 0.01)
-            # torch's AdamW divides by zero where squares vanish in float16, hfnn's computes in float32.
+            # With float16, torch's AdamW divides by zero where squares underflow; hfnn's computes in float32.
             if self.ours and self.program["optimizer"] and not any(w.dtype is torch.float16 for w in weights):
                 hfnn.convert(self.optimizer)
         self.optimizer.step()
@@ -364,7 +364,7 @@ class Session:
             self.swap({own: torchs for torchs, own in BY_DEFINITION.items()})
 
     def swap(self, classes):
-        """Stock's half of convert and revert: what is random draws as hfnn draws."""
+        """Stock's counterpart of convert and revert: random layers draw as hfnn draws."""
         for module in self.model.modules():
             module.__class__ = classes.get(type(module), type(module))
 
@@ -441,14 +441,14 @@ class Session:
             self.handles.pop().remove()
 
     def drop(self, what):
-        """The user lets go of the outputs, or of all that leads to a graph."""
+        """The user drops the outputs, or everything that leads to a graph."""
         self.y = None
         if what == "all":
             self.losses, self.retained = [], False
             own.kept.clear()
         self.log_alive("after drop")
 
-    # What is looked at.
+    # What is compared.
 
     def run(self, at, name, arguments):
         self.at = at
@@ -457,12 +457,12 @@ class Session:
         except Exception:
             self.zero_grad(to_none=True)  # how far a backward came before it raised is not compared
             self.recorded.clear()
-            self.raised = True  # torch then lets some nodes live for ever (seen, without hfnn)
+            self.raised = True  # torch then keeps some nodes alive for ever (seen, without hfnn)
             raise
 
     def log_versions(self):
         tensors = [t for t in (*self.x, self.y) if t is not None and not t.is_inference()]
-        # Of an output, only what has happened since it was returned: a product and an addition in place are one op.
+        # For an output, only changes since it was returned: a product and an in-place addition are one op.
         versions = [t._version - (self.y_version if t is self.y else 0) for t in tensors]
         self.log.note(f"version {self.at} x and y", tuple(versions))
         for n, (what, t) in enumerate(self.recorded):
@@ -485,12 +485,12 @@ class Session:
             self.log.tensor(f"value {self.at} {name}", p)
 
     def log_alive(self, when):
-        """How many tensors that went through probes are alive, where no graph is left that backward may go through."""
+        """Logs how many tensors that passed probes are alive, if no graph is left that backward may use."""
         if not (self.losses or self.retained or own.kept or self.raised):
             self.log.note(f"alive {self.at} {when}", sum(not ref.expired() for ref in own.seen))
 
     def close(self):
-        """The last look: buffers and weights, and what is alive once the user holds nothing any more."""
+        """The final comparison: buffers and weights, and what is alive once the user holds nothing."""
         self.at = "end"
         for name, b in self.model.named_buffers():
             self.log.tensor(f"value end {name}", b)
@@ -501,7 +501,7 @@ class Session:
         own.kept.clear()
         self.model = self.optimizer = self.y = self.x = self.losses = None
         gc.collect()
-        gc.freeze()  # the caches of a program, and what it imported: the next collection need not look at them
+        gc.freeze()  # caches and imports of a program: the next collection need not scan them
         if not self.raised:
             self.log.note("alive end modules", sum(ref() is not None for ref in refs))
             self.log.note("alive end tensors", sum(not ref.expired() for ref in memory))
@@ -509,7 +509,7 @@ class Session:
 
 
 def coarsest(program) -> str:
-    """The dtype of the largest ulps in which anything of a program may be computed."""
+    """The dtype with the largest ulps that a program may compute in."""
     found = {program["dtype"], *(step[2]["autocast"] for step in program["steps"] if step[0] == "forward")}
     for layer, _ in models.walk(program["model"]):
         if layer[0] in ("autocast", "cast"):

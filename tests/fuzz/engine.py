@@ -1,40 +1,40 @@
-"""Differential fuzzing: what the four fuzzers of this folder share.
+"""Differential fuzzing: shared by the fuzzers of this folder.
 
-A fuzzer draws programs as users write them, runs each on stock torch and on ours, and compares what both show. It is a
+A fuzzer draws programs as users write them, runs each on stock torch and on ours, and compares what both log. It is a
 module of this folder that ends in `FUZZER = Fuzzer(...)` and has the fuzzer's name. `run.py` drives it, `check` is for
-the suite, `shrink.py` finds the smallest program that still differs.
+the test suite, `shrink.py` finds the smallest program that still differs.
 
 A *program* is plain data: lists are sequences of which any part may be dropped (steps, layers); tuples and dicts are
-records. `draw(rng)` makes one from a `random.Random`, `features(program)` names what it holds, and
+records. `draw(rng)` makes one from a `random.Random`, `features(program)` names what it contains, and
 
     def run(program, ours, noise=0):
         log = Log()
         torch.manual_seed(program["seed"])
-        with log.attempt("forward 1"):  # an exception is seen by its type; the rest of the block is left out
+        with log.attempt("forward 1"):  # logs an exception by its type; the rest of the block is skipped
             y = model(x)
             log.tensor("value y", y)  # values, dtype, shape, stride, requires_grad
             log.note("version x", x._version)  # anything else, compared with ==
-        log.features.add("recipes taken")  # what shows only when it runs
+        log.features.add("recipes taken")  # features known only at run time
         return log
 
-The first word of a label says what is looked at (value, grad, version, alive, error, ...), and with how it differs it
-names the *class* of a difference: "grad: values". Only the first difference of a program counts: what follows is mostly
-its consequence. Labels that only one side has are a difference ("missing"), but in a block that raised on both sides.
-Of "alive", a number, ours may have less, or a side may not tell it.
+The first word of a label says what is compared (value, grad, version, alive, error, ...). Together with how it differs
+it names the *class* of a difference: "grad: values". Only the first difference of a program counts, because later ones
+mostly follow from it. Labels that only one side has are a difference ("missing"), except in a block that raised on both
+sides. Of "alive", a number, ours may have less, or one side may omit it.
 
-Where stock raises and ours does not (it keeps less, so less can be written to), `lenient(program)` may give another run
-of stock that shows what is right, such as one that keeps copies of all it saves: ours must then agree with that, or
-raise what stock raised. Where ours refuses what that run does not, later in a program that stock refuses, nobody can
-tell who is right, and the comparison ends.
+Where stock raises and ours does not (it keeps less, so fewer writes are errors), `lenient(program)` may give another
+run of stock that shows the right results, such as one that keeps copies of all it saves. Ours must then agree with
+that, or raise what stock raised. If ours later refuses what that run accepts, in a program that stock refuses, neither
+can be said to be right, and the comparison ends.
 
 Values may differ by rounding: by `ULPS` of the largest value, in ulps of the coarser of their dtype and `log.coarse`
-(set it to torch.bfloat16 where autocast computes in it). Beyond that, stock itself is asked: `run(program, False,
-noise=k)` starts from inputs that are moved by an ulp or so (k seeds how), and what stock's results then move by is
-allowed `NOISE` times. A fuzzer whose results must agree without that ignores `noise`.
+(set it to torch.bfloat16 where autocast computes in it). Beyond that, stock's own sensitivity decides: `run(program,
+False, noise=k)` starts from inputs moved by about an ulp (k is a seed), and `NOISE` times the change of stock's results
+is allowed. A fuzzer whose results must agree without that ignores `noise`.
 
 `faults` are context managers by name that plant a defect in ours, in the process that runs the program (a fuzzer with
-rank processes hands the name on to them). `known` are differences that are understood and wait: each is predicted by
-the program and the difference together, and counted by name apart from the others.
+rank processes passes the name on to them). `known` are differences that are understood and not fixed yet: each is
+predicted from the program and the difference together, and counted separately by name.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ from unittest import mock
 
 import torch
 
-ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}  # of others: equal to the bit
+ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}  # other dtypes: bitwise equal
 ULPS[torch.complex64] = ULPS[torch.float32]
 NOISE, NOISES = 8, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception: its type and the first word of its text are compared; of dtypes torch speaks in several ways."""
+    """An exception, compared by its type and the first word of its text; torch words dtype errors in several ways."""
 
     kind: str
     text: str = dataclasses.field(compare=False)
@@ -78,13 +78,13 @@ class Tensor:
 
 
 class Log:
-    """What a run shows, by label and in order, and the features that only running tells."""
+    """What a run logs, by label and in order, and features known only at run time."""
 
     def __init__(self):
         self.seen: dict[str, Any] = {}
         self.features: set[str] = set()
         self.coarse: torch.dtype | None = None
-        self.all_strides = False  # whether those of dimensions of one element are compared
+        self.all_strides = False  # whether strides of dimensions of size 1 are compared
         self.block: str | None = None  # the label of the innermost `attempt`
         self.blocks: dict[str, str | None] = {}  # of each label
 
@@ -96,14 +96,14 @@ class Log:
     def tensor(self, label: str, x: torch.Tensor | None) -> None:
         if x is None:
             return self.note(label, None)
-        # Strides of empty tensors mean nothing, and mostly those of dimensions of one element.
+        # Strides of empty tensors are meaningless, and mostly those of dimensions of size 1.
         strides = zip(x.shape, x.stride(), strict=True) if x.numel() else ()
         stride = tuple(s if n != 1 or self.all_strides else 0 for n, s in strides)
         self.note(label, Tensor(x.detach().cpu().clone(), self.coarse, stride, x.requires_grad))
 
     @contextlib.contextmanager
     def attempt(self, label: str) -> Iterator[None]:
-        """Logs how the block ends as "error LABEL", which stands before what the block logs."""
+        """Logs how the block ends as "error LABEL", ahead of what the block logs."""
         outer, self.block = self.block, f"error {label}"
         self.note(self.block, None)
         try:
@@ -114,7 +114,8 @@ class Log:
             about = "dtype" if "dtype" in str(error) or "scalar type" in str(error) else str(error).split(" ")[0]
             kind = f"{type(error).__name__}: {about}"
             self.seen[f"error {label}"] = Raised(kind, "\n".join([*where[-8:], str(error)]))
-            # A checkpoint that raised leaves a generator, which takes hooks off when it ends: now, not amid others.
+            # A failed checkpoint leaves a generator, which pops hooks when it ends: end it now, not while others are
+            # set.
             traceback.clear_frames(error.__traceback__)
         finally:
             self.block = outer
@@ -143,7 +144,7 @@ def told(seen) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A class of differences that is understood; `waits` says in a word or two for what."""
+    """A known class of differences; `waits` says briefly what its fix waits for."""
 
     name: str
     waits: str
@@ -156,17 +157,17 @@ class Fuzzer:
     draw: Callable[[random.Random], Any]
     features: Callable[[Any], Iterable[str]]
     run: Callable[..., Log]
-    expected: tuple[str, ...] = ()  # features that stand in at least 2% of programs
+    expected: tuple[str, ...] = ()  # features that must occur in at least 2% of programs
     known: tuple[Known, ...] = ()
     faults: dict[str, Callable[[], contextlib.AbstractContextManager]] = dataclasses.field(default_factory=dict)
     lenient: Callable[[Any], Log] | None = None
-    simpler: Callable[[Any], Iterable[Any]] = lambda program: ()  # candidates beyond what `shrink.shorter` tries
+    simpler: Callable[[Any], Iterable[Any]] = lambda program: ()  # candidates beyond those of `shrink.shorter`
 
     def program(self, seed: int):
         return self.draw(random.Random(seed))
 
     def difference(self, program) -> tuple[Difference | None, Log]:
-        """The first difference between stock and ours that is there again when both run again, and ours' log."""
+        """The first difference between stock and ours, if it occurs again when both run again; and the log of ours."""
         found, ours = self._difference(program)
         if found is not None:
             again, _ = self._difference(program)
@@ -178,7 +179,7 @@ class Fuzzer:
         noisy: list[Log] = []
 
         def moved(label, values):
-            """How far stock's values at `label` move with the inputs by an ulp; infinite where they are not there."""
+            """How far stock's values at `label` move if the inputs move by an ulp; infinite if they are missing."""
             if not noisy:
                 noisy.extend(self.run(program, False, noise=k) for k in range(1, NOISES + 1))
             return max(relative_error(log.seen.get(label), values) for log in noisy)
@@ -198,18 +199,18 @@ class Fuzzer:
 
 
 def relative_error(a, b) -> float:
-    """The largest difference, relative to the largest value of b; infinite where they cannot be compared."""
+    """The largest difference, relative to the largest value of b; infinite if they cannot be compared."""
     if not isinstance(a, Tensor) or a.values.shape != b.values.shape:
         return float("inf")
     half = torch.float16 in (a.coarse, a.values.dtype)
     tiny = torch.finfo(torch.float16).tiny if half else 0.0
     a, b = _numbers(a.values), _numbers(b.values)
-    if half:  # what overflows in torch's intermediates need not in ours
+    if half:  # torch's intermediates may overflow where ours do not
         a = torch.where(b.isfinite(), a, b)
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     difference = (a - b).abs().nan_to_num(0.0, 0.0)  # inf - inf, nan - nan
-    # Below the smallest normal number ulps do not shrink any more.
+    # Below the smallest normal number ulps no longer shrink.
     return 0.0 if not difference.numel() else (difference.max() / _scale(b).clamp_min(tiny)).item()
 
 
@@ -236,7 +237,7 @@ def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
 def first_difference(
     ours: Log, stock: Log, moved: Callable[[str, Tensor], float], strict: Log | None = None
 ) -> Difference | None:
-    """strict: another run of stock, whose exceptions are right too."""
+    """strict: another run of stock, whose exceptions are also right."""
 
     def raised(block) -> bool:
         a = ours.seen.get(block)
@@ -253,7 +254,7 @@ def first_difference(
                 how = "extra" if label in ours.seen else "missing"
         elif isinstance(a, Raised) and strict is not None and a == strict.seen.get(label):
             if not isinstance(b, Raised):
-                return None  # from here on the two did not do the same
+                return None  # from here on the two sides did different things
         elif isinstance(a, Raised) or isinstance(b, Raised):
             if a != b:
                 both = isinstance(a, Raised) and isinstance(b, Raised)
@@ -276,7 +277,7 @@ def first_difference(
 
 
 def patched(owner, name: str, replacement: Callable) -> Callable:
-    """A fault for `faults`: owner.name is what `replacement` makes of it."""
+    """A fault for `faults`: owner.name is replaced by `replacement(owner.name)`."""
 
     @contextlib.contextmanager
     def planted():
@@ -288,7 +289,7 @@ def patched(owner, name: str, replacement: Callable) -> Callable:
 
 @dataclasses.dataclass
 class Summary:
-    """Counts of a run: programs, features, classes of differences (known ones by name), and where each was."""
+    """Counts of a run: programs, features, classes of differences (known ones by name), and their seeds."""
 
     programs: int = 0
     features: Counter = dataclasses.field(default_factory=Counter)
@@ -308,7 +309,7 @@ class Summary:
 
 
 def trial(fuzzer: Fuzzer, seed: int) -> tuple[int, set[str], str | None, str | None]:
-    """(seed, features, class of the first difference or None, its name if it is known) of the program of a seed."""
+    """(seed, features, class of the first difference or None, its name if known) for the program of a seed."""
     program = fuzzer.program(seed)
     difference, log = fuzzer.difference(program)
     features = {*fuzzer.features(program), *log.features}
@@ -318,7 +319,7 @@ def trial(fuzzer: Fuzzer, seed: int) -> tuple[int, set[str], str | None, str | N
 
 
 def check(fuzzer: Fuzzer, seeds: Iterable[int]) -> Summary:
-    """Runs the programs of these seeds here; for the suite, which asserts that `found` and `rare` are empty."""
+    """Runs the programs of these seeds in this process; the suite asserts that `found` and `rare` are empty."""
     summary = Summary()
     for seed in seeds:
         summary.add(*trial(fuzzer, seed))
@@ -326,7 +327,7 @@ def check(fuzzer: Fuzzer, seeds: Iterable[int]) -> Summary:
 
 
 def rarely_drawn(fuzzer: Fuzzer, programs: int = 2000) -> list[str]:
-    """The expected features that stand in too few programs, which are drawn and not run."""
+    """The expected features that occur in too few programs; programs are drawn but not run."""
     summary = Summary()
     for seed in range(programs):
         summary.add(seed, fuzzer.features(fuzzer.program(seed)), None, None)
@@ -334,7 +335,7 @@ def rarely_drawn(fuzzer: Fuzzer, programs: int = 2000) -> list[str]:
 
 
 def first_found(fuzzer: Fuzzer, fault: str, seeds: Iterable[int]) -> int | None:
-    """How many programs it took until one differed with the fault planted, and does not without; None: none did."""
+    """The number of programs until one differed with the fault planted, and not without; None if none did."""
     for number, seed in enumerate(seeds, 1):
         with fuzzer.faults[fault]():
             found = trial(fuzzer, seed)

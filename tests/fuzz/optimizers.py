@@ -1,12 +1,12 @@
-"""The fuzzer of `hfnn.optim`: groups of parameters and what a user does with an optimizer, against `torch.optim`.
+"""The fuzzer of `hfnn.optim`: parameter groups and random user actions on an optimizer, against `torch.optim`.
 
 A program is a dict: the optimizer's class and options, its parameters and groups, and the steps
 (`optimizers_session.py`: a name and its arguments). Compared are parameters, gradients, states, options, state dicts,
 versions, calls of hooks and errors.
 
-Values may differ by rounding. In 32 bits torch's three implementations round after each of some ten operations and
-hfnn's kernel at other places: some ulps a step, and a few dozen steps are drawn. In 16 bits torch rounds each of them
-to 16 bits, hfnn only the result: an ulp or two a step again, of these dtypes.
+Values may differ by rounding. In 32 bits, torch's three implementations round after each of about ten operations,
+hfnn's kernel at other places: some ulps per step, over at most a few dozen steps. In 16 bits, torch rounds after each
+operation, hfnn only the result: one or two ulps of that dtype per step.
 """
 
 import warnings
@@ -24,7 +24,7 @@ BAD = ("lr", "weight_decay", "eps", "betas", "momentum", "nesterov", "tensor", "
 def draw_tensor(rng, name) -> dict:
     shape = rng.choice(SHAPES)
     dtype = rng.choices(("float32", "bfloat16", "float16", "float64", "complex64"), (14, 3, 2, 2, 0.4))[0]
-    if name == "Adafactor":  # torch's divides by the number of elements, and adds up squares in the parameter's dtype
+    if name == "Adafactor":  # torch's divides by the number of elements, and sums squares in the parameter's dtype
         shape, dtype = (4, 2) if 0 in shape else shape, "bfloat16" if dtype == "float16" else dtype
     return {
         "shape": shape,
@@ -63,7 +63,7 @@ def draw_options(rng, name, all_of_them=True) -> dict:
 
 
 def spoil(rng, program, name) -> None:
-    """An argument that torch refuses."""
+    """Adds an argument that torch refuses."""
     bad, options = program["bad"], program["options"]
     wrong = {
         "lr": {"lr": -0.1}, "weight_decay": {"weight_decay": -1.0}, "eps": {"eps": -1.0}, "betas": {"betas": (0, 1.0)},
@@ -105,8 +105,8 @@ def draw(rng) -> dict:
 
 
 def pass_by_torchs_faults(program) -> None:
-    """torch's SGD with momentum: its foreach step writes to the gradients, and its fused one fails where momentum comes
-    later. Its fused one for the CPU leaves whole vectors of 16 bits as they were (2.13)."""
+    """Avoids defects of torch's SGD with momentum: its foreach step writes to the gradients, and its fused step fails
+    if momentum is set later. On the CPU its fused step leaves whole vectors of 16 bits unchanged (2.13)."""
     added = [step[1:] for step in program["steps"] if step[0] == "add_group"]
     every = [program["options"], *(group["options"] for group in program["groups"]), *(options for _, options in added)]
     momentum = any("momentum" in options or "nesterov" in options for options in every)
@@ -118,7 +118,7 @@ def pass_by_torchs_faults(program) -> None:
 
 
 def draw_round(rng, name) -> list[tuple]:
-    """Gradients, a step, and something else."""
+    """Gradients, a step, and some other action."""
     steps = []
     kinds = [rng.choices((*GRADS, "none", "zero", "sparse"), (8, 2, 1, 1, 1, 1.5, 0.7, 0.15))[0] for _ in range(6)]
     way = rng.choices(

@@ -1,4 +1,4 @@
-"""Defects planted in `hfnn.optim`, each of which the fuzzer of optimizers finds."""
+"""Defects planted in `hfnn.optim`; the fuzzer of optimizers finds each of them."""
 
 from collections import defaultdict
 
@@ -10,7 +10,7 @@ from hfnn.optim.fused import Fused
 
 
 def _without(flag: int):
-    """The numbers of a group without one of its options."""
+    """A group's numbers, without one of its option flags."""
 
     def replacement(own):
         def numbers(self, group):

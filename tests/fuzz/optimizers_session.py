@@ -1,6 +1,6 @@
-"""What a program of the fuzzer of optimizers does: parameters, an optimizer, and the steps by name.
+"""Runs a program of the fuzzer of optimizers: parameters, an optimizer, and the steps by name.
 
-Both sides run this; ours has `hfnn.optim`'s class, or torch's that `hfnn.convert` has changed.
+Both sides run this. Ours uses `hfnn.optim`'s class, or torch's changed by `hfnn.convert`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Warmup:
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x in memory of another layout."""
+    """x in another memory layout."""
     if layout == "transposed" and x.dim() > 1:
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "channels_last" and x.dim() == 4:
@@ -59,7 +59,7 @@ class Session:
         self.scaler, self.schedulers, self.calls, self.pending = None, [], [], None
         halves = [p.dtype for p in self.params if p.element_size() == 2]
         if any(step[0] in ("clip", "scaled_step") for step in program["steps"]):
-            log.coarse = max(halves, key=lambda d: torch.finfo(d).eps, default=None)  # by the norm, all are of all
+            log.coarse = max(halves, key=lambda d: torch.finfo(d).eps, default=None)  # the norm couples them
         self.optimizer = None
         with log.attempt("construct"):
             self.optimizer = self.build(self.groups(), program["options"])
@@ -76,11 +76,11 @@ class Session:
         if self.noise is not None and x.is_floating_point():
             signs = torch.randint(0, 2, x.shape, generator=self.noise) * 2 - 1
             x = (x.double() * (1 + signs * torch.finfo(x.dtype).eps)).to(x.dtype)
-        # torch's fused step reads gaps as numbers.
+        # torch's fused step treats gaps as elements.
         return nn.Parameter(laid_out(x, "plain" if self.program["options"].get("fused") else t["layout"]))
 
     def groups(self):
-        """As `params` of a constructor: groups of the parameters that are there from the beginning."""
+        """As `params` of a constructor: the groups with the initial parameters."""
         groups = []
         for group in self.program["groups"]:
             params = [self.params[i] for i in group["params"]]
@@ -106,12 +106,12 @@ class Session:
             return self.random(p.shape, p.dtype).to_sparse() if p.dim() else self.random(p.shape, p.dtype)
         x = self.random(p.shape, p.dtype)
         if p.element_size() == 2:
-            # Of small gradients torch's Adam rounds the squares to 0 in 16 bits, and divides by that.
+            # With small 16-bit gradients, torch's Adam rounds the squares to 0 and divides by that.
             x = x + torch.where(x < 0, -2, 2).to(p.dtype)
         if kind == "zero" and p.dtype is not torch.float16:
             return torch.zeros_like(p)
         if self.is_fused():
-            kind = "same"  # torch's fused step reads gradients in other layouts than its parameter's wrongly
+            kind = "same"  # torch's fused step misreads gradients whose layout is not their parameter's
         if kind == "inf" and x.numel():
             x.view(-1)[0] = torch.inf
         if kind == "same":
@@ -140,7 +140,7 @@ class Session:
                 p.grad = self.gradient(p, kinds[i % len(kinds)] if kinds else "plain")
 
     def loss(self):
-        """A loss in which every parameter stands twice, so that backward needs the parameters themselves."""
+        """A loss that uses every parameter twice, so that backward needs the parameters themselves."""
         parts = [p.abs().double() if p.is_complex() else p.double() for p in self.params if p.requires_grad]
         return sum((p * p).sum() * (0.1 / (i + 1)) + 2 * p.sum() for i, p in enumerate(parts))
 
@@ -151,12 +151,12 @@ class Session:
                 loss.backward(retain_graph=True)
 
     def stale(self) -> None:
-        """A graph of before a step: it is used after one."""
+        """A graph made before a step and used after it."""
         self.pending = self.loss()
 
     def late_backward(self) -> None:
         loss, self.pending = self.pending, None
-        # torch's fused step writes without a word to autograd, and the gradients are wrong.
+        # torch's fused step writes without changing versions, so the gradients are wrong.
         if isinstance(loss, torch.Tensor) and not self.is_fused():
             loss.backward()
 
@@ -174,7 +174,7 @@ class Session:
 
         result = self.optimizer.step() if closure == "none" else self.optimizer.step(evaluate)
         if isinstance(result, torch.Tensor):
-            if all(p.element_size() > 2 for p in self.params):  # the sum of roundings that lean to one side
+            if all(p.element_size() > 2 for p in self.params):  # in 16 bits, systematic roundings add up in the sum
                 self.log.tensor(f"result {self.number}", result.float())
         else:
             self.log.note(f"result {self.number}", result)
@@ -198,8 +198,8 @@ class Session:
         for p in self.params[:1]:
             if kind == "inf" and p.grad is not None and p.grad.numel():
                 p.grad.view(-1)[0] = torch.inf
-        # hfnn's step takes float16 gradients, and is called for gradients that overflow, as torch's fused step; torch's
-        # others are not, nor their hooks.
+        # hfnn's step, like torch's fused step, takes float16 gradients and is called when gradients overflow. torch's
+        # other steps, and their hooks, are not called then.
         calls = len(self.calls)
         try:
             if unscale or any(p.dtype is torch.float16 for p in self.params):
@@ -214,7 +214,7 @@ class Session:
         finally:
             del self.calls[calls:]
             if not unscale:
-                self.optimizer.zero_grad()  # torch's step divides gradients in place, hfnn's leaves them as they are
+                self.optimizer.zero_grad()  # torch's step divides gradients in place, hfnn's leaves them unchanged
 
     def clip(self, most, kind) -> None:
         params = [p for p in self.params if p.grad is not None and p.grad.layout is torch.strided]
@@ -239,7 +239,7 @@ class Session:
         self.optimizer.add_param_group({"params": [p], **options})
 
     def add_again(self, i) -> None:
-        """torch's error: a parameter that is in a group already."""
+        """torch's error: a parameter that is already in a group."""
         self.optimizer.add_param_group({"params": self.params[i % len(self.params)]})
 
     def schedule(self, kind) -> None:
@@ -265,7 +265,7 @@ class Session:
                 p.grad = p.grad.clone().mul_(-1)
 
     def edit_state(self, i, how) -> None:
-        """What users do to states: reset them, drop them, scale them."""
+        """User actions on states: reset, drop, scale."""
         state = self.optimizer.state
         if how == "clear":
             state.clear()
@@ -283,7 +283,7 @@ class Session:
         getattr(self.optimizer, f"register_{kind}_hook")(note)
 
     def save(self, through) -> None:
-        """A state dict, by way of a file or of torch's own class, into a new optimizer, which goes on."""
+        """Loads a state dict, via a file or torch's own class, into a new optimizer, which continues."""
         saved = self.optimizer.state_dict()
         self.show_dict(saved)
         if through == "file":
@@ -309,24 +309,24 @@ class Session:
         self.optimizer.load_state_dict(saved)
 
     def copy(self, how) -> None:
-        """Everything goes on as a copy: what is tied stays tied."""
+        """Everything is replaced by a copy: tied objects stay tied."""
         things = self.params, self.optimizer, self.schedulers
         self.calls = []
         for hooks in [name for name in vars(self.optimizer) if name.endswith("_hooks")]:
             vars(self.optimizer)[hooks].clear()
         copied = copy.deepcopy(things) if how == "deepcopy" else pickle.loads(pickle.dumps(things))
         self.params, self.optimizer, self.schedulers = copied
-        # Where there is a GPU, torch 2.11's Adafactor asks its copies for an option that it does not have.
+        # On a machine with a GPU, torch 2.11's Adafactor reads an option from its copies that they lack.
         self.optimizer._warned_capturable_if_run_uncaptured = True
         self.pending = None
 
     def swap(self, way) -> None:
-        """hfnn.revert and hfnn.convert in the middle: of no effect under torch."""
+        """hfnn.revert or hfnn.convert in between; no effect on torch's side."""
         if self.ours:
             (hfnn.revert if way == "revert" else hfnn.convert)(self.optimizer)
 
     def forced(self) -> None:
-        """A step by the definition in torch, which ours is to agree with."""
+        """A step by the definition in torch, with which ours must agree."""
         with hfnn.use("torch") if self.ours else contextlib.nullcontext():
             self.step("none")
 
@@ -360,12 +360,12 @@ class Session:
 
 
 def beside_one(x) -> torch.Tensor:
-    """The elements of x and a one: what is small because terms of about one cancel out is as exact as they are."""
+    """The elements of x and a one. Small results of cancelling terms of about one are only as exact as these terms."""
     return torch.cat((x.detach().to_dense().flatten(), torch.ones(1, dtype=x.dtype)))
 
 
 def written(state: dict) -> dict:
-    """A state but for what is not there, or has never been written: hfnn makes it before it knows of an overflow."""
+    """A state without missing or never-written entries: hfnn creates it before it detects an overflow."""
     state = {name: value for name, value in state.items() if value is not None}
     return {} if all(isinstance(x, torch.Tensor) and not x.any() for x in state.values()) else state
 

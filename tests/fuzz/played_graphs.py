@@ -1,9 +1,9 @@
-"""A stand-in for CUDA graphs that runs on the CPU: what is recorded is a function, which each replay calls again.
-Where there is a GPU, fuzzer and tests have its graphs instead.
+"""A stand-in for CUDA graphs on the CPU: the recording is a function, which each replay calls again. With a GPU, fuzzer
+and tests use CUDA graphs instead.
 
-As with graphs, recording changes nothing (what the function drew and wrote is undone), each replay writes its results
-into the memory of the first ones, and all graphs of a model share one pool: once another forward or a backward was
-replayed, what a forward kept for its own backward is gone, and a replay may use the memory where results of others are.
+As with graphs, recording changes nothing (the function's draws and writes are undone), each replay writes its results
+into the memory of the first ones, and all graphs of a model share one pool. Once another forward or a backward was
+replayed, what a forward kept for its own backward is gone. A replay may overwrite the results of others.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Played:
-    """Of `hfnn.capture.graph.Graph`."""
+    """Replaces `hfnn.capture.graph.Graph`."""
 
     def __init__(self, function, backend):
         self._function, self._backend, self._grad = function, backend, torch.is_grad_enabled()
@@ -41,7 +41,7 @@ class Played:
         self.results = results
 
     def _spoil(self):
-        """The results of other graphs; those of a forward last until its backward has run."""
+        """Overwrites the results of other graphs, except those of a forward until its backward has run."""
         for other in self._backend.graphs:
             if other is not self and not (self._of_backward and other is self._backend.last):
                 for t in other._memory:
@@ -54,7 +54,7 @@ def _tensors(results):
 
 
 class Backend:
-    """Of `hfnn.capture.graph.Cuda`."""
+    """Replaces `hfnn.capture.graph.Cuda`."""
 
     def __init__(self, device, model):
         self.device, self.generator, self.last, self._model = device, torch.default_generator, None, model
@@ -91,7 +91,7 @@ class Backend:
 
 @contextlib.contextmanager
 def played():
-    """Models on the CPU are captured, by the stand-in; those on a GPU as ever."""
+    """CPU models are captured with the stand-in; GPU models with CUDA graphs."""
     if DEVICE != "cpu":
         yield
         return

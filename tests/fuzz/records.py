@@ -1,8 +1,8 @@
-"""The fuzzer of `hfrecord`: what users and accidents do with record files, against lists in memory.
+"""The fuzzer of `hfrecord`: user actions and accidents on record files, against lists in memory.
 
-A program is a dict: what kind of file there is, and the steps (`records_session.py`: a name and its arguments): writes,
-commits, appends, writers that die, reads by all kinds of indices, threads, processes, damage, and orders of epochs.
-Compared are records, lengths, errors, and states of samplers. "Stock" is the definition on a list.
+A program is a dict: the kind of file, and the steps (`records_session.py`: a name and its arguments): writes, commits,
+appends, writers that die, reads with all kinds of indices, threads, processes, damage, and orders of epochs. Compared
+are records, lengths, errors, and states of samplers. "Stock" is the definition on a list.
 """
 
 from engine import Fuzzer, Log
@@ -63,7 +63,7 @@ def draw_read(rng) -> tuple:
 
 
 def draw_index(rng):
-    """A place as a share of the length, so that shorter programs still make sense, or what is no index."""
+    """A position as a share of the length, so that shortened programs stay valid, or an invalid index."""
     return rng.choices(("share", "negative", "beyond", "none"), (20, 6, 0.4, 0.2))[0], rng.random()
 
 

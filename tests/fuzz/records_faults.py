@@ -1,4 +1,4 @@
-"""Defects planted in `hfrecord`, each of which the fuzzer of records finds."""
+"""Defects planted in `hfrecord`; the fuzzer of records finds each of them."""
 
 import numpy as np
 from engine import patched
@@ -20,7 +20,7 @@ def _unchecked(own):
 
 
 def _once(own):
-    """A batch as a dict: what is in it twice is there once."""
+    """A batch as a dict: duplicates are returned once."""
 
     def read(self, places):
         unique = list(dict.fromkeys(places.tolist()))
@@ -53,7 +53,7 @@ def _from_index(own):
 
 
 def _committed(own):
-    """A commit is written before what it stands for."""
+    """A commit is written before its records."""
 
     def commit(self):
         pending, self._pending, self._pending_bytes = self._pending, [], 0
@@ -87,7 +87,7 @@ def _modulo(own):
 
 
 def _rank_first(own):
-    """Ranks have stretches of their own instead of taking turns."""
+    """Ranks get contiguous ranges instead of taking turns."""
     return lambda self, begin: own(self, begin) + (self.rank == 0 and self.world_size > 2)
 
 

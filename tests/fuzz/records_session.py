@@ -1,4 +1,4 @@
-"""What a program of the records' fuzzer does: on files of hfrecord, or on a list, which says what is right."""
+"""Runs a program of the fuzzer of records: on files of hfrecord, or on a list, which defines the right results."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ SCHEMAS = {
 
 
 def value(schema: str | None, size: int, rng: random.Random):
-    """A record of about `size` bytes, some of which compress."""
+    """A record of about `size` bytes, partly compressible."""
     data = rng.randbytes(size // 2) + bytes(size - size // 2)
     if schema is None:
         return data
@@ -38,14 +38,14 @@ def value(schema: str | None, size: int, rng: random.Random):
 
 
 def shown(record):
-    """A record as something that == compares."""
+    """A record in a form that == compares."""
     if not isinstance(record, dict):
         return record
     return {k: (v.dtype.str, v.tolist()) if isinstance(v, np.ndarray) else v for k, v in record.items()}
 
 
 class Session:
-    """`committed` and `written` are the list's side; files are written on the other one."""
+    """`committed` and `written` are the list's side; the other side writes files."""
 
     def __init__(self, program, ours: bool, log):
         self.program, self.ours, self.log = program, ours, log
@@ -57,9 +57,9 @@ class Session:
     def __enter__(self):
         self.exit = contextlib.ExitStack()
         self.folder = Path(self.exit.enter_context(tempfile.TemporaryDirectory()))
-        if self.program["seed"] % 3 == 0:  # as where hfrecord._C is not built
+        if self.program["seed"] % 3 == 0:  # as if hfrecord._C were not built
             self.exit.enter_context(mock.patch("hfrecord.native.extension", None))
-        self.exit.enter_context(mock.patch("os.fsync"))  # what a disk keeps is not in question here, and takes long
+        self.exit.enter_context(mock.patch("os.fsync"))  # slow, and durability on disk is not tested here
         self.path = self.folder / {"file": "a.hfr", "dataset": "set", "ffr": "a.ffr"}[self.kind]
         return self
 
@@ -84,12 +84,12 @@ class Session:
         self.log.note(f"length {label}", len(self.writer) if self.ours else len(self.written))
 
     def _begin(self) -> None:
-        """A writer, where there is none: of a new file, or one to append to."""
+        """Opens a writer if there is none: for a new file, or to append."""
         if self.writer is not None:
             return
         self.written = [] if self.kind == "ffr" else list(self.committed)
         self.writer = self._make() if self.ours else "the list's"
-        self.exists |= self.kind != "ffr"  # which gets its name when it is closed
+        self.exists |= self.kind != "ffr"  # it gets its name when it is closed
 
     def _make(self):
         if self.kind == "ffr":
@@ -107,7 +107,7 @@ class Session:
         return hfrecord.DatasetWriter(self.path, append=self.exists, part_bytes=part_bytes, **options)
 
     def bad_write(self, label) -> None:
-        """Is refused, and leaves nothing."""
+        """A refused write leaves nothing."""
         self._begin()
         if not self.ours:
             raise TypeError("refused") if self.schema is None else ValueError("refused")
@@ -127,10 +127,10 @@ class Session:
         if self.ours:
             self.writer.close()
         self.committed, self.writer, self.exists = list(self.written), None, True
-        self.reader = None if self.kind == "ffr" else self.reader  # which goes on with the file that was replaced
+        self.reader = None if self.kind == "ffr" else self.reader  # the old reader keeps reading the replaced file
 
     def die(self, label, how) -> None:
-        """The writer is gone, as by a kill: at some place before what was written since the last commit counts."""
+        """The writer ends as if killed, at some point before the data since the last commit counts."""
         self._begin()
         if self.ours and self.kind == "ffr":
             self.writer.__exit__(KeyboardInterrupt)
@@ -202,7 +202,7 @@ class Session:
             found = self._stock(records, indices)
             return len(found) if how == "read" and self.schema else found
         if how == "read":
-            for _ in range(1 + 40 * (len(indices) % 2)):  # so often that records count as being in memory
+            for _ in range(1 + 40 * (len(indices) % 2)):  # often enough that records count as resident in memory
                 records.advise(indices)
             found = records.read(np.array(indices, np.int64) if all(type(i) is int for i in indices) else indices)
             return len(found) if self.schema else found
@@ -220,7 +220,7 @@ class Session:
     # Damage
 
     def damage(self, label, how, share, byte) -> None:
-        """Of a copy of the file is read what is right, or an error of ours comes."""
+        """Reads a damaged copy of the file: the results are right, or one of our errors is raised."""
         self.log.note(f"damage {label}", "right or refused")
         if not self.ours or not self.committed or self.writer is not None:
             return
@@ -245,7 +245,7 @@ class Session:
     # Orders
 
     def epoch(self, label, seed, window, tail, parts) -> None:
-        """An epoch in parts on several ranks: of what the ranks together get at a step, order and state."""
+        """An epoch in parts on several ranks: order and state of what all ranks together read at each step."""
         n = len(self.committed) or 17
         log, state = self.log, None
         everything = hfrecord.Permutation(n, seed, 0, window, 2)(np.arange(n)) if self.ours else range(n)
@@ -283,7 +283,7 @@ def _ours(n, seed, window, tail, ranks, batch, steps, state):
 
 
 def _stock_epoch(n, seed, window, tail, ranks, batch, steps, state):
-    """The rule, place by place."""
+    """The rule, position by position."""
     epoch, consumed = (state["epoch"], state["consumed"]) if state else (0, 0)
     order = hfrecord.Permutation(n, seed, epoch, window, 2)(np.arange(n)).tolist()
     mine = [[] for _ in range(ranks)]
@@ -305,7 +305,7 @@ def _stock_epoch(n, seed, window, tail, ranks, batch, steps, state):
 
 
 def damaged(data: bytearray, how: str, share: float, byte: int) -> bytes:
-    """A file's bytes with one fault in them, at some place."""
+    """A file's bytes with one fault in them."""
     at = min(int(share * len(data)), len(data) - 1)
     if how == "flip":
         data[at] ^= byte
@@ -322,9 +322,9 @@ def damaged(data: bytearray, how: str, share: float, byte: int) -> bytes:
     elif how == "head":
         data[(0, 8, 12, 16, 24, 512, 520, 528, 536, 1024, 1040)[byte % 11] % len(data)] ^= 1 << byte % 8
     elif how == "swap" and len(data) > 4200:
-        entry = len(data) - 48  # the last two of the index
+        entry = len(data) - 48  # the last two entries of the index
         data[entry : entry + 48] = data[entry + 24 :] + data[entry : entry + 24]
     return bytes(data)
 
 
-DICTIONARY = random.Random(0).randbytes(300) + bytes(300)  # zstd takes any content
+DICTIONARY = random.Random(0).randbytes(300) + bytes(300)  # zstd accepts any content

@@ -1,11 +1,11 @@
 """Runs a fuzzer: python tests/fuzz/run.py convert --programs 20000 --seed 0 --jobs 2
 
-    --only SEED      one program: both sides are shown, a difference is shrunk to a script
-    --plant NAME     with a fault planted, to see that it is found; --shrink N: scripts for the first N differences
+    --only SEED      one program: shows both sides, and shrinks a difference to a script
+    --plant NAME     with a planted fault, to check that it is found; --shrink N: scripts for the first N differences
     --faults         a table: after how many programs each fault is found, for five seeds
 
-Program i of run SEED has the seed SEED * 1000000 + i, which is what is printed. Exits with 1 where something differs
-that is not a known class. Programs run in processes of their own, so that one that crashes or hangs is a finding.
+Program i of run SEED has the seed SEED * 1000000 + i, which is printed. Exits with 1 on a difference that is not of a
+known class. Programs run in separate processes, so one that crashes or hangs is a finding.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def fuzzer_of(name: str) -> engine.Fuzzer:
 
 
 def work(name: str, seeds: range, plant: str | None, pipe) -> None:
-    """A process of programs: sends each seed before it runs, and what came of it after."""
+    """A worker process: sends each seed before it runs, and its outcome afterwards."""
     fuzzer = fuzzer_of(name)
     with fuzzer.faults[plant]() if plant else contextlib.nullcontext():
         for seed in seeds:
@@ -50,7 +50,7 @@ def work(name: str, seeds: range, plant: str | None, pipe) -> None:
 
 
 def work_on_stock(name: str, seed: int) -> None:
-    """A process for one program, on stock torch alone."""
+    """A process that runs one program on stock torch only."""
     faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     fuzzer = fuzzer_of(name)
     fuzzer.run(fuzzer.program(seed), False)
@@ -58,8 +58,8 @@ def work_on_stock(name: str, seed: int) -> None:
 
 
 def run(name: str, seeds: range, jobs: int, plant: str | None = None, tell=lambda summary: None) -> engine.Summary:
-    """All programs of `seeds`, on `jobs` processes; one that dies is replaced, and its program is a finding, unless
-    stock torch dies of it too."""
+    """Runs all programs of `seeds` on `jobs` processes. One that dies is replaced, and its program is a finding, unless
+    stock torch dies of it, too."""
     context, summary, running = multiprocessing.get_context("spawn"), engine.Summary(), {}
 
     def start(seeds):
@@ -157,7 +157,7 @@ def told(fuzzer: engine.Fuzzer, summary: engine.Summary, seconds: float) -> None
 
 
 def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
-    """For each fault and five seeds, after how many programs it was found; at most `--programs` are tried."""
+    """For each fault and five seeds, the number of programs until it was found; at most `--programs` are tried."""
     seeds, missed = [given.seed + k for k in range(5)], 0
     faults = [given.plant] if given.plant else list(fuzzer.faults)
     work_list = [(fuzzer.name, fault, range(s * SEEDS, s * SEEDS + given.programs)) for fault in faults for s in seeds]
@@ -172,7 +172,7 @@ def table_of_faults(fuzzer: engine.Fuzzer, given) -> int:
 
 
 def search(name: str, fault: str, seeds: range) -> int | None:
-    """`first_found`, in a process of its own: not one of a multiprocessing.Pool, which may have no children."""
+    """`first_found` in a separate process; not of a multiprocessing.Pool, whose processes may have no children."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=find, args=(name, fault, seeds, theirs))
@@ -181,7 +181,7 @@ def search(name: str, fault: str, seeds: range) -> int | None:
     try:
         return ours.recv()
     except EOFError:
-        return None  # it has died
+        return None  # the process has died
     finally:
         process.join()
 

@@ -9,7 +9,7 @@ from engine import Difference, Fuzzer, told
 
 
 def shorter(part) -> Iterator:
-    """Copies of a program that lack part of a list, have a list's inner list in place of an item, or a flag less."""
+    """Copies of a program without a part of a list, with an item's inner list in its place, or with a flag less."""
     if isinstance(part, list):
         for size in dict.fromkeys((len(part), len(part) // 2, len(part) // 4, 1)):
             for at in range(0, len(part), size) if size else ():
@@ -43,7 +43,7 @@ def shrink(fuzzer: Fuzzer, program, difference: Difference, seconds: float = 60)
                 return program
             try:
                 found, _ = fuzzer.difference(candidate)
-            except Exception:  # a candidate may make no sense, which is no finding
+            except Exception:  # a candidate may be invalid, which is no finding
                 continue
             if found is not None and found.kind == difference.kind and fuzzer.is_known(candidate, found) == known:
                 program, again = candidate, True
@@ -52,7 +52,7 @@ def shrink(fuzzer: Fuzzer, program, difference: Difference, seconds: float = 60)
 
 
 def script(fuzzer: Fuzzer, program) -> str:
-    """A script, to be run from the repository's root, that prints what both sides show of a program."""
+    """A script, for the repository's root, that prints what both sides log for a program."""
     return f"""import sys
 
 sys.path.insert(0, "tests/fuzz")
@@ -65,7 +65,7 @@ shrink.show({fuzzer.name}.FUZZER, program)
 
 
 def show(fuzzer: Fuzzer, program) -> None:
-    """Prints both sides, and where they differ first."""
+    """Prints both sides, and their first difference."""
     stock, ours = fuzzer.run(program, False), fuzzer.run(program, True)
     for label in dict.fromkeys(itertools.chain(stock.seen, ours.seen)):
         a, b = (log.seen.get(label, "not there") for log in (ours, stock))

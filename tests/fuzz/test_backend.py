@@ -1,4 +1,4 @@
-"""A part of the fuzzer of the backend, with fixed seeds. `run.py backend` runs more of it."""
+"""A part of the backend's fuzzer, with fixed seeds. `run.py backend` runs more of it."""
 
 import backend
 import pytest

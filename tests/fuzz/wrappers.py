@@ -1,9 +1,9 @@
-"""The fuzzer of haiscale's wrappers: a random tree of modules and what a user does with it, on two to four ranks.
+"""The fuzzer of haiscale's wrappers: a random tree of modules and random user actions, on two to four ranks.
 
-FSDP (zero 1, 2, 3) runs against fully_shard and DDP against torch's, on the same backend, gloo or hfreduce. Where
-haiscale's wrapper does not what torch's does, the model alone decides, whose gradients are averaged by hand: torch's
-wrappers refuse some programs, and are wrong in others (reentrant checkpoints around units that run twice). Losses,
-gradients and parameters are compared after each step, on each rank its part of them, and whether steps raise.
+FSDP (zero 1, 2, 3) runs against fully_shard, and DDP against torch's, on the same backend, gloo or hfreduce. If they
+differ, the unwrapped model decides, whose gradients are averaged by hand: torch's wrappers refuse some programs, and
+are wrong in others (reentrant checkpoints around units that run twice). Compared are losses, gradients and parameters
+after each step, on each rank its own part, and whether steps raise.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ def draw(rng) -> dict:
         "steps": [],
     }
     if wrapper != "ddp" and {"tied", "again", "relu_"}.isdisjoint(kinds) and not _reentrant(program):
-        program["mixed"] = rng.random() < 0.4  # where torch's own does it, and right
+        program["mixed"] = rng.random() < 0.4  # where torch's own supports it, with right results
     if "relu_" in kinds and rng.random() < 0.9:
-        program["input_grad"] = False  # or it writes to a leaf
+        program["input_grad"] = False  # otherwise it writes to a leaf
     if wrapper == "ddp":
         unused = not program["main"] or _reentrant(program) or not {"spare", "sometimes"}.isdisjoint(kinds)
         program["ddp"] = {
@@ -148,7 +148,7 @@ def _right(program) -> str:
 
 
 def _of(program, kind, noise) -> Log:
-    """What a kind of session shows; kept while one program is looked at."""
+    """What a kind of session logs; cached while one program is examined."""
     global _last
     if _last[:2] != (program, _fault):
         _last = program, _fault, {}
@@ -158,12 +158,12 @@ def _of(program, kind, noise) -> Log:
 
 
 def raised(log: Log) -> str | None:
-    """Where something was raised first."""
+    """Where the first exception was raised."""
     return next((label for label, seen in log.seen.items() if isinstance(seen, Raised)), None)
 
 
 def merged(found: list | str) -> Log:
-    """What all ranks have seen, in one log."""
+    """The logs of all ranks, merged."""
     log = Log()
     if isinstance(found, str):
         log.note("error run", Raised(found, found))
@@ -190,7 +190,7 @@ def planted(name: str):
 
 
 def _more_gradients(program, difference) -> bool:
-    """DDP learns in its first step how many gradients a parameter gets; reentrant checkpoints may bring more later."""
+    """DDP learns in its first step how many gradients a parameter gets; reentrant checkpoints may add more later."""
     text = getattr(difference.ours, "text", "")
     return difference.kind == "error: raises" and program["wrapper"] == "ddp" and "there were fewer" in text
 

@@ -13,12 +13,12 @@ from haiscale.fsdp import reduce as reductions
 
 
 def planted(name: str | None):
-    """A context with the defect of this name; None: without any."""
+    """A context with the defect of this name; None: no defect."""
     return contextlib.nullcontext() if name is None else FAULTS[name]()
 
 
 def _replaced(owner, name, make):
-    """A context in which an attribute is what `make` makes of it."""
+    """A context in which an attribute is replaced by `make(attribute)`."""
     return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
@@ -39,7 +39,7 @@ def _stale_parameter(real):
 
 
 def _not_reduced(real):
-    """Of the first parameter of a unit, what this rank had."""
+    """The first parameter of a unit keeps this rank's own gradient."""
 
     def attach(self, done, values, divisor):
         real(self, done, values, divisor)
@@ -71,7 +71,7 @@ def _recomputation_ends_backward(real):
 
 
 def _kept_for_ever(real):
-    """What no_sync kept is there in the next step, too."""
+    """What no_sync kept is still there in the next step."""
 
     def begin(self, flat, gradients, keeping):
         kept = set(flat.kept_of)
@@ -90,7 +90,7 @@ def _local_norm(real):
 
 
 def _zeros_for_nothing(real):
-    """A parameter that nobody used gets zeros."""
+    """An unused parameter gets zeros."""
 
     def reduce(self, unit):
         for flat in unit.flats:
@@ -103,7 +103,7 @@ def _zeros_for_nothing(real):
 
 
 def _first_rows_only(real):
-    """A state dict is loaded into the rows of rank 0."""
+    """A state dict is loaded into the rows of rank 0 only."""
 
     def write(self, p, whole):
         if self.rank == 0:
@@ -113,7 +113,7 @@ def _first_rows_only(real):
 
 
 def _ddp_missing_kept(real):
-    """What a bucket had of a parameter that was not used this time is averaged again."""
+    """A bucket's old gradient of a parameter that is unused this time is averaged again."""
 
     def collect(self, attach):
         with mock.patch.object(torch, "_foreach_zero_", lambda tensors: None):
@@ -127,7 +127,7 @@ def _ddp_sync_ignored(real):
 
 
 def _ddp_too_early(real):
-    """A bucket's average begins one gradient early."""
+    """A bucket's average starts one gradient too early."""
 
     def reset(self):
         real(self)

@@ -1,7 +1,7 @@
-"""Random trees of modules for the fuzzer of wrappers: what is drawn, and the model that a drawn tree is.
+"""Random trees of modules for the fuzzer of wrappers: drawing trees, and building their models.
 
-A tree is nested dicts. `{"kind": "block", "parts": [...]}` runs its parts in turn; the others are leaves. What a block
-returns is a tensor, or a tensor with others beside it (`asides`), which go up to the root.
+A tree is nested dicts. `{"kind": "block", "parts": [...]}` runs its parts in turn; the others are leaves. A block
+returns a tensor, or a tensor with others (`asides`), which are passed up to the root.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def draw(rng, depth: int, root: bool = False) -> dict:
 
 
 def walk(tree: dict):
-    """All nodes; the root first."""
+    """All nodes, the root first."""
     yield tree
     for part in tree.get("parts", ()):
         yield from walk(part)
@@ -90,7 +90,7 @@ def asides_of(output) -> list:
 
 
 class Linear(nn.Linear):
-    """Beside torch's: with a weight that another one may have, too."""
+    """Like torch's, but its weight may be shared with another one."""
 
 
 class MLP(nn.Module):
@@ -123,7 +123,7 @@ class Spare(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Runs its layer in every other step: the session turns it on and off."""
+    """Runs its layer in every other step; the session toggles it."""
 
     def __init__(self, width):
         super().__init__()
@@ -165,7 +165,7 @@ class Block(nn.Module):
 
 
 def give(how, x, given, asides):
-    """What a block returns."""
+    """The return value of a block."""
     if how == "tuple":
         return x, *asides
     if how == "list":
@@ -186,7 +186,7 @@ def give(how, x, given, asides):
 
 
 def build(tree, made, width) -> nn.Module:
-    """The module of a tree. made: those of the leaves and blocks so far, for what refers to them."""
+    """The module of a tree. made: the leaves and blocks built so far, which others may refer to."""
     kind = tree["kind"]
     if kind == "again":
         return made[tree["of"] % len(made)] if made else nn.Identity()
@@ -212,7 +212,7 @@ def build(tree, made, width) -> nn.Module:
 
 
 class Model(nn.Module):
-    """The root: a tree behind an embedding, or not."""
+    """The root: a tree, optionally after an embedding."""
 
     def __init__(self, tree, width, tokens):
         super().__init__()
@@ -224,5 +224,5 @@ class Model(nn.Module):
 
 
 def units_of(model: Model) -> list[nn.Module]:
-    """Those to be wrapped by themselves, the outer ones first."""
+    """The modules to be wrapped separately, the outer ones first."""
     return [m for m in model.modules() if getattr(m, "is_unit", False)]

@@ -1,8 +1,8 @@
 """Pools of rank processes, one for each number of ranks, which run many programs.
 
-Ranks are forked. Their group on each backend is made when it is first needed, and again after a program that raised. A
-pool ends with a rank that does not answer in time, or dies, or is alone in raising, and after `RUNS`; the next program
-has another one.
+Ranks are forked. Their group on each backend is created when first needed, and again after a program that raised. A
+pool ends when a rank does not answer in time, dies, or is the only one to raise, and after `RUNS` runs; the next
+program gets a new pool.
 """
 
 import multiprocessing
@@ -20,13 +20,13 @@ from engine import Log, Raised
 
 TIMEOUT = timedelta(seconds=10)  # of an operation
 PATIENCE = 60.0  # seconds for a run
-RUNS = 200  # of a pool: of groups that are made anew gloo keeps the threads, which wait for messages without rest
+RUNS = 200  # of a pool: gloo keeps the threads of replaced groups, which poll for messages
 
 _pools: dict[int, "Pool"] = {}
 
 
 def run(program, kind: str, noise: int, fault: str | None) -> list | str:
-    """What each rank has seen, as its log's `seen` and `features`; or a text: that one hangs or has died.
+    """What each rank has logged, as its log's `seen` and `features`; or a text: that one hangs or has died.
 
     kind: of the session. fault: planted in haiscale's.
     """
@@ -44,8 +44,8 @@ class Pool:
         context = multiprocessing.get_context("fork")
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
-        self.whole = True  # whether its ranks are still together
-        self.turn = 0  # how often its groups were of no use any more
+        self.whole = True  # whether its ranks are still in step
+        self.turn = 0  # how often its groups had to be replaced
         self.runs = 0
         for rank in range(ranks):
             here, there = context.Pipe()

@@ -1,4 +1,4 @@
-"""One rank's part of a program: a wrapped model, trained step by step, and what is to be seen of it after each.
+"""One rank's part of a program: a wrapped model, trained step by step, and what is logged after each step.
 
 `Stock` is torch's fully_shard or DistributedDataParallel, `Ours` is haiscale's FSDP or DDP. `Alone` is the model
 without a wrapper, whose gradients are averaged by hand.
@@ -30,7 +30,7 @@ def mesh_of(group) -> DeviceMesh:
 
 
 def in_another_order(program) -> bool:
-    """Whether a parameter has several gradients, which are added up before they are averaged or after."""
+    """Whether a parameter has several gradients, which may be summed before they are averaged or after."""
     nodes = list(models.walk(program["model"]))
     several = any(
         step[0] in ("two_forwards", "two_losses") or (step[0] == "train" and step[1] > 1) for step in program["steps"]
@@ -39,7 +39,7 @@ def in_another_order(program) -> bool:
 
 
 class Session:
-    """A model of a program, on the ranks of a group."""
+    """A program's model, on the ranks of a group."""
 
     def __init__(self, program, group, log: Log, noise: int):
         self.program, self.group, self.log = program, group, log
@@ -64,11 +64,11 @@ class Session:
         return dict(zip(self.names, self.wrapped.parameters(), strict=True))
 
     def rows(self, tensor):
-        """What this rank has of a parameter or a gradient."""
+        """This rank's part of a parameter or a gradient."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load(self, values: dict) -> None:
-        """Whole values, by name, as from a file."""
+        """Loads whole values, by name, as from a file."""
         self.wrapped.load_state_dict(values)
 
     def finish_backward(self, sync: bool) -> None:
@@ -153,7 +153,7 @@ class Stock(Session):
 
 
 class Alone(Session):
-    """Averages by hand; under FSDP's `no_sync`, gradients are kept out of sight until they are averaged."""
+    """Averages by hand; under FSDP's `no_sync`, gradients are hidden until they are averaged."""
 
     def wrap(self):
         self.kept, self.buffers_due = {}, True

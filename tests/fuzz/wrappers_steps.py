@@ -1,4 +1,4 @@
-"""What a user does with a wrapped model, step by step, and what is logged of it."""
+"""User actions on a wrapped model, step by step, and what is logged."""
 
 import contextlib
 
@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Stop(Exception):
-    """The rest of a program makes no sense: a step has raised."""
+    """The rest of a program is skipped because a step raised."""
 
 
 def run(session, noise: int) -> None:
-    """All steps of the session's program; the first that raises is the last."""
+    """Runs all steps of the session's program until one raises."""
     program, log = session.program, session.log
     for i, (name, *arguments) in enumerate(program["steps"]):
         for module in session.model.modules():
@@ -27,7 +27,8 @@ def run(session, noise: int) -> None:
 
 @contextlib.contextmanager
 def attempt(log, label: str):
-    """As Log.attempt, but for kinds of exceptions, of which wrappers have their own, and what was seen before."""
+    """Like Log.attempt, but ignores the kind of exception, which differs between wrappers, and drops what was logged in
+    the block."""
     log.note(f"error {label}", None)
     before = len(log.seen)
     try:
@@ -42,10 +43,10 @@ class Steps:
         self.session, self.log, self.program, self.i, self.noise = session, session.log, session.program, i, noise
         self.rank, self.calls = session.group.rank(), 0
 
-    # What steps are made of
+    # Parts of steps
 
     def batch(self, rows=3):
-        """Another one on each rank, in each step and call."""
+        """Different on each rank, in each step and call."""
         self.calls += 1
         generator = torch.Generator().manual_seed(self.program["seed"] + 1000 * self.i + 10 * self.calls + self.rank)
         if self.program["tokens"]:
@@ -71,7 +72,7 @@ class Steps:
         return sum(terms) if terms else torch.zeros(())
 
     def look(self, what="grad", visible=True):
-        """Gradients, or values, of all parameters: this rank's part."""
+        """Logs gradients, or values, of all parameters: this rank's part."""
         for name, p in self.session.parameters().items():
             seen = p if what == "value" else self.session.visible(p)
             rows = None if seen is None else self.session.rows(seen.detach())
@@ -107,7 +108,7 @@ class Steps:
         self.update(clip)
 
     def two_forwards(self):
-        """And one backward of both."""
+        """Two forwards and one backward of both."""
         with self.session.syncing(True):
             loss = self.loss(self.forward()) + self.loss(self.forward()) * 2
             self.log.tensor(f"loss {self.i}", loss.detach())
@@ -153,7 +154,7 @@ class Steps:
         self.look()
 
     def caught(self):
-        """An exception in the middle of forward, after which training goes on."""
+        """An exception in the middle of forward, after which training continues."""
         handles = [module.register_forward_pre_hook(_raise) for module in list(self.session.model.modules())[-1:]]
         try:
             with self.session.syncing(True):
@@ -165,7 +166,7 @@ class Steps:
                 handle.remove()
 
     def save_and_load(self, scale):
-        """Whole values of the state, changed and loaded."""
+        """Changes and loads whole values of the state."""
         state = {name: value.detach().clone() for name, value in self.session.state().items()}
         for name, value in state.items():
             self.log.tensor(f"state {self.i} {name.removeprefix('module.')}", value)

@@ -1,4 +1,4 @@
-"""Ranks of the tests of haiprof: training with 50 ms planted somewhere, which the ranks time themselves."""
+"""Ranks for the tests of haiprof: training with 50 ms planted somewhere, which the ranks time themselves."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ real_time = time.time
 
 
 class Clock:
-    """Seconds that this process has spent in what is named."""
+    """Seconds that this process has spent in each named activity."""
 
     def __init__(self):
         self.seconds, self.armed = {}, False
@@ -57,7 +57,7 @@ class Model(nn.Module):
         forward()
         y = self.last(self.first(x))
         if y.requires_grad:
-            y.register_hook(lambda grad: backward())  # before anything of backward
+            y.register_hook(lambda grad: backward())  # before anything in backward
         return y
 
 
@@ -74,7 +74,7 @@ class Optimizer(torch.optim.SGD):
 
 @contextlib.contextmanager
 def clock_is_ahead(seconds):
-    """Of a rank as on another host: its clock, and what its flight recorder says."""
+    """Simulates another host's clock: shifts this rank's clock and its flight recorder."""
     now, now_ns, entries = time.time, time.time_ns, collectives.Arrivals._entries
 
     def moved(self):
@@ -90,7 +90,7 @@ def clock_is_ahead(seconds):
 
 
 def trains_on_two_hosts(rank, size, store, ahead, **more):
-    """`trains`, where the clock of rank 1 is `ahead` by so many seconds."""
+    """`trains`, with the clock of rank 1 shifted by `ahead` seconds."""
     with pytest.MonkeyPatch.context() as patch, clock_is_ahead(ahead if rank == 1 else 0.0):
         for name, value in {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
             patch.setenv(name, value)
@@ -98,8 +98,8 @@ def trains_on_two_hosts(rank, size, store, ahead, **more):
 
 
 def trains(rank, size, store, profile, where, slow=None, backend="gloo", hz=1):
-    """Trains with DDP; in `where` ("all": in each phase), rank `slow` (None: each) sleeps PLANTED seconds in each step.
-    Returns what it has timed: by phase, of the steps but the first; and when it came to the collectives.
+    """Trains with DDP. In `where` ("all": in each phase), rank `slow` (None: each) sleeps PLANTED seconds in each step.
+    Returns its own timings by phase, without the first step, and when it entered the collectives.
     """
     if backend == "hfreduce":
         import hfreduce  # noqa: F401

@@ -1,4 +1,4 @@
-"""`attach`: to runs that were started with HAIPROF=idle, with HAIPROF=1, and without anything."""
+"""`attach`: to runs started with HAIPROF=idle, with HAIPROF=1, and without either."""
 
 import os
 import re
@@ -37,12 +37,12 @@ print("weights", [bool(p.isfinite().all()) for p in model.parameters()])
 
 @pytest.fixture
 def training(tmp_path):
-    """training(mode) -> a process that trains until the test ends; it must then end well, without a word."""
+    """training(mode) -> a process that trains until the test ends. It must then exit cleanly, without output."""
     running = []
 
     def start(mode):
         env = {name: own for name, own in os.environ.items() if not name.startswith("HAIPROF")}
-        env["PYTHONWARNINGS"] = "ignore"  # torch.profiler warns, in lines that differ with its version
+        env["PYTHONWARNINGS"] = "ignore"  # torch.profiler's warnings vary with its version
         env |= {"HAIPROF": mode, "HAIPROF_DIR": str(tmp_path / "run")} if mode else {}
         (tmp_path / "own").mkdir()
         process = subprocess.Popen(
@@ -63,14 +63,14 @@ def training(tmp_path):
     (tmp_path / "own" / "stop").touch()
     for process in running:
         out, err = process.communicate(timeout=60)
-        # torch.profiler has words of its own, as have its libraries in C++.
+        # Ignores the messages of torch.profiler and its C++ libraries.
         own = re.compile(r"rofil|^(ERROR|WARNING|INFO):\d|^\[W\d")
         said = [line for line in err.splitlines() if line and ("haiprof" in line or not own.search(line))]
         assert process.returncode == 0 and out.startswith("weights") and not said, err
 
 
 def threads(tmp_path):
-    """Names of the process's threads, as it sees them a step or more from now."""
+    """Names of the process's threads, as it sees them at least one step from now."""
     for _ in range(2):
         (tmp_path / "own" / "threads").unlink()
         while not (tmp_path / "own" / "threads").exists():
@@ -98,7 +98,7 @@ def test_an_idle_run(tmp_path, training):
     assert trace.read(operators)["distributedInfo"] == {"rank": 0, "world_size": 1}
     assert any("allocator snapshot" in line["why"] for line in run["missing"])
 
-    again = tmp_path / "again"  # by the folder this time; nothing deep
+    again = tmp_path / "again"  # this time by folder, without options
     assert attach.attach(str(tmp_path / "run"), str(again), 3, 30.0, []) == str(again)
     (rank,) = verdict.judge(record.load(again)).ranks
     assert rank.steps >= 3 and rank.phases["other"] > 0.015, "the slow function is in no phase"
@@ -106,7 +106,7 @@ def test_an_idle_run(tmp_path, training):
 
 
 def test_a_run_that_is_profiled_anyway(tmp_path, training):
-    """It goes on being profiled, into its own files."""
+    """It continues to be profiled, into its own files."""
     process = training("1")
     folder = attach.attach(str(process.pid), str(tmp_path / "elsewhere"), 3, 30.0, ["stacks"])
     assert folder == str(tmp_path / "run") and not (tmp_path / "elsewhere").exists()
@@ -130,7 +130,7 @@ def test_a_run_that_knows_of_nothing(tmp_path, training, capsys):
     assert threads(tmp_path) == before == ["MainThread"]
     (run,) = record.load(out)
     if "stacks" in run["missing"][0]["why"]:
-        pytest.skip(run["missing"][0]["why"]["stacks"])  # no py-spy, or no right to ptrace
+        pytest.skip(run["missing"][0]["why"]["stacks"])  # no py-spy, or no permission to ptrace
     assert "a_slow_function" in next(Path(out).glob("*.stacks.txt")).read_text()
     told = capsys.readouterr()
     assert "a_slow_function" in told.out

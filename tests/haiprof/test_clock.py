@@ -1,4 +1,4 @@
-"""Clocks of hosts that differ: what is found of them, and where there is nothing to find."""
+"""Clocks that differ between hosts: what is measured, and when nothing can be."""
 
 import json
 import socket
@@ -36,7 +36,7 @@ def test_how_far_the_clock_of_who_asks_is_ahead(tmp_path, server, monkeypatch, a
 
 
 def test_datagrams_that_are_lost_or_late(tmp_path, monkeypatch):
-    """Two are lost, one comes again in the place of the next: the others count."""
+    """Two are lost, and one duplicate replaces the next: the others count."""
     monkeypatch.setattr(clock, "PATIENCE", 0.05)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The collector in a process: what it costs, what it writes, and that it hurts nobody."""
+"""The collector in a process: its cost, its output, and that it does no harm."""
 
 import json
 import logging
@@ -122,9 +122,9 @@ def test_a_counter_that_fails_is_given_up_with_its_reason(monkeypatch):
     assert "process.memory" in counters.read()
 
 
-@pytest.mark.rest  # times, which other work on the machine moves
+@pytest.mark.rest  # times, which other load on the machine changes
 def test_what_it_costs_a_step_of_10_ms(tmp_path):
-    """Its own time: of the hooks in a step of three phases and a loader over 100 inner modules, and of its thread."""
+    """Its own time: in hooks, for a step of three phases and a loader over 100 inner modules, and in its thread."""
     steps, rounds, inner = 200, 7, 100
     collector = Collector(tmp_path)
     collector.phases._on_begin = None
@@ -169,7 +169,7 @@ def test_what_it_costs_a_step_of_10_ms(tmp_path):
 
 
 def test_files_stay_below_5_mb_an_hour(tmp_path, monkeypatch):
-    """An hour of a fast run, second by second: its clock is moved by hand."""
+    """An hour of a fast run, second by second, on a simulated clock."""
     now = [0.0]
     monkeypatch.setattr(record.time, "monotonic", lambda: now[0])
     writer = record.Writer(tmp_path, record.header())
@@ -269,7 +269,7 @@ os.wait()
 
 
 def test_started_by_the_environment_with_workers_and_forks(tmp_path):
-    """`import torch` alone starts it; workers of a loader leave no files; a child of a fork has its own."""
+    """`import torch` alone starts it; a loader's workers leave no files; a forked child has its own."""
     env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORKED], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr

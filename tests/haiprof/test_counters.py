@@ -1,4 +1,4 @@
-"""Counters that this machine may not have, by trees of files as the kernel shows them, and what it says without."""
+"""Counters that this machine may lack, read from file trees like the kernel's, and what is reported without them."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def tree(root, files):
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """seconds(n): n seconds go by."""
+    """seconds(n) advances the clock by n seconds."""
     now = [0.0]
     monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""What the collector does on GPUs, on fakes of CUDA's events, of graphs, of NVML and of NCCL's recorder."""
+"""The collector on GPUs, with fakes of CUDA events, graphs, NVML and NCCL's recorder."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ from haiprof.phases import Span, Step
 
 
 class Event:
-    """The GPU has come to the first `done` of those that were `made`; between two of them lies 1 ms."""
+    """The GPU has reached the first `done` of the `made` events, which are 1 ms apart."""
 
     made, done = 0, 0
 
@@ -178,7 +178,7 @@ class Asked(ctypes.Structure):
 
 
 class Nvml:
-    """As nvidia-ml-py. refused: functions that the GPU does not know. metrics: (value, status) by number."""
+    """Like nvidia-ml-py. refused: functions that the GPU does not support. metrics: (value, status) by number."""
 
     NVMLError, NVML_SUCCESS, NVML_CLOCK_SM, NVML_GPM_METRICS_GET_VERSION = NVMLError, 0, 1, 1
     NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_ANY_TENSOR_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 2, 5, 10
@@ -361,7 +361,7 @@ def entry(number, retired=True, duration=1.0):
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """entries: what NCCL's recorder says, which is another one than that of gloo."""
+    """entries: the contents of NCCL's recorder, which is separate from gloo's."""
     c10d, entries = sys.modules["torch._C._distributed_c10d"], []
     monkeypatch.setattr(collectives, "_groups", lambda: {"a group": "0"})
     monkeypatch.setattr(collectives, "_hfreduce", lambda: [])
@@ -391,7 +391,7 @@ def run_of(rank, durations):
 
 
 def test_late_ranks_by_the_durations_of_kernels_alone():
-    """Rank 1's host comes later to all of them, which says nothing; rank 0's kernels wait least."""
+    """Rank 1's host is always later, which proves nothing; rank 0's kernels wait least."""
     late = arrivals.lateness([run_of(0, [0.1] * 4), run_of(1, [0.6] * 4)])
     assert late.n == 4 and dict(late.charged) == {0: pytest.approx(1.5)}
     assert not arrivals.lateness([run_of(0, [None] * 4), run_of(1, [None] * 4)]).n

@@ -1,4 +1,4 @@
-"""What is made of the files: Chrome traces, the page in a browser, the comparison of two runs."""
+"""Output made from the files: Chrome traces, the HTML page in a browser, the comparison of two runs."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def profile(tmp_path_factory):
 
 
 def test_the_trace_keeps_the_rules_of_its_format(profile):
-    """Of "Trace Event Format", for the kinds of events that we write, and what HolisticTraceAnalysis asks for."""
+    """The rules of "Trace Event Format" for the events that we write, and what HolisticTraceAnalysis requires."""
     (path,) = profile.glob("*.trace.json.gz")
     found = trace.read(path)
     assert found["distributedInfo"]["rank"] == 0 and found["distributedInfo"]["world_size"] == 1
@@ -53,7 +53,7 @@ def test_the_trace_keeps_the_rules_of_its_format(profile):
             assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
         else:
             assert all(isinstance(value, int | float) for value in event["args"].values())
-    for spans in lanes.values():  # in the order of time; a lane's events do not cut into one another
+    for spans in lanes.values():  # ordered by time; a lane's events do not overlap
         assert spans == sorted(spans)
         assert all(b[0] >= a[1] - 1 for a, b in itertools.pairwise(spans))
     assert lanes.keys() == {trace.PHASES, trace.STEPS} and len(lanes[trace.STEPS]) == 125
@@ -74,7 +74,7 @@ def test_phases_of_the_trace_and_of_the_lines_agree(profile):
 @pytest.mark.rest
 @pytest.mark.filterwarnings("ignore")  # its own
 def test_two_ranks_in_holistic_trace_analysis(profile, tmp_path):
-    """It finds the ranks, the steps by their names, and as much time in each phase as the trace has."""
+    """It finds the ranks, the steps by name, and the same time in each phase as in the trace."""
     analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
     (path,) = profile.glob("*.trace.json.gz")
     found = trace.read(path)
@@ -107,7 +107,7 @@ def test_a_rank_in_perfettos_trace_processor(profile, tmp_path):
     assert done.stdout.split()[-1] == "125", done.stdout
 
 
-# Written at the end of the page: what its plots hold, and whatever has gone wrong in it.
+# Appended to the page: reports the contents of its plots, and its errors.
 ASK = """
 <script>
 window.addEventListener("load", () => setTimeout(() => {
@@ -125,7 +125,7 @@ window.addEventListener("load", () => setTimeout(() => {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_page_in_a_browser(profile, tmp_path):
-    """No error in its console, nothing from elsewhere; its table and its plots show the numbers of the files."""
+    """No console errors and no external resources; its table and plots show the numbers of the files."""
     assert command.main(["report", str(profile)]) == 0
     text = (profile / "report.html").read_text()
     assert len(text) < 2_000_000 and not re.search(r'<script[^>]* src=|<link[^>]* href="(?!data:)', text)
@@ -165,7 +165,7 @@ def text_of(printed):
 
 
 def played(seconds, n=10, rank=0, size=1, **more):
-    """A run as it would be loaded: n steps after a first one, of the seconds given by phase."""
+    """A run as loaded from files: n steps after a first one, with these seconds per phase."""
     phases = {**dict.fromkeys(PARTS, 0.0), **seconds}
     line = {**{name: value * n for name, value in phases.items()}, "seconds": sum(phases.values()) * n, "n": n}
     line |= {"first": 1, "wall": 10.0, "until": 20.0, "gap": 0.0, "waited": {}, "passes": n, "slowest": 1.0}
@@ -251,7 +251,7 @@ def arrived(rank, rows):
 
 
 def test_a_burst_of_asynchronous_collectives_counts_once():
-    """Rank 1 is 20 ms late to each of three buckets, which rank 0 has begun one after the other."""
+    """Rank 1 is 20 ms late to each of three buckets, which rank 0 has started one after the other."""
     first = [[i, at, None, 0] for i, at in enumerate((0.0, 1.000, 1.001, 1.002, 2.0))]
     second = [[i, at, None, 0] for i, at in enumerate((0.0, 1.020, 1.021, 1.022, 2.0))]
     found = arrivals.lateness([arrived(0, first), arrived(1, second)])
@@ -260,7 +260,7 @@ def test_a_burst_of_asynchronous_collectives_counts_once():
 
 
 def test_durations_tell_where_clocks_of_hosts_differ():
-    """On GPUs: the rank whose kernel took least came last, whatever the hosts' clocks say."""
+    """On GPUs: the rank with the shortest kernel came last, whatever the hosts' clocks show."""
     first = [[i, i + 100.0, 0.030, 0] for i in range(5)]
     second = [[i, i * 1.0, 0.002, 0] for i in range(5)]
     found = arrivals.lateness([arrived(0, first), arrived(1, second)])

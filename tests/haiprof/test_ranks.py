@@ -1,4 +1,4 @@
-"""50 ms planted in a phase, or in one rank: told by haiprof as the ranks themselves have timed it."""
+"""50 ms planted in a phase, or in one rank: haiprof reports what the ranks themselves have timed."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from haiprof import arrivals, record, trace, verdict
 
 WORKER = Path(planted.__file__)
 PHASES = ("data", "forward", "backward", "optimizer")
-EXACT = 0.05  # of what was planted
+EXACT = 0.05  # relative to what was planted
 
 
 def profiled(tmp_path, where, slow=None, backend="gloo", size=2, work="trains", **more):
@@ -38,8 +38,8 @@ def test_what_is_planted_is_in_its_phase(tmp_path):
 
 
 def expected(truth, slow):
-    """Seconds that rank 0 has waited for the slow one, as the ranks have timed it: from the third step's backward on,
-    which is the first of the collectives that are looked at, and only ends what came before.
+    """Seconds that rank 0 has waited for the slow one, by the ranks' own timing. It starts at the third step's
+    backward: the first collective considered only ends the time before it.
     """
     late = 0.0
     for place, first in (("backward", 3), ("all_reduce", 2)):
@@ -49,13 +49,14 @@ def expected(truth, slow):
 
 
 def since_third_step(runs):
-    """When its backward came to its collective. From then on (DDP has made its buckets) there are two a step."""
+    """When the third step's backward reached its collective. From then on (DDP has made its buckets) there are two per
+    step."""
     came = [[line["wall"] + row[1] for line in run["collectives"] for row in line["rows"]] for run in runs]
     return min(sorted(own)[-2 * (planted.STEPS - 2)] for own in came)
 
 
 CASES = [(where, "gloo") for where in (*PHASES, "all_reduce")] + [("backward", "hfreduce"), ("all_reduce", "hfreduce")]
-SOON = (("backward", "gloo"),)  # what `make test` has
+SOON = (("backward", "gloo"),)  # those in `make test`
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_rank_that_makes_others_wait_is_named(tmp_path, where, backend):
     "ahead", [pytest.param(3.7, marks=pytest.mark.slow), pytest.param(-3.7, marks=pytest.mark.rest)]
 )
 def test_also_where_its_host_has_another_clock(tmp_path, ahead):
-    """And the traces of both are on the clock of rank 0."""
+    """Both traces use rank 0's clock."""
     truth, runs = profiled(tmp_path, "backward", 1, work="trains_on_two_hosts", ahead=ahead)
     named(truth, runs, "backward")
     (line,) = runs[1]["clock"]
@@ -81,7 +82,7 @@ def test_also_where_its_host_has_another_clock(tmp_path, ahead):
 
 
 def named(truth, runs, where, slow=1):
-    """Rank `slow`, by as much as the ranks themselves have timed."""
+    """Rank `slow` is named, with the delay that the ranks themselves have timed."""
     found = arrivals.lateness(runs, since_third_step(runs))
     waited = expected(truth, slow)
     assert waited > 0.7 * planted.PLANTED * (planted.STEPS - 3)

@@ -1,4 +1,5 @@
-"""Programs do the same, to the bit, with the collector on: drawn loops, hfnn's conversion and proofs, torch.compile."""
+"""Programs give bitwise the same with the collector on: random training loops, hfnn's conversion and proofs,
+torch.compile."""
 
 import contextlib
 import random
@@ -27,7 +28,7 @@ def profiled(folder):
 
 
 def draw(rng):
-    """A program: plain data, in the style of tests/fuzz/engine.py."""
+    """A program: plain data, as in tests/fuzz/engine.py."""
     return {
         "seed": rng.randrange(10**6),
         "layers": [(rng.choice(ACTIVATIONS), rng.random() < 0.5) for _ in range(rng.randrange(1, 4))],
@@ -49,7 +50,7 @@ def build(program):
 
 
 def run(program):
-    """Everything that the program shows: losses, gradients, weights, exceptions."""
+    """Everything that the program produces: losses, gradients, weights, exceptions."""
     torch.manual_seed(program["seed"])
     model, optimizer = build(program)
     log = []
@@ -126,7 +127,7 @@ def test_the_comparison_sees_a_difference(tmp_path, monkeypatch):
 
 
 class Norm(nn.Module):
-    """An RMS norm in its author's own words, which hfnn proves."""
+    """An RMS norm in its author's own code, which hfnn proves."""
 
     def __init__(self):
         super().__init__()
@@ -147,13 +148,13 @@ def test_conversion_and_its_proofs_are_the_same(tmp_path):
 
 
 def test_captured_models_are_replayed_and_told_of(tmp_path):
-    """The same losses and replays with the collector, by played graphs where there is no GPU."""
+    """The same losses and replays with the collector, with played graphs where there is no GPU."""
     from played_graphs import DEVICE, played
 
     def trained(looks=None):
         torch.manual_seed(0)
         inner = hfnn.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)).to(DEVICE), capture=True)
-        model = nn.Sequential(inner)  # as a wrapper has it
+        model = nn.Sequential(inner)  # as in a wrapper
         optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
         for step in range(10):
             x = torch.full((4, 8), float(step), device=DEVICE)
@@ -184,10 +185,11 @@ def test_modules_are_bare_to_hfnn(tmp_path):
         assert is_bare(module)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo reads it
 @pytest.mark.parametrize("broken", [False, True])
 def test_graphs_of_torch_compile_are_the_same(tmp_path, broken):
-    """As many, with the same operations, no more recompiled, where the collector comes before and after the first."""
+    """The same number of graphs and operations, and no more recompilations, if the collector starts before or after the
+    first."""
     graphs = []
 
     def backend(graph, inputs):

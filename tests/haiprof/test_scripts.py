@@ -1,4 +1,4 @@
-"""Scripts that know nothing of haiprof, profiled by `python -m haiprof run`."""
+"""Scripts unaware of haiprof, profiled by `python -m haiprof run`."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def profiled(tmp_path, *command, cwd=ROOT):
-    """The verdict on a command, and what it has printed; its phases add up to its steps."""
+    """The verdict on a command, and its output; phases add up to steps."""
     folder = tmp_path / "profile"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
     run = [sys.executable, "-m", "haiprof", "run", "--hz", "5", "--out", str(folder), "--", *map(str, command)]

@@ -1,4 +1,4 @@
-"""Where steps begin and end, and what belongs to which phase, in loops as people write them."""
+"""Where steps begin and end, and what belongs to which phase, in typical training loops."""
 
 import contextlib
 import itertools
@@ -16,12 +16,12 @@ from haiprof.record import PHASES
 
 
 def fault():
-    raise  # what went wrong in a hook fails the test
+    raise  # an error in a hook fails the test
 
 
 @contextlib.contextmanager
 def watched():
-    """The steps that are made meanwhile, complete after the block."""
+    """Collects the steps made in the block; complete after it."""
     steps = []
     phases = Phases(steps.append, fault)
     hooks = Hooks(phases)
@@ -94,7 +94,7 @@ def test_accumulated_gradients_are_one_step(with_loader):
 
 
 def test_batches_that_are_fetched_ahead_and_several_at_a_time():
-    """As transformers' Trainer fetches what it accumulates."""
+    """Like transformers' Trainer, which fetches all batches to accumulate at once."""
     model, optimizer = make()
     with watched() as steps:
         batches = iter(loader(8))
@@ -364,7 +364,7 @@ def test_everything_is_taken_out_again():
 
 
 def test_marks_are_made_where_phases_begin_and_end():
-    """CUDA events, played by numbers: a pair for each span, in the order of time."""
+    """CUDA events, faked by numbers: a pair per span, ordered by time."""
     made = iter(range(1000))
     steps = []
     phases = Phases(steps.append, fault, mark=lambda: SimpleNamespace(at=next(made)))

@@ -1,4 +1,4 @@
-"""Gradients are counted alike in C++ and in Python."""
+"""C++ and Python count gradients in the same way."""
 
 import gc
 import random
@@ -12,7 +12,7 @@ from haiscale.ddp import arrivals
 
 
 class Told:
-    """One of the two, with what it has told."""
+    """One of the two implementations, with the events that it reported."""
 
     def __init__(self, module, parameters):
         self.log, self.parameters = [], [torch.nn.Parameter(torch.zeros(2)) for _ in range(parameters)]
@@ -22,7 +22,7 @@ class Told:
             p.register_post_accumulate_grad_hook(self.arrivals.hook(i))
 
     def backward(self, places):
-        for i in places:  # each its own backward, so that the order is known
+        for i in places:  # separate backwards, so that the order is known
             self.parameters[i].sum().backward()
 
     def state(self, buckets):

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of haiscale, switched over by the environment alone (haiscale/auto.py)."""
+"""Scripts unaware of haiscale, switched over by the environment alone (haiscale/auto.py)."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_scripts(script, tmp_path):
 
 @pytest.mark.rest
 def test_off_wins_and_convert_converts(tmp_path):
-    """Of a script that imports haiscale.auto itself."""
+    """With a script that imports haiscale.auto itself."""
     script = tmp_path / "own.py"
     script.write_text(f"import haiscale.auto\n{(SCRIPTS / 'ddp.py').read_text()}")
     off, said, counts = launched(tmp_path, *TORCHRUN, script, auto="0")
@@ -68,7 +68,7 @@ AUTO = {"HAISCALE_AUTO": "1", "HAISCALE_BUCKETS": ""}
 
 
 def told(results):
-    """What rank 0 said; the others say nothing. What the ranks found is the same on all."""
+    """What rank 0 printed; the others print nothing. The ranks' results must be equal."""
     own, *others = results
     assert not any(other.pop("lines") for other in others)
     lines = [line.removeprefix(NAME) for line in own.pop("lines")]
@@ -158,7 +158,7 @@ print((time.process_time() - begin) * 1e3, sorted(set(sys.modules) - before))
 
 @pytest.mark.parametrize("value", [None, "", "0", "maybe"])
 def test_import_torch_pays_little(value):
-    """And the backend is known, without an import; what the variable may not say is told."""
+    """The backend is registered without an import. An invalid value of the variable is reported."""
     env = {name: own for name, own in os.environ.items() if name != "HAISCALE_AUTO"}
     env |= {} if value is None else {"HAISCALE_AUTO": value}
     program = (

@@ -1,4 +1,4 @@
-"""Backward in two parts: gradients of the inputs, then of the weights, to the bit those of backward."""
+"""Backward in two parts: gradients of the inputs, then of the weights, bitwise equal to backward's."""
 
 import copy
 
@@ -11,7 +11,7 @@ from haiscale.pipeline import backward
 
 
 class Squared(torch.autograd.Function):
-    """A function in Python computes both gradients whenever it is called."""
+    """A Python function computes both gradients whenever it is called."""
 
     calls = 0
 
@@ -42,7 +42,7 @@ def shared_twice():
 
 
 class Conditioned(nn.Module):
-    """A parameter that reaches the output through several products that do not follow each other."""
+    """A parameter that reaches the output through several parallel products."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Conditioned(nn.Module):
 
 
 class Product(nn.Module):
-    """As transformers' Conv1D, or with factors, or with the weight on the left."""
+    """Like transformers' Conv1D, or with factors, or with the weight on the left."""
 
     def __init__(self, left=False, **factors):
         super().__init__()
@@ -74,12 +74,12 @@ def batches_of_sequences():
 
 
 def rebuilding():
-    """Products that are functions in Python, for they rebuild their inputs."""
+    """Products that are Python functions, because they rebuild their inputs."""
     layers = nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.Tanh()
     return hfnn.convert(nn.Sequential(*layers), prefer="memory")
 
 
-PARTS = {  # what it is made of, and how many parameters wait
+PARTS = {  # the model, and the number of parameters whose gradients are delayed
     "linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False)), 3),
     "norms are not put off": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), 2),
     "a layer used twice": (shared_twice, 2),
@@ -105,7 +105,7 @@ def test_backward_in_two_parts_is_backward(name, hold):
     build, later = PARTS[name]
     model, x = build(), torch.randn(5, 6)
     other, dy = copy.deepcopy(model), None
-    for _ in range(2):  # gradients are added to
+    for _ in range(2):  # gradients accumulate
         inputs = [x.clone().requires_grad_() for _ in range(2)]
         y = other(inputs[0])
         dy = torch.randn_like(y) if dy is None else dy
@@ -136,7 +136,7 @@ def test_what_is_frozen_is_left_alone(frozen):
 
 @pytest.mark.parametrize(("together", "calls"), [(1 << 20, 1), (1, 8)])
 def test_weights_are_handed_to_the_engine_together(monkeypatch, together, calls):
-    """A call for each layer would look through all layers before it."""
+    """One engine call per layer would traverse all layers before it each time."""
     model, x = nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]), torch.randn(5, 6, requires_grad=True)
     weights = backward.split(backward.edges([model(x)]), [torch.ones(5, 6)], [x])
     monkeypatch.setattr(backward, "TOGETHER", together)
@@ -147,7 +147,7 @@ def test_weights_are_handed_to_the_engine_together(monkeypatch, together, calls)
 
 
 def test_counted_gradients_come_once_and_at_the_end():
-    """With `hold` each parameter is added to once, in `run`: what a wrapper that counts them needs."""
+    """With `hold`, each parameter accumulates once, in `run`, as wrappers that count gradients need."""
     model, x = shared_twice(), torch.randn(5, 6, requires_grad=True)
     counts = []
     for p in model.parameters():

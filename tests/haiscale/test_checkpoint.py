@@ -1,6 +1,7 @@
-"""haiscale.checkpoint: one format for all layouts, on 4, 2 and 1 ranks; what ranks do is in workers/checkpoints.py.
+"""haiscale.checkpoint: one format for all layouts, on 4, 2 and 1 ranks. The rank programs are in
+workers/checkpoints.py.
 
-Who saved what is in the folder's name: layout, optimizer, ranks. The result of a case is what is wrong, or None.
+A folder's name says how it was saved: layout, optimizer, ranks. The result of a case is the error, or None.
 """
 
 import json
@@ -89,7 +90,7 @@ def test_on_two_ranks(loaded, case):
 
 @pytest.mark.slow
 def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
-    """Wherever it is killed, the newest whole checkpoint is there, of the step before or of this one."""
+    """Wherever the save is killed, a whole checkpoint remains, of the previous step or of this one."""
     target = tmp_path / "killed"
     (found,) = ranks.run(WORKER, "killed", 1, tmp_path, target=str(target))
     assert len(found) > 8 and not found[-1]["killed"], found
@@ -98,7 +99,7 @@ def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
     steps = [trial["step"] - trial["before"] for trial in found]
     assert {0, 1} == set(steps), "killed before and after the new one got its name"
     assert any(any(name.startswith(".partial") for name in trial["there"]) for trial in found)
-    # What killed saves have left is gone with the next one.
+    # The next save removes the remains of killed ones.
     assert found[-1]["there"] == [f"step-{found[-1]['step']:08d}"], found[-1]
 
 
@@ -112,7 +113,7 @@ def test_a_save_killed_at_any_point_harms_nothing(tmp_path):
     ],
 )
 def test_a_rank_that_is_gone_while_saving(worker, tmp_path, number, layout):
-    """The other is told which one; a new run goes on from the last checkpoint as if nothing had happened."""
+    """The other rank is told which one; a new run continues from the last checkpoint."""
     target, timeout = tmp_path / "saved", ranks.soon(2.0)
     options = {"target": str(target), "timeout": timeout, "layout": layout}
     with ranks.start(WORKER, "saves_for_ever", 2, tmp_path, **options) as group:
@@ -149,7 +150,7 @@ def test_keeps_so_many(folder_of):
 
 
 def test_going_back_removes_nothing_newer(folder_of):
-    """Whoever goes on from step 5 leaves alone what was saved beyond it, and never loses what he has just saved."""
+    """Continuing from step 5 keeps later checkpoints, and never loses the one just saved."""
     assert names(folder_of(5, 12, 20)) == ["step-00000005", "step-00000012", "step-00000020"]
     folder = folder_of(8, keep=1)
     assert names(folder) == ["step-00000008", "step-00000012", "step-00000020"]
@@ -186,7 +187,7 @@ def test_two_jobs_in_one_folder(tmp_path):
 
 
 def test_two_jobs_save_one_step(folder_of, monkeypatch):
-    """The one that is later finds the name taken, and takes the next one."""
+    """The later one finds the name taken, and uses the next one."""
     folder = folder_of(5)
     seen = iter([[], []])  # what the other has written since this one looked
     monkeypatch.setattr(checkpoint, "_checkpoints", lambda _, real=checkpoint._checkpoints: next(seen, real(folder)))
@@ -275,7 +276,7 @@ def test_optimizers_that_do_not_fit(tmp_path):
 
 
 def test_a_failure_of_the_thread_is_raised(tmp_path):
-    """By the future, and by the next save; the one after that is a new one."""
+    """By the future, and by the next save; the save after that succeeds."""
     (tmp_path / "file").touch()
     future = checkpoint.save(tmp_path / "file", nn.Linear(2, 2), step=1, async_=True)
     with pytest.raises(FileExistsError):
@@ -286,7 +287,7 @@ def test_a_failure_of_the_thread_is_raised(tmp_path):
 
 
 def test_names_are_those_of_the_users_own_module(tmp_path):
-    """Through torch.compile and checkpointed layers."""
+    """Not those of torch.compile or checkpointed layers."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -1,7 +1,7 @@
-"""haiscale.ddp against torch's DistributedDataParallel, bit by bit, on ranks of the CPU; what it says and does besides.
+"""haiscale.ddp against torch's DistributedDataParallel, bit by bit, on CPU ranks; and its own messages and features.
 
-What each rank does is in tests/workers/ddp.py: all cases of a number of ranks run in one set of processes, and the
-tests here look at what they returned. Both wrappers run on hfreduce, whose sums have a fixed order. Faults are in
+The rank programs are in tests/workers/ddp.py. All cases with one number of ranks run in one set of processes; the tests
+here check what they returned. Both wrappers run on hfreduce, whose sums have a fixed order. Faults are in
 tests/workers/ddp_faults.py.
 """
 
@@ -19,7 +19,7 @@ from haiscale.ddp import sizes
 
 WORKER = Path(__file__).parents[1] / "workers" / "ddp.py"
 FAULTS = WORKER.with_name("ddp_faults.py")
-TRAINING = {  # as torch's wrapper trains, to the bit: [function, arguments]
+TRAINING = {  # bitwise like torch's wrapper: [function, arguments]
     "gpt2": ["language", {"make": "gpt2", "converted": False}],
     "gpt2_converted": ["language", {"make": "gpt2", "converted": True}],
     "llama": ["language", {"make": "llama", "converted": False}],
@@ -64,7 +64,7 @@ FOUR = {
 }
 
 
-LOST = {  # what the second of two ranks does to itself, and where
+LOST = {  # how and where the second of two ranks ends or stops itself
     "killed_between": ["between", signal.SIGKILL],
     "killed_forward": ["forward", signal.SIGKILL],
     "killed_backward": ["backward", signal.SIGKILL],
@@ -80,7 +80,7 @@ def run(worker, cases, size, folder, **options):
 
 
 def once(factory, name, worker, cases, size):
-    """`run`, by whichever of pytest's workers asks first; the others wait for what it finds."""
+    """`run`, by the first of pytest's workers that needs it; the others wait for its result."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     results = root / f"{name}.json"
@@ -132,7 +132,7 @@ def test_captured_on_two_gpus(backend, tmp_path):
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.slow
 def test_training(found, name):
-    """Losses, gradients, parameters and buffers are those of torch's wrapper; several buckets."""
+    """Losses, gradients, parameters and buffers equal those of torch's wrapper; several buckets."""
     results = of(found, name)
     check_training(results)
     for result in results:
@@ -149,7 +149,7 @@ def test_training_on_four(four, name):
 
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_mixed_precision(found, reduce):
-    """Gradients of a model in bfloat16, averaged in `reduce`, accumulated and stepped in float32."""
+    """Gradients of a bfloat16 model, averaged in `reduce`, accumulated and applied in float32."""
     for result in of(found, f"mixed_{reduce}"):
         assert all(result["equal"]), result
         assert result["dtypes"] == ["torch.float32", "torch.bfloat16", "torch.bfloat16", "torch.int64"]
@@ -161,7 +161,7 @@ def test_wire_dtype_leaves_dtypes(found):
 
 
 def test_communication_hooks(found):
-    """Those of torch give what they give torch's wrapper; a hook's own buffer and result take the gradients' places."""
+    """torch's hooks give the same as with torch's wrapper. A hook's own buffer and result replace the gradients."""
     for result in of(found, "hooks"):
         assert result["allreduce_hook"] and result["fp16_compress_hook"]
         assert result["power_far"] == 0 and result["errors_True"] == result["errors_False"] == 1, result
@@ -173,13 +173,13 @@ def test_communication_hooks(found):
 
 
 def test_buffers_are_broadcast_when_changed(found):
-    """Not if none changed, if rank 1 alone changed one, and at each forward after one that did."""
+    """No broadcast if none changed; one if rank 1 alone changed one; one per forward after a change."""
     for result in of(found, "buffers"):
         assert result == {"unchanged": 0, "restored": True, "once": 1, "changing": 2}
 
 
 def test_compiled(found):
-    """torch's compiler cuts the graph at buckets, as for torch's wrapper."""
+    """torch's compiler splits the graph at buckets, as for torch's wrapper."""
     for result in of(found, "compiled"):
         assert result == {"around": True, "inside": True, "graphs": 2}
 
@@ -211,7 +211,7 @@ def test_the_default_size_stays_unless_another_is_clearly_faster():
     small, default = sizes.CANDIDATES[0], sizes.DEFAULT
     assert sizes._best({small: [1.0, 1.0, 1.1], default: [1.0, 1.2, 1.3]}) == default
     assert sizes._best({small: [1.0, 1.0, 1.1], default: [1.1, 1.2, 1.3]}) == small
-    assert sizes._best({small: [1.0], 2 * small: [0.9]}) == 2 * small  # of a model that is smaller than the default
+    assert sizes._best({small: [1.0], 2 * small: [0.9]}) == 2 * small  # for a model that is smaller than the default
 
 
 def test_sizes_are_measured_and_kept(found):
@@ -287,9 +287,9 @@ def test_without_process_group():
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.slow
 def test_lost_rank(told, name):
-    """The other is told who, in time, and again at the next forward.
+    """The other is told which rank, in time, and again at the next forward.
 
-    Buffers are agreed on at the beginning of forward, gradients are averaged in backward.
+    Ranks agree on buffers at the start of forward; gradients are averaged in backward.
     """
     survivor, at = told[0][name], told[1][name]
     assert survivor["stage"] == ("forward" if name == "killed_between" else "backward"), survivor
@@ -304,7 +304,7 @@ def test_lost_rank(told, name):
 
 @pytest.mark.slow
 def test_on_gloo(tmp_path):
-    """A backend without averages; tests/workers/gloo.py says how its ranks end."""
+    """A backend without averages; tests/workers/gloo.py describes how its ranks end."""
     ranks.run(WORKER.with_name("ddp_gloo.py"), "main", 2, tmp_path)
 
 

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 TINY = ["--layers", "4", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--device", "cpu"]
 TINY += ["--dropout", "0", "--nproc", "2"]
 PLAIN, HFNN = "plain", "hfnn"
-# What goes on from the one before, and up to which step.
+# Each continues the previous one, up to this step.
 CHAIN = {
     "ddp": (["--dist", "ddp"], 2),
     "1f1b": (["--dist", "pipeline", "--microbatches", "2"], 4),
@@ -24,7 +24,7 @@ CHAIN = {
     "zbv": (["--dist", "pipeline", "--schedule", "zbv"], 8),
 }
 
-# Whatever transformers and matplotlib warn of is theirs.
+# Warnings of transformers and matplotlib.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -74,7 +74,7 @@ def found(script, folder):
 @pytest.mark.parametrize("layout", CHAIN)
 @pytest.mark.rest
 def test_losses_are_those_of_one_process(found, layout, name):
-    """Each goes on from the checkpoint of another layout, so the losses are of all steps."""
+    """Each continues from the checkpoint of another layout, so the losses cover all steps."""
     losses = found[layout][name]["losses"]
     assert len(losses) == CHAIN[layout][1] == len(found[layout][name]["ms"])
     assert losses == pytest.approx(found["alone"][: len(losses)], abs=2e-5)

@@ -1,7 +1,7 @@
-"""haiscale.fsdp on two and four CPU ranks: tests/workers/fsdp.py says what each case does.
+"""haiscale.fsdp on two and four CPU ranks. tests/workers/fsdp.py describes the cases.
 
-Losses, gradients and parameters are those of torch's fully_shard on the same backend, to the bit: both average by the
-same reductions in a fixed order. What fully_shard cannot do is compared with the model alone.
+Losses, gradients and parameters are bitwise those of torch's fully_shard on the same backend: both average with the
+same reductions in a fixed order. Features beyond fully_shard are compared with the unwrapped model.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ WORKERS = Path(__file__).parents[1] / "workers"
 
 
 def check(results, least):
-    """One line for each rank and case where something is wrong, and none; how many cases there are at least."""
+    """Asserts that there is no error, with one line per rank and case, and at least `least` cases."""
     said = [(rank, name, text) for rank, found in enumerate(results) for name, text in found.items()]
     wrong = [f"rank {rank}, {name}: {text}" for rank, name, text in said if isinstance(text, str)]
     assert not wrong, "\n".join(wrong)
@@ -45,7 +45,7 @@ def test_on_four_ranks_and_predicted(tmp_path):
 )
 @pytest.mark.parametrize("backend", ["nccl", "hfreduce"])
 def test_on_two_gpus(backend, names, tmp_path):
-    """On NCCL, too, for the sum of two is in either order the same."""
+    """Also on NCCL, because the sum of two is the same in either order."""
     options = {"names": names.split(), "backend": backend, "gpus": True, "env": {"FSDP_DEVICE": "cuda"}}
     found = ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=280, **options)
     check(found, len(names.split()))
@@ -53,7 +53,7 @@ def test_on_two_gpus(backend, names, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_memory_of_a_step_on_gpus_is_predicted(tmp_path):
-    """As the allocator counts it, with the work space of cuBLAS."""
+    """As the allocator counts it, with cuBLAS's workspace."""
     for measured, predicted in ranks.run(
         WORKERS / "fsdp.py", "peak_on_gpus", torch.cuda.device_count(), tmp_path, timeout=120, gpus=True
     ):
@@ -61,7 +61,7 @@ def test_the_memory_of_a_step_on_gpus_is_predicted(tmp_path):
 
 
 def check_prediction(measured, **predicted):
-    """Against what one of four real ranks held, counted byte by byte."""
+    """Compared with what one of four real ranks held, counted byte by byte."""
     guess, many, replicated = predicted["4"], predicted["64"], predicted["16 times 4"]
     for name in ("parameters", "gradients", "states", "communication"):
         assert guess[name] == measured[name] > 0, name
@@ -73,7 +73,7 @@ def check_prediction(measured, **predicted):
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named(tmp_path):
-    """In the all-gather that waits for it, or in backward; and the next call says so again, at once."""
+    """In the all-gather that waits for it, or in backward. The next call repeats the error at once."""
     found = ranks.run(WORKERS / "fsdp_faults.py", "scenarios", 2, tmp_path, timeout=90)[0]
     assert len(found) == 4
     for scenario, (seconds, *errors) in found.items():

@@ -1,4 +1,4 @@
-"""What is gathered together, and where it lies: no ranks needed."""
+"""Which parameters are gathered together, and their layout in memory; needs no ranks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from haiscale.fsdp.units import find_units
 
 
 class Model(nn.Module):
-    """An embedding and a head as large as a block, blocks in a list, experts within them, a small head beside."""
+    """An embedding and a head as large as a block, a list of blocks, experts inside them, and a small head."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -56,7 +56,7 @@ def test_units_as_the_user_names_them():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_layout_is_that_of_dtensors_shards(size):
-    """Rows as torch.chunk deals them out; every parameter aligned and, gathered, in one piece."""
+    """Rows split as by torch.chunk; every parameter is aligned and, once gathered, contiguous."""
     shapes = [(5, 3), (8,), (1, 2, 2), (16, 16), (0, 4), (2,)]
     named = [(str(i), nn.Parameter(torch.randn(shape)), []) for i, shape in enumerate(shapes)]
     layouts = [Layout(named, rank, size) for rank in range(size)]

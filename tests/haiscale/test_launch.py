@@ -1,4 +1,4 @@
-"""haiscale.launch and haiscale.spawn: real processes, what they are given, and how they end."""
+"""haiscale.launch and haiscale.spawn: real processes, what they receive, and how they end."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ def spawned(monkeypatch):
 
 
 def gone(pid):
-    """Whether a process has ended, waiting a little; what nobody has waited for yet counts as ended."""
+    """Whether a process has ended, after a short wait. Zombies count as ended."""
     for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -49,7 +49,7 @@ def until(path, seconds=20):
 
 
 def run(folder, *arguments, **options):
-    """`python -m haiscale.launch` to its end."""
+    """Runs `python -m haiscale.launch` to its end."""
     command = [sys.executable, "-P", "-m", "haiscale.launch", *map(str, arguments)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, **options)
 
@@ -78,7 +78,7 @@ def test_unbound_and_without_prefix(spawned, tmp_path, capfd):
 
 @pytest.mark.parametrize("how", ["raises", "exits", "killed", "killed, seen late"])
 def test_the_first_failure_is_told(spawned, tmp_path, how, monkeypatch):
-    """And what the others say of it, also where the launcher is so slow that it finds all of them dead at once."""
+    """Also the consequences on other ranks, and the case of a slow launcher that finds all ranks dead at once."""
     how, *late = how.split(", ")
     if late:
         monkeypatch.setattr(launch, "wait", lambda *_: time.sleep(3))
@@ -94,7 +94,7 @@ def test_the_first_failure_is_told(spawned, tmp_path, how, monkeypatch):
         "killed": "it was killed by SIGKILL; dmesg may say why",
     }
     assert wanted[how] in text and "launch.py" not in text, text
-    # In the order in which they failed, which is any.
+    # In the order of failure, which varies.
     assert sorted(rest[-2:]) == [f"then rank {rank}: RuntimeError: rank 1 is gone" for rank in (0, 2)]
 
 
@@ -115,7 +115,7 @@ def test_spawn_without_waiting(spawned, tmp_path):
 
 
 def test_from_another_thread(spawned, tmp_path):
-    """Where signals cannot be caught."""
+    """Signals cannot be caught there."""
     thread = threading.Thread(target=haiscale.spawn, args=(spawned.mark, 1, (str(tmp_path),)))
     thread.start()
     thread.join(30)
@@ -124,7 +124,8 @@ def test_from_another_thread(spawned, tmp_path):
 
 @pytest.fixture
 def started(tmp_path):
-    """A launcher of two ranks that wait, whose answer to SIGTERM is an exit code; ended if it is not."""
+    """Starts a launcher of two waiting ranks, whose reaction to SIGTERM is an exit code. Still running ones are killed
+    at the end."""
     launchers = []
 
     def start(answer, *options):

@@ -1,4 +1,4 @@
-"""haiscale.init, make_subgroups, and which cores ranks get."""
+"""haiscale.init, make_subgroups, and the cores that ranks get."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ WORKERS = Path(__file__).parents[1] / "workers"
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """What four ranks found."""
+    """What four ranks returned."""
     folder = tmp_path_factory.mktemp("groups")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(WORKERS)
@@ -27,7 +27,7 @@ def four(tmp_path_factory):
 
 @pytest.mark.slow
 def test_subgroups(four):
-    """Neighbours are shards, then replicas; stages of a pipeline are far apart."""
+    """Shards are neighbours, then replicas; pipeline stages are far apart."""
     assert [found["pair"] for found in four] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
     assert four[3]["three"] == [[1, 3], [3], [2, 3]]
     assert four[0]["mesh"] == [("pp", "dp", "fsdp"), [[[0, 1]], [[2, 3]]], (1, 2)]
@@ -57,7 +57,7 @@ def test_siblings_of_ranks_with_unequally_many_groups(four):
     ("cuda", 2, False, "hfreduce", "nccl"),
 ])  # fmt: skip
 def test_default_backend(device, hosts, kernels, measured, backend, monkeypatch, caplog, tmp_path):
-    """And NCCL is not taken without a word."""
+    """Choosing NCCL is logged."""
     import torch
 
     from hfreduce import plan
@@ -109,7 +109,8 @@ def test_init_without_an_environment(monkeypatch):
 def machine(tmp_path, monkeypatch):
     """machine(nodes, siblings, gpus, allowed): a folder that looks like /, for `binding.shares`.
 
-    nodes: text of each node's list of CPUs. siblings: how many CPUs a core has, side by side. gpus: the node of each.
+    nodes: each node's list of CPUs, as text. siblings: the number of adjacent CPUs per core. gpus: the node of each
+    GPU.
     """
 
     def make(nodes, siblings=1, gpus=(), allowed=None):

@@ -1,4 +1,4 @@
-"""Stages: what they are, what they are called, where they are cut; decoders of transformers among them."""
+"""Pipeline stages: contents, names, boundaries; including decoders of transformers."""
 
 import copy
 import time
@@ -167,7 +167,7 @@ def test_skip_tensors_travel_from_stage_to_stage():
 
 
 class Takes(nn.Module):
-    """Takes a given time by the clock of a test."""
+    """Takes a given time on a test's clock."""
 
     def __init__(self, milliseconds, clock):
         super().__init__()
@@ -180,7 +180,7 @@ class Takes(nn.Module):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What `measure` reads the time from: no load of the machine moves it."""
+    """The clock of `measure`, independent of the machine's load."""
     times = [0.0]
     monkeypatch.setattr(measure, "_now", lambda device: times[-1])
     return times
@@ -226,7 +226,7 @@ def test_among_partitions_as_fast_the_one_that_keeps_least():
     def layer(time, activation):
         return measure.LayerCost(time, 0, 0, 0, activation, 0)
 
-    # The first stage keeps two microbatches: what is large goes to the second where that costs no time to speak of.
+    # The first stage keeps two microbatches: large layers go to the second if that costs almost no time.
     layers = [layer(1.0, 1), layer(1.0, 1), layer(0.04, 100), layer(1.0, 1), layer(1.0, 1)]
     assert measure.balance(layers, 2) == [2, 3]
     assert measure.balance([layer(1, 1)] * 7, 3) in ([3, 2, 2], [2, 3, 2], [2, 2, 3])

@@ -1,4 +1,4 @@
-"""Pipelines give what the model gives without one: tests/workers/pipeline.py says what each case does."""
+"""Pipelines give the same results as the model without one. tests/workers/pipeline.py describes the cases."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.slow
 def test_cases(results, size):
-    """One line for each rank and case where something is wrong, and none."""
+    """One line per rank and case with an error, and none expected."""
     check(results, size, 35)
 
 
@@ -46,7 +46,7 @@ GPUS = min(torch.cuda.device_count(), 4) & ~1  # 4 or 2
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "hfreduce", "hfreduce from GPU to GPU"])
 def test_on_gpus(backend, tmp_path):
-    """All schedules on all GPUs, up to four, and on two of them: what they give without a pipeline but for rounding."""
+    """All schedules on all GPUs, up to four, and on two of them: the results without a pipeline, within rounding."""
     backend, _, direct = backend.partition(" ")
 
     def environment(rank):
@@ -60,7 +60,7 @@ def test_on_gpus(backend, tmp_path):
 @pytest.mark.rest
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_stage_that_is_gone_is_named_and_training_goes_on_from_what_was_saved(tmp_path, half):
-    """In five places, on each of three stages, killed or stopped: all in one launch, and the others in another."""
+    """In five places, on each of three stages, killed or stopped: half of the cases in one launch, half in another."""
     faults = ranks.run(FAULTS, "scenarios", 3, tmp_path, timeout=150, half=half)
     assert len(faults[0]) == 5 * 3
     for name in faults[0]:
@@ -77,7 +77,7 @@ def check_scenario(told, victim, sign):
             assert story["text"].startswith(f"rank {victim} (") and "has died" in story["text"], story
         else:
             table = re.search(rf"^ +{victim} .* does not answer \(stopped", story["text"], re.MULTILINE)
-            first = story["text"].partition("\n")[0]  # where it waits for another one that waits, it says so, too
+            first = story["text"].partition("\n")[0]  # a rank that waits for another waiting rank names that one, too
             assert table and first.startswith("Timed out after 2.0 s") and f"rank {victim} (" in first, story
         assert story["at"] - gone["at"] < (2 if sign == "SIGKILL" else 6), story
         # It stays broken, and says so at once.

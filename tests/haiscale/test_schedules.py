@@ -1,4 +1,4 @@
-"""Schedules: each action once and in order, none that cannot run, memory as stated, bubbles as in theory."""
+"""Schedules: each action once and in order, all executable, memory as stated, bubbles as in theory."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def make(case):
 
 
 def texts(schedule):
-    """Each rank's actions as kind, microbatch and, for the second chunk of a rank, an apostrophe."""
+    """Each rank's actions as kind and microbatch, with an apostrophe for the rank's second chunk."""
     marks = {chunk: "'" * schedule.chunks(rank).index(chunk) for chunk, rank in enumerate(schedule.placement)}
     return [" ".join(f"{k}{i}{marks[c]}" for k, c, i in order) for order in schedule.orders]
 
@@ -67,7 +67,7 @@ def test_each_action_is_there_once_where_its_chunk_is_and_in_order(case):
         for (kind, chunk, microbatch), place in at.items():
             before = {"F": "", "B": "F", "I": "F", "W": "I"}[kind]
             assert not before or at[before, chunk, microbatch] < place
-        # On each chunk microbatches come in order: outputs, gradients sent on, and gradients of weights added up.
+        # On each chunk microbatches are in order: outputs, gradients sent on, and accumulation of weight gradients.
         for chunk in schedule.chunks(rank):
             for kinds in ("F", "BI", "BW"):
                 assert [i for kind, c, i in order if c == chunk and kind in kinds] == list(range(m))
@@ -85,7 +85,7 @@ def test_chunks_go_round_or_there_and_back(p, v):
 
 
 # As drawn in the papers: GPipe figure 2 (but see gpipe.py), PipeDream-flush figure 2, Megatron-LM figure 4, Zero Bubble
-# figure 2, and for the last two their figures' phases at this size.
+# figure 2, and for the last two the phases of their figures at this size.
 DRAWN = {
     ("gpipe", (2, 3)): ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"],
     ("1f1b", (3, 4)): [
@@ -119,7 +119,7 @@ def test_orders_are_those_of_the_papers(case):
 
 
 def published(name, rank, p, m, v=2):
-    """What a rank does, phase by phase, each action as kind and which of the rank's chunks.
+    """A rank's actions, phase by phase, each as kind and the rank's chunk.
 
     For m >= 2 p; interleaved: a multiple of p.
     """
@@ -133,7 +133,7 @@ def published(name, rank, p, m, v=2):
     if name == "zbv":
         filling = "F0" * (2 * after + 1) + "F1F0" * rank + "F1I1W1" * (after + 1)
         steady = "F0I0W0F1I1W1" * (m - 2 * p + rank + 1) + "I0W0F1I1W1" * after
-        late = "01" * rank + "0" * (after + 1)  # whose weights are still to come when the last forward has run
+        late = "01" * rank + "0" * (after + 1)  # chunks whose weights are still pending after the last forward
         emptying = "I0I1" * rank + "".join(f"I0W{chunk}" for chunk in late[: after + 1])
         return filling + steady + emptying + "".join(f"W{chunk}" for chunk in late[after + 1 :])
     if name == "dualpipev":
@@ -190,7 +190,7 @@ def test_nothing_but_python_is_needed():
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-# Whether they run
+# Can they run?
 
 
 @thorough
@@ -265,7 +265,7 @@ def test_memory_is_as_stated(case):
 
 
 def bubble_time(schedule, forward, inputs, weight):
-    """By how much the step is longer than a rank's work."""
+    """How much longer the step is than a rank's work."""
     timeline = predict(schedule, Costs(*map(Fraction, (forward, inputs, weight))))
     work = len(schedule.placement) // schedule.stages * schedule.microbatches * (forward + inputs + weight)
     assert set(timeline.bubble) == {(timeline.makespan - work) / timeline.makespan}
@@ -303,14 +303,14 @@ def test_bubble_of_zbv(p, m, time):
     m = max(2 * p, m)
     timeline = predict(SCHEDULES["zbv"](p, m), Costs(time, time, time))
     for rank, spans in enumerate(timeline.spans):
-        assert (spans[0].start, spans[-1].end) == (rank * time, rank * time + 6 * m * time)  # no wait between
+        assert (spans[0].start, spans[-1].end) == (rank * time, rank * time + 6 * m * time)  # no wait in between
     assert bubble_time(SCHEDULES["zbv"](p, m), time, time, time) == (p - 1) * time
 
 
 @thorough
 @given(stages, microbatches, whole)
 def test_bubble_of_dual_pipe_v_where_pairs_are_two_actions(p, m, time):
-    """The authors' formula, less (p - 1) F: a pair's forward leaves before its backward has ended."""
+    """The authors' formula, minus (p - 1) F: a pair's forward result leaves before its backward has ended."""
     schedule = SCHEDULES["dualpipev"](p, max(2 * p, m))
     forward, weight, backward = time, time, 2 * time
     pair = forward + backward
@@ -326,9 +326,9 @@ def test_bubble_of_dual_pipe_v_where_pairs_are_one_piece(p):
 
 
 def makespan_in_pairs(schedule):
-    """Of unit costs, where a forward and the whole backward behind it begin together and end together.
+    """The makespan at unit costs if a forward and the following whole backward begin and end together.
 
-    By the longest chain of what needs what. The first pair of the last rank is none: its authors run it in turn.
+    By the longest chain of dependencies. The last rank's first pair is not one: its authors run it in turn.
     """
     pieces, place = [], {}
     for rank, order in enumerate(schedule.orders):

@@ -1,4 +1,4 @@
-"""The simulation: exact on cases done by hand, against the longest chain of what needs what, and what it refuses."""
+"""The simulation: exact on hand-computed cases and against the longest chain of dependencies; and its refusals."""
 
 import sys
 from dataclasses import replace
@@ -28,7 +28,8 @@ from haiscale.pipeline.timeline import picture
 
 
 def by_hand(*orders, placement=None, microbatches=None):
-    """From "F0 F1' B0 ..." for each rank: kind, microbatch, and an apostrophe for each chunk of the rank before."""
+    """A schedule from "F0 F1' B0 ..." for each rank: kind, microbatch, and an apostrophe for each earlier chunk of the
+    rank."""
     placement = placement or tuple(range(len(orders)))
     made = []
     for rank, order in enumerate(orders):
@@ -70,7 +71,7 @@ def test_times_by_hand():
 def test_chunks_of_one_rank_send_no_messages():
     turning = by_hand("F0 F0' B0' B0", placement=(0, 0))
     assert predict(turning, Costs(latency=100)).makespan == 6
-    # Four forwards, four backward-inputs, four messages, and two of the backward-weights: the others fill waits.
+    # Four forwards, four backward-inputs, four messages, and two backward-weights; the other two fill waits.
     assert predict(SCHEDULES["zbv"](2, 1), Costs(latency=100)).makespan == 4 + 4 + 4 * 100 + 2
 
 
@@ -89,7 +90,7 @@ def test_the_makespan_is_the_longest_chain(name, p, m, data):
 
 
 def longest_chain(schedule, forward, inputs, weight, latency):
-    """When each action ends, by recursion from what it needs."""
+    """When each action ends, by recursion over its dependencies."""
     place = schedule.placement
     home = {}
     for rank, order in enumerate(schedule.orders):
@@ -122,7 +123,7 @@ def test_a_microbatch_pays_the_latency_there_and_back():
 
 
 def test_what_is_sent_takes_time_of_its_rank():
-    """Activations there and gradients back; chunks of one rank send nothing."""
+    """Activations forward and gradients back; chunks of the same rank send nothing."""
     assert predict(one_f_one_b(2, 1), Costs(sending=5)).makespan == 6 + 2 * 5
     turning = SCHEDULES["zbv"](1, 1)
     assert predict(turning, Costs(sending=5)).makespan == 6
@@ -138,7 +139,7 @@ def test_a_whole_backward_may_take_less_than_its_parts():
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
 def test_the_period_is_the_time_from_step_to_step(name):
-    """Of steps simulated one behind the other, as one schedule."""
+    """Between steps simulated one after another, as one schedule."""
     arguments = (3, 6, 2) if name == "interleaved" else (3, 6)
     one, costs = SCHEDULES[name](*arguments), Costs(1, 2, 3, latency=Fraction(1, 2))
 
@@ -179,7 +180,7 @@ def test_activations_are_kept_from_forward_to_backward_weight():
     assert predict(one_f_one_b(3, 9), Costs(activation=[4, 3, 10])).peak == (12, 6, 10)
 
 
-# What is refused
+# Refusals
 
 
 def moved(schedule, rank, change):
@@ -201,7 +202,7 @@ def add(*action):
     return lambda order: order.append(Action(*action))
 
 
-# On rank 1 of four, that of chunk 1.
+# On rank 1 of four, with chunk 1.
 WRONG = {
     "lost": (lambda order: order.pop(3), r"microbatch 0 on chunk 1 \(rank 1\) has the actions \['F'\]: each must be "),
     "twice": (add("F", 1, 0), r"microbatch 0 on chunk 1 .* has the actions \['B', 'F', 'F'\]"),
@@ -238,7 +239,7 @@ def test_a_planted_fault_is_found_and_named(fault):
 
 
 def test_ranks_that_wait_for_each_other():
-    """Every action is there once and messages match, but each rank wants the other's next one first."""
+    """All actions exist once and messages match, but each rank first waits for the other's next action."""
     waiting = by_hand("F0 B0 F1 B1", "F0 F1 B0 B1")
     check(waiting)
     with pytest.raises(ValueError) as raised:
@@ -255,9 +256,9 @@ def test_a_weight_before_its_input():
 
 
 def test_messages_that_cross_in_the_wrong_order_are_found_without_a_deadlock():
-    """Both chunks' activations take the same way, from rank 0 to rank 1 and back."""
+    """Both chunks' activations use the same channel, from rank 0 to rank 1 and back."""
     crossing = by_hand("F0 F1 F0' F1' B0' B1' B0 B1", "F0 F1 F1' F0' B0' B1' B0 B1", placement=(0, 1, 0, 1))
-    assert longest_chain(crossing, *[[1] * 4] * 3, 0)[0][-1] > 0  # with mail boxes instead of channels it would run
+    assert longest_chain(crossing, *[[1] * 4] * 3, 0)[0][-1] > 0  # with mailboxes instead of channels it would run
     with pytest.raises(ValueError, match=r"rank 0 sends rank 1 the activations for microbatch 0 on chunk 3 where"):
         predict(crossing)
 
@@ -318,14 +319,14 @@ def test_a_picture_fits_and_shows_who_works_when(name, p, m, width, data):
         assert len(drawn) == columns
         first, last = (int(time * columns / timeline.makespan + 1e-6) for time in (spans[0].start, spans[-1].end))
         assert set(drawn[: max(0, first - 1)] + drawn[last + 1 :]) <= {"."}
-        # What runs without a wait is drawn to within a column.
+        # Stretches without a wait are drawn to within a column.
         runs = 1 + sum(a.end < b.start for a, b in pairwise(spans))
         assert abs(drawn.count(".") - bubble * columns) < runs + 1
         assert row.split("|")[2].split() == [f"{bubble:.1%}", str(peak)]
 
 
 def test_a_measured_timeline_is_drawn_from_its_own_first_start():
-    """As an engine would make it: clocks that do not begin at 0, and times that are no whole numbers."""
+    """As from an engine: clocks do not begin at 0, and times are not integers."""
     expected = predict(one_f_one_b(3, 4))
     spans = [[Span(a, 1e4 + start / 7, 1e4 + end / 7) for a, start, end in spans] for spans in expected.spans]
     measured = Timeline(expected.schedule, tuple(map(tuple, spans)), (3e9, 2e9, 1e9))

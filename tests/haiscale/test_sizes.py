@@ -1,4 +1,4 @@
-"""The file of bucket sizes: what cannot be read or written is ignored, and said once."""
+"""The file of bucket sizes: if it cannot be read or written, it is ignored, and this is reported once."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Damage: killed writers and readers, flipped bits, files cut off, hostile headers."""
+"""Damage: killed writers and readers, flipped bits, truncated files, hostile headers."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ worker = ranks.loaded(WORKER)
 
 @contextlib.contextmanager
 def started(*arguments, **environment):
-    """A process of the worker's, killed at the end if it is there; what it wrote to stderr is the error's text."""
+    """A worker process, killed at the end if it still runs. Its stderr becomes the error's text."""
     command = [sys.executable, WORKER, *map(str, arguments)]
     environment = {**os.environ, **environment}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
@@ -35,13 +35,13 @@ def started(*arguments, **environment):
 
 
 def killed_writers(kind: str, path: Path, kills: int) -> None:
-    """Each goes on with what the ones before have left; all that was told to be committed is there each time."""
+    """Each continues with what earlier ones left. Everything reported as committed is there each time."""
     rng, least = random.Random(0), 0
     for number in range(kills):
         with started("writes", kind, path) as process:
             wanted = rng.randrange(1, 8)
             told = [int(process.stdout.readline()) for _ in range(wanted)]
-            time.sleep(rng.random() * 0.02)  # to anywhere in what follows: a write, a commit, a new part
+            time.sleep(rng.random() * 0.02)  # to any later point: a write, a commit, a new part
             process.send_signal(signal.SIGKILL)
             told += [int(line) for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         least = max(least, told[-1])
@@ -75,7 +75,7 @@ def opened(pid: int) -> list[str]:
 
 
 def killed_readers(path: Path, kills: int) -> None:
-    """They have no memory with a name, and a reader that is killed is no matter to others, nor to a writer."""
+    """They use no named memory. A killed reader affects neither other readers nor a writer."""
     before = set(os.listdir("/dev/shm"))
     with hfrecord.FileWriter(path) as writer:
         for number in range(1000):
@@ -128,7 +128,7 @@ def test_ten_thousand_damaged_files(tmp_path, native):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_every_flipped_byte_is_told_or_harmless(tmp_path, check):
-    """All bytes of a small file, one after the other; unchecked, records may be wrong, and nothing else."""
+    """All bytes of a small file, one after the other; without checks, records may be wrong, and nothing else."""
     path = tmp_path / "a.hfr"
     with hfrecord.FileWriter(path) as writer:
         for number in range(5):

@@ -1,4 +1,4 @@
-"""FFRecord's files: what its own code wrote is read to the byte, ours are read by a reader made from the description.
+"""FFRecord's files: its own files are read byte for byte, ours are read by a reader made from its description.
 
 The files in ffrecord/ were written by FFRecord 1.4.0 (commit 3f6380c, built with gcc 12), as
 
@@ -26,7 +26,7 @@ def record(i: int, size: int) -> bytes:
 
 
 def described(data: bytes) -> list[bytes]:
-    """The samples of an .ffr file, after the table in FFRecord's README: checksum, N, checksums, offsets, samples."""
+    """The samples of an .ffr file, by the table in FFRecord's README: checksum, N, checksums, offsets, samples."""
     (checksum,), (n,) = struct.unpack("<I", data[:4]), struct.unpack("<q", data[4:12])
     checksums = struct.unpack(f"<{n}I", data[12 : 12 + 4 * n])
     offsets = struct.unpack(f"<{n}q", data[12 + 4 * n : 12 + 12 * n])
@@ -59,7 +59,7 @@ def test_ours_are_read_by_the_description(tmp_path):
 def test_many_of_them_are_one_sequence():
     found = hfrecord.FileReader([THEIRS / "some.ffr", THEIRS / "none.ffr", THEIRS / "more.ffr"])
     assert found[[-1, 0, 8, 0]] == [record(2, 1), record(0, 5), record(1, 2000), record(0, 5)]
-    assert len(hfrecord.FileReader(THEIRS)) == 10  # a folder, as FFRecord takes it
+    assert len(hfrecord.FileReader(THEIRS)) == 10  # FFRecord, too, accepts a folder
 
 
 def test_an_old_file_has_no_checksum_of_its_index(tmp_path):

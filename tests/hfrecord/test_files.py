@@ -1,6 +1,6 @@
-"""hfrecord's files as users have them: writing, appending, reading by all kinds of indices, schemas, processes.
+"""Normal use of hfrecord's files: writing, appending, reading by all kinds of indices, schemas, processes.
 
-What random programs do with them is in tests/fuzz/records.py, damage in test_damage.py, FFRecord's in test_ffr.py.
+tests/fuzz/records.py has random programs, test_damage.py damage, test_ffr.py FFRecord's files.
 """
 
 import concurrent.futures
@@ -86,7 +86,7 @@ def test_appending(path):
         writer.write(np.arange(3, dtype=np.int16))
         assert len(hfrecord.FileReader(path)) == 101
     assert hfrecord.FileReader(path)[-2:] == [b"more", b"\0\0\1\0\2\0"]
-    assert len(old) == 100 and old[:] == RECORDS  # a reader has what there was when it was made
+    assert len(old) == 100 and old[:] == RECORDS  # a reader sees what existed when it was made
 
 
 def test_a_block_that_raises_leaves_what_was_committed(path):
@@ -108,7 +108,7 @@ def test_one_writer_at_a_time(path):
 
 
 def test_a_full_disk_loses_nothing(path, monkeypatch):
-    """What could not be written is still there to be written, and what was refused is not."""
+    """Data that could not be written is kept for a later write; refused records are not."""
     writer = hfrecord.FileWriter(path, append=True)
     writer.write(b"before")
     pwrite, room = os.pwrite, [1000]
@@ -168,7 +168,8 @@ def test_compression(tmp_path):
         sizes[name] = (tmp_path / f"{name}.hfr").stat().st_size
         assert hfrecord.FileReader(tmp_path / f"{name}.hfr")[:] == records[:-1]
     assert sizes["shared"] < 0.7 * sizes["zstd"] < 0.7 * sizes["plain"]
-    # What expands more than 64 times, beyond 16 MiB, is kept as it is: a reader then need not believe in more.
+    # Data beyond 16 MiB that would expand more than 64 times is stored uncompressed, so a reader can reject larger
+    # claims.
     with hfrecord.FileWriter(tmp_path / "zstd.hfr", append=True) as writer:
         writer.write(records[-1])
     assert hfrecord.FileReader(tmp_path / "zstd.hfr")[-1] == records[-1]
@@ -262,14 +263,14 @@ def test_a_pickled_reader_checks_as_before(path):
 
 
 def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
-    """Of a file that is not in the page cache: a read that may not wait tells."""
+    """The file is evicted from the page cache; a non-blocking read shows what was fetched."""
     path = tmp_path / "a.hfr"
     with hfrecord.FileWriter(path) as writer:
         for _ in range(64):
             writer.write(os.urandom(100_000))
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)  # what is not written yet is not dropped
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # before it is mapped: what is mapped stays
+    os.fsync(fd)  # pages not written yet would stay
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # before it is mapped: mapped pages would stay
     found, buffer, number = hfrecord.FileReader(path), bytearray(1000), np.array([10])
     offset = int(found._file(0).table.entries(np.array([10]))["offset"][0])
 
@@ -306,13 +307,13 @@ def test_advice_is_given_in_pieces_that_linux_does_not_cut_off(tmp_path, monkeyp
         page, covered = mmap.PAGESIZE, set()
         for begin, size in calls:
             pages = range(begin // page, (begin + size - 1) // page + 1)
-            assert size > 0 and len(pages) * page <= 128 << 10  # 0 would be all of the file
+            assert size > 0 and len(pages) * page <= 128 << 10  # 0 would mean the whole file
             covered |= set(pages)
         assert covered == (set(range(offset // page, (offset + length - 1) // page + 1)) if length else set())
 
 
 def test_a_batch_that_is_not_in_memory_is_advised_before_it_is_read(path, monkeypatch):
-    """And before the next one; a batch of which the first is in memory is not."""
+    """And before the next batch; not if the batch's first record is in memory."""
     found, advised = hfrecord.FileReader(path), []
     monkeypatch.setattr(hfrecord.FileReader, "_advise", lambda self, places, looks: advised.append(places.tolist()))
     for cached, own in ((False, [[3, 1, 2]]), (True, [])):
@@ -326,11 +327,11 @@ def test_a_batch_that_is_not_in_memory_is_advised_before_it_is_read(path, monkey
             assert call() == [RECORDS[i] for i in (3, 1, 2)]
             assert advised == own + more
         advised.clear()
-        assert found[3] == RECORDS[3] and not advised  # one read is as fast
+        assert found[3] == RECORDS[3] and not advised  # for a single record a read is as fast
 
 
 def test_an_index_takes_no_memory_of_the_process(tmp_path):
-    """Of a million files, with a manifest of them, and of a million records in one."""
+    """For a manifest of a million files, and for a million records in one file."""
     from hfrecord.manifest import Manifest
 
     Manifest(tmp_path, [1000] * 1_000_000).save()

@@ -1,4 +1,4 @@
-"""Others' loaders: torchdata's StatefulDataLoader, and Grain by its RandomAccessDataSource."""
+"""Third-party loaders: torchdata's StatefulDataLoader, and Grain with its RandomAccessDataSource."""
 
 import concurrent.futures
 import itertools
@@ -21,9 +21,9 @@ def dataset(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_a_stateful_dataloader_goes_on_after_every_step(dataset, workers):
-    """Of torchdata's states, which count what the loop has received, whatever the workers have fetched ahead."""
+    """By torchdata's states, which count what the loop received, whatever workers have prefetched."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader():
@@ -45,7 +45,7 @@ def test_a_stateful_dataloader_goes_on_after_every_step(dataset, workers):
 
 
 def test_a_random_access_data_source(dataset):
-    """What Grain asks of one: a length, items by Python's and numpy's integers, of threads, in other processes."""
+    """What Grain requires: a length, items by Python's and numpy's integers, from threads, in other processes."""
     for source in (dataset, hfrecord.FileReader(dataset.reader._given)):
         copy = pickle.loads(pickle.dumps(source))
         assert len(copy) == N and [copy[i]["n"] for i in (0, np.int64(99), 5)] == [0, 99, 5]
@@ -54,7 +54,7 @@ def test_a_random_access_data_source(dataset):
         assert [record["n"] for record in copy.__getitems__([7, 3, 7])] == [7, 3, 7]
 
 
-@pytest.mark.filterwarnings("ignore")  # of Grain's imports
+@pytest.mark.filterwarnings("ignore")  # Grain's imports
 @pytest.mark.parametrize("workers", [0, 2])
 def test_grain_takes_it(dataset, workers):
     grain = pytest.importorskip("grain")

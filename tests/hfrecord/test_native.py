@@ -1,4 +1,4 @@
-"""hfrecord._C against Python: checksums, reads of files on disk and in memory, damage; and under AddressSanitizer."""
+"""hfrecord._C against Python: checksums, reads of files on disk and in memory, damage; also under AddressSanitizer."""
 
 import concurrent.futures
 import ctypes
@@ -36,7 +36,7 @@ def test_checksums_are_zlibs():
         assert set(found.values()) == {zlib.crc32(data, before)} and "table" in found
         assert native.extension.crc32(data, before) == zlib.crc32(data, before)
     data = bytearray(1000)
-    for at in range(1000):  # a byte at each place counts
+    for at in range(1000):  # the byte at each position counts
         data[at] = 1
         assert set(native.extension.crc32_by_each(data).values()) == {zlib.crc32(data)}
         data[at] = 0
@@ -53,7 +53,7 @@ def test_a_processor_with_the_instructions_uses_them():
 
 @pytest.fixture(params=["native", "warm", "python"])
 def opened(request, monkeypatch):
-    """How files are opened: (path, check) -> a FileReader that reads in this way."""
+    """A way of opening files: (path, check) -> FileReader."""
     if request.param == "python":
         monkeypatch.setattr(native, "extension", None)
         return hfrecord.FileReader
@@ -126,7 +126,7 @@ def test_a_file_is_warm_while_what_is_looked_at_is_in_memory(tmp_path):
     finally:
         os.close(fd)
     found = hfrecord.FileReader(path)
-    for begin in range(0, 64, 4):  # of these none is in memory before it is advised
+    for begin in range(0, 64, 4):  # none of these is in memory before it is advised
         found.read(range(begin, begin + 4), ahead=range(begin, begin + 4))
     assert not found._looks.warm
     worker.warmed(found)
@@ -136,12 +136,12 @@ def test_a_file_is_warm_while_what_is_looked_at_is_in_memory(tmp_path):
 @built
 @pytest.mark.parametrize("size", [10_000, 100_000])
 def test_large_records_are_all_looked_at(tmp_path, size):
-    """A small file of these is warm after one batch of 64."""
+    """Records of more than 64 KiB are all checked, so one batch of 64 makes a small file of them warm."""
     with hfrecord.FileWriter(tmp_path / "a.hfr") as writer:
         for _ in range(64):
             writer.write(bytes(size))
     found = hfrecord.FileReader(tmp_path / "a.hfr")
-    found.read(range(64))  # which brings them into memory, where they are not, and looks at none
+    found.read(range(64))  # brings all into memory, and checks none
     assert not found._looks.warm
     found.advise(range(64))
     assert found._looks.warm == (size > 64 << 10)
@@ -165,7 +165,7 @@ def test_all_of_a_large_record_is_advised(tmp_path, opened):
 
 
 def _cached(file, size: int) -> int:
-    """Bytes of the first `size` that are in memory; a read that may not wait would itself begin to fetch them."""
+    """How many of the first `size` bytes are in memory. A non-blocking read would itself start to fetch them."""
     pages = size // mmap.PAGESIZE
     found = np.zeros(pages, np.uint8)
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as view:
@@ -178,7 +178,7 @@ def _cached(file, size: int) -> int:
 
 @built
 def test_what_does_not_fit_is_refused(tmp_path):
-    """By the extension itself, whatever Python has looked at before."""
+    """By the extension itself, without Python's checks."""
     with hfrecord.FileWriter(tmp_path / "a.hfr") as writer:
         writer.write(b"abc")
     file, looks = hfrecord.FileReader(tmp_path / "a.hfr")._file(0), native.extension.Looks()
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def sanitized(folder, change=lambda text: text):
-    """The extension under AddressSanitizer. change: of the text of bindings.cpp."""
+    """Builds the extension with AddressSanitizer. change: edits the text of bindings.cpp."""
     pybind11 = pytest.importorskip("pybind11")
     bindings, module = folder / "bindings.cpp", folder / "_C.so"
     bindings.write_text(change((CSRC / "bindings.cpp").read_text()))
@@ -219,7 +219,7 @@ def under_sanitizer(module, folder, first, last):
     ]
     options = {
         "LD_PRELOAD": " ".join(found.stdout.strip() for found in libraries),
-        # One allocation may have 64 MB; those of Python are seen, too.
+        # Limits an allocation to 64 MB; PYTHONMALLOC includes Python's own.
         "ASAN_OPTIONS": "detect_leaks=0:max_allocation_size_mb=64:allocator_may_return_null=1",
         "PYTHONMALLOC": "malloc",
         "HFRECORD_EXTENSION": str(module),

@@ -1,4 +1,4 @@
-"""Orders of epochs: permutations, and going on in the middle on other ranks and workers."""
+"""Orders of epochs: permutations, and resuming in the middle on other numbers of ranks and workers."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import pytest
 import hfrecord
 
 N = 103
-# Four workers are more than two cores.
+# Four workers on two cores give this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
@@ -25,7 +25,8 @@ def test_permutations_differ_by_seed_and_epoch_and_mix_well():
     for seed, epoch in itertools.product(range(20), range(20)):
         orders[seed, epoch] = hfrecord.Permutation(n, seed, epoch)(np.arange(n))
     assert len({order.tobytes() for order in orders.values()}) == 400
-    # Each place has each tenth of the records as often as chance has it: 400 orders, chi-squared of 9 degrees.
+    # Each position gets each tenth of the records as often as by chance: 400 orders, chi-squared with 9 degrees of
+    # freedom.
     tenths = np.stack(list(orders.values())) // 100
     counts = np.stack([(tenths == k).sum(0) for k in range(10)])
     chi = ((counts - 40) ** 2 / 40).sum(0)
@@ -37,7 +38,7 @@ def test_permutations_differ_by_seed_and_epoch_and_mix_well():
 def test_windows_stay_together():
     order = hfrecord.Permutation(10_000, 0, 0, window=100, mix=4)(np.arange(10_000))
     first = np.sort(order[:400])
-    assert (np.diff(first) == 1).sum() >= 396 - 4  # four stretches of the file, one of which may go round its end
+    assert (np.diff(first) == 1).sum() >= 396 - 4  # four ranges of the file, one of which may wrap around its end
     other = hfrecord.Permutation(10_000, 0, 1, window=100, mix=4)(np.arange(10_000))
     assert not np.isin(np.sort(other[:400]), first).all()
 
@@ -49,7 +50,7 @@ def test_a_large_one_needs_no_memory_and_no_time():
 
 
 def epoch_in_parts(path, batch: int, parts, workers, tail="keep"):
-    """What each step of one epoch has, in the order of places, with state handed on from part to part."""
+    """The records of each step of one epoch, in order of positions; the state is passed from part to part."""
     state, steps = None, []
     for (ranks, count), workers_now in zip(parts, workers, strict=True):
         loaders = []
@@ -88,7 +89,7 @@ def order() -> list[int]:
 
 @pytest.mark.parametrize("steps", range(0, 14))
 def test_going_on_after_every_step_on_other_ranks(path, steps):
-    """Ranks 1 -> 3 -> 2: the records of a step are the next places of the epoch, none is lost, none comes twice."""
+    """Ranks 1 -> 3 -> 2: a step's records are the next positions of the epoch; none is lost or repeated."""
     found, state = epoch_in_parts(path, 3, [(1, steps), (3, 3), (2, None)], [0, 0, 0])
     assert [x for step in found for x in step] == order()
     assert {len(step) for step in found[:steps]} <= {3}
@@ -97,7 +98,7 @@ def test_going_on_after_every_step_on_other_ranks(path, steps):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_going_on_with_other_workers(path, steps):
-    """Workers 0 -> 4 -> 1 fetch ahead, and the state does not follow them."""
+    """Workers 0 -> 4 -> 1 prefetch, which the state ignores."""
     found, _ = epoch_in_parts(path, 5, [(1, steps), (1, steps), (1, None)], [0, 4, 1])
     assert [x for step in found for x in step] == order() and all(len(step) == 5 for step in found[:-1])
 
@@ -152,7 +153,7 @@ def test_set_epoch_and_states():
     sampler.set_epoch(0)
     assert list(sampler) == first and len(sampler) == 5
     sampler.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "records": 10})
-    sampler.set_epoch(0)  # the epoch that is due: as a training loop says after it was resumed
+    sampler.set_epoch(0)  # the current epoch: a training loop calls this after resuming
     assert len(sampler) == 3 and list(sampler) == first[2:]
     with pytest.raises(ValueError, match="a state of 9 records"):
         sampler.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "records": 9})

@@ -1,4 +1,4 @@
-"""python -m hfrecord: packing, converting, verifying, and going on after a kill."""
+"""python -m hfrecord: packing, converting, verifying, and resuming after a kill."""
 
 import io
 import itertools
@@ -148,7 +148,7 @@ def test_tokens(folder, tmp_path):
 
 
 def test_parquet_and_tokens_in_parts(tmp_path):
-    """Units are found again wherever a chunk begins."""
+    """Units are located wherever a chunk begins."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist([{"a": i} for i in range(100)]), tmp_path / "a.parquet", 7)
     (tmp_path / "texts").mkdir()
@@ -174,7 +174,7 @@ def test_a_compressed_tar(tmp_path):
 
 
 def test_documents_are_packed_by_the_collator(tmp_path):
-    """Bytes as tokens: all of them, each sequence with positions of its own, in batches of no more than max_tokens."""
+    """Bytes as tokens: all are there, each sequence has its own positions, and batches have at most max_tokens."""
     texts = ["a" * 5, "", "\u00e9" * 20, "b" * 70, "c"]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     command = ["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--format", "documents", "--length", "32"]

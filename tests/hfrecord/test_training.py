@@ -1,4 +1,4 @@
-"""Models train from records: by torch's DataLoader, transformers' Trainer, and haiscale's ranks."""
+"""Models train from records with torch's DataLoader, transformers' Trainer, and haiscale's ranks."""
 
 import itertools
 import sysconfig
@@ -57,7 +57,7 @@ def test_an_error_of_a_worker_names_the_record(tmp_path):
         next(iter(loader))
 
 
-@pytest.mark.filterwarnings("default")  # whatever transformers and accelerate warn of is theirs
+@pytest.mark.filterwarnings("default")  # warnings of transformers and accelerate
 def test_a_gpt_by_transformers_trainer(tmp_path, one_thread):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

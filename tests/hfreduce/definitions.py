@@ -1,4 +1,4 @@
-"""What collectives are to give: reductions by torch's own operators, and what is moved, on ranks in threads."""
+"""The results that collectives must give, for ranks in threads: reductions by torch's operators, and moved data."""
 
 import itertools
 
@@ -12,11 +12,11 @@ DTYPES = {
     torch.bfloat16: 7, torch.float32: 8, torch.float64: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }  # fmt: skip
 OPS = {name: i for i, name in enumerate(["sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "premul_sum"])}
-SLOT = 4096  # bytes: small, so that few elements are many steps
+SLOT = 4096  # bytes: small, so that few elements take many steps
 
 
 def filled(count, dtype, seed, spread=4):
-    """Small whole numbers, at an address that no vector likes."""
+    """Small integers, at an unaligned address."""
     values = torch.randint(-spread, spread + 1, (count + 1,), generator=torch.Generator().manual_seed(seed))
     if dtype is torch.bool:
         return values.gt(0)[1:]
@@ -60,7 +60,7 @@ def pairs():
 
 
 def check_moving(ranks, cases):
-    """all_gather, broadcast, gather and scatter carry bits, whatever they mean. cases: (dtype, elements of a rank)."""
+    """all_gather, broadcast, gather and scatter copy bits of any dtype. cases: (dtype, elements of a rank)."""
     world = len(ranks)
     for dtype, count in cases:
         root, code = count % world, DTYPES[dtype]
@@ -90,7 +90,7 @@ def check_moving(ranks, cases):
 
 
 def check_all_to_all(ranks, scale):
-    """Blocks of every size from nothing to 4 * scale elements, another one for each pair."""
+    """Blocks of all sizes from 0 to 4 * scale elements, different for each pair."""
     world = len(ranks)
     counts = [[(37 * i + 11 * j) % 5 * (scale if (i + j) % 3 == 0 else 1) for j in range(world)] for i in range(world)]
     blocks = [[filled(counts[i][j], torch.int32, 100 * i + j) for j in range(world)] for i in range(world)]

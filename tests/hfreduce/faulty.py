@@ -1,4 +1,4 @@
-"""Ranks that go wrong, for the tests of faults. Without torch: an interpreter alone starts in no time."""
+"""Faulty ranks for tests of faults. Without torch, because a bare interpreter starts fast."""
 
 import array
 import contextlib
@@ -69,7 +69,7 @@ def all_reduce(comm, data, **options):
 
 
 def fault(f, *arguments, **options):
-    """What f raised; `at` is the time, on a clock that all processes share."""
+    """What f raised. `at` is the time, on a clock shared by all processes."""
     begun = time.monotonic()
     try:
         f(*arguments, **options)
@@ -85,16 +85,16 @@ def forever(comm, count=1000):
 
 
 def belongings():
-    """What must not leak: open files, threads, shared memory mapped, names in /dev/shm."""
+    """Counts what must not leak: open files, threads, mapped shared memory, names in /dev/shm."""
     mapped = Path("/proc/self/maps").read_text().count("memfd:")
     return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped, len(os.listdir("/dev/shm"))]
 
 
-# ---- what ranks do: functions of a rank, the number of ranks and the store; see ranks.py
+# ---- programs of ranks: functions of a rank, the number of ranks and the store; see ranks.py
 
 
 def works(rank, size, store, count=1000, **config):
-    """All-reduces until something goes wrong, and once more then."""
+    """All-reduces until an error, then once more."""
     before = belongings()
     comm = connect(rank, size, store, **config)
     all_reduce(comm, values(count))
@@ -107,7 +107,7 @@ def works(rank, size, store, count=1000, **config):
 
 
 def forks(rank, size, store, culprit):
-    """As `works`, but the culprit has a child that lives on, as a DataLoader's worker would."""
+    """Like `works`, but the culprit has a child that lives on, like a DataLoader's worker."""
     comm = connect(rank, size, store)
     all_reduce(comm, values(10))
     if rank == culprit and os.fork() == 0:
@@ -119,7 +119,7 @@ def forks(rank, size, store, culprit):
 
 
 def idles(rank, size, store):
-    """Is in no operation when a peer goes; then calls one."""
+    """Is in no operation when a peer ends; then calls one."""
     comm = connect(rank, size, store)
     comm.barrier()
     ranks.reached(store, "idle")
@@ -130,13 +130,13 @@ def idles(rank, size, store):
 
 
 def meets(rank, size, store, patience, late=(), **config):
-    """A barrier that the late ranks come to when they are told to."""
+    """A barrier, which the late ranks enter only when told to."""
     comm = connect(rank, size, store, timeout=patience, **config)
     all_reduce(comm, values(10))
     ranks.reached(store, "met")
     if rank in late:
         reads_data(store)
-    # All others have come to this barrier: the late rank may still pass it.
+    # All others have entered this barrier: the late rank may still pass it.
     first = fault(comm.barrier) or fault(comm.barrier)
     ranks.reached(store, "raised")
     return first
@@ -149,20 +149,20 @@ def reads_data(store):
 
 
 def stops(rank, size, store, patience, culprit):
-    """One rank is stopped before a barrier, and goes on when the others have given up."""
+    """One rank is stopped before a barrier, and continued when the others have given up."""
     comm = connect(rank, size, store, timeout=patience)
     comm.barrier()
     ranks.reached(store, "met")
     if rank == culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
-    # All others have come to this barrier: the rank that was stopped may still pass it.
+    # All others have entered this barrier: the stopped rank may still pass it.
     first = fault(comm.barrier) or fault(comm.barrier)
     ranks.reached(store, "raised")
     return first
 
 
 def disagrees(rank, size, store):
-    """Calls that do not fit together, each in a group of its own; rank 1 is the odd one out."""
+    """Mismatched calls, each in its own group. Rank 1 differs from the others."""
     odd = rank == 1
     data = values(64)
     address = data.buffer_info()[0]
@@ -208,7 +208,7 @@ def receives(rank, size, store, culprit, leave, **config):
     comm.barrier()
     data = values(1000)
     if rank == culprit:
-        comm.send(data.buffer_info()[0], 1000, FLOAT32, (rank + 1) % size)  # so that there is a connection
+        comm.send(data.buffer_info()[0], 1000, FLOAT32, (rank + 1) % size)  # so that a connection exists
         if leave:
             comm.shutdown()
             return None
@@ -220,7 +220,7 @@ def receives(rank, size, store, culprit, leave, **config):
 
 
 def returns(rank, size, store, rounds):
-    """Groups that are made and shut down, one that is aborted, one that is only let go of: nothing stays."""
+    """Groups that are shut down, one that is aborted, one that is only dropped: nothing leaks."""
     before = None
     for i in range(rounds):
         comm = connect(rank, size, store, f"round {i}")
@@ -234,13 +234,13 @@ def returns(rank, size, store, rounds):
             comm.shutdown()
             comm.shutdown()
         del comm
-        if before is None:  # the first group has loaded what is loaded once
+        if before is None:  # the first group has done one-time loading
             before = belongings()
     return {"before": before, "after": belongings()}
 
 
 def records(rank, size, store, case):
-    """Dumps of the flight recorder after a mismatch, without the last rank, or when all went well."""
+    """Dumps of the flight recorder after a mismatch, without the last rank, or after success."""
     comm = connect(rank, size, store, timeout=1.0, global_ranks=[2 * r for r in range(size)])
     data, out = values(4 * size), values(4 * size)
     address, output = data.buffer_info()[0], out.buffer_info()[0]
@@ -264,11 +264,11 @@ def records(rank, size, store, case):
     return json.loads(comm.record())
 
 
-# ---- the soak test's
+# ---- for the soak test
 
 
 def soaks(rank, size, store, seed, patience, **config):
-    """Checked collectives, the same random ones on all ranks, until something goes wrong."""
+    """Checked collectives, the same random ones on all ranks, until an error."""
     before = belongings()
     comm = connect(rank, size, store, **config)
     ranks.reached(store, "works")
@@ -280,7 +280,7 @@ def soaks(rank, size, store, seed, patience, **config):
 
 
 def checked(comm, dice, rank, size, patience):
-    """Random collectives with known results; AssertionError at a wrong one."""
+    """Random collectives with known results; AssertionError if one is wrong."""
     while True:
         kind = dice.choice(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "pause"])
         count, root, factor = dice.choice([1, 7, 1000, 100_003]), dice.randrange(size), dice.randrange(1, 9)

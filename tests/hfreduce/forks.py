@@ -1,7 +1,7 @@
-"""One process that has imported torch and forks ranks, which then need not: ranks.py starts them by it.
+"""A process that has imported torch and forks ranks, which saves them the imports. ranks.py uses it.
 
-A rank is a process of its own as ever, with nothing of another's in it; what it is spared are the seconds of the
-imports. What a fork shares, and separate interpreters do not, is the seed of hashes: `make test-all` forks nothing.
+A rank is a separate process, without other ranks' state; it saves the seconds of the imports. Unlike separate
+interpreters, forks share the hash seed, so `make test-all` does not fork.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-IMPORTED = (  # torch's and others' alone, that start no thread
+IMPORTED = (  # only torch's and third-party modules, which start no threads
     "torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
@@ -26,7 +26,7 @@ WANTED = not os.environ.get("FRESH_RANKS") and hasattr(os, "fork")
 
 
 class Forked:
-    """A rank, as subprocess.Popen has its processes."""
+    """A rank, with the interface of subprocess.Popen."""
 
     def __init__(self, server, pid):
         self._server, self.pid = server, pid
@@ -49,7 +49,7 @@ class Forked:
 
 
 class Server:
-    """The process that forks, as the process has it that asks it to; `environment` is what its ranks have."""
+    """The forking process, seen from the process that uses it. `environment` is its ranks' environment."""
 
     def __init__(self):
         self._connection, theirs = multiprocessing.Pipe()
@@ -57,7 +57,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", __file__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # no driver lives on in a fork
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # no driver state survives a fork
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -75,7 +75,7 @@ class Server:
         return Forked(self, pid)
 
     def code(self, pid):
-        """The exit code of a rank, or None as long as it runs."""
+        """The exit code of a rank, or None while it runs."""
         while self._connection.poll():
             self._take()
         return self._codes[pid]
@@ -96,7 +96,7 @@ def _server(pid) -> Server:
 
 
 def server() -> Server | None:
-    """This process's server; None where a rank would have another environment than this process has now."""
+    """This process's server, or None if this process's environment has changed since it started."""
     if not WANTED:
         return None
     found = _server(os.getpid())
@@ -104,7 +104,7 @@ def server() -> Server | None:
 
 
 def serve(connection):
-    """What the server does. Returns in each rank, with its arguments; in the server, None at the end."""
+    """The server's loop. Returns in each rank with its arguments; in the server, None at the end."""
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

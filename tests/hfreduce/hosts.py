@@ -3,11 +3,11 @@
     with hosts(2, rate=1e9) as h:
         ranks.run(WORKER, "reduces", 4, tmp_path, prefix=lambda rank: h.prefix(rank // 2))
 
-Each host is a network and a host name of its own, "host0", "host1", ...; its eth0 is a veth, whose other end is plugged
-into a bridge in one more namespace. `rate` shapes both directions of every link with tbf. It is all asked for by
-rtnetlink, so no iproute2 is needed, and held by descriptors of this process alone: when it ends, by whatever death, all
-is gone. Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), nsenter, and a kernel with veth, bridge and sch_tbf; without
-them, tests skip and say so.
+Each host has its own network and host name, "host0", "host1", ...; its eth0 is a veth whose other end is on a bridge in
+one more namespace. `rate` shapes both directions of every link with tbf. Everything is set up through rtnetlink, so
+iproute2 is not needed. Only descriptors of this process keep it alive: when the process ends, however it ends, all is
+gone. Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), nsenter, and a kernel with veth, bridge and sch_tbf; otherwise tests
+skip and say so.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ NEW_UTS, NEW_NET = 0x04000000, 0x40000000  # sched.h
 NEWLINK, NEWADDR, NEWQDISC = 16, 20, 36  # linux/rtnetlink.h
 REQUEST, ACK, CREATE, EXCLUSIVE = 1, 4, 0x400, 0x200  # linux/netlink.h
 UP = 1
-ETHERNET = 1  # the link layer of a rate: without it tbf wants a table
-# Not root, or a kernel without what is asked for; of an unknown kind of qdisc it says ENOENT.
+ETHERNET = 1  # the link layer of a rate; without it tbf requires a table
+# Not root, or a kernel without a feature. An unknown kind of qdisc gives ENOENT.
 REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOENT)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def hosts(n, rate=None):
-    """n hosts, as `Hosts`; rate: bits a second of every link, None for as fast as the machine is."""
+    """n hosts, as `Hosts`. rate: bits per second of every link, or None for no limit."""
     made = Hosts()
     try:
         try:
@@ -72,22 +72,22 @@ class Hosts:
         return f"10.83.0.{host + 1}"
 
     def prefix(self, host):
-        """What stands before a command so that it runs on this host."""
+        """The command prefix that runs a command on this host."""
         space, own = self._spaces[host], f"/proc/{os.getpid()}/fd"
         return ["nsenter", f"--net={own}/{space.net}", f"--uts={own}/{space.uts}", "--"]
 
     def popen(self, host, argv, **options):
-        """A process on this host; it is killed when the hosts go."""
+        """A process on this host. It is killed when the hosts are removed."""
         process = subprocess.Popen([*self.prefix(host), *argv], **options)
         self._processes.append(process)
         return process
 
     def inside(self, host, function, *arguments):
-        """What the function returns on this host: a socket that it makes belongs to it for good."""
+        """Calls the function on this host and returns its result. A socket created there stays on this host."""
         return self._spaces[host].inside(function, *arguments)
 
     def cut(self, host):
-        """Pulls the host's plug: nothing comes in or goes out, and nobody is told."""
+        """Pulls the host's plug: no traffic in or out, and no notification."""
         self._switch.link(f"port{host}", up=False)
 
     def mend(self, host):
@@ -123,7 +123,7 @@ class _Space:
         return _in_a_thread(enter)
 
     def link(self, name, kind=None, peer=None, up=None, master=None):
-        """Makes a link of this kind (peer: the name and the namespace of a veth's other end), or changes one."""
+        """Creates a link of this kind (peer: name and namespace of a veth's other end), or changes one."""
         new = kind is not None
         attributes = _attribute(3, name)  # IFLA_IFNAME
         if new:
@@ -147,7 +147,7 @@ class _Space:
         self._ask(NEWADDR, True, head + _attribute(1, packed) + _attribute(2, packed))  # IFA_ADDRESS, IFA_LOCAL
 
     def shape(self, name, rate):
-        """A token bucket: `rate` bits a second out of this link, bursts of 2 ms or 256 KiB, 50 ms of queue."""
+        """A token bucket: `rate` bits per second out of this link, bursts of 2 ms or 256 KiB, 50 ms of queue."""
         rate = int(rate / 8)
         burst = max(rate // 500, 4 << 16)
         spec = struct.pack("=BBHhHI", 0, ETHERNET, 0, 0, 0, min(rate, 2**32 - 1))
@@ -159,7 +159,7 @@ class _Space:
     def _ask(self, kind, new, body):
         flags = REQUEST | ACK | (CREATE | EXCLUSIVE if new else 0)
         self._netlink.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 0, 0) + body)
-        (error,) = struct.unpack_from("=i", self._netlink.recv(65536), 16)  # behind the header of the NLMSG_ERROR
+        (error,) = struct.unpack_from("=i", self._netlink.recv(65536), 16)  # after the header of the NLMSG_ERROR
         if error:
             raise OSError(-error, f"rtnetlink request {kind}: {os.strerror(-error)}")
 
@@ -185,6 +185,6 @@ def _call(name, *arguments):
 
 
 def _in_a_thread(function, *arguments):
-    """Namespaces are of a thread: one of its own is moved, and ends with the function."""
+    """Namespaces belong to a thread. The function runs in a new thread, which is moved and ends with it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,4 +1,4 @@
-"""Ranks of the tests of rendezvous and connections: see ranks.py."""
+"""Rank programs for the tests of rendezvous and connections: see ranks.py."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from faulty import _C, FLOAT32, all_reduce, connect, values
 
 
 def raised(f, *arguments, **options):
-    """What f raised: its text, after how many seconds; None when it raised nothing."""
+    """The text of f's error and the seconds it took; None if f raised nothing."""
     begun = time.monotonic()
     try:
         f(*arguments, **options)
@@ -19,7 +19,7 @@ def raised(f, *arguments, **options):
 
 
 def around(comm):
-    """Each rank's number goes to the next rank by a message; then all are added up. What this rank has got."""
+    """Each rank sends its number to the next; then all numbers are summed. Returns what this rank received."""
     mine, theirs = values(1000, comm.rank), values(1000)
     there, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.rank == 0:
@@ -43,7 +43,7 @@ def fails(rank, size, store, seconds):
 
 
 def dies(rank, size, store, culprit):
-    """The culprit is killed when it has just met the others, who then wait for its connections, or dial it."""
+    """The culprit is killed right after the rendezvous, while the others wait for its connections, or dial it."""
     communicator = _C.Communicator
 
     def dying(put, find, *arguments, **options):
@@ -71,7 +71,7 @@ def sockets():
 
 
 def forks(rank, size, store):
-    """How many sockets this rank has, and how many its child; what the child opens under their numbers stays open."""
+    """The number of sockets of this rank and of its child. Files that the child opens at their numbers stay open."""
     before = sockets()
     comm = connect(rank, size, store, host_id=["a", "b"])
     around(comm)

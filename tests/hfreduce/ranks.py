@@ -1,14 +1,14 @@
-"""Real rank processes for the tests of hfreduce: a function of a worker file, once for each rank.
+"""Real rank processes for the tests of hfreduce: a function of a worker file, once per rank.
 
     results = ranks.run(WORKER, "reduces", 4, tmp_path, count=1000)
 
-calls `reduces(rank, size, store, count=1000)` of the file WORKER in four processes at a time; `store` is a path for
-torch's FileStore. What it returns (JSON) comes back, by rank. Processes are forked from one that has imported torch
-(forks.py); where `env` or `prefix` is given they are interpreters of their own, which takes seconds: put many checks
-into one function. Tests and workers alike `import ranks`.
+calls `reduces(rank, size, store, count=1000)` of the file WORKER in four concurrent processes; `store` is a path for
+torch's FileStore. The results (JSON) are returned, by rank. Processes are forked from one that has imported torch
+(forks.py). With `env` or `prefix` they are new interpreters, which take seconds to start: put many checks into one
+function. Tests and workers alike `import ranks`.
 
-`start` is the same for tests that interfere: it returns the processes at once. A worker marks that it got somewhere
-with `ranks.reached(store, name)`, and `Ranks.until(name)` waits for all, or some, ranks to have got there.
+`start` is for tests that interfere: it returns the processes at once. A worker reports progress with
+`ranks.reached(store, name)`, and `Ranks.until(name)` waits until all, or some, ranks have reported it.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ OUTPUT = 12000  # characters of a failing rank's output that are shown, the last
 
 
 def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, gpus=False, **arguments):
-    """What each rank returned; AssertionError with the output of all ranks when one fails or the time is over.
+    """What each rank returned. AssertionError with the output of all ranks if one fails or the timeout expires.
 
-    worker: the path of a Python file. folder: an own one for each call is made in it. env: added to this process's
-    environment; a function of the rank, or a dict. prefix: what stands before each rank's command (nsenter, taskset);
-    a function of the rank, or a list. gpus: whether the ranks see the machine's; torch asks for more than there is to
-    compare on CPUs where it sees one.
+    worker: the path of a Python file. folder: each call makes its own folder in it. env: added to this process's
+    environment; a function of the rank, or a dict. prefix: put before each rank's command (nsenter, taskset); a
+    function of the rank, or a list. gpus: whether ranks see the machine's GPUs; if torch sees a GPU, it
+    expects more than comparisons on CPUs have.
     """
     with start(worker, function, size, folder, env=env, prefix=prefix, gpus=gpus, **arguments) as ranks:
         codes = ranks.wait(timeout, after_failure=10)
@@ -40,13 +40,13 @@ def run(worker, function, size, folder, *, timeout=60, env=None, prefix=None, gp
 
 
 def soon(seconds):
-    """How long what takes less than `seconds` may take here: longer where processes wait for a core."""
+    """The time limit for something that takes less than `seconds`: scaled up when processes wait for a core."""
     return seconds * max(1, os.getloadavg()[0] / os.cpu_count())
 
 
 @contextlib.contextmanager
 def start(worker, function, size, folder, *, env=None, prefix=None, gpus=False, **arguments):
-    """The running processes, as `Ranks`; all that are left are killed at the end of the block."""
+    """The running processes, as `Ranks`. Those still running are killed at the end of the block."""
     ranks = Ranks(worker, function, size, Path(folder), env, prefix, gpus, arguments)
     try:
         yield ranks
@@ -65,7 +65,7 @@ class Ranks:
         own = (str(worker), function, str(size), self.store)
         server = None
         if env is None and prefix is None and not gpus:
-            import forks  # a rank has no path to it
+            import forks  # ranks do not have it on their path
 
             server = forks.server()
         for rank in range(size):
@@ -93,10 +93,10 @@ class Ranks:
         return Path(f"{self.store}.{kind}.{rank}")
 
     def wait(self, timeout, ranks=None, after_failure=None):
-        """Exit codes of the ranks named (all), when they have ended.
+        """Waits for the given ranks (default: all) and returns their exit codes.
 
-        AssertionError with all output when the time is over. after_failure: the seconds that the others are given
-        once a rank has failed. Both are longer where processes wait for a core (`soon`).
+        AssertionError with all output when the timeout expires. after_failure: seconds that the others get once a rank
+        has failed. Both are scaled up when processes wait for a core (`soon`).
         """
         ranks = range(self.size) if ranks is None else ranks
         begin = time.monotonic()
@@ -111,7 +111,7 @@ class Ranks:
         return codes
 
     def until(self, name, timeout=30, ranks=None):
-        """Waits until the ranks named (all) have called `reached(store, name)`."""
+        """Waits until the given ranks (default: all) have called `reached(store, name)`."""
         deadline = time.monotonic() + soon(timeout)
         for rank in range(self.size) if ranks is None else ranks:
             while not self._path(name, rank).exists():
@@ -122,11 +122,11 @@ class Ranks:
                 time.sleep(0.002)
 
     def signal(self, rank, number):
-        """Sends a rank a signal: to its process, not to its children."""
+        """Sends a signal to a rank's process, not to its children."""
         self.processes[rank].send_signal(number)
 
     def output(self, stacks=False):
-        """What every rank printed; with `stacks`, where its threads stand is printed first (the ranks end by that)."""
+        """What every rank printed. stacks: first prints the stacks of its threads, which ends the ranks."""
         if stacks:
             for process in self.processes:
                 if process.poll() is None:
@@ -139,28 +139,28 @@ class Ranks:
         return "\n".join(f"--- rank {rank}:\n{text[-OUTPUT:]}" for rank, text in enumerate(texts))
 
     def results(self):
-        """What each rank's function returned; None for those that did not."""
+        """What each rank's function returned; None for those that did not return."""
         paths = [self._path("result", rank) for rank in range(self.size)]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
     def kill(self):
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # the session is named after the process that began it
+            with contextlib.suppress(ProcessLookupError):  # the session has the id of its leader
                 os.killpg(process.pid, signal.SIGKILL)
-            process.send_signal(signal.SIGKILL)  # one that was forked just now leads no session yet
+            process.send_signal(signal.SIGKILL)  # one forked just now may not lead a session yet
             process.wait(10)
 
 
 def reached(store, name, rank=None):
-    """Tells the test that this rank is at the place called `name`."""
+    """Tells the test that this rank has reached `name`."""
     Path(f"{store}.{name}.{_rank if rank is None else rank}").touch()
 
 
-_rank = None  # of this process, where it is one
+_rank = None  # this process's rank, if it is one
 
 
 def loaded(path, name=None):
-    """A file as a module."""
+    """Loads a file as a module."""
     spec = importlib.util.spec_from_file_location(name or Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

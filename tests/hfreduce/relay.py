@@ -1,6 +1,6 @@
-"""Ranks that are far from one another: relays in front of their TCP ports, which hold what they are given for a while.
+"""Distant ranks: relays in front of their TCP ports delay all data.
 
-A rank learns the others' ports from the store, so that is where it is told of the relays. Each rank is a host of its
+A rank learns the others' ports from the store; there they are replaced by the relays' ports. Each rank is a host of its
 own (`host_id`), on the loopback interface.
 """
 
@@ -13,12 +13,12 @@ import time
 from hfreduce._C import Communicator
 from threads import run
 
-RECORD, UNIT, PORT = b"\x1e", b"\x1f", 6  # of the roster that ranks leave in the store: bootstrap/roster.cpp
+RECORD, UNIT, PORT = b"\x1e", b"\x1f", 6  # format of the roster that ranks leave in the store: bootstrap/roster.cpp
 
 
 @contextlib.contextmanager
 def far(size, seconds, **config):
-    """Communicators of `size` ranks; bytes come out of every connection between them so many seconds late."""
+    """Communicators of `size` ranks. Every connection between them delays bytes by `seconds`."""
     notes, relays = {}, Relays(seconds)
 
     def connect(rank):
@@ -43,7 +43,7 @@ class Relays:
         self._sockets, self._threads = [], []
 
     def told(self, value, key, rank):
-        """What this rank finds in the store: of the others, the ports of relays."""
+        """What this rank finds in the store: relays' ports in place of the others' own."""
         if "/rank/" in key:
             return self._in_front_of(value)
         if not key.endswith("/roster"):
@@ -86,7 +86,7 @@ class Relays:
             held.put((time.monotonic() + self._seconds, data))
 
     def _pass_on(self, end, held):
-        """The end travels as what has no bytes: it must not overtake those before it."""
+        """The end of the stream is queued as an empty chunk, so it cannot overtake the bytes before it."""
         with contextlib.suppress(OSError):
             while True:
                 due, data = held.get()
@@ -101,7 +101,7 @@ class Relays:
 
     def close(self):
         for each in self._sockets:
-            with contextlib.suppress(OSError):  # the other end has gone
+            with contextlib.suppress(OSError):  # the other end has closed
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)

@@ -1,4 +1,4 @@
-"""A rank of the speed test between hosts, see test_hierarchy.py: all_reduce by hfreduce and by gloo, taken in turns."""
+"""A rank of the speed test between hosts, see test_hierarchy.py: all_reduce by hfreduce and by gloo, in turns."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from faulty import FLOAT32, connect
 
 
 def all_reduces(rank, size, store, *, count, rounds):
-    """Seconds of each call of both, and whether all results were right."""
+    """Seconds per call of both, and whether all results were right."""
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo", store=dist.FileStore(store + ".gloo", size), rank=rank, world_size=size)
     comm = connect(rank, size, store)

@@ -1,12 +1,11 @@
-"""Random kills, stops and cuts of ranks at work, with printed seeds, and what the others make of them.
+"""Random kills, stops and cuts of working ranks, with printed seeds, and how the others react.
 
     PYTHONPATH=tests/hfreduce python -P tests/hfreduce/soak.py --trials 100 --seed 7 --hosts --cuts
 
-Each trial starts ranks that call random collectives with known results, and interferes with one (or with the link of a
-host) at a random time. The survivors must raise in time, name the right rank, and leave nothing behind; a wrong result
-ends a rank with an error. A trial is repeated by its seed: --trials 1 --seed N, and the same switches. The exit code
-is 1 when a trial hung, gave a wrong result or left something behind, or when fewer than 99 in 100 survivors named the
-right rank.
+Each trial starts ranks that call random collectives with known results. It interferes with one rank, or with the link
+of a host, at a random time. The survivors must raise in time, name the right rank, and leave nothing behind; a wrong
+result ends a rank with an error. To repeat a trial: --trials 1 --seed N, and the same switches. The exit code is 1 if a
+trial hung, gave a wrong result or left something behind, or if fewer than 99 in 100 survivors named the right rank.
 """
 
 import argparse
@@ -24,7 +23,7 @@ import hosts
 import ranks
 
 WORKER = Path(__file__).with_name("faulty.py")
-LAYOUTS = {2: ["aa"], 3: ["aaa"], 4: ["aaaa"]}  # a letter a rank: its host
+LAYOUTS = {2: ["aa"], 3: ["aaa"], 4: ["aaaa"]}  # a letter per rank: its host
 MORE_LAYOUTS = {2: ["ab"], 3: ["aab", "abc"], 4: ["aabb", "abab"]}
 CUT_LAYOUTS = {2: ["ab"], 3: ["aab"], 4: ["aabb"]}  # in network namespaces
 HANG = 20.0
@@ -39,7 +38,7 @@ class Kind:
 
 KINDS = {
     "kill": Kind("died", 20.0, 1.0),
-    "stop": Kind("timeout", 1.0, 3.0),  # after the timeout, peers are asked where they stand
+    "stop": Kind("timeout", 1.0, 3.0),  # after the timeout, peers are asked for their state
     "cut": Kind("died", 20.0, 12.0),
 }
 
@@ -53,7 +52,7 @@ class Trial:
         more = MORE_LAYOUTS[self.size] if several_hosts else []
         self.layout = dice.choice(CUT_LAYOUTS[self.size] if self.name == "cut" else LAYOUTS[self.size] + more)
         self.culprits = [dice.randrange(self.size)]
-        if self.name == "cut":  # each side takes the other for gone
+        if self.name == "cut":  # each side takes the other for dead
             self.culprits = [rank for rank in range(self.size) if self.layout[rank] == self.layout[-1]]
         self.delay = dice.random() * 0.3
         self.complaints, self.right, self.judged = [], 0, 0
@@ -88,7 +87,7 @@ class Trial:
             judged.remove(self.culprits[0])
         try:
             codes = group.wait(HANG, judged)
-            if self.name == "stop":  # who was stopped is told what it did
+            if self.name == "stop":  # the stopped rank learns of the timeout
                 group.signal(self.culprits[0], signal.SIGCONT)
                 codes += group.wait(HANG, self.culprits)
                 judged += self.culprits
@@ -120,7 +119,7 @@ class Trial:
 
 
 def soak(trials, seed, several_hosts=False, cuts=False):
-    """The seeds that went wrong, and the share of survivors that named the right rank."""
+    """The seeds of failed trials, and the share of survivors that named the right rank."""
     bad, right, judged, begun = [], 0, 0, time.monotonic()
     for number in range(seed, seed + trials):
         trial = Trial(number, several_hosts, cuts)

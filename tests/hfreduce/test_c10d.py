@@ -1,13 +1,11 @@
-"""The c10d backend in real processes: what each rank does is in tests/workers/process_groups.py and
-process_faults.py.
+"""The c10d backend in real processes. The rank programs are in tests/workers/process_groups.py and process_faults.py.
 
-The pitfalls of third-party backends, and where each is tested. Nested operations in callbacks: test_futures. Threads
-that outlive the interpreter: test_leaves. A store that serialises its calls: test_stores. split_group on a bound
-device, one name for two devices, two backends side by side: test_splits. Coalescing, both peers sending first:
-test_messages. In place, empty, non-contiguous and unaligned: test_operations. Backends told by name: test_faults
-(monitored_barrier) and test_torch_users (the bfloat16 hook). A slow all-reduce under FSDP2's replicas:
-test_torch_users (hsdp_mixed). A peer's death, and memory that it leaves: test_death. Tensors that differ in size:
-test_faults.
+Common bugs of third-party backends, and their tests. Nested operations in callbacks: test_futures. Threads that outlive
+the interpreter: test_leaves. A store that serialises its calls: test_stores. split_group on a bound device, one name
+for two devices, two backends side by side: test_splits. Coalescing, both peers sending first: test_messages. In place,
+empty, non-contiguous and unaligned: test_operations. Backends identified by name: test_faults (monitored_barrier) and
+test_torch_users (the bfloat16 hook). A slow all-reduce in FSDP2's replicas: test_torch_users (hsdp_mixed). A peer's
+death, and memory that it leaves: test_death. Tensors of different sizes: test_faults.
 """
 
 import os
@@ -65,7 +63,7 @@ def test_caught(tmp_path):
 
 
 def test_raises(tmp_path):
-    """A rank that an exception has ended is no rank that left in peace."""
+    """A rank that ends with an exception has not left in peace."""
     with ranks.start(FAULTS, "raises", 3, tmp_path) as group:
         assert group.wait(40) == [0, 1, 1], group.output()
         for rank, (text, why) in enumerate(
@@ -101,7 +99,7 @@ def test_death(tmp_path):
     before = set(os.listdir("/dev/shm"))
     with ranks.start(FAULTS, "death", 3, tmp_path) as group:
         group.until("works")
-        assert not set(os.listdir("/dev/shm")) - before  # nothing has a name, even while all live
+        assert not set(os.listdir("/dev/shm")) - before  # nothing has a name, even while all ranks live
         assert group.wait(30, [0, 2]) == [0, 0], group.output()
         for result in (group.results()[rank] for rank in (0, 2)):
             message, seconds = result["first"]
@@ -116,13 +114,13 @@ def python(code, **environment):
 
 
 def test_torchcomms_is_refused():
-    """It would take all groups for itself, unasked."""
+    """torchcomms would take over all groups unasked."""
     run = python("import hfreduce", TORCH_DISTRIBUTED_USE_TORCHCOMMS="1")
     assert run.returncode and "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set" in run.stderr, run.stderr
 
 
 def test_another_torch_is_refused(monkeypatch):
-    """By what was written down when it was built: to load it could crash."""
+    """Checked against the version recorded at build time, because loading it could crash."""
     from hfreduce import _build, backend
 
     monkeypatch.setattr(_build, "torch_version", "1.0")

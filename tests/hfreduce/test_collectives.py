@@ -1,4 +1,4 @@
-"""Every collective on one host, against its definition: worlds, dtypes, sizes, addresses, all paths."""
+"""Every collective on one host, against its definition: world sizes, dtypes, sizes, addresses, all paths."""
 
 import itertools
 
@@ -15,7 +15,8 @@ ONE_SHOT, TWO_SHOT = [[(1, 1 << 62, i, 1, 1024, 1)] for i in range(2)]
 
 
 def test_supported_pairs():
-    """All that torch's process groups reduce: sums of everything, averages and factors of floats, bits of integers."""
+    """All reductions of torch's process groups: sums for all dtypes, averages and factors for floats, bit operations
+    for integers."""
     for dtype in DTYPES:
         ops = {o for d, o in pairs() if d is dtype}
         assert {"sum", "prod", "min", "max"} <= ops

@@ -1,4 +1,4 @@
-"""The all-gather of CUDA tensors by copy engines, over GPUs that are played on threads (fake_gpu.h): copies.cpp."""
+"""The all-gather of CUDA tensors by copy engines, on GPUs emulated by threads (fake_gpu.h): copies.cpp."""
 
 import subprocess
 from pathlib import Path
@@ -16,7 +16,7 @@ SOURCES = (HERE / "copies.cpp", CORE / "cuda/p2p/copies.cpp", CORE / "transport/
 @pytest.mark.parametrize(
     ("sanitizer", "cases"),
     [
-        ("thread", ["sequences"]),  # a rank that has let go reads and writes as it likes
+        ("thread", ["sequences"]),  # a rank that was released early may read and write freely
         pytest.param("address,undefined", ["sequences", "missing", "late", "leaving"], marks=pytest.mark.slow),
         ("", ["missing", "late", "leaving"]),
     ],

@@ -1,4 +1,4 @@
-"""What goes wrong with real processes: kills, stops, late ranks, calls that differ. Who is told, what, and how soon."""
+"""Faults of real processes: kills, stops, late ranks, mismatched calls. Which ranks learn what, and how soon."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("faulty.py")
 
 
 def kill(group, rank, after=0.1):
-    """When it was killed, on the clock of the workers."""
+    """The time of the kill, on the workers' clock."""
     time.sleep(after)
     at = time.monotonic()
     group.signal(rank, signal.SIGKILL)
@@ -30,7 +30,7 @@ def survivors(group, culprit, timeout=15):
 @pytest.mark.parametrize("count", [10, 300_000])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_killed_in_an_operation(tmp_path, culprit, count):
-    """Named within a second, by global rank, host and last operation; later operations fail at once; all is freed."""
+    """Named within a second, by global rank, host and last operation. Later operations fail at once; all is freed."""
     with ranks.start(WORKER, "works", 3, tmp_path, count=count, global_ranks=[10, 11, 12]) as group:
         group.until("works")
         at = kill(group, culprit)
@@ -46,7 +46,7 @@ def test_killed_in_an_operation(tmp_path, culprit, count):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_killed_on_another_host(tmp_path, culprit):
-    """Everybody says the same; what it did last is known to the ranks of its host alone, which tell the others."""
+    """All ranks report the same. Only ranks of the same host know its last operation; they tell the others."""
     with ranks.start(WORKER, "works", 3, tmp_path, host_id=["a", "a", "b"]) as group:
         group.until("works")
         at = kill(group, culprit)
@@ -70,7 +70,7 @@ def test_no_message_from_the_killed(tmp_path, hosts):
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
 def test_no_message_from_who_left(tmp_path, hosts):
-    """Also where the connection breaks: the reason is that the peer has left. What it sent before arrives."""
+    """Also if the connection breaks: the reason is that the peer has left. Messages sent before arrive."""
     results = ranks.run(WORKER, "receives", 3, tmp_path, culprit=1, leave=True, host_id=list(hosts))
     for result in (results[0], results[2]):
         assert result["cause"] == "left" and result["ranks"] == [1] and result["took"] < ranks.soon(2), result
@@ -100,7 +100,7 @@ def test_a_child_of_the_killed_does_not_hide_its_death(tmp_path):
 
 
 def test_stopped(tmp_path):
-    """At the timeout, with the table; the stopped rank learns the same when it goes on."""
+    """At the timeout, with the table of ranks. The stopped rank gets the same error when it continues."""
     with ranks.start(WORKER, "stops", 3, tmp_path, patience=1.0, culprit=1) as group:
         group.until("raised", ranks=[0, 2])
         group.signal(1, signal.SIGCONT)
@@ -115,7 +115,7 @@ def test_stopped(tmp_path):
 
 
 def test_late(tmp_path):
-    """The table shows in which line of Python the missing rank is, and what it did last; it comes first."""
+    """The table shows the missing rank first, with its line of Python and its last operation."""
     results = ranks.run(WORKER, "meets", 3, tmp_path, patience=1.0, late=[2], global_ranks=[4, 5, 6])
     for result in results:
         assert result["cause"] == "timeout" and result["ranks"] == [2], result
@@ -129,7 +129,7 @@ def test_late(tmp_path):
 
 
 def test_calls_that_differ(tmp_path):
-    """Every rank raises, the same, and the text names both sides."""
+    """Every rank raises the same error, whose text names both sides."""
     results = ranks.run(WORKER, "disagrees", 3, tmp_path)
     sides = {
         "count": ("of 4 float32", "of 5 float32"),
@@ -158,7 +158,7 @@ def test_abort_wakes_all(tmp_path):
 
 
 def test_left(tmp_path):
-    """A rank that shuts down is not dead, but whoever waits for it does so in vain: that is said soon."""
+    """A rank that shuts down is not dead, but waiting for it is in vain: the error comes soon."""
     results = ranks.run(WORKER, "leaves", 3, tmp_path, culprit=2)
     for result in results[:2]:
         assert result["cause"] == "left" and result["ranks"] == [2] and result["took"] < ranks.soon(2), result
@@ -166,12 +166,12 @@ def test_left(tmp_path):
 
 
 def test_again_and_nothing_stays(tmp_path):
-    """Groups made anew in the same processes; descriptors, threads, mappings and /dev/shm are as before."""
+    """Groups created repeatedly in the same processes; descriptors, threads, mappings and /dev/shm do not grow."""
     for result in ranks.run(WORKER, "returns", 3, tmp_path, rounds=7):
         assert result["after"] == result["before"]
 
 
 def test_a_handful_of_random_faults(capsys):
-    """As soak.py, which goes on for longer."""
+    """A short run of soak.py."""
     bad, share = soak.soak(6, seed=20, several_hosts=True)
     assert not bad and share == 1, capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""CUDA tensors on the c10d backend, in real processes: what each rank does is in tests/workers/gpu_groups.py.
+"""CUDA tensors on the c10d backend, in real processes. The rank programs are in tests/workers/gpu_groups.py.
 
-With one GPU its ranks share it; with two or more, each of two ranks has one (four: of four), and torch's users are
-compared with NCCL. Everything runs with peer access, and twice without (HFREDUCE_P2P=0): by the defaults, which take
-mapped memory of the host for all but large messages where ranks do not share a GPU, and by the CPU-assisted reduce.
+With one GPU the ranks share it. With two or more, each of two ranks has one (with four: each of four), and torch's
+users are compared with NCCL. Everything runs with peer access, and twice without (HFREDUCE_P2P=0): with the defaults,
+which use mapped memory for all but large messages if ranks do not share a GPU, and with the CPU-assisted reduce.
 """
 
 import signal
@@ -31,7 +31,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def by(way, kinds, folder):
-    """An environment in which these collectives go one way, as a measured plan may say."""
+    """An environment in which these collectives use one path, as with a measured plan."""
     rows = [plan.DeviceRow(kind, plan.ANY, way) for kind in kinds]
     return ENVIRONMENT | {"HFREDUCE_PLAN": str(plan.save(plan.Shape(SIZE), rows, folder / "plan.json", "devices"))}
 
@@ -57,7 +57,7 @@ def environment(path, tmp_path):
 
 
 def told(described, path):
-    """That the path is the one which was to be tested."""
+    """Checks that the path under test is the one in use."""
     if path != "peers":
         assert "HFREDUCE_P2P=0" in described and "CPU-assisted reduce" in described, described
         assert ("kernels over mapped memory" in described) == (GPUS >= SIZE), described
@@ -74,7 +74,7 @@ def test_operations(path, environment, bound, tmp_path):
 
 @pytest.mark.parametrize("function", ["operations", "streams"])
 def test_hosts(function, tmp_path):
-    """Two hosts, by name: they share no memory, and talk over TCP."""
+    """Two hosts, by name: they share no memory and use TCP."""
     for described in ranks.run(WORKER, function, SIZE, tmp_path, gpus=True, env=HOSTS, timeout=180):
         if function == "operations":
             assert "on 2 hosts" in described and described.endswith("CPU-assisted reduce"), described
@@ -91,7 +91,7 @@ def test_graphs(path, environment, tmp_path):
 
 @pytest.mark.parametrize("bound", [False, True], ids=["", "bound"])
 def test_users(path, environment, bound, tmp_path):
-    """All of them over peers, some without."""
+    """All users with peer access, some without."""
     options = {"users": None if path == "peers" else SOME, "bound": bound}
     check(ranks.run(USERS, "compare_on_gpus", SIZE, tmp_path, gpus=True, env=environment, timeout=240, **options))
 

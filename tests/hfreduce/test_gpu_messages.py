@@ -1,7 +1,7 @@
-"""Messages between GPUs, in real processes: what each rank does is in tests/workers/gpu_messages.py.
+"""Messages between GPUs, in real processes. The rank programs are in tests/workers/gpu_messages.py.
 
-As in test_gpu.py. Only ranks with a GPU each that reach each other's memory send from device to device; all others by
-way of the host.
+As in test_gpu.py. Only ranks with their own GPU and peer access send from device to device; all others go by way of the
+host.
 """
 
 import signal
@@ -46,6 +46,6 @@ def test_death(path, number, count, tmp_path):
         assert group.wait(40, others) == [0] * len(others), group.output()
         for rank in others:
             result = group.results()[rank]
-            # A rank that waits for one that waits for the stopped one may be the first to say so.
+            # A rank that waits for one that waits for the stopped rank may report first.
             named = "rank 1" in result["message"] or "does not answer" in result["message"]
             assert named and result["seconds"] < 5, result

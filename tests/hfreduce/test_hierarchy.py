@@ -1,7 +1,7 @@
 """Every collective over several hosts, against its definition: layouts, algorithms between hosts, dtypes, sizes.
 
-Hosts are told apart by the `host_id` that each rank is given: "aab" is two ranks on host a and one on b. What they send
-each other goes over TCP, on the loopback interface.
+Hosts are distinguished by each rank's `host_id`: "aab" is two ranks on host a and one on b. They use TCP, on the
+loopback interface.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def hosts(layout, between="ring", streams=2, **config):
 
 
 def exact(count, dtype, op, seed):
-    """Values whose reductions over six ranks are exact in whatever order, but for one division at the end."""
+    """Values whose reductions over six ranks are exact in any order, except for one division at the end."""
     narrow = dtype.itemsize == 1 and dtype.is_floating_point
     return filled(count, dtype, seed, spread=1 if narrow or op == "prod" else 4)
 
@@ -38,7 +38,7 @@ def exact(count, dtype, op, seed):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reductions(layout, between):
-    """Each algorithm has a third of the dtypes and operations, another third with each layout."""
+    """Each algorithm tests a third of the dtypes and operations; with each layout another third."""
     world, part = len(layout), LAYOUTS.index(layout) + BETWEEN.index(between)
     with hosts(layout, between) as ranks:
         for (dtype, op), count in itertools.product(pairs()[part % 3 :: 3], SIZES):
@@ -66,7 +66,7 @@ def test_reductions(layout, between):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moving(layout, between):
-    """Also of several chunks."""
+    """Also with several chunks."""
     with hosts(layout, between) as ranks:
         check_moving(ranks, [*itertools.product((torch.uint8, torch.float64), SIZES), (torch.uint8, CHUNKED)])
 
@@ -80,7 +80,7 @@ def test_all_to_all_of_any_sizes(layout):
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_bits_on_all_ranks_and_in_all_runs(layout, between):
-    """Of sums that do round, in several chunks; as close to the true sum as additions one after the other are."""
+    """Sums that round, in several chunks; as close to the true sum as sequential additions."""
     world = len(layout)
     for dtype, ulp in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8)):
         generator = torch.Generator().manual_seed(7)
@@ -100,7 +100,7 @@ def test_the_same_bits_on_all_ranks_and_in_all_runs(layout, between):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_direct_rounds_once(dtype):
-    """A rank a host: all inputs of the sum meet in one place. 8-bit floats always go that way."""
+    """One rank per host: all inputs of a sum meet in one place. 8-bit floats always take this path."""
     inputs = [torch.randn(5001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(4)]
     outputs = [torch.empty_like(x) for x in inputs]
     between = "direct" if dtype is torch.bfloat16 else "ring"
@@ -129,7 +129,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("other", MISMATCHES)
 @pytest.mark.parametrize("layout", ["aabb", "abc", "aab"])
 def test_a_mismatch_between_hosts_names_both_sides(layout, other):
-    """The ranks of the last host call something else, for which the default plan takes other algorithms."""
+    """The ranks of the last host make another call, for which the default plan selects other algorithms."""
     strangers = {r for r, host in enumerate(layout) if host == layout[-1]}
 
     def reduce(rank):
@@ -153,7 +153,7 @@ def test_a_mismatch_between_hosts_names_both_sides(layout, other):
 
 @pytest.mark.parametrize("layout", ["aab", "abab"])
 def test_an_abort_ends_a_message_of_many_chunks(layout):
-    """Also what travels just then, on the thread of its own; and the communicator can be closed."""
+    """Also a transfer in progress on its own thread. The communicator can then be closed."""
     x = [torch.ones(32 << 20) for _ in layout]
 
     def reduce(rank, x):
@@ -173,9 +173,9 @@ def test_an_abort_ends_a_message_of_many_chunks(layout):
 @pytest.mark.parametrize("mib", [1 / 16, 16])
 @pytest.mark.rest
 def test_faster_than_gloo_between_hosts(mib, tmp_path):
-    """Two hosts of two ranks, on links of 1 Gbit/s: the host's link carries N bytes for N, and 3/2 N in gloo's ring.
+    """Two hosts of two ranks, on links of 1 Gbit/s: for N bytes, the host's link carries N; in gloo's ring 3/2 N.
 
-    So a large message takes at best 2/3 of gloo's time; a small one less, for it has two steps and not six.
+    So a large message takes at best 2/3 of gloo's time; a small one less, because it has two steps instead of six.
     """
     with networks(2, rate=1e9) as h:
         results = processes.run(

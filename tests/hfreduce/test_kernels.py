@@ -1,4 +1,4 @@
-"""The kernels over peer memory on threads of the CPU, under ThreadSanitizer: kernels.cpp."""
+"""The peer-memory kernels emulated by CPU threads, under ThreadSanitizer: kernels.cpp."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ SOURCES = (
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> Path:
-    """kernels.cpp with every kernel, each file on its own, as many at a time as there are cores."""
+    """kernels.cpp with every kernel; files are compiled separately, one per core at a time."""
     folder = tmp_path_factory.mktemp("kernels")
     flags = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fsanitize=thread")
     include = ("-I", HERE / "emulated", "-I", HERE, "-I", CORE)

@@ -1,4 +1,4 @@
-"""How ranks meet and connect: hosts, interfaces, ranks that do not come or die on the way, strangers, forks."""
+"""Rendezvous and connections: hosts, interfaces, ranks that do not come or die on the way, strangers, forks."""
 
 import array
 import contextlib
@@ -18,8 +18,8 @@ from threads import group, run
 
 WORKER = Path(__file__).with_name("meshing.py")
 FLOAT32 = 8
-GREETING = 1.0  # seconds that a stranger is given to show the secret
-REFUSAL = 1.0  # seconds after which a peer that listens no more is taken for dead
+GREETING = 1.0  # seconds that a stranger gets to show the secret
+REFUSAL = 1.0  # seconds after which a peer that no longer listens counts as dead
 
 
 def passes(comms, count=1000):
@@ -49,7 +49,7 @@ def raised(f, *arguments, **options):
 
 @contextlib.contextmanager
 def met(notes, size=2, **config):
-    """As threads.group, with a store that one can look into."""
+    """Like threads.group, with a store that can be inspected."""
     comms = run(lambda rank: join(notes, rank, size, **config), range(size))
     try:
         yield comms
@@ -61,7 +61,7 @@ def met(notes, size=2, **config):
 
 
 def test_two_hosts(tmp_path):
-    """Each host is one by its network namespace; the address is that of the way to MASTER_ADDR."""
+    """Hosts are distinguished by network namespace. Their address is the one on the route to MASTER_ADDR."""
     with hosts(2) as h:
         env = {"MASTER_ADDR": h.address(0)}
         results = ranks.run(WORKER, "meets", 4, tmp_path, env=env, prefix=lambda rank: h.prefix(rank // 2))
@@ -73,7 +73,7 @@ def test_two_hosts(tmp_path):
 
 
 def test_a_host_that_is_cut_off(tmp_path):
-    """Both sides say who cannot be reached, where and from which interface, at the deadline and not much later."""
+    """Both sides report who cannot be reached, where and from which interface, soon after the deadline."""
     with hosts(2) as h:
         h.cut(1)
         results = ranks.run(WORKER, "fails", 2, tmp_path, prefix=h.prefix, seconds=2.0)
@@ -96,7 +96,7 @@ def test_interface(wanted, chosen, by, monkeypatch):
 
 
 def test_interface_of_one_machine(monkeypatch):
-    """A job whose MASTER_ADDR is this machine by intention stays inside."""
+    """A job with a loopback MASTER_ADDR stays on this machine."""
     monkeypatch.delenv("HFREDUCE_INTERFACE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with group(2, host_id=["a", "b"]) as comms:
@@ -108,11 +108,11 @@ def test_interface_that_is_not():
     assert "no network interface 'eth77'" in text and "lo 127.0.0.1" in text and "HFREDUCE_INTERFACE" in text
 
 
-# ---- the meeting
+# ---- rendezvous
 
 
 def test_a_rank_that_never_comes():
-    """Named by all who came, with its global rank, at the deadline."""
+    """All others name its global rank, at the deadline."""
     notes, config = {}, {"global_ranks": [10, 11, 12, 13], "timeout": 1.0}
     for text, took in run(lambda rank: raised(join, notes, rank, 4, **config), [0, 1, 3]):
         assert re.search(
@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes():
 
 
 def test_the_same_store_again():
-    """torchrun's store outlives destroy_process_group: keys of the earlier communicator lead nobody astray."""
+    """torchrun's store outlives destroy_process_group: keys of an earlier communicator must not interfere."""
     notes = {}
     for _ in range(3):
         begun = time.monotonic()
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_again():
 
 
 def test_one_rank_twice():
-    """Two processes are told to be rank 1: one of them gets in, the other is told why not."""
+    """Two processes claim to be rank 1: one is admitted, the other gets the reason."""
     notes, outcomes = {}, []
 
     def attempt(rank):
@@ -161,13 +161,13 @@ def test_other_world_sizes():
     notes = {}
     results = run(lambda rank, size: raised(join, notes, rank, size, timeout=1.0), [0, 1], [3, 2])
     assert "which have not come: 2" in results[0][0]
-    # Rank 0 has not found the ranks that it wants, so nobody knows more than that.
+    # Rank 0 has not found all its ranks, so no rank knows more.
     assert "which have not come: 0" in results[1][0]
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
 def test_killed_in_the_meeting(culprit, tmp_path):
-    """Who has met the others and dies before it has connected is named long before the deadline."""
+    """A rank that dies after the rendezvous but before connecting is named long before the deadline."""
     with ranks.start(WORKER, "dies", 3, tmp_path, culprit=culprit) as running:
         others = [rank for rank in range(3) if rank != culprit]
         running.wait(15, others)
@@ -180,7 +180,7 @@ def test_killed_in_the_meeting(culprit, tmp_path):
 
 
 def entries(notes):
-    """The secret, and the TCP port and Unix socket of each rank, as the ranks tell each other."""
+    """The secret, and each rank's TCP port and Unix socket, from the roster."""
     (roster,) = [value for key, value in notes.items() if key.endswith("/roster")]
     secret, *peers = roster.split(b"\x1e")
     fields = [peer.split(b"\x1f") for peer in peers]
@@ -192,7 +192,7 @@ def hello(secret, rank=0, magic=b"hfreduce"):
 
 
 def sockets():
-    """This process' open sockets, by inode: those of earlier tests may close at any moment."""
+    """This process's open sockets, by inode: those of earlier tests may close at any moment."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -209,7 +209,7 @@ def dropped_after(connection):
 
 
 def test_strangers():
-    """Noise, silence and wrong secrets, at both doors: all are dropped, and what works goes on working."""
+    """Noise, silence and wrong secrets, on both listening sockets: all are dropped, and the group still works."""
     notes = {}
     with met(notes, host_id="", interface="lo") as comms:
         secret, doors = entries(notes)
@@ -240,7 +240,7 @@ def test_strangers():
             assert dropped_after(silent[0]) > GREETING / 4
             for connection in silent[1:]:
                 dropped_after(connection)
-            # The same greeting with the secret is let in, so the others were dropped for what they said.
+            # The same greeting with the secret is admitted, so the others were dropped for their content.
             assert all(connection.recv(1) == b"w" for connection in knock(hello(secret)))
         late = time.monotonic() + 5  # the other end closes its side a moment after ours has seen it
         while len(sockets() - before) > 2 and time.monotonic() < late:
@@ -265,7 +265,7 @@ def test_nothing_to_do_costs_nothing():
 
 
 def test_forks_keep_no_socket(tmp_path):
-    """A DataLoader's worker must not keep connections open that its parent's death has to end."""
+    """A DataLoader's worker must not keep connections open, or its parent's death would go unnoticed."""
     for rank, result in enumerate(ranks.run(WORKER, "forks", 2, tmp_path)):
         assert result["mine"] >= 4  # two that listen, liveness, messages
         assert result["inherited"] == 0 and result["after"] == 0
@@ -277,7 +277,7 @@ def test_forks_keep_no_socket(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, 0.02])
 def test_delay(seconds):
-    """What comes late, and in whatever parts, is waited for, and comes whole."""
+    """Late data, in parts of any size, arrives whole."""
     with far(2, seconds) as comms:
         assert passes(comms)
         begun = time.monotonic()
@@ -289,7 +289,7 @@ def test_delay(seconds):
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_streams(streams):
-    """One stream of bytes over several connections, of which each carries pieces in turn."""
+    """One byte stream over several connections, which carry pieces in turn."""
     plan = [(1, 1 << 62, 1, 1, 1 << 18, streams)]  # all_reduce, two_shot, ring
 
     def one(comm):

@@ -1,4 +1,4 @@
-"""send, recv and recv_any: order, tags, sizes; inside a host over pipes, between hosts over TCP."""
+"""send, recv and recv_any: order, tags, sizes; through pipes inside a host, over TCP between hosts."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from threads import group, run
 from hfreduce import _C
 
 PIPE = 256 << 10  # bytes that fit between two ranks of a host
-EAGER = 1 << 20  # bytes of one sender's messages, with some for each, that are sent before anybody asks for them
+EAGER = 1 << 20  # bytes of one sender's messages, with some overhead for each, sent before they are requested
 LAYOUTS = ["aa", "ab"]
 
 
@@ -57,7 +57,7 @@ def test_messages_of_every_size_come_in_order(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_messages_of_other_tags_are_kept_in_order(layout):
-    """More of them than the pipe holds: the receiver takes them in while it waits for its own."""
+    """More of them than the pipe holds: the receiver stores them while it waits for its own."""
     count = (EAGER - 9 * 100) // 4 // 9
     sent = [(tag, filled(count, torch.int32, 10 * tag + i)) for i in range(3) for tag in (5, 6, 7)]
 
@@ -77,7 +77,7 @@ def test_messages_of_other_tags_are_kept_in_order(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_message_that_nobody_receives_holds_up_none_of_another_tag(layout):
-    """Three senders of more than is ever kept, in threads of their own; their messages are received last first."""
+    """Three senders, in threads, of more than is ever kept; their messages are received last first."""
     sent = {tag: filled(EAGER // 2, torch.int32, tag) for tag in (1, 2, 3)}
     with hosts(layout) as ranks:
         threads = [threading.Thread(target=send, args=(ranks[0], x, 1, tag)) for tag, x in sent.items()]
@@ -91,7 +91,7 @@ def test_a_message_that_nobody_receives_holds_up_none_of_another_tag(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_receivers_of_several_tags_at_once(layout):
-    """A thread for each, which share what comes; sizes that wait to be asked for and sizes that do not, both ways."""
+    """A thread per tag; they share what arrives. Eager and rendezvous sizes, in both directions."""
     counts, rounds = [1, 3000, EAGER // 16, EAGER], 4
 
     def talk(rank):
@@ -120,7 +120,7 @@ def test_receivers_of_several_tags_at_once(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_nobody_receives_is_not_sent(layout):
-    """Messages of another tag, small and large: the receiver keeps no more of them than it may."""
+    """Messages of another tag, small and large: the receiver keeps no more of them than its limit."""
 
     def memory():
         with open("/proc/self/status") as status:
@@ -161,7 +161,7 @@ def test_what_nobody_receives_is_not_sent(layout):
 
 @pytest.mark.parametrize("layout", ["aaa", "abc", "aab"])
 def test_from_whoever_sends(layout):
-    """recv_any takes every message of its tag once, those to oneself too, and leaves the others."""
+    """recv_any takes every message of its tag once, including those to oneself, and leaves the others."""
     count, each = 40_000, 5
 
     def talk(rank):
@@ -187,7 +187,7 @@ def test_from_whoever_sends(layout):
 
 @pytest.mark.parametrize("count", [0, 1, 3 * PIPE])
 def test_to_oneself(count):
-    """Of any size, and before anybody receives."""
+    """Of any size, and before they are received."""
     x = filled(count, torch.uint8, 1)
     with hosts("ab") as ranks:
         send(ranks[0], x, 0, tag=1)
@@ -198,7 +198,7 @@ def test_to_oneself(count):
 
 @pytest.mark.parametrize("layout", ["aab", "abc"])
 def test_pairs_and_directions_do_not_wait_for_one_another(layout):
-    """A thread for each, all at once, with messages larger than a pipe; recv_any beside recv, from the same rank."""
+    """A thread for each, concurrently, with messages larger than a pipe; recv_any and recv from the same rank."""
     world, rounds = len(layout), 6
     tensors = {p: [filled(PIPE, torch.int16, 7 * p[0] + 3 * p[1] + i) for i in range(rounds)] for p in pairs_of(world)}
     errors = []
@@ -244,7 +244,7 @@ def pairs_of(world):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_small_messages(layout):
-    """Sizes and tags drawn at random, received in another order of tags than sent."""
+    """Random sizes and tags, received in another order of tags than sent."""
     draw = random.Random(3)
     sent = [(draw.randrange(4), filled(draw.choice([0, 1, 50, 9000]), torch.uint8, i)) for i in range(400)]
 
@@ -265,7 +265,7 @@ def test_many_small_messages(layout):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mismatch_names_both_sides(layout, kept, any_source):
-    """Of size, or of dtype at the same size; whether the message was waited for or kept."""
+    """Wrong size, or wrong dtype of the same size; whether the message was waited for or kept."""
     for wrong in (torch.zeros(11), torch.zeros(10, dtype=torch.int32)):
 
         def talk(rank, wrong=wrong):
@@ -273,7 +273,7 @@ def test_a_mismatch_names_both_sides(layout, kept, any_source):
                 if rank.rank == 0:
                     send(rank, torch.zeros(10), 1, tag=9)
                     send(rank, torch.zeros(1), 1, tag=8)
-                    recv(rank, torch.zeros(1), 1)  # nobody sends; the fault comes here too
+                    recv(rank, torch.zeros(1), 1)  # nothing is sent; the fault is raised here, too
                 else:
                     if kept:
                         recv(rank, torch.zeros(1), 0, tag=8)

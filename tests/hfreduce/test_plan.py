@@ -1,4 +1,4 @@
-"""The plan: its defaults, its file, what is told about it, what is counted for it, and how it is measured."""
+"""The plan: defaults, file, explanations, cost model, and measurement."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ COLLECTIVES = plan.KINDS[:-2]
 
 @pytest.fixture(autouse=True)
 def file(monkeypatch, tmp_path):
-    """A file of rows of the test's own, not there yet, and no launcher."""
+    """A path for the test's own file of rows, which does not exist yet; no launcher."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "cache" / "plan.json"
@@ -47,7 +47,7 @@ def test_there_is_a_choice_for_every_size(kind, hosts):
 
 
 def test_small_messages_take_few_steps_and_large_ones_move_few_bytes():
-    assert {default("all_reduce", n, 2).inside for n in (0, 4, 1 << 30)} == {"one_shot"}  # of as many bytes, for two
+    assert {default("all_reduce", n, 2).inside for n in (0, 4, 1 << 30)} == {"one_shot"}  # two ranks: equal bytes
     for ranks, most in ((4, 64 << 10), (8, 32 << 10)):
         found = [default("all_reduce", n, ranks).inside for n in (0, 4, most, most + 1, 1 << 30)]
         assert found == ["one_shot"] * 3 + ["two_shot"] * 2
@@ -126,7 +126,7 @@ def test_what_is_measured_on_gpus_can_be_kept(file, ranks, peers):
 
 
 def test_the_faster_backend_between_hosts_is_kept(file, monkeypatch, capfd):
-    """As measured by two ranks, which are two hosts, with gloo in NCCL's place."""
+    """Measured by two ranks as two hosts, with gloo in NCCL's place."""
     program = (
         "import torch.distributed as dist; from types import SimpleNamespace; from hfreduce import tune_device\n"
         "options = SimpleNamespace(hosts=2, sizes=[4096, 1 << 20], rounds=3, seconds=0.01)\n"
@@ -191,7 +191,7 @@ def laid_out(**fields):
     ],
 )
 def test_a_broken_file_is_ignored_and_told_of_once(file, content, reason, caplog):
-    """Who asks what runs is refused with the reason; a group goes by the defaults; what is measured replaces it."""
+    """Explaining fails with the reason; a group uses the defaults; new measurements replace the file."""
     file.parent.mkdir()
     file.write_text(content)
     with pytest.raises(plan.PlanError, match="is not used") as caught:
@@ -207,7 +207,7 @@ def test_a_broken_file_is_ignored_and_told_of_once(file, content, reason, caplog
 
 @pytest.mark.parametrize("beside", ["a folder", "a file instead of its folder"])
 def test_a_file_that_cannot_be_read_or_written(file, beside, capsys):
-    """A group goes by the defaults; what was measured is printed, as it cannot be kept."""
+    """A group uses the defaults. Measurements are printed, because they cannot be saved."""
     if beside == "a folder":
         file.mkdir(parents=True)
     else:
@@ -220,12 +220,12 @@ def test_a_file_that_cannot_be_read_or_written(file, beside, capsys):
 
 
 def test_rows_of_the_file_are_for_slots_of_the_usual_size(file):
-    """They would not fit into smaller ones, and were not measured with larger ones."""
+    """They would not fit into smaller slots, and were not measured with larger ones."""
     plan.save(plan.Shape(2), [row(chunk=plan.SLOT)])
     assert api.plan_rows(2, plan.SLOT) == plan.rows(2) != [] and api.plan_rows(2, 4096) == []
 
 
-# What is told
+# Explanations
 
 
 def test_explain_tells_what_runs_and_why():
@@ -255,7 +255,8 @@ def test_explain_on_gpus():
     assert "128 blocks of 512 threads, slots of 64 KiB; each GPU sends 96 MiB\n  a default" in text
     assert "packets: " in told("all_reduce", 4096) and "each GPU sends 24 KiB" in told("all_reduce", 4096)
     assert "packets_two_shot: " in told("all_reduce", 512 << 10) and "sends 1.5 MiB" in told("all_reduce", 512 << 10)
-    # Without peer access: the host's memory up to 24 MiB each way over a link, then the host's cores; so between hosts.
+    # Without peer access: mapped memory up to 24 MiB per direction of a link, beyond that, and between hosts, host
+    # cores.
     assert "mapped: " in told("all_gather", 32 << 10, peers=False)
     text = told("all_reduce", 16 << 20, peers=False)
     assert "without peer access\n  mapped_two_shot: " in text and "32 blocks" in text and "sends 24 MiB" in text
@@ -287,11 +288,11 @@ def test_explain_refuses_what_is_no_collective():
         plan.explain("all_reduce", -1)
 
 
-# What is counted
+# The cost model
 
 
 def depth(hosts: int) -> int:
-    """Levels below the top of the tree whose nodes are 1 to `hosts`, walked as tree.cpp says."""
+    """Levels below the top of the tree with nodes 1 to `hosts`, by the rule of tree.cpp."""
 
     def above(node):
         bit = node & -node
@@ -336,12 +337,12 @@ def test_the_plan_is_never_far_from_the_best_that_is_predicted():
                 link = cost.Link(latency=30e-6, bandwidth=1.25e9)
                 times = {name: cost.seconds("all_reduce", name, nbytes, hosts, local, link) for name in plan.BETWEEN}
                 if hosts > 8:
-                    del times["direct"]  # not for lack of speed: for its many connections
+                    del times["direct"]  # left out for its many connections, not its speed
                 chosen = default("all_reduce", nbytes, hosts * local, hosts).between
                 assert times[chosen] <= 1.5 * min(times.values()), (hosts, nbytes, local, times, chosen)
 
 
-# How it is measured
+# Measurement
 
 
 def test_the_default_stays_unless_another_is_clearly_faster():
@@ -356,7 +357,7 @@ def test_measured_sizes_become_rows_for_all_sizes():
 
 
 def command(*arguments, **environment):
-    """Output of a Python program that must end well."""
+    """Output of a Python program that must succeed."""
     found = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -409,7 +410,7 @@ def test_the_benchmark_sees_wrong_elements(monkeypatch):
     for op in bench.BUS:
         case = bench.Case(op, 4096, "out of place", 0, 2)
         case.fill()
-        assert case.wrong() == 0 if op == "broadcast" else case.wrong() > 0  # of the root's nothing changes
+        assert case.wrong() == 0 if op == "broadcast" else case.wrong() > 0  # the root's data does not change
     case = bench.Case("broadcast", 4096, "in place", 1, 2)
     case.fill()
     assert case.wrong() == case.y.numel()

@@ -1,4 +1,4 @@
-"""The flight recorder, as torch's own analyser reads it."""
+"""The flight recorder, as read by torch's own analyser."""
 
 import logging
 import pickle
@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("faulty.py")
 
 
 def analysed(records, folder, caplog, *options):
-    """What the analyser logs, and its tables, of dumps that lie in a folder as torch's do: one pickle a global rank."""
+    """The analyser's log and tables for dumps stored as torch stores them: one pickle per global rank."""
     dumps = folder / "dumps"
     dumps.mkdir()
     for rank, record in records.items():
@@ -56,7 +56,7 @@ def test_missing_rank(tmp_path, caplog):
 
 
 def test_messages(tmp_path, caplog):
-    """A message is matched with its receiver, and with nobody else, also in a group of more than two."""
+    """A message is matched with its receiver and no other rank, also in a group of more than two."""
     text, tables = analysed(dumps_of(tmp_path, "messages", size=3), tmp_path, caplog)
     ranks_of = {c.collective_name[5:]: c.expected_ranks for c in tables.collectives[4:]}
     assert ranks_of.pop("all_reduce_barrier") == {0, 2, 4}

@@ -1,4 +1,4 @@
-"""The arithmetic of every reduction, in the bits that torch's own operators and casts give."""
+"""The arithmetic of every reduction, bitwise equal to torch's own operators and casts."""
 
 import functools
 import operator
@@ -21,7 +21,7 @@ GUARD = 64
 
 
 def taken(dtype: torch.dtype, op: str) -> bool:
-    """Whether the pair is one that reduce takes."""
+    """Whether reduce supports the pair."""
     if op in BITWISE:
         return not dtype.is_floating_point
     if op == "premul_sum":
@@ -33,7 +33,7 @@ PAIRS = [(dtype, op) for dtype in DTYPES for op in OPS if taken(dtype, op)]
 
 
 def draw(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """Random bits: every value that the dtype has, NaNs, infinities and subnormals among them."""
+    """Random bits: all values of the dtype, including NaNs, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -48,7 +48,7 @@ def combine(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def expected(inputs: list[torch.Tensor], op: str, divisor: int = 1, factors=None) -> torch.Tensor:
-    """One input after another, small floats in float32, rounded once."""
+    """Inputs one after another, small floats in float32, rounded once."""
     dtype = inputs[0].dtype
     if dtype == torch.bool:
         op = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}.get(op, op)
@@ -63,12 +63,12 @@ def expected(inputs: list[torch.Tensor], op: str, divisor: int = 1, factors=None
 
 
 def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch's cast; it makes a NaN of what is too large for e4m3 in some versions, and the largest number in others."""
+    """torch's cast. What is too large for e4m3 becomes NaN in some versions and the largest number in others."""
     return (wide.clamp(-448, 448) if dtype == torch.float8_e4m3fn else wide).to(dtype)
 
 
 class Room:
-    """Memory for a tensor `shift` bytes behind a line, with guards around it."""
+    """Memory for a tensor `shift` bytes after a line, with guard bytes around it."""
 
     def __init__(self, dtype: torch.dtype, count: int, shift: int = 0):
         self.bytes = count * dtype.itemsize
@@ -85,7 +85,7 @@ class Room:
         return self.raw.data_ptr() + self.at
 
     def get(self) -> torch.Tensor:
-        """The tensor; what lies around it must be as it was."""
+        """The tensor; checks that the guard bytes are unchanged."""
         around = torch.cat([self.raw[: self.at], self.raw[self.at + self.bytes :]])
         assert around.eq(0xA5).all(), "written outside the output"
         return self.raw[self.at : self.at + self.bytes].clone().view(self.dtype)
@@ -105,7 +105,7 @@ def reduced(inputs: list[torch.Tensor], op: str, divisor=1, factors=None) -> tor
 
 
 def same(got: torch.Tensor, want: torch.Tensor, zeros: bool = True) -> None:
-    """Equal bits; of a NaN only that it is one, of a zero, unless `zeros`, too."""
+    """Equal bits; but any NaN equals any NaN and, unless `zeros`, any zero any zero."""
     a, b = (x.view(BITS[x.dtype.itemsize]) for x in (got, want))
     if got.dtype.is_floating_point:
         for free in (torch.isnan, *([] if zeros else [lambda x: x == 0])):
@@ -119,7 +119,7 @@ def same(got: torch.Tensor, want: torch.Tensor, zeros: bool = True) -> None:
 
 
 def equal(op: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Which of two zeros is the lesser one, torch itself decides otherwise in its vectors than behind them."""
+    """torch's vector code and its scalar tail disagree on which zero is less."""
     same(got, want, zeros=op not in ("min", "max"))
 
 
@@ -172,7 +172,7 @@ def test_large(dtype, stream):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_two_inputs_are_rounded_once(dtype):
-    """float64 holds the sum of two shorter floats well enough to be rounded to float32 as if it were exact."""
+    """float64 represents the sum of two narrower floats well enough to be rounded to float32 as if exact."""
     a, b = draw(dtype, 200_000, 1), draw(dtype, 200_000, 2)
     exact = a.double() + b.double()
     same(reduced([a, b], "sum"), exact if dtype == torch.float64 else rounded(exact.float(), dtype))
@@ -207,7 +207,7 @@ def test_overflow():
     for dtype in (torch.float16, torch.float8_e5m2, torch.bfloat16):
         top = torch.tensor([torch.finfo(dtype).max] * 50).to(dtype)
         assert reduced([top, top], "sum").float().isinf().all()
-        if dtype != torch.bfloat16:  # whose sum is an overflow in float32, too
+        if dtype != torch.bfloat16:  # its sum overflows in float32, too
             same(reduced([top, top], "avg", divisor=2), top)
     for x in (448.0, -448.0):
         top = torch.full((50,), x).to(torch.float8_e4m3fn)

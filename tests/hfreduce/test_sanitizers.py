@@ -1,6 +1,6 @@
-"""The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, ranks as threads: driver.cpp, and
-over played GPUs gpus_of_hosts.cpp, by TCP, and device_messages.cpp. Under ThreadSanitizer also accelerator.cpp, with
-kernels on threads (emulated/). And the linker's word that no name has two definitions.
+"""The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer, with ranks as threads: driver.cpp;
+with emulated GPUs gpus_of_hosts.cpp, over TCP, and device_messages.cpp. Under ThreadSanitizer also accelerator.cpp,
+with kernels on threads (emulated/). Also checks with the linker that no name has two definitions.
 """
 
 import os
@@ -16,8 +16,7 @@ CORE = HERE.parents[1] / "csrc" / "hfreduce"
 
 
 def build(folder, programs, *flags):
-    """These programs and the core, each file on its own, as many at a time as there are cores; for `accelerator` the
-    kernels, too."""
+    """Builds these programs and the core, files separately, one per core; for `accelerator` also the kernels."""
     kernels = "accelerator" in programs
     core = [f for f in CORE.rglob("*.cpp") if f.stem != "bindings" and f.parent.name != "torch"]
     kernels = [*(CORE / "cuda/p2p").glob("*.cu")] if kernels else []
@@ -57,7 +56,7 @@ def test_clean(sanitizer, tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(compiler.COMPILER is None, reason="no C++ compiler")
 def test_no_name_has_two_definitions(tmp_path):
-    """Of files that are compiled apart only the linker sees it, where it is given what the compiler knew."""
+    """Across files only the linker can detect this, and only with the compiler's type information (LTO)."""
     build(tmp_path, ["accelerator"], "-fPIC", "-flto=2", "-Wodr", "-Werror=odr")
     other = tmp_path / "other.cpp"
     other.write_text("struct A { virtual int f(); int x; }; int A::f() { return x; } A* a() { return new A; }\n")

@@ -1,4 +1,4 @@
-"""The host-staged reduction of CUDA tensors, over a GPU that is played on threads (fake_gpu.h): staged.cpp."""
+"""The host-staged reduction of CUDA tensors, on a GPU emulated by threads (fake_gpu.h): staged.cpp."""
 
 import os
 import subprocess
@@ -36,8 +36,8 @@ def run(program, what, rounds, seed=1):
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_bits_orders_and_leavers(tmp_path):
-    """All dtypes and operations, sequences of any of them in threads and in processes, on one host and on several,
-    ranks that stop and die."""
+    """All dtypes and operations; random sequences in threads and in processes, on one host and on several; ranks that
+    stop and die."""
     program = build(tmp_path)
     for what, rounds in {"pairs": 8, "sequences": 24, "processes": 12, "hosts": 8}.items():
         run(program, what, rounds)
@@ -49,7 +49,8 @@ def test_bits_orders_and_leavers(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_clean(sanitizer, tmp_path):
-    """What a rank does that has let go is not: its streams write over what others may still read, as they will."""
+    """Ranks that were released early are left out with ThreadSanitizer: their streams may overwrite what others still
+    read."""
     program = build(tmp_path, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     for what in ["pairs", "sequences", "hosts"] + ["leavers", "host_leavers"] * (sanitizer != "thread"):
         run(program, what, 2)

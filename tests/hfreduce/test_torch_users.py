@@ -1,10 +1,10 @@
-"""Torch's own users of process groups run unchanged on hfreduce: tests/workers/torch_users.py says what each does.
+"""torch's own users of process groups run unchanged on hfreduce. tests/workers/torch_users.py describes them.
 
-Each gives what it gives on gloo, but for rounding, and the same bits in two runs. Pitfalls of third-party backends that
-are tested here: a communication hook whose callbacks begin operations and wait for them, of one bucket and of several
-(power_sgd, power_sgd_buckets); FSDP2's all-gather whose input is a part of its output (fsdp2); a slow all-reduce under
-FSDP2's replicas, bfloat16 parameters and float32 gradients (hsdp_mixed); the bfloat16 hook, which torch allows by its
-name for NCCL alone (ddp_bf16_hook).
+Each gives gloo's results within rounding, and the same bits in two runs. Common bugs of third-party backends that are
+tested here: a communication hook whose callbacks begin operations and wait for them, with one bucket and with several
+(power_sgd, power_sgd_buckets); FSDP2's all-gather whose input is part of its output (fsdp2); a slow all-reduce in
+FSDP2's replicas, with bfloat16 parameters and float32 gradients (hsdp_mixed); the bfloat16 hook, which torch allows for
+NCCL only, by name (ddp_bf16_hook).
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ import torch
 WORKER = Path(__file__).parents[1] / "workers" / "torch_users.py"
 SCHEDULES = {"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 DETAIL = ["ddp", "power_sgd", "zero1", "fsdp1", "objects", "groups", "pipeline_1F1B"]
-if torch.__version__ >= "2.13":  # before, torch's wrapper does not pass allgather_into_tensor_coalesced on
+if torch.__version__ >= "2.13":  # before, torch's wrapper does not forward allgather_into_tensor_coalesced
     DETAIL += ["fsdp2", "hsdp", "functionals"]
 
 
 def check(results):
-    """One line for each rank and user where something is wrong, and none."""
+    """Asserts that there is no error, with one line per rank and user."""
     wrong = []
     for rank, found in enumerate(results):
         for user, result in found.items():
@@ -46,9 +46,9 @@ def test_users(tmp_path):
 
 @pytest.mark.rest
 def test_users_in_detailed_debug_mode(tmp_path):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch wraps the backend, and compares what ranks call by a gloo group beside it.
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: torch wraps the backend, and compares the ranks' calls through a gloo group.
 
-    Not against gloo: torch 2.13 takes the wrapper around gloo for gloo when it logs DDP, and crashes.
+    Not compared with gloo: when torch 2.13 logs DDP, it takes gloo's wrapper for gloo, and crashes.
     """
     debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     results = ranks.run(WORKER, "compare", 4, tmp_path, users=DETAIL, with_gloo=False, env=debug, timeout=200)

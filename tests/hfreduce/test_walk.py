@@ -1,4 +1,4 @@
-"""docs/hfreduce_walk.md against the sources: functions are where it says, and hand on to one another as it says."""
+"""docs/hfreduce_walk.md against the sources: functions are in the stated files and call each other as stated."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ OTHERS = [row for row in ROWS if not row[0].isdecimal()]
 
 
 def definition(name: str, file: str) -> str:
-    """The text of a function, from its parameters to its last brace; "" where the file has none of this name."""
+    """The text of a function, from its parameters to its last brace; "" if the file does not define it."""
     source = (CORE / file).read_text()
     scope, short = name.split("::")
     outside = rf"^[\w:<>&*, ]+\b{scope}::{short}(\("  # of a class, in its file
@@ -63,4 +63,4 @@ def test_functions_are_where_they_are_said_to_be(row):
 def test_what_is_not_there_is_not_found():
     assert not definition("Backend::allreduces", "torch/ops.cpp")
     assert not definition("Backend::allreduce", "communicator.cpp")
-    assert not definition("Communicator::all_reduce", "communicator.h")  # declared there alone
+    assert not definition("Communicator::all_reduce", "communicator.h")  # only declared there

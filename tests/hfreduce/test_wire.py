@@ -1,6 +1,6 @@
-"""hfreduce.wire: what its formats keep of numbers, and all-reduces and training in them.
+"""hfreduce.wire: the precision of its formats, and all-reduces and training with them.
 
-What each rank does is in tests/workers/wires.py. Without processes, `played` plays all ranks of an all-reduce by the
+The rank programs are in tests/workers/wires.py. Without processes, `played` runs all ranks of an all-reduce with the
 three functions that torch's operations and the Triton kernels both have.
 """
 
@@ -23,7 +23,7 @@ REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def rows(count, length, dtype):
-    """As Reduction makes them; full of what no code should have been left to."""
+    """As Reduction allocates them; filled with values that must all be overwritten."""
     if dtype == BF16:
         return torch.full((count, length), torch.nan, dtype=BF16, device=DEVICE)
     return torch.full((count, -(-(length + length // wire.BLOCK) // 16) * 16), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -46,7 +46,7 @@ def played(kernels, inputs, errors, dtype, mean):
 
 
 def spread(n, seed, dtype=torch.float32, smallest=1e-36):
-    """Numbers of very different sizes, zeros of either sign among them."""
+    """Numbers of very different magnitudes, including zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=generator) * torch.randn(n, generator=generator).mul(3).exp()
     x[5:200] *= smallest
@@ -56,7 +56,7 @@ def spread(n, seed, dtype=torch.float32, smallest=1e-36):
 
 
 def test_float8_keeps_its_three_bits():
-    """Against torch's cast to the format of numbers divided by the scale, each within half a step of itself."""
+    """Compared with torch's cast of the numbers divided by the scale; each is within half a step."""
     x = spread(10_000, 1)
     row = rows(1, 10_112, FP8)[0]
     wire._put(x, row, 0, 10_112)
@@ -74,7 +74,7 @@ def test_float8_keeps_its_three_bits():
 
 @pytest.mark.parametrize("value", [1.0, 448.0, 449.0, 1.75 * 2**100, 3.2e38, 2.0**-126, 1e-42, 0.0])
 def test_float8_scale(value):
-    """One large number, whatever its size, comes through to 3 bits; so does the smallest that there is a code for."""
+    """One large number, of any magnitude, keeps 3 bits; so does the smallest number with a code."""
     x = torch.zeros(128, device=DEVICE)
     x[3], x[4] = -value, value * 2.0**-14
     row = rows(1, 128, FP8)[0]
@@ -93,7 +93,7 @@ def test_triton_kernels_give_the_same_bits(n, size, dtype, x_dtype, feedback):
     pytest.importorskip("triton")
     from hfnn.kernels import wire as kernels
 
-    # Triton's interpreter is wrong about subnormal numbers of bfloat16.
+    # Triton's interpreter is wrong about subnormal bfloat16 numbers.
     smallest = 1e-25 if BF16 in (dtype, x_dtype) else 1e-36
     inputs = [spread(n, seed, x_dtype, smallest) for seed in range(size)]
     if n > 500:
@@ -104,7 +104,7 @@ def test_triton_kernels_give_the_same_bits(n, size, dtype, x_dtype, feedback):
         errors = [spread(n, seed + 9, smallest=smallest) / 16 if feedback else None for seed in range(size)]
         results.append(played(which, inputs, errors, dtype, size) + [error for error in errors if feedback])
     for ours, theirs in zip(*results, strict=True):
-        # Where it is nan both are; the bits of a nan are nobody's promise.
+        # NaN in the same places; the bits of a NaN are unspecified.
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert torch.equal(ours.nan_to_num(0, 7, -7), theirs.nan_to_num(0, 7, -7))
     if n > 500:
@@ -127,7 +127,7 @@ def test_what_is_refused():
 
 
 def test_hook_keeps_nothing_for_other_buckets():
-    """What was kept is for the parameters of a bucket in their order."""
+    """The kept error belongs to a bucket's parameters in their order."""
     first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
 
     def bucket(*parameters):
@@ -144,7 +144,7 @@ def test_hook_keeps_nothing_for_other_buckets():
 
 
 def ran(function, size, backend, factory):
-    """What ranks found. "... on GPUs": each has one, or with hfreduce they share those that there are."""
+    """What the ranks returned. "... on GPUs": each rank has one; with hfreduce they may share them."""
     backend, _, gpus = backend.partition(" on ")
     return ranks.run(
         WORKER, function, size, factory.mktemp(function), backend=backend, timeout=240, gpus=bool(gpus),
@@ -154,13 +154,13 @@ def ran(function, size, backend, factory):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def found(request, tmp_path_factory):
-    """What three ranks found, or two, on each backend."""
+    """What three ranks, or two, returned, on each backend."""
     size = 3 if "nccl" not in request.param else min(3, torch.cuda.device_count())
     return ran("sums", size, request.param, tmp_path_factory)
 
 
 def test_accuracy(found):
-    """Within what two roundings may be wrong; and really rounded to the format, neither finer nor coarser."""
+    """Errors are within two roundings, and the average error shows that values were rounded to this format."""
     for case, values in found[0]["accuracy"].items():
         assert values["largest"] <= 1, (case, values)
         if not case.startswith(("0 ", "1 ", "7 ")):
@@ -175,7 +175,7 @@ def test_the_same_bits_on_all_ranks_and_in_all_runs(found):
 
 
 def test_error_feedback(found):
-    """What is kept is what lacks, so the mean over 50 steps gets right."""
+    """The rounding error is kept, so the mean over 50 steps converges."""
     for dtype, plain in (("torch.float8_e4m3fn", 0.01), ("torch.bfloat16", 0.0005)):
         values = found[0]["feedback"]
         assert values[f"{dtype} False"] > plain, values
@@ -194,7 +194,7 @@ def test_several_under_way(found):
 
 
 def test_groups(found):
-    """A group of one rounds nothing; of others, those outside take no part."""
+    """A group of one rounds nothing. In other groups, ranks outside are not involved."""
     results = [result["alone"] for result in found]
     assert all(unchanged for unchanged, _ in results)
     assert results[0][1] == results[-1][1] is not None
@@ -203,14 +203,14 @@ def test_groups(found):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def under_ddp(request, tmp_path_factory):
-    """What two ranks found, on each backend."""
+    """What two ranks returned, on each backend."""
     return ran("under_ddp", 2, request.param, tmp_path_factory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training(backend, tmp_path_factory):
-    """A small GPT-2 learns as in float32; ranks have the same parameters to the bit."""
+    """A small GPT-2 learns as in float32; ranks have bitwise equal parameters."""
     ours, others = ran("training", 2, backend, tmp_path_factory)
     print({name: found["losses"][::10] + found["losses"][-1:] for name, found in ours.items() if "losses" in found})
     exact = torch.tensor(ours["float32"]["losses"])
@@ -222,7 +222,7 @@ def test_training(backend, tmp_path_factory):
 
 
 def test_ddp_keeps_what_it_left_out(under_ddp):
-    """Through no_sync, and through buckets that are cut anew: all that went in came out, or is kept."""
+    """Through no_sync and rebuilt buckets: every input is in the result, or in the kept error."""
     for found in under_ddp[0]["kept"].values():
         wrong, lacking, counts = found
         assert wrong < 1e-3 and lacking > 1e-3, found
@@ -245,7 +245,7 @@ def test_ddp_join_and_unused_parameters(under_ddp):
 @pytest.mark.rest
 @pytest.mark.parametrize("backend", ["hfreduce", "gloo"])
 def test_hosts_of_two_ranks(backend, tmp_path):
-    """Inside a host nothing is rounded, and a host sends as little as one rank; kept is what lacks, under DDP too."""
+    """Inside a host nothing is rounded, and a host sends as little as one rank. Errors are kept, also under DDP."""
     with hosts(2) as h:
         results = ranks.run(
             WORKER, "of_hosts", 4, tmp_path, prefix=lambda rank: h.prefix(rank // 2), backend=backend, timeout=120
@@ -263,7 +263,7 @@ def test_hosts_of_two_ranks(backend, tmp_path):
 
 
 def test_bytes_between_hosts(tmp_path):
-    """As a network interface counts them, headers and acknowledgements included."""
+    """As counted by a network interface, including headers and acknowledgements."""
     with hosts(2) as h:
         results = ranks.run(WORKER, "travels", 2, tmp_path, prefix=h.prefix, count=4 << 20, rounds=2, timeout=120)
     for found in results:

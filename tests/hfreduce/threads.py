@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: each has its own communicator, memory and sockets. Many worlds in little time."""
+"""Ranks as threads of one process, each with its own communicator, memory and sockets. Fast for many world sizes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,8 @@ from hfreduce._C import Communicator
 
 @contextmanager
 def group(size: int, **config):
-    """Communicators of `size` ranks that see each other; config as the constructor's, a list for a value a rank."""
+    """Communicators of `size` ranks that see each other. config: the constructor's options; a list has a value per
+    rank."""
     notes, lock = {}, threading.Lock()
 
     def put(key, value):
@@ -28,7 +29,8 @@ def group(size: int, **config):
 
 
 def run(f, *arguments):
-    """f of each rank's arguments, all at once, in the order of ranks; the first error is raised when all have ended."""
+    """Results of f with each rank's arguments, concurrently, in the order of ranks. Raises the first error when all
+    have ended."""
     n = len(arguments[0])
     with ThreadPoolExecutor(n) as pool:
         futures = [pool.submit(f, *[a[i] for a in arguments]) for i in range(n)]

@@ -1,4 +1,4 @@
-"""Calls of attention for tests: one or several features at once, and what they are compared with.
+"""Attention calls for tests, with one or several features, and their references.
 
 B batch, H and G heads of queries and of keys, T queries, S keys, D and E widths of keys and of values.
 """
@@ -36,19 +36,19 @@ FEATURES = (
     "lse",
     "widths",
 )
-P = 0.3  # of dropout
+P = 0.3  # dropout probability
 SEED = 7
 
 
 @dataclass
 class Case:
-    """Arguments of a call: `inputs` by name, those that want gradients first of all, and `options`."""
+    """Arguments of a call: `inputs` by name, first those that require gradients, and `options`."""
 
     inputs: dict
     options: dict = field(default_factory=dict)
 
     def cast(self, dtype):
-        """Fresh leaves; float64 stands for the definition, else the dtypes are kept."""
+        """Fresh leaves. float64, for the definition, casts the inputs; other values keep their dtypes."""
         wide = dtype is torch.float64
         inputs = {
             name: x.detach().to(dtype if wide else x.dtype).clone().requires_grad_() for name, x in self.inputs.items()
@@ -63,7 +63,7 @@ class Case:
 
 def sizes(features, name):
     """(B, H, T, S, D), with more than one block of queries and of keys."""
-    if name == "triton" and not CUDA:  # interpreted
+    if name == "triton" and not CUDA:  # in the interpreter
         if "blocks" in features:
             return 1, 2, 131, 140, 16
         return 1 if "varlen" in features else 2, 4 if "gqa" in features else 2, 21, 37, 16
@@ -107,7 +107,7 @@ def case(features, dtype=torch.float32, size=None, name="cpp", device=DEVICE, ge
 
 
 def starts(rows, device, share=0.6):
-    """Three sequences, the second of them empty."""
+    """Three sequences; the second is empty."""
     first = int(rows * share)
     return torch.tensor([0, first, first, rows], dtype=torch.int32, device=device)
 
@@ -132,12 +132,12 @@ def _masks(features, options, inputs, shape, dtype, device, generator):
 
 
 def excluded(features) -> bool:
-    """Whether one call cannot have all of these: they are the same argument."""
+    """Whether one call cannot have all of these because they use the same argument."""
     return sum(f in features for f in MASKS) > 1 or {"gqa", "mqa"} <= set(features)
 
 
 def refused(features) -> bool:
-    """Whether the call is an error: a mask or lengths with sequences side by side."""
+    """Whether the call is an error: a mask or lengths together with packed sequences."""
     return "varlen" in features and any(f in features for f in (*MASKS, "lengths"))
 
 
@@ -159,7 +159,7 @@ def keep_of(case, name="keep"):
 
 
 def dropout_mask(seed, offset, batch, heads, queries, keys, threshold):
-    """Boolean (B, H, T, S): which pairs dropout keeps, by the words of csrc/attention.h."""
+    """Boolean (B, H, T, S): the pairs that dropout keeps, with the random words of csrc/attention.h."""
     octets = -(-keys // 8)
     counter = np.arange(batch * heads * queries * octets, dtype=np.uint64) + np.uint64(offset)
     low = np.uint64(0xFFFFFFFF)
@@ -178,7 +178,7 @@ def dropout_mask(seed, offset, batch, heads, queries, keys, threshold):
 
 
 def cotangents(results):
-    """Numbers of bfloat16 for each result, which every dtype has; 0 where a result is infinite."""
+    """Gradients for each result, in bfloat16 values that every dtype represents; 0 where a result is infinite."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in results]
     return [dy.where(y.detach().isfinite(), 0) for dy, y in zip(drawn, results, strict=True)]
@@ -198,7 +198,7 @@ def attention(**arguments):
 
 
 def ran_ours(y) -> bool:
-    """Whether our autograd node is behind y, and so a kernel of ours was."""
+    """Whether our autograd node, and so one of our kernels, made y."""
     nodes, seen = [y.grad_fn], 0
     while nodes and seen < 8:
         node, seen = nodes.pop(0), seen + 1
@@ -209,9 +209,9 @@ def ran_ours(y) -> bool:
 
 
 def assert_close(got, want, torchs, at_most, what):
-    """The accuracy rule, and some ulps besides where few elements make torch's own error a matter of luck.
+    """The accuracy rule, plus some ulps where few elements make torch's own error random.
 
-    A gradient that is 0 but for rounding, as that of a query with one key, is as exact as the terms that cancel.
+    A gradient that is 0 but for rounding, like that of a query with one key, is only as exact as the cancelling terms.
     """
     few, ulp = got.numel() <= 64, torch.finfo(got.dtype).eps
     if got.dtype is not torch.float32 and got.numel() > 65536:
@@ -220,7 +220,7 @@ def assert_close(got, want, torchs, at_most, what):
     assert got.shape == want.shape and got.dtype is torchs.dtype
     if got.dtype is torch.float32 and want.abs().max() < 1e-3 and (got - want).abs().max() < 1e-5:
         return
-    # A GPU's exp2 is an instruction, and its float32 products are three of tf32: 11 ulps of a log-sum-exp were seen.
+    # A GPU's exp2 is one instruction, and its float32 products are three of tf32: 11 ulps of a log-sum-exp were seen.
     luck = ulp * ((16 if few or CUDA else 4) if got.dtype is torch.float32 else 1.5 if few else 0.5)
     mine, theirs = testing.error(got, want), testing.error(torchs, want)
     assert mine.l2 <= at_most * theirs.l2 + luck, f"{what}: error {mine.l2:.3g}, torch's own {theirs.l2:.3g}"
@@ -228,9 +228,10 @@ def assert_close(got, want, torchs, at_most, what):
 
 
 def compare(case, name, sharp=False):
-    """The accuracy rule for results and gradients; torch's own error is that of the formula in the same dtype.
+    """The accuracy rule for results and gradients. torch's error is that of the formula in the same dtype.
 
-    sharp: to the letter, for what has elements enough; on CPUs, whose orders differ, as sums of float32 err.
+    sharp: without extra ulps if there are enough elements; on CPUs, with the rounding error of float32 sums, whose
+    orders differ.
     """
 
     terms = max(case.inputs["query"].shape[-2], case.inputs["key"].shape[-2])

@@ -1,4 +1,4 @@
-"""Convolutions for tests: tensors of them, what makes their inputs, and comparisons with torch's."""
+"""Convolutions for tests: tensors, producers of their inputs, and comparisons with torch's."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def theirs(name):
 
 
 def tensors(name, device, dtype=torch.float32, groups=1, size=3, bias=True, last=False, inputs=C):
-    """x, weight, bias as leaves; last: x and weight lie channels last."""
+    """x, weight, bias as leaves. last: x and weight are channels-last."""
     dims = int(name[-2])
     shape = (inputs, OUT // groups) if "transpose" in name else (OUT, inputs // groups)
     made = [torch.randn(N, inputs, *SIZES[dims]), torch.randn(*shape, *(size,) * dims) * 0.2]
@@ -52,12 +52,12 @@ silu = PRODUCERS["silu"]
 
 
 def kernels_take(dtype, device):
-    """Whether what makes an input can rebuild it: no kernel for GPUs takes float64."""
+    """Whether the input's producer can rebuild it: GPU kernels do not take float64."""
     return dtype is not torch.float64 or device == "cpu"
 
 
 def gradients(conv, leaves, how, producer=silu, cotangent=None):
-    """y, and the gradients of what is not frozen."""
+    """y, and the gradients of the leaves that require grad."""
     x, *rest = leaves
     y = conv(producer(x), *rest, **how)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y) if cotangent is None else cotangent(y)
@@ -65,7 +65,7 @@ def gradients(conv, leaves, how, producer=silu, cotangent=None):
 
 
 def same(found, wanted):
-    """In every bit, and in strides and dtypes."""
+    """Bitwise equal, with the same strides and dtypes."""
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(a, b)
 

@@ -1,7 +1,7 @@
-"""Strides of dimensions of size 1, in which no element lies: those of results and gradients are torch's own.
+"""Strides of dimensions of size 1, which address no element: those of results and gradients equal torch's.
 
-Such a tensor is contiguous whatever they are, and may have its channels last besides. torch's elementwise functions
-give theirs the usual strides; others keep them. A convolution takes its layout from them.
+Such a tensor is contiguous with any of these strides, and may be channels-last, too. torch's elementwise functions
+give their results the usual strides; other functions keep the input's. A convolution derives its layout from them.
 """
 
 import functools
@@ -22,12 +22,12 @@ SHAPES = (*IMAGES, (64, 1), (1, 64), (4, 1, 16), (3, 2, 1, 1, 1))
 
 
 def last(x):
-    """As with the channels last in memory."""
+    """Channels-last in memory."""
     return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1) if x.dim() > 2 else x
 
 
 def cut(x):
-    """As cut out of something larger."""
+    """Like a slice of something larger."""
     strides = [77 + d if size == 1 else step for d, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True))]
     size = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
     return x.new_empty(size).as_strided(x.shape, strides).copy_(x)
@@ -38,14 +38,14 @@ def cut_last(x):
 
 
 def spread(x):
-    """As the gradient of a sum."""
+    """Like the gradient of a sum."""
     return x.new_ones(()).expand(x.shape)
 
 
-# Of the tensors of the input's shape, and of the gradient; None: the usual strides.
+# Layouts of tensors of the input's shape, and of the gradient; None: the usual strides.
 GIVEN = [(x, dy) for layout in (last, cut, cut_last) for x, dy in ((layout, layout), (layout, None), (None, layout))]
 GIVEN.append((None, spread))
-# Not held by these: torch's gradient of what is expanded has the strides of a mask, or of a product, of x.
+# Exceptions: torch's gradient of expanded tensors has the strides of a mask, or of a product, of x.
 EXPANDED = "dropout", "dropout_add", "quick_gelu"
 
 
@@ -54,7 +54,7 @@ def is_float(x):
 
 
 def run(fn, args, kwargs, layout, dy_layout):
-    """The results, and the gradients of the floating arguments."""
+    """The results, and the gradients of the floating-point arguments."""
     args = [a.detach().clone() if is_float(a) else a for a in args]
     if layout is not None:
         args = [layout(a) if is_float(a) and a.shape == args[0].shape else a for a in args]
@@ -69,7 +69,7 @@ def run(fn, args, kwargs, layout, dy_layout):
 
 
 def differences(ours, torchs, args, kwargs, given=GIVEN):
-    """A line for each layout in which strides are not torch's."""
+    """One line per layout whose strides are not torch's."""
     wrong = []
     for layout, dy_layout in given:
         got, want = (run(fn, args, kwargs, layout, dy_layout) for fn in (ours, torchs))
@@ -80,13 +80,13 @@ def differences(ours, torchs, args, kwargs, given=GIVEN):
     return wrong
 
 
-# On CUDA torch's gradients of these go other ways, where input and incoming gradient have different layouts:
-# logsigmoid's has dy's strides, rms_norm's the usual ones, and relu_dropout's and add_rms_norm's depend on both.
+# On CUDA torch lays out these gradients differently if input and incoming gradient have different layouts: logsigmoid's
+# has dy's strides, rms_norm's the usual ones, and relu_dropout's and add_rms_norm's depend on both.
 ON_CUDA = {"logsigmoid", "relu_dropout", "rms_norm", "add_rms_norm"}
 
 
 def known(names, name_of=str):
-    """Parameters, of which ON_CUDA are expected to differ there."""
+    """Parameters; those in ON_CUDA are expected to differ there."""
     expected = [pytest.mark.xfail(strict=True, reason="torch lays it out otherwise")] if DEVICE == "cuda" else []
     return [pytest.param(n, marks=expected if name_of(n) in ON_CUDA else [], id=name_of(n)) for n in names]
 
@@ -111,7 +111,7 @@ def test_strides_are_torchs(op):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Copies of what recipes build again from now on, and its strides."""
+    """Copies of what recipes rebuild from now on, and their strides."""
     found, make = [], recipe._Output.make
 
     def note(y):
@@ -137,7 +137,7 @@ def test_what_is_rebuilt_is_what_was_there(op, built):
             x = O.gelu(x, prefer="memory") if op.recipe_needs_recipe else x
             torch.manual_seed(7)
             y = getattr(O, op.name)(x, *rest, **kwargs, prefer="memory")
-            if not y.grad_fn.name().startswith("_"):  # torch's own op ran, to which some leave such strides
+            if not y.grad_fn.name().startswith("_"):  # torch's own op ran; some tensors are left to it
                 continue
             ran = True
             weight = torch.ones(2, y.shape[-1], device=DEVICE, requires_grad=True)
@@ -149,7 +149,7 @@ def test_what_is_rebuilt_is_what_was_there(op, built):
 
 
 class Own(nn.Module):
-    """Modules that compute in their own words what hfnn has a kernel for."""
+    """Modules whose own code computes what hfnn has a kernel for."""
 
     def __init__(self, width):
         super().__init__()
@@ -174,7 +174,7 @@ def weights(x, *shape):
 
 
 def behind(of, x):
-    """What a convolution makes of an activation, whose recipe it keeps."""
+    """A convolution of an activation, whose recipe it keeps."""
     silu = F.silu if of is F else memory(O.silu)
     return convolution(of, x)(silu(x), weights(x, 4, *(1 for _ in x.shape[2:])).requires_grad_())
 
@@ -205,7 +205,7 @@ def evaluated(of, x):
 
 
 def residual(of, x, other):
-    """In training, with a sum and an activation behind it."""
+    """In training, followed by a sum and an activation."""
     if of is F:
         return F.relu(F.batch_norm(x, None, None, training=True) + other)
     return O.batch_norm_act(x, None, None, training=True, residual=other, act="relu", prefer="memory")
@@ -242,7 +242,7 @@ def over_two(of, x):
 
 
 def kept(of, x):
-    """The result is kept, with what the input was in five bits."""
+    """Keeps the result, and five bits per element that recover the input."""
     x = x.bfloat16()
     return (F.silu(x) if of is F else O.silu(x, keep="output", prefer="memory")).float()
 
@@ -280,7 +280,7 @@ def fn_names(fn):
 @pytest.mark.parametrize("op", [rope.OP, qk_norm_rope.OP], ids=lambda op: op.name)
 @pytest.mark.parametrize("layout", [cut, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), last])
 def test_rotated_heads(op, layout):
-    """A head for all queries, as views of (B, S, 1, D) are, and single tokens."""
+    """One head for all queries, with the strides of views of (B, S, 1, D), and single tokens."""
     ours = functools.partial(getattr(O, op.name), prefer="memory")
     for case in ((2, 1, 1, 5, 8, 8, False), (2, 4, 1, 1, 8, 8, False), (1, 1, 1, 5, 8, 8, True)):
         args, kwargs = op.sample(case, torch.float32, DEVICE)

@@ -1,4 +1,4 @@
-"""Attention by its definition: each feature, every pair of features, and what may not be combined."""
+"""Attention against its definition: each feature, every pair of features, and refused combinations."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def test_each_feature(feature, dtype, name):
     compare(case((feature,), dtype, name=name), name)
 
 
-# Triton's interpreter takes minutes for all of them: there the single features and the diverse sets have to do.
+# Triton's interpreter takes minutes for all pairs; it runs only single features and a few larger sets.
 @pytest.mark.parametrize("name", NAMES[:1])
 @pytest.mark.parametrize("features", [p for p in PAIRS if not refused(p)], ids="-".join)
 def test_every_pair_of_features(features, name):

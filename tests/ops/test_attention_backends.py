@@ -1,4 +1,4 @@
-"""Which of torch's backends runs plain attention: how it is chosen, measured, kept. Mostly with stand-ins for a GPU."""
+"""Which of torch's backends runs plain attention: choice, measurement, storage. Mostly with stand-ins for a GPU."""
 
 import json
 import os
@@ -23,14 +23,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Nothing known, a file of its own, and no deterministic algorithms, under which nothing is chosen."""
+    """Nothing known, a file of its own, and no deterministic algorithms, with which nothing is chosen."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backends, "_known", {})
     monkeypatch.setattr(backends, "_planned", {})
     backend_times.rows.cache_clear()
     torch.use_deterministic_algorithms(False)
     if torch.cuda.is_available():
-        backends._begin(torch.cuda.current_device())  # torch settles its order at the first question
+        backends._begin(torch.cuda.current_device())  # torch fixes its order at the first query
     before = backend_times.get_order()
     backend_times.set_order(backends._FLASH_FIRST)
     yield
@@ -41,7 +41,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 class Fake(SimpleNamespace):
-    """What is asked of a CUDA tensor."""
+    """The attributes of a CUDA tensor that are read."""
 
     def __init__(self, *shape, dtype=torch.bfloat16, requires_grad=True):
         super().__init__(shape=torch.Size(shape), dtype=dtype, requires_grad=requires_grad, is_cuda=True)
@@ -51,7 +51,7 @@ class Fake(SimpleNamespace):
 
 
 class Gpu:
-    """Times that are "measured", and the orders in which torch was called."""
+    """Planted times, and the orders in which torch was called."""
 
     def __init__(self):
         self.times = {"cudnn": 1.0, "flash": 2.0, "efficient": 3.0}
@@ -190,7 +190,7 @@ def test_autocast_decides_the_dtype(gpu, monkeypatch):
 
 
 def test_dropout_goes_the_same_way_with_and_without_grad(gpu):
-    """A checkpoint may run forward without a graph, and again with one: it must draw the same mask."""
+    """A checkpoint may run forward without a graph and again with one; both must draw the same mask."""
     run(dropout_p=0.1)
     with torch.no_grad():
         run(dropout_p=0.1)
@@ -202,7 +202,7 @@ def test_dropout_goes_the_same_way_with_and_without_grad(gpu):
 
 
 def test_what_comes_first_in_a_capture_goes_by_torchs_order(gpu):
-    """cuDNN would plan, which spoils the capture, for a shape that is new, also of a kind with times."""
+    """For a new shape cuDNN would plan, which breaks the capture, even if its kind has been timed."""
     gpu.capturing = True
     run()
     assert gpu.orders == [FLASH_FIRST] and not gpu.measured
@@ -329,7 +329,7 @@ def test_who_cannot_run_has_no_time():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_measuring_leaves_no_trace(monkeypatch, grad):
-    """Of random numbers, modes, hooks; on the CPU, where torch takes flash whatever is asked."""
+    """Random state, modes and hooks are unchanged. On the CPU torch always takes flash."""
     monkeypatch.setattr(backend_times, "MEASURED", (16, 16, 16))
     monkeypatch.setattr(backend_times, "BYTES", 1 << 14)
     packed, seen, calls = [], [], []
@@ -468,7 +468,7 @@ def test_on_a_gpu(causal, grad):
 
 @needs_gpu
 def test_torchs_own_order_is_what_it_would_be_without_us():
-    """The first question that torch is asked settles it; ours must not be taken for it."""
+    """torch's first query fixes the order; ours must not become the default."""
     code = (
         "import torch; x = torch.randn(1, 2, 64, 64, device='cuda', dtype=torch.float16)\n"
         "{}; torch.nn.functional.scaled_dot_product_attention(x, x, x); print(torch._C._get_sdp_priority_order())"

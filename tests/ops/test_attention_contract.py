@@ -65,7 +65,7 @@ def test_each_gradient_on_its_own(features, name):
 
 @names
 def test_each_result_on_its_own(name):
-    """A gradient of the output alone, and of the log-sum-exp alone: the sum is that of both."""
+    """The gradients of the output alone and of the log-sum-exp alone add up to that of both."""
     made = case(("causal", "sinks", "lse"), name=name)
     with hfnn.use(name):
         mine = made.cast(None)
@@ -117,7 +117,7 @@ def test_double_backward(features, name):
 
 @names
 def test_double_backward_of_one_tensor_in_all_places(name):
-    """Each place has its own share of the gradient; no share is counted for another place, too."""
+    """Each use contributes its own gradient once."""
 
     def second(x, function):
         y = function(query=x, key=x, value=torch.sin(x), softcap=2.0)
@@ -147,8 +147,8 @@ def test_gradcheck(features):
     if features == MANY:
         made.options["sinks"] = (
             made.inputs.pop("sinks").detach().float()
-        )  # as kernels have them; no difference quotient
-        # A log-sum-exp of -inf has none.
+        )  # float32, as in kernels, so gradcheck leaves them out
+        # A log-sum-exp of -inf has no difference quotient.
         made.options["lengths"] = torch.tensor([[0, 5], [1, 6]], dtype=torch.int32)
         made.options["window"] = 5, 4
     elif "varlen" in features:
@@ -169,7 +169,7 @@ def test_gradcheck(features):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("features", [MANY, ("dropout", "causal")], ids="-".join)
 def test_checkpoints_give_the_same_gradients(features, reentrant, name):
-    """The recomputation draws the same dropout mask, for torch's generator is set back."""
+    """Recomputation draws the same dropout mask, because torch's generator is restored."""
     made = case(features, name=name)
     with hfnn.use(name):
         _, want = run(made.cast(None), attention)
@@ -183,7 +183,7 @@ def test_checkpoints_give_the_same_gradients(features, reentrant, name):
 
 
 def _accumulated(results, leaves, given):
-    """A reentrant checkpoint has no torch.autograd.grad."""
+    """A reentrant checkpoint does not support torch.autograd.grad."""
     torch.autograd.backward(results, given)
     return [x.grad for x in leaves]
 
@@ -192,7 +192,7 @@ def _accumulated(results, leaves, given):
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(dtype, low, name):
-    """The dtype of torch's own op, the values of a call on casts, and gradients in the dtypes of the leaves."""
+    """The dtype of torch's own op, the values of a call on casts, and gradients in the leaves' dtypes."""
     made = case(("softcap", "shared_bias", "sinks", "lse"), dtype, name=name)
     with hfnn.use(name), torch.autocast(DEVICE, dtype=low):
         mine = made.cast(None)
@@ -220,7 +220,7 @@ def test_forced_kernels_never_fall_back(features, name):
 
 
 def test_forced_kernels_refuse_what_only_the_formula_can():
-    """Slopes that want a gradient; everything dropped."""
+    """Trainable slopes; p = 1."""
     made = case(("alibi",), size=(1, 2, 9, 13, 8))
     made.options["alibi"].requires_grad_()
     dropped = case(("dropout",), size=(1, 2, 9, 13, 8))
@@ -294,7 +294,7 @@ def test_functorch_runs_the_formula():
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @diverse
 def test_cuda_graph(features):
-    """A replay computes on what the inputs hold then, a mask too, and draws anew."""
+    """A replay reads the current inputs, masks included, and draws new random numbers."""
     made = case(features, torch.bfloat16, name="triton")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -306,7 +306,7 @@ def test_cuda_graph(features):
         results = mine.call(attention)
         return results, torch.autograd.grad(results, leaves, [torch.ones_like(y) for y in results])
 
-    torch.use_deterministic_algorithms(False)  # NaN-filling is not wanted inside a captured graph
+    torch.use_deterministic_algorithms(False)  # no NaN filling inside a captured graph
     with hfnn.use("triton"):
         with torch.cuda.stream(stream):
             step()
@@ -332,7 +332,7 @@ def test_cuda_graph(features):
 
 @names
 def test_gradients_of_dropout_are_those_of_the_drawn_mask(name):
-    """Not of another draw: told by the definition, for a mask of another seed is far off."""
+    """Checked with the definition: another mask would give far larger errors."""
     made = case(("dropout",), name=name)
     with hfnn.use(name):
         _, grads = run(made.cast(None), attention)

@@ -1,4 +1,4 @@
-"""Attention's dropout, and its sequences side by side."""
+"""Attention's dropout, and packed sequences."""
 
 import math
 
@@ -27,7 +27,7 @@ names = pytest.mark.parametrize("name", NAMES)
 
 
 def kept(p, shape, name, **options):
-    """Which pairs were kept, seen from outside: with equal scores and values that count the keys, (B, H, T, S)."""
+    """Which pairs were kept, observed through equal scores and an identity as values: (B, H, T, S)."""
     batch, heads, queries, keys = shape
     query = torch.zeros(batch, heads, queries, 16, device=DEVICE)
     key = torch.zeros(batch, heads, keys, 16, device=DEVICE)
@@ -39,7 +39,7 @@ def kept(p, shape, name, **options):
 @names
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.9])
 def test_p_is_exact(p, name):
-    """The share of what is kept is within five standard deviations of 1 - p, and the scale is its inverse."""
+    """The kept share is within five standard deviations of 1 - p, and the scale is its inverse."""
     weights = kept(p, (2, 4, 64, 64), name)
     exact = round(p * 65536) / 65536
     share = (weights != 0).double().mean().item()
@@ -49,7 +49,7 @@ def test_p_is_exact(p, name):
 
 @names
 def test_the_mask_is_that_of_the_definition(name):
-    """Every pair of it; with 37 keys, which no 8 divide, and seeds beyond 32 bits on the CPU."""
+    """All pairs. The 37 keys are not divisible by 8, and seeds exceed 32 bits on the CPU."""
     torch.manual_seed(SEED)
     weights = kept(0.3, (2, 3, 21, 37), name)
     made = Case({"query": weights.new_empty(2, 3, 21, 1), "key": weights.new_empty(2, 3, 37, 1)}, {"dropout_p": 0.3})
@@ -57,7 +57,7 @@ def test_the_mask_is_that_of_the_definition(name):
 
 
 def test_the_words_are_philox():
-    """Philox4x32-10 of Salmon et al. in plain integers, one pair at a time: what these tests use is right itself."""
+    """Checks the tests' own random words against Philox4x32-10 of Salmon et al., in plain integers, pair by pair."""
 
     def word(seed, counter, index):
         x, key = [counter & 0xFFFFFFFF, counter >> 32, 0, 0x68666E61], [seed & 0xFFFFFFFF, seed >> 32]
@@ -95,7 +95,7 @@ def test_draws_follow_torchs_generator(name):
 
 @names
 def test_rows_heads_and_draws_share_no_numbers(name):
-    """Agreement by chance only, between any two of the rows of two draws."""
+    """Any two rows of two draws agree only by chance."""
     torch.manual_seed(5)
     rows = torch.cat([(kept(0.5, (2, 2, 8, 64), name) != 0).flatten(0, 2) for _ in range(2)]).double() * 2 - 1
     correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
@@ -105,7 +105,7 @@ def test_rows_heads_and_draws_share_no_numbers(name):
 @names
 def test_limits(name):
     made = case(("dropout", "softcap"), name=name)
-    for p in (0.0, 1e-6):  # less than one number of 65536
+    for p in (0.0, 1e-6):  # less than 1 / 65536
         made.options["dropout_p"] = p
         with hfnn.use(name):
             (y,) = made.call(attention)
@@ -113,11 +113,11 @@ def test_limits(name):
         assert testing.error(y, want.double()).l2 < 1e-5
 
 
-# Sequences side by side
+# Packed sequences
 
 
 def sequences(lengths_q, lengths_k, dtype=torch.float32, heads=4, groups=2, width=16):
-    """A call with cu_seqlens, and the places of each sequence."""
+    """A call with cu_seqlens, and the rows of each sequence."""
     starts = [torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in (lengths_q, lengths_k)]
     normal = lambda *shape: torch.randn(shape).to(dtype).to(DEVICE)  # noqa: E731
     query = normal(1, heads, sum(lengths_q), width)
@@ -170,7 +170,7 @@ def test_one_cu_seqlens_serves_both(name):
 
 @names
 def test_rows_of_no_sequence(name):
-    """Padding behind the last sequence: 0, with gradients of 0, and nothing of it is read."""
+    """Padding after the last sequence: results and gradients are 0, and it is not read."""
     made, _ = sequences([9, 4], [9, 4])
     padded = {
         what: torch.cat([x, x.new_full((*x.shape[:2], 7, x.shape[3]), torch.nan)], 2) for what, x in made.inputs.items()

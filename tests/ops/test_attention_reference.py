@@ -1,4 +1,4 @@
-"""The definition of attention against torch's own op, and masks as kernels take them."""
+"""The definition of attention against torch's own op, and masks in the kernels' format."""
 
 import gc
 import math
@@ -42,7 +42,7 @@ def test_it_is_as_exact_as_torchs_math(dtype):
 
 
 def dense(made):
-    """The call with one mask of numbers, and in plain words, a pair at a time where the definition has arrays."""
+    """The call with one dense mask, computed pair by pair where the definition uses arrays."""
     q, k = made.inputs["query"], made.inputs["key"]
     options = dict(made.options)
     bias = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_lengths_are_bounds_from_0():
 
 
 def test_sinks_are_keys_of_value_0():
-    """One more key for each head, whose score is the sink and whose value is nothing."""
+    """One more key per head, whose score is the sink and whose value is 0."""
     made = case(("sinks", "lse"), torch.float64, size=(2, 3, 5, 9, 8)).cast(None)
     q, k, v, sinks = made.inputs.values()
     (o, lse), grads = run(made, reference)
@@ -127,7 +127,7 @@ def test_autocast_has_no_say():
         assert torch.equal(made.call(reference)[0], want)
 
 
-# Masks as kernels take them
+# Masks in the kernels' format
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 9), (128, 128), (130, 255), (257, 130), (0, 8), (8, 0)])
@@ -154,7 +154,7 @@ def test_packed_masks_unpack(queries, keys, broadcast):
 
 
 def test_expanded_masks_are_packed_once():
-    """What a model expanded over heads takes the memory of one."""
+    """A mask that a model expands over heads takes the memory of one head."""
     x = (torch.rand(2, 1, 9, 16, device=DEVICE) < 0.5).expand(2, 5, 9, 16)
     packed, tiles = mask.packed(x, x.shape)
     assert packed.stride(1) == 0 and tiles.stride(1) == 0
@@ -162,7 +162,7 @@ def test_expanded_masks_are_packed_once():
 
 
 def test_masks_are_made_once_for_all_layers():
-    """By tensor of hfnn's own, or by view of it, and again when it was written to; it is gone with the tensor."""
+    """Cached per tensor of hfnn's own, or per view of it, until it is written to. Freed with the tensor."""
     known = len(mask._made)
     x = mask.own(torch.rand(2, 1, 9, 24, device=DEVICE) < 0.5)
     shape = 2, 4, 9, 16
@@ -194,7 +194,7 @@ def test_no_wait_for_the_gpu():
 
 @pytest.mark.parametrize("fill", [torch.Tensor.copy_, lambda x, new: x.data.copy_(new)])
 def test_a_callers_mask_may_be_filled_anew(fill):
-    """At each call a mask is what it is then, whatever filled it."""
+    """Each call uses a mask's current contents, however they were written."""
     seen, lengths = torch.zeros(1, 1, 9, 16, dtype=torch.bool, device=DEVICE), torch.zeros(4, dtype=torch.int64)
     for seed in range(3):
         torch.manual_seed(seed)

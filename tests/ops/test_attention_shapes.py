@@ -41,7 +41,7 @@ def test_sizes_around_a_block(queries, keys, features, name):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("features", [("causal", "softcap"), ("window", "alibi"), ("mask", "sinks")], ids="-".join)
 def test_many_blocks(features, dtype):
-    """The accuracy rule to the letter, on as many elements as make it sharp."""
+    """The accuracy rule without extra ulps, on enough elements."""
     size = (2, 4, 4096, 4096, 64) if CUDA else (1, 2, 700, 900, 64)
     compare(case(features, dtype, size, NAMES[0]), NAMES[0], sharp=True)
 
@@ -94,7 +94,7 @@ def test_any_call(data, name):
     keep, dy = keep_of(made), cotangents(results)
     wide, wide_grads = run(made.cast(torch.float64), reference, dy, **keep)
     own, own_grads = run(made.cast(None), reference, dy, **keep)
-    # Few elements make torch's own error a matter of luck: some ulps besides.
+    # Few elements make torch's own error random: some ulps are added.
     results = zip((*results, *grads), (*wide, *wide_grads), (*own, *own_grads), strict=True)
     for got, want, torchs in results:
         error, ulps = (
@@ -129,7 +129,7 @@ def backwards(x):
 
 
 def off_by_one(x):
-    """Contiguous, but loads of 16 bytes would fault or read the neighbour."""
+    """Contiguous, but 16-byte loads would fault or read the neighbour."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -182,7 +182,7 @@ def test_the_result_can_be_viewed_by_tokens(name):
 
 @names
 def test_expanded_inputs(name):
-    """One key head, and one sequence of keys, seen by all: to the bit what their copies give."""
+    """One key head and one key sequence, expanded: bitwise equal to their copies."""
     made = case(("softcap",), name=name)
     query, key, value = made.inputs.values()
     key, value = (x[:1, :1].expand_as(x) for x in (key, value))
@@ -203,7 +203,7 @@ def test_expanded_inputs(name):
 @names
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 2, 3)], ids=str)
 def test_any_leading_dimensions(leading, name):
-    """Fewer or more than torch's four dimensions; without any there is one head."""
+    """Fewer or more than torch's four dimensions; without leading dimensions there is one head."""
     query, key, value = (torch.randn(*leading, rows, 8, device=DEVICE) for rows in (9, 11, 11))
     leaves = [x.requires_grad_() for x in (query, key, value)]
     options = {"window": (3, 2), "return_lse": True}
@@ -238,7 +238,7 @@ def test_masks_of_any_shape(shape, boolean, name):
 
 @names
 def test_masks_of_numbers_may_hide(name):
-    """-inf as models write it, in a whole row too, and a mask of float32 for queries of bfloat16."""
+    """-inf as in models, in a whole row too, and a float32 mask for bfloat16 queries."""
     mask = torch.zeros(2, 1, 21, 33, device=DEVICE).masked_fill(
         torch.rand(2, 1, 21, 33, device=DEVICE) < 0.4, -torch.inf
     )

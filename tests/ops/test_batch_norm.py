@@ -1,4 +1,4 @@
-"""Batch norms: modules beside torch's, batch after batch; the sum and the activation behind; layouts; what is kept."""
+"""Batch norm modules against torch's, batch after batch; with sum and activation; layouts; what is kept."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ CASES = {
 
 
 def stepped(module, batches, dys):
-    """Outputs, gradients of the inputs and of the parameters after each, and then all buffers."""
+    """Outputs and gradients of inputs and parameters for each batch, then all buffers."""
     found = []
     for x, dy in zip(batches, dys, strict=True):
         x = x.detach().requires_grad_()
@@ -51,10 +51,10 @@ def stepped(module, batches, dys):
 
 
 def held(mine, exact, own, name, terms, exactly=True):
-    """The accuracy rule; of sums by channel, where not `exactly`, what the roundings of so many terms of 1 add up to.
+    """The accuracy rule. For sums by channel, if not `exactly`, the accumulated roundings of that many terms of 1.
 
-    torch's sums on the CPU are of float64, ours with the channels last, and Triton's, of float32. So is its product of
-    rstd and weight, which is rounded twice here: of few channels that may be all the error there is.
+    torch's CPU sums are float64; ours with channels last, and Triton's, are float32. So is our product of rstd and
+    weight, which is rounded twice; with few channels that may be the only error.
     """
     if not exact.is_floating_point():
         assert torch.equal(mine, exact)
@@ -83,7 +83,7 @@ def random_parts(module):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
 def test_modules_batch_after_batch(mode, case, dims, layout, kernel, device):
-    """Three batches: values, gradients, and the running statistics and the count after them."""
+    """Three batches: values, gradients, then the running statistics and the count."""
     if (layout == "channels_last" and dims not in LAST) or (
         kernel == "triton" and case not in ("training", "cumulative")
     ):
@@ -114,7 +114,7 @@ def test_modules_batch_after_batch(mode, case, dims, layout, kernel, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", SHAPES)
 def test_any_layout(dims, layout, gradient, kernel, device):
-    """Values and strides of results and gradients are torch's; nothing is copied that is dense already."""
+    """Values and strides of results and gradients are torch's; dense tensors are not copied."""
     x = LAYOUTS[layout](torch.randn(SHAPES[dims], device=device)).detach().requires_grad_()
     weight, bias = torch.randn(2, x.shape[1], device=device)
     dy = LAYOUTS[gradient](torch.randn(SHAPES[dims], device=device))
@@ -133,12 +133,12 @@ def test_any_layout(dims, layout, gradient, kernel, device):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_calls(kernel, data):
-    """Shapes, dtypes, layouts and options nobody chose, with a sum and an activation behind."""
+    """Random shapes, dtypes, layouts and options, with sum and activation."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     most = 40 if kernel == "cpp" else 10
     dims = data.draw(st.integers(0, 3 if kernel == "cpp" else 2))
-    # Of fewer numbers a norm of errors is a matter of luck.
+    # With fewer elements a norm of errors is random.
     shape = (data.draw(st.integers(8, 16)), data.draw(st.integers(8, most)), *(
         data.draw(st.integers(1, 8)) for _ in range(dims)))  # fmt: skip
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -177,7 +177,7 @@ def test_random_calls(kernel, data):
 
 
 def _clear_of_kinks(y) -> bool:
-    """Whether no element is so near to a kink that rounding decides on which side it is."""
+    """Whether no element is so near to a kink that rounding decides its side."""
     inside = y[(y != 0) & (y != 6)]
     return inside.numel() == 0 or (float(inside.abs().min()) > 1e-2 and float((inside - 6).abs().min()) > 1e-2)
 
@@ -187,7 +187,7 @@ def _clear_of_kinks(y) -> bool:
 @pytest.mark.parametrize("act", ["relu", "leaky_relu", "relu6"])
 @pytest.mark.parametrize("channels, last", [(5, True), (8, True), (5, False)])
 def test_the_sides_of_kinks_are_those_of_the_sum(channels, last, act, dtype, kernel, device):
-    """With a residual, backward knows of each element what forward decided, whatever rounding did to it."""
+    """With a residual, backward uses the side that forward decided for each element, however it was rounded."""
     x, r, dy = (torch.randn(3, channels, 7, 9, device=device).to(dtype) for _ in range(3))
     if last:
         x, r, dy = (t.to(memory_format=torch.channels_last) for t in (x, r, dy))
@@ -203,7 +203,7 @@ def test_the_sides_of_kinks_are_those_of_the_sum(channels, last, act, dtype, ker
 
 @kernels
 def test_a_single_batch_moves_the_statistics_once(kernel, device):
-    """Rebuilding, repeated and second derivatives, and backward itself leave the running statistics alone."""
+    """Rebuilding, repeated and second derivatives, and backward itself leave the running statistics unchanged."""
     torch.manual_seed(0)
     norm = hfnn.BatchNorm2d(6, device=device)
     norm.prefer = "memory"
@@ -228,7 +228,7 @@ def test_a_single_batch_moves_the_statistics_once(kernel, device):
 @kernels
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_kept(last, kernel, device):
-    """x and a bit an element, where torch keeps x and the sum's result."""
+    """x and a bit per element, where torch keeps x and the sum's result."""
     x, r = (torch.randn(4, 16, 8, 8, device=device) for _ in range(2))
     if last:
         x, r = (t.to(memory_format=torch.channels_last) for t in (x, r))
@@ -243,7 +243,7 @@ def test_what_is_kept(last, kernel, device):
 @kernels
 @pytest.mark.parametrize("last", [False, True])
 def test_rebuilt_to_the_bit(last, kernel, device, monkeypatch, request):
-    """A consumer that rebuilds an activated norm gets what forward made."""
+    """A consumer that rebuilds an activated norm gets exactly forward's result."""
     x = torch.randn(4, 6, 5, 8, device=device).requires_grad_()
     w = torch.randn(3, 8, device=device).requires_grad_()
     kept, make = [], recipe._Output.make
@@ -277,7 +277,7 @@ def test_what_goes_to_torch_raises_what_torch_raises(device):
 
 @kernels
 def test_statistics_of_what_is_far_from_zero(kernel, device):
-    """Variances are of what is left after the mean: no difference of large squares."""
+    """Variances are computed after subtracting the mean, not as a difference of large squares."""
     x = (torch.randn(64, 3, 40, device=device) * 0.1 + 1000).float()
     for given_x in (x, x.transpose(1, 2).reshape(-1, 3)):
         dims = (0, 2) if given_x.dim() == 3 else (0,)
@@ -290,7 +290,7 @@ def test_statistics_of_what_is_far_from_zero(kernel, device):
 @pytest.mark.parametrize("shape", [(64, 8, 24, 24), (3, 4, 200, 300), (16, 300, 7, 7), (200000, 2)])
 @pytest.mark.parametrize("last", [False, True])
 def test_threads_do_not_change_bits(last, shape):
-    """Of results, sums and running statistics."""
+    """Results, sums and running statistics are bitwise equal."""
     x, r, dy = (torch.randn(shape) for _ in range(3))
     if last and len(shape) == 4:
         x, r, dy = (t.to(memory_format=torch.channels_last) for t in (x, r, dy))
@@ -313,7 +313,7 @@ def test_threads_do_not_change_bits(last, shape):
 @pytest.mark.parametrize("shape", [(5, 3, 300), (2, 3, 5000), (70, 30, 9), (3000, 20, 1), (300, 1100, 1)])
 @dtypes
 def test_large_calls_on_the_cpu(shape, dtype):
-    """Planes and rows longer and shorter than a run, blocks and chunks that nothing divides."""
+    """Planes and rows longer and shorter than a block; sizes that blocks and chunks do not divide."""
     torch.manual_seed(0)
     x = torch.randn(shape).to(dtype) if shape[-1] > 1 else torch.randn(shape[:2]).to(dtype)
     weight, bias, r, dy = torch.randn(shape[1]), torch.randn(shape[1]), torch.randn_like(x), torch.randn_like(x)
@@ -332,7 +332,7 @@ def test_large_calls_on_the_cpu(shape, dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which of the CPU's kernels is faster")
 def test_torchs_ops_where_channels_are_last_and_tensors_fit_into_caches():
-    """With a sum; without one ours is faster there, too."""
+    """With a sum. Without one ours is faster there, too."""
     for size, with_sum, prefer, ours_runs in (
         (48, True, "auto", False), (48, True, "speed", False), (48, True, "memory", True),
         (48, False, "auto", True), (64, True, "auto", True),
@@ -346,7 +346,7 @@ def test_torchs_ops_where_channels_are_last_and_tensors_fit_into_caches():
 
 
 def test_a_bias_may_be_written_to_before_backward(device):
-    """As under torch: backward does not read it. What would build y again of it says so."""
+    """As in torch: backward does not read it. A rebuild of y, which does, raises an error."""
     theirs = nn.BatchNorm2d(8).to(device)
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
     start, dy = torch.randn(2, 2, 8, 5, 5, device=device)

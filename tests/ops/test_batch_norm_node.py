@@ -1,4 +1,4 @@
-"""Batch norm's node in C++ beside its node in Python, bit for bit, and what a node owes to autograd."""
+"""Batch norm's C++ node against its Python node, bit for bit, and its obligations to autograd."""
 
 import contextlib
 import copy
@@ -37,12 +37,12 @@ def in_python():
 
 
 def of_both(call):
-    """What `call` returns with the node in C++, after it was held to what it returns with the one in Python."""
+    """The result of `call` with the C++ node, after comparison with the Python node's."""
     mine, nodes = call()
     ours = [native.extension.module(node) is not None for node in nodes]
     with in_python():
         other, nodes = call()
-    assert ours == [isinstance(node, BackwardCFunction) for node in nodes]  # of both, some are torch's on a GPU
+    assert ours == [isinstance(node, BackwardCFunction) for node in nodes]  # in both, some nodes are torch's on a GPU
     assert all(ours) or mine[0].is_cuda
     assert len(mine) == len(other)
     for a, b in zip(mine, other, strict=True):
@@ -86,7 +86,7 @@ def test_batches(mode, dims, layout, device):
 @dtypes
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4))[1:])
 def test_any_gradients(wanted, dtype, device):
-    """Of x, weight, bias and residual, in any number, with parameters of float32 or of x's dtype."""
+    """Any subset of gradients of x, weight, bias and residual, with parameters in float32 or x's dtype."""
     torch.manual_seed(0)
     for training, act, of_parameters in itertools.product([True, False], [None, "relu6"], [torch.float32, dtype]):
         x, residual, dy = (torch.randn(3, 8, 4, 4, device=device).to(dtype) for _ in range(3))
@@ -104,7 +104,7 @@ def test_any_gradients(wanted, dtype, device):
 
 
 def test_without_a_graph(device):
-    """Nothing is recorded, and statistics move, under no_grad, in inference mode, and where no leaf wants one."""
+    """No graph, but statistics update: under no_grad, in inference mode, and if no leaf requires grad."""
     x = torch.randn(4, 6, 5, device=device)
     for region, training in itertools.product((torch.no_grad, torch.inference_mode, torch.enable_grad), (True, False)):
 
@@ -120,7 +120,7 @@ def test_without_a_graph(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_statistics_under_checkpoint(reentrant, device):
-    """A checkpoint runs forward again: the statistics move as often as torch's do."""
+    """A checkpoint runs forward again: the statistics are updated as often as torch's."""
 
     def call(norm):
         norm, x = copy.deepcopy(norm), torch.ones(4, 6, 5, device=device).cumsum(0).requires_grad_()
@@ -168,7 +168,7 @@ def test_what_hooks_of_saved_tensors_see(device):
 @pytest.mark.parametrize("what", ["x", "weight", "bias", "mean"])
 @pytest.mark.parametrize("act", [None, "relu"])
 def test_what_is_written_to_before_backward(what, act, device):
-    """As under torch: an error where backward reads it; a running statistic is a copy in evaluation."""
+    """As in torch: an error if backward reads it. In evaluation running statistics are copied."""
     x, weight, bias = (torch.randn(size, device=device).requires_grad_() for size in ((4, 6, 5), 6, 6))
     mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
     middle = x * 1
@@ -196,7 +196,7 @@ def test_a_graph_ends_with_its_backward(device):
 @pytest.mark.parametrize("act, with_sum", BEHIND)
 @pytest.mark.parametrize("training", [True, False])
 def test_second_derivatives(training, act, with_sum, last):
-    """Of torch's formula, with the flags that forward wrote: by finite differences, and bit for bit."""
+    """Of torch's formula, with forward's flags: by finite differences, and bit for bit."""
     torch.manual_seed(0)
     x, residual, dy = torch.randn(3, 2, 3, 2, 3, dtype=torch.float64).unbind()
     if last:
@@ -222,7 +222,7 @@ def test_second_derivatives(training, act, with_sum, last):
 
 @pytest.mark.parametrize("act", [None, "relu"])
 def test_gradients_of_every_kind(act, device):
-    """Expanded, negated when read, zeros without memory, many at once: what the same numbers give."""
+    """Expanded, lazily negated, zeros without memory, batched: the same as plain tensors of equal values."""
     x, residual = (torch.randn(4, 8, 5, device=device, requires_grad=True) for _ in range(2))
     weight = torch.ones(8, device=device, requires_grad=True)
 
@@ -253,7 +253,8 @@ def test_transforms_are_torchs(device):
 
 
 def test_recipes_are_taken_from_both_sides(device):
-    """The norm keeps its producer's recipe, and its consumer keeps the norm's: to the bit, also of a mixed chain."""
+    """The norm takes its producer's recipe and its consumer the norm's, bitwise equal, also in a chain of both kinds of
+    node."""
     torch.manual_seed(0)
     gelu, norm, linear = hfnn.GELU(), hfnn.BatchNorm1d(6, device=device), hfnn.Linear(5, 4, device=device)
     gelu.prefer = norm.prefer = linear.prefer = "memory"
@@ -274,7 +275,7 @@ def test_recipes_are_taken_from_both_sides(device):
 
 
 def test_a_sum_leaves_no_recipe(device):
-    """It is not kept, so nobody can build y again."""
+    """The sum is not kept, so y cannot be rebuilt."""
     x, residual, weight = torch.randn(3, 4, 6, 5, device=device).unbind()
     x, residual, weight = (t.requires_grad_() for t in (x, residual, weight[0]))
     for act in (None, "relu"):
@@ -287,7 +288,7 @@ def test_a_sum_leaves_no_recipe(device):
 
 
 def test_a_buffer_for_bias_leaves_no_recipe(device):
-    """Nobody can tell when it is filled anew."""
+    """A buffer may be refilled unnoticed."""
     x, weight = (
         torch.randn(4, 6, 5, device=device, requires_grad=True),
         torch.ones(6, device=device, requires_grad=True),
@@ -302,7 +303,7 @@ def test_a_buffer_for_bias_leaves_no_recipe(device):
 
 
 def with_queue(function, count):
-    """A function of so many arguments and a queue, as C++ asks of those of Triton's modules."""
+    """A function of `count` arguments and a queue, the signature that C++ expects of Triton's modules."""
     names = *(f"a{i}" for i in range(count)), "queue"
     function.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names])
     return function
@@ -312,7 +313,7 @@ NONE, APART = dict.fromkeys(PREFERENCES, (0, 0)), batch_norm._APART
 
 
 def stub(forward=None, floors=NONE, apart=APART):
-    """The room's call for an op whose kernel is functions of Python, as Triton's are, and the momenta that it got."""
+    """The room's call for an op whose kernel is Python functions, like Triton's, and the momenta that it received."""
     kernel = _load("hfnn.kernels.batch_norm" if _interpreting() else "hfnn._C:cpu.batch_norm")[0]
     momenta = []
 
@@ -333,7 +334,7 @@ def stub(forward=None, floors=NONE, apart=APART):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels run themselves")
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "every other"])
 def test_kernels_that_are_functions_of_python(layout):
-    """They get the shapes, the flags and the momenta that they ask for, and each moves the statistics."""
+    """They get the shapes, flags and momenta that they need, and each call updates the statistics."""
     room, momenta = stub()
     x, residual, dy = (LAYOUTS[layout](torch.randn(3, 8, 4, 6)) for _ in range(3))
     running, moved = (torch.zeros(8), torch.ones(8)), (torch.zeros(8), torch.ones(8))
@@ -346,14 +347,14 @@ def test_kernels_that_are_functions_of_python(layout):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
             assert a.stride() == b.stride()
     assert momenta == [1, 1 / 2, 1 / 3]
-    if layout == "channels_last":  # Triton's flags begin a byte in each row: five channels do not fill them
+    if layout == "channels_last":  # Triton's flags start a new byte in each row; five channels do not fill one
         assert room(x[:, :5].contiguous(memory_format=torch.channels_last), None, None, None, None, True, 0.1, 1e-5,
                     residual[:, :5], 1, 0.0, "memory") is NotImplemented  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is CUDA's")
 def test_another_momentum_is_no_other_kind_of_launch():
-    """Cumulative averages have one at each call: Python records the launch once."""
+    """Cumulative averages have another momentum at each call; Python records the launch once."""
     pytest.importorskip("triton")
     from hfnn.kernels import launch
 
@@ -377,4 +378,4 @@ def test_another_momentum_is_no_other_kind_of_launch():
             assert n == 1 or driver.params() == [bits(1 / n), bits(0.25)]
     finally:
         native.extension.fake_driver(None)
-    assert len(driver.seen) == 3 and len(calls) == 2  # of the first call, and once more to see where its momentum goes
+    assert len(driver.seen) == 3 and len(calls) == 2  # the first call, and once more to locate its momentum argument

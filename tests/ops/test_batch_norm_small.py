@@ -1,4 +1,4 @@
-"""Batch norms smaller than any room is worth: torch's own ops, called from C++."""
+"""Batch norms below the rooms' size limits: torch's own ops, called from C++."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def nodes(y):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", SHAPES)
 def test_bits_strides_and_nodes_are_torchs(dims, layout, device):
-    """Of results, gradients and running statistics; also where the sum's two sides lie differently in memory."""
+    """Results, gradients and running statistics; also if the sum's operands have different layouts."""
     shape = SHAPES[dims]
     for (act, with_sum), training, other, grad in itertools.product(
         EVERY_ACT, (True, False), (layout, "contiguous"), (True, False)
@@ -58,7 +58,7 @@ def test_bits_strides_and_nodes_are_torchs(dims, layout, device):
 
 @pytest.mark.skipif(native.extension is None, reason="hfnn._autograd is not built")
 def test_python_is_not_asked(device, monkeypatch):
-    """torch.nn.functional takes longer than what it calls."""
+    """torch.nn.functional takes longer than the ops that it calls."""
     monkeypatch.setattr(nn.functional, "batch_norm", lambda *args, **how: pytest.fail("was called"))
     x = torch.randn(3, 4, 5, device=device, requires_grad=True)
     module = hfnn.convert(nn.BatchNorm1d(4, device=device))
@@ -94,7 +94,7 @@ class Sub(torch.Tensor):
 
 
 def test_what_python_is_asked_for():
-    """Sums that broadcast or change the dtype, subclasses, modes, transforms: what torch's ops make of them."""
+    """Sums that broadcast or change the dtype, subclasses, modes, transforms: the results are torch's."""
     x, weight = torch.randn(3, 4, 5), torch.ones(4, requires_grad=True)
     for residual in (torch.randn(5), torch.randn(3, 4, 1), torch.randn(3, 4, 5).double()):
         y = F.batch_norm_act(x, None, None, weight, None, True, residual=residual, act="relu")
@@ -121,7 +121,7 @@ def test_what_python_is_asked_for():
 
 @pytest.mark.skipif(native.extension is None, reason="hfnn._autograd is not built")
 def test_a_room_of_the_activation_goes_before():
-    """Where only the norm is too small for its room, and the activation is not, Python is asked to run each."""
+    """If the norm is below its room's limit but the activation is not, Python runs each."""
     x, large = torch.randn(3, 4, 5), dict.fromkeys(PREFERENCES, (1 << 40, 1 << 40))
     small = dict.fromkeys(PREFERENCES, (0, 0))
     room, _ = stub(floors=large, apart=[large, small, large, large, large, large])

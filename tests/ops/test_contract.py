@@ -1,6 +1,6 @@
 """The semantic contract (docs/design.md, section 4), for every op x kernel x dtype x case of the index.
 
-Nothing here names an op: a new room is tested by being in `hfnn.ops.CONTRACT`.
+No op is named here: a new room is tested once it is in `hfnn.ops.CONTRACT`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from hfnn.core import native, recipe
 from hfnn.core.kernel import NoKernel, _interpreting
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-INTERPRETED_ELEMENTS = 8192  # the interpreter runs a program at a time, in numpy
+INTERPRETED_ELEMENTS = 8192  # the interpreter runs one program at a time, in numpy
 
 
 def runs_on(kernel, device):
@@ -47,9 +47,9 @@ def combinations():
 
 
 ALL = list(combinations())
-# Where the question does not depend on the shape: the cases whose rows no vector divides.
+# Tests that do not depend on the shape use the cases whose rows no vector width divides.
 RAGGED = [p for p in ALL if 769 in p.values[4]]
-# Against a float64 reference, float64 proves nothing: gradcheck is for that.
+# Comparing float64 with a float64 reference proves nothing; gradcheck covers float64.
 NARROW = [p for p in ALL if p.values[3] is not torch.float64]
 RECIPES = [p for p in RAGGED if p.values[0].recipe]
 each = pytest.mark.parametrize("op, kernel, device, dtype, case", NARROW)
@@ -67,7 +67,7 @@ def is_float(x):
 
 
 def leaves(args):
-    """Fresh leaves that require grad, in place of the floating tensors."""
+    """Fresh leaves that require grad, in place of the floating-point tensors."""
     return tuple(a.detach().clone().requires_grad_() if is_float(a) else a for a in args)
 
 
@@ -80,25 +80,25 @@ def to(args, dtype):
 
 
 def cotangent(y):
-    """Numbers of bfloat16, which every dtype has: one that is rounded would be an error of the whole gradient."""
+    """bfloat16 values, which every dtype represents. A rounded cotangent would be an error of the whole gradient."""
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y)
 
 
 def run(fn, args, kwargs, dy=None, seed=7):
-    """(y, gradients of the floating arguments) for a cotangent drawn once."""
+    """(y, gradients of the floating-point arguments) for a cotangent drawn once."""
     torch.manual_seed(seed)
     y = fn(*args, **kwargs)
     return y, torch.autograd.grad(y, tensors(args), cotangent(y) if dy is None else dy.to(y))
 
 
 def pinned(op, args, y):
-    """What the reference needs to know of a random op's result."""
+    """What the reference needs from a random op's result."""
     return {} if op.pin is None else op.pin(args, y)
 
 
 @contextlib.contextmanager
 def nondeterminism():
-    """Inside, torch's own backward may add atomically, as that of some pools does on a GPU: no room's may."""
+    """Inside, torch's own backward may use atomic adds, as some pools do on a GPU; rooms may not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* does not have a deterministic implementation", UserWarning)
         yield
@@ -114,18 +114,18 @@ def references(op, args, kwargs, y):
 
 
 def summed(op, x):
-    """Terms of the longest sum that a result is made of, where they are added up in its own dtype."""
+    """Terms of the longest sum in a result, if summed in the result's dtype."""
     if not op.sums or x.dtype is not torch.float32 or x.numel() == 0:
         return 1
     return max(x.shape[-1], x.numel() // x.shape[-1])
 
 
 def assert_repeats(op, args, kwargs, y, grads):
-    """The result and the gradients of `y.sum()` are those of one draw, but for rounding. Returns the draw."""
+    """The result and the gradients of `y.sum()` are those of one draw, within rounding. Returns the draw."""
     pin = pinned(op, args, y)
     wide, wide_grads = run(op.reference, to(args, torch.float64), {**kwargs, **pin}, torch.ones_like(y))
     for got, want in zip((y, *grads), (wide, *wide_grads), strict=True):
-        # A sum that cancels is as exact as its terms, which are float32.
+        # A sum that cancels is as exact as its float32 terms.
         torch.testing.assert_close(got.double(), want, rtol=torch.finfo(got.dtype).eps, atol=1e-6)
     return [value.clone() for value in pin.values()]
 
@@ -211,10 +211,10 @@ def test_any_layout(op, kernel, device, dtype, case, layout):
         laid = run(function(op), leaves(args), kwargs, layout(dy))
     if op.pin is None:
         wanted = plain[0], *plain[1]
-    else:  # what is drawn goes along memory, as torch's does
+    else:  # draws follow the memory layout, as in torch
         own, own_grads = run(op.reference, to(args, torch.float64), {**kwargs, **pinned(op, args, y)})
         wanted = own, *own_grads
-    # An unaligned or strided x may take another path through a kernel: equal within rounding, not to the bit.
+    # An unaligned or strided x may take another path through a kernel: equal within rounding, not bitwise.
     near = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
     for got, want in zip((y, *grads, laid[0], *laid[1]), (*wanted, plain[0], *plain[1]), strict=True):
         assert testing.error(got, want.double()).l2 <= near
@@ -254,7 +254,7 @@ def test_double_backward(op, kernel, device, dtype, case):
         _, wide = second(op.reference, to(args, torch.float64), {**kwargs, **pin})
         try:
             _, own = second(op.torch if op.pin is None else op.reference, leaves(args), {**kwargs, **pin})
-        except RuntimeError as error:  # we may be able to do more than torch
+        except RuntimeError as error:  # hfnn may support more than torch
             if "is not implemented" not in str(error):
                 raise
             _, own = second(op.reference, leaves(args), {**kwargs, **pin})
@@ -278,7 +278,7 @@ def test_gradcheck(op, kernel, device, dtype, case):
 
 
 def small(op, kernel, device, dtype):
-    """Leaves, and what the op makes of them."""
+    """Leaves, and the op's result."""
     args, kwargs = op.sample(op.small, dtype, device)
     args = leaves(args)
     with hfnn.use(kernel.name):
@@ -287,7 +287,7 @@ def small(op, kernel, device, dtype):
 
 @pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
 def test_batched_gradients(op, kernel, device, dtype, case):
-    """What `is_grads_batched` and vmap ask for at once is what backward gives one after another."""
+    """Batched gradients by `is_grads_batched` and vmap equal those of separate backwards."""
     args, y = small(op, kernel, device, dtype)
     dys = torch.randn(3, *y.shape, generator=torch.Generator().manual_seed(1)).to(y)
 
@@ -301,7 +301,7 @@ def test_batched_gradients(op, kernel, device, dtype, case):
 
 @pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
 def test_gradients_of_what_is_not_in_memory_as_it_is(op, kernel, device, dtype, case):
-    """Zeros without memory, which second derivatives make, and what is negated when it is read."""
+    """Zeros without memory, from second derivatives, and lazily negated tensors."""
     args, y = small(op, kernel, device, dtype)
     z = torch.randn(y.shape, dtype=torch.complex64, device=y.device)
     for dy in (torch._efficientzerotensor(y.shape, device=y.device), z.conj().imag):
@@ -317,7 +317,7 @@ def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
     with hfnn.use(kernel.name):
         ours = hfnn.memory.saved_bytes(lambda: function(op)(x, *args[1:], **kwargs))
     theirs = hfnn.memory.saved_bytes(lambda: op.torch(x, *args[1:], **kwargs))
-    statistics = 8 * x.numel() // x.shape[-1] + 8  # ours are float32, torch's of the dtype of x
+    statistics = 8 * x.numel() // x.shape[-1] + 8  # ours are float32, torch's have x's dtype
     assert ours.total <= theirs.total + statistics, f"{ours}\ntorch:\n{theirs}"
 
 
@@ -325,12 +325,12 @@ def test_saves_no_more_than_torch(op, kernel, device, dtype, case):
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_shapes(op, data):
-    """Shapes nobody chose, on the device's first kernel: the rule holds for outputs and gradients."""
+    """Random shapes, with the device's first kernel: the rule holds for outputs and gradients."""
     device = DEVICES[-1]
     kernel = next(k for k in op.kernels if k.device == device and k.missing is None)
     wide = data.draw(st.booleans())
     cols = st.sampled_from([127, 128, 129, 500, 1023, 1024, 1025, 2047, 4096, 5120]) if wide else st.integers(5, 70)
-    most = 8 if wide and device == "cpu" else 70  # 70 x 70 rows of 5120 take a CPU seconds, and tell no more
+    most = 8 if wide and device == "cpu" else 70  # 70 x 70 rows of 5120 take seconds on a CPU and find no more
     shape = [*data.draw(st.lists(st.integers(1, most), max_size=2)), data.draw(cols)]
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     case = (*shape, *(extra for extra in op.cases[1] if not isinstance(extra, int)))
@@ -339,7 +339,7 @@ def test_random_shapes(op, data):
     with hfnn.use(kernel.name):
         y, grads = run(function(op), args, kwargs)
     (wide, wide_grads), (own, own_grads) = references(op, args, kwargs, y)
-    # Few elements make torch's own error a matter of luck: an ulp and a half besides.
+    # Few elements make torch's own error random: one and a half ulps are added.
     for got, want, torchs in zip((y, *grads), (wide, *wide_grads), (own, *own_grads), strict=True):
         mine, theirs = testing.error(got, want), testing.error(torchs, want)
         assert mine.l2 <= 3 * theirs.l2 + 1.5 * torch.finfo(dtype).eps
@@ -364,7 +364,7 @@ def test_cuda_graph(op, kernel, device, dtype, case):
         y = function(op)(*args, **kwargs)
         return y, torch.autograd.grad(y, tensors(args), torch.ones_like(y))
 
-    torch.use_deterministic_algorithms(False)  # NaN-filling is not wanted inside a captured graph
+    torch.use_deterministic_algorithms(False)  # no NaN filling inside a captured graph
     with hfnn.use(kernel.name):
         with torch.cuda.stream(stream):
             eager, eager_grads = step()
@@ -376,7 +376,7 @@ def test_cuda_graph(op, kernel, device, dtype, case):
     torch.cuda.synchronize()
     if op.pin is None:
         assert torch.equal(y, eager) and all(map(torch.equal, grads, eager_grads))
-    else:  # a random op: every replay draws anew, and backward repeats what forward drew
+    else:  # a random op: every replay draws anew, and backward uses forward's draw
         first = y.clone(), [grad.clone() for grad in grads]
         graph.replay()
         torch.cuda.synchronize()
@@ -384,7 +384,7 @@ def test_cuda_graph(op, kernel, device, dtype, case):
         assert not all(map(torch.equal, *draws))
 
 
-# Statistics of a batch norm are of all rows; so many groups of a group norm are torch's.
+# A batch norm's statistics need all rows; a group norm of this many groups is left to torch.
 WHOLE = ("batch_norm", "batch_norm_act", "group_norm", "group_norm_act")
 
 
@@ -407,7 +407,7 @@ def test_more_than_2_31_elements(op, kernel, device, dtype, case):
         grads = torch.autograd.grad(y.sum(), tensors(args))
         return [t[-16:] for t in (y, *grads) if like_x(t)]
 
-    # Rows of the sample, for not every op takes any number; in no order, so that a wrong row has other numbers.
+    # Rows of the sample, because not every op takes any value; in random order, so that a wrong row shows.
     args = [a[torch.randint(16, (rows,), device=device)] if like_x(a) else a for a in sampled]
     tails = leaves([a[-16:] if like_x(a) else a for a in args])
     args = [a.requires_grad_() if is_float(a) else a for a in args]
@@ -424,7 +424,8 @@ def test_more_than_2_31_elements(op, kernel, device, dtype, case):
 
 
 def consumed(op, args, kwargs, weight, recipes=True, nodes=None):
-    """y of the op, through two consumers that share its recipe; gradients of everything. nodes: gets what y's keeps."""
+    """y of the op, through two consumers that share its recipe; gradients of everything. nodes: collects what y's node
+    keeps."""
     torch.manual_seed(7)
     weight = weight.detach().requires_grad_()
     with contextlib.nullcontext() if recipes else recipe.disabled():
@@ -432,7 +433,7 @@ def consumed(op, args, kwargs, weight, recipes=True, nodes=None):
         y = function(op)(x, *args[1:], **kwargs)
         z = hfnn.functional.linear(y, weight) + hfnn.functional.linear(y, weight * 2)
     if nodes is not None:
-        nodes.append(weakref.ref(args[0]))  # which is alive while y's node is
+        nodes.append(weakref.ref(args[0]))  # alive while y's node is
     return torch.autograd.grad(z.square().mean(), [*tensors(args), weight])
 
 
@@ -442,7 +443,7 @@ def test_recipes_change_no_bit(op, kernel, device, dtype, case):
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     with hfnn.use(kernel.name):
         recipe.counter.reset()
-        nodes, inner = [], int(op.recipe_needs_recipe)  # which takes one, and has it rebuilt, too
+        nodes, inner = [], int(op.recipe_needs_recipe)  # the inner op takes a recipe, which is rebuilt, too
         on = consumed(op, leaves(args), kwargs, weight, nodes=nodes)
         taken = 2 + inner
         assert recipe.counter.taken == taken and recipe.counter.rebuilt == 1 + inner, "not used, or not shared"
@@ -454,7 +455,7 @@ def test_recipes_change_no_bit(op, kernel, device, dtype, case):
 
 @with_recipe
 def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch):
-    """The test above would fail if one element of a rebuilt tensor were one ulp off."""
+    """The test above would fail if one element of a rebuilt tensor were off by one ulp."""
     args, kwargs = op.sample(case, dtype, device)
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     make = recipe._Output.make
@@ -467,7 +468,7 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
             flat[largest] = (flat[largest : largest + 1].view(torch.int16) + 1).view(dtype)[0]
         return y
 
-    def spoil(y):  # a node in C++ has just built it
+    def spoil(y):  # a C++ node has just built it
         with torch.no_grad():
             off_by_one_ulp(y)
 
@@ -486,7 +487,7 @@ def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch
 
 @with_recipe
 def test_changed_sources_are_not_trusted(op, kernel, device, dtype, case):
-    """In-place changes between producer and consumer: the gradients are those of what the consumer saw."""
+    """In-place changes between producer and consumer: the gradients are those of what the consumer read."""
     args, kwargs = op.sample(case, dtype, device)
     weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
     for changed in range(len(tensors(args))):

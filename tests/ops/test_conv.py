@@ -1,4 +1,4 @@
-"""Convolutions that keep a recipe of their input: no bit of a result or a gradient, no stride and no error differs."""
+"""Convolutions that keep a recipe of their input: results, gradients, strides and errors are exactly torch's."""
 
 import itertools
 
@@ -115,15 +115,15 @@ def test_siblings_share_what_is_rebuilt(device, rebuilt):
 
 @names
 def test_what_is_kept(device, name):
-    """Of silu's input and result one; of a frozen weight's input nothing."""
+    """One of silu's input and result; nothing of a frozen weight's input."""
     x, weight, bias = tensors(name, device)
     weight, bias = nn.Parameter(weight), nn.Parameter(bias)
     kept = lambda conv, h: saved_bytes(lambda: conv(h(x), weight, bias)).total  # noqa: E731
     assert kept(ours(name), silu) == x.nbytes and kept(theirs(name), silu) == 2 * x.nbytes
     weight.requires_grad_(False)
     double = lambda x: x * 2  # noqa: E731
-    # torch's keeps it, although nothing of it is read.
-    own = weight.nbytes  # of no parameter that learns: counted
+    # torch keeps the input although it does not read it.
+    own = weight.nbytes  # counted, because it does not require grad
     assert kept(ours(name), double) == own and kept(theirs(name), double) == own + x.nbytes
     with torch.autocast(device, torch.bfloat16):
         assert kept(ours(name), double) == own and kept(theirs(name), double) == (own + x.nbytes) // 2
@@ -134,7 +134,7 @@ def test_what_is_kept(device, name):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 def test_padding_by_name(device, padding, size, dims):
-    """torch pads an even window by a copy of the input, which has no recipe."""
+    """torch pads for an even window by copying the input; the copy has no recipe."""
     name = f"conv{dims}d"
     leaves = tensors(name, device, size=size)
     for dilation in (1, 2)[: 1 + (padding == "same")]:
@@ -154,7 +154,7 @@ def test_output_padding(device, dims):
 
 
 def test_layouts_of_inputs_and_gradients(device):
-    """What is strided, expanded or offset, and gradients that are."""
+    """Inputs and gradients that are transposed, with gaps or channels-last; gradients that are expanded."""
     x, weight, bias = tensors("conv2d", device)
     turned = lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)  # noqa: E731
     spread = lambda t: torch.stack([t, t], -1)[..., 0]  # noqa: E731
@@ -187,7 +187,7 @@ def test_second_derivatives(device, name, autocast, taken):
 @names
 @pytest.mark.parametrize("frozen", [False, True])
 def test_second_derivatives_of_what_is_not_kept(device, name, frozen):
-    """The first ones have a graph where torch's have, though nothing comes of it."""
+    """First derivatives have a graph where torch's have one, even if it gives nothing."""
     x, weight, bias = tensors(name, device)
     leaf, other = (x, weight) if frozen else (weight, x)
     other.requires_grad_(False)
@@ -203,7 +203,7 @@ def test_second_derivatives_of_what_is_not_kept(device, name, frozen):
 
 @names
 def test_gradients_that_are_not_asked_for(device, name):
-    """Some of torch's kernels make them, in another shape."""
+    """Some of torch's kernels compute them, in another shape."""
     leaves = tensors(name, device)
 
     def each(conv):
@@ -241,7 +241,7 @@ def test_nothing_at_all(device, batch, channels):
 
 
 def test_partial_backwards_rebuild_what_they_read(device, rebuilt):
-    """A zero-bubble schedule's: the gradient of the input first, of which nothing is rebuilt, then the weight's."""
+    """As in a zero-bubble schedule: the input's gradient first, which rebuilds nothing, then the weight's."""
     x, weight, bias = tensors("conv2d", device)
     wanted = gradients(theirs("conv2d"), [x, weight, bias], {}, cotangent=torch.ones_like)
     h = silu(x)

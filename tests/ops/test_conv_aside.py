@@ -1,4 +1,4 @@
-"""Where a convolution steps aside for torch's, what it refuses as torch does, and its modules."""
+"""When a convolution runs torch's op, which errors it raises as torch does, and its modules."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ if native.extension is None:
 
 
 def outcome(call):
-    """What a call gives, or how it fails."""
+    """A call's result, or its error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -63,7 +63,7 @@ def test_errors_are_torchs(device, bad, grad):
     with torch.set_grad_enabled(grad):
         found, wanted = (outcome(lambda conv=conv: conv(*args, **how)) for conv in (ours("conv2d"), theirs("conv2d")))
     assert isinstance(wanted, tuple) and found[0] is wanted[0]
-    # What torch's parser does not take it tells with the arguments, of which ours are more.
+    # torch's parser lists the arguments in its message, and we have more.
     assert found[1].partition(" - got")[0] == wanted[1].partition(" - got")[0]
 
 
@@ -72,7 +72,7 @@ def test_errors_are_torchs(device, bad, grad):
 @pytest.mark.parametrize("asked", [(0,), (1,), (2,)])
 @pytest.mark.parametrize("leaf", [False, True])
 def test_writes_are_reported_as_by_torch(device, frozen, which, asked, leaf):
-    """Of the input also where nothing of it is kept, or read."""
+    """Writes to the input, too, if it is not kept or read."""
     leaves = tensors("conv2d", device)
     if frozen:
         leaves[1].requires_grad_(False)
@@ -125,7 +125,7 @@ def test_a_weight_that_changed_before_backward_under_autocast_says_what_to_do(de
         weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace.*backward before the weight .* skip="):
         y.float().sum().backward()
-    alone.float().sum().backward()  # of which no gradient needs it
+    alone.float().sum().backward()  # no gradient needs it
 
 
 def test_autocast_leaves_float64_alone(device):
@@ -292,7 +292,7 @@ def test_what_is_left_alone():
 
 def test_what_becomes_another_after_convert(device, monkeypatch):
     x = tensors("conv2d", device)[0]
-    tiled = hfnn.convert(nn.Conv2d(C, OUT, 3).to(device), prefer="memory")  # as authors of seamless images do it
+    tiled = hfnn.convert(nn.Conv2d(C, OUT, 3).to(device), prefer="memory")  # as authors of seamless images do
     padded = lambda input, weight, bias: F.conv2d(F.pad(input, (1, 1, 1, 1), mode="circular"), weight, bias)  # noqa: E731
     tiled._conv_forward = padded
     assert torch.equal(tiled(x), padded(x, tiled.weight, tiled.bias))

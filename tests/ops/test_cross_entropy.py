@@ -1,4 +1,4 @@
-"""What cross_entropy promises besides the contract: the whole signature of torch's, and three numbers of its own."""
+"""cross_entropy beyond the contract: all of torch's arguments, and three options of its own."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def run(fn, x, *args, dy=None, **options):
 
 
 def judge(kernel, x, target, weight=None, own=None, **options):
-    """A kernel against float64 by the accuracy rule; own: torch's op where it has these options."""
+    """Compares a kernel with float64 by the accuracy rule. own: torch's op, if it has these options."""
     with hfnn.use(kernel):
         y, dx = run(hfnn.functional.cross_entropy, x, target, weight, prefer="memory", **options)
     assert y.grad_fn.name().startswith("_CrossEntropy"), "torch's own op ran"
@@ -53,7 +53,7 @@ def judge(kernel, x, target, weight=None, own=None, **options):
     if dtype is not torch.float32:
         testing.assert_close(y, exact[0], torchs[0], testing.OUTPUTS, "loss")
         testing.assert_close(dx, exact[1], torchs[1], testing.GRADIENTS, "gradient")
-    else:  # few and small numbers: torch's own error is a matter of luck, and may be none
+    else:  # few and small numbers: torch's own error is random, and may be zero
         for got, want, torchs_own in zip((y, dx), exact, torchs, strict=True):
             mine, theirs = testing.error(got, want), testing.error(torchs_own, want)
             assert mine.l2 <= 3 * theirs.l2 + 2 * torch.finfo(dtype).eps
@@ -63,12 +63,12 @@ SHAPES = ((7,), (5, 7), (3, 769), (2, 5, 3), (2, 4, 3, 5), (33, 64))
 
 
 @each_kernel
-@pytest.mark.filterwarnings("ignore:nll_loss2d")  # torch's own, which is not deterministic on CUDA
+@pytest.mark.filterwarnings("ignore:nll_loss2d")  # torch's own, nondeterministic on CUDA
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
 def test_signature_of_torch(kernel, device, shape, soft):
     if soft and kernel == "cuda":
-        kernel = "triton"  # which is what runs for probabilities
+        kernel = "triton"  # the kernel for probabilities
     classes = shape[min(1, len(shape) - 1)]
     options = itertools.product(("none", "mean", "sum"), (0.0, 0.1), (False, True), DTYPES)
     for reduction, smoothing, weighted, dtype in options:
@@ -116,7 +116,7 @@ def test_infinite_logits(kernel, device, dtype):
     target[:] = torch.tensor([1, 100, -100, 299], device=device)
     options = {"reduction": "sum"}
     judge(kernel, x, target, own=F.cross_entropy, **options)
-    with hfnn.use(kernel):  # a class that is masked: the loss is infinite
+    with hfnn.use(kernel):  # the target class is masked: the loss is infinite
         y = hfnn.functional.cross_entropy(x, torch.zeros_like(target), reduction="none")
         nan = hfnn.functional.cross_entropy(torch.full_like(x, -torch.inf), target, reduction="none")
     assert (y == torch.inf).all()
@@ -141,7 +141,7 @@ def test_a_class_that_is_none(kernel, device):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape(kernel, device, data):
-    """Shapes nobody chose."""
+    """Random shapes."""
     rows = data.draw(st.integers(1, 40))
     classes = data.draw(st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 4099])))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -209,7 +209,7 @@ def test_module():
 
 
 def test_own_numbers_without_a_kernel():
-    """Small inputs, and what no kernel takes: the same numbers by torch's ops."""
+    """Small inputs, and inputs that no kernel takes: the same numbers by torch's ops."""
     for shape, soft in itertools.product(((4, 30), (2, 5, 3), (9,)), (False, True)):
         x, target = example(shape, torch.float64, "cpu", soft)
         for reduction in ("mean", "sum", "none"):

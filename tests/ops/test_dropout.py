@@ -1,4 +1,4 @@
-"""What is peculiar to dropout: the draw."""
+"""dropout's random draw."""
 
 import math
 
@@ -18,7 +18,7 @@ def dropout(x, p=0.5, **kwargs):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.999])
 def test_p_is_exact(p, device):
-    """The share of what is kept is within five standard deviations of 1 - p, and the mean is kept."""
+    """The kept share is within five standard deviations of 1 - p, and kept values are scaled by 1 / (1 - p)."""
     x = torch.ones(1 << 20, device=device)
     y = dropout(x, p)
     kept = (y != 0).double().mean().item()
@@ -36,7 +36,7 @@ def test_draws_follow_torchs_generator(device):
 
 
 def test_neighbouring_draws_share_no_words(device):
-    """Two draws of the same length: agreement by chance only."""
+    """Two draws of the same length agree only by chance."""
     x = torch.ones(1 << 16, device=device)
     a, b = dropout(x) != 0, dropout(x) != 0
     assert abs((a == b).double().mean().item() - 0.5) < 0.02
@@ -53,7 +53,7 @@ def test_checkpoints_draw_the_same_mask(reentrant, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_gives_the_same_mask(kernel, device):
-    """One (seed, offset), one mask: 7 elements past a multiple of 4, seeds beyond 32 bits."""
+    """One mask for each (seed, offset): 7 elements past a multiple of 4, seeds beyond 32 bits."""
     from hfnn.ops import dropout as room
 
     x = torch.ones(1031, device=device)

@@ -1,4 +1,4 @@
-"""embedding: torch's results to the bit, and the ids that are kept."""
+"""embedding: bitwise torch's results, and the ids that are kept."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def kept(ids, fn):
 
 
 def test_what_is_kept(device):
-    """4 bytes an id; what takes less memory as it is, is kept as it is."""
+    """4 bytes per id; ids that take less memory already are kept as they are."""
     ids = torch.randint(0, 7, (8, 512), device=device)
     one = hfnn.Embedding(7, 4, device=device)
     one.prefer = "memory"
@@ -68,7 +68,7 @@ def test_what_is_kept(device):
 
 
 def test_changed_ids_are_not_taken_for_the_old(device):
-    """In place, also unseen, and by other memory: gradients are those of the ids that were looked up."""
+    """Changed in place, also without a new version, or by other memory: gradients are those of the ids looked up."""
     weight = torch.randn(7, 4, device=device)
     ids = torch.randint(0, 7, (64,), device=device)
     for change in (
@@ -94,7 +94,7 @@ def test_torchs_own_op_runs(device):
 
     def name(*args, **kwargs):
         y = F.embedding(ids, weight, *args, **kwargs)
-        return y.grad_fn.name()  # of a Function's node, some versions of torch forget it with y
+        return y.grad_fn.name()  # some versions of torch lose the name of a Function's node with y
 
     assert name(prefer="memory") == "_EmbeddingBackward"
     for options in (

@@ -1,4 +1,4 @@
-"""Maps without curvature: a gradient of a gradient is 0, where torch says so, and not None."""
+"""Piecewise linear maps: second derivatives are 0, not None, where torch returns 0."""
 
 import contextlib
 import functools
@@ -70,7 +70,7 @@ def test_l1_loss():
 
 
 def test_clamp():
-    """torch's is a choice of dy alone, which does not depend on x."""
+    """torch's gradient only selects from dy, and so does not depend on x."""
     x, scale = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
 
     def second(clamp):
@@ -86,8 +86,8 @@ def test_clamp():
 
 @pytest.mark.parametrize("kind", ["none", "identity", "save_on_cpu"])
 def test_a_result_nobody_uses_is_freed(kind):
-    """Also where hooks are given the handle: what they return then would hold the node, and all that came before it."""
-    x = torch.randn(4, 16, requires_grad=True).exp()  # which its node keeps
+    """Also if hooks get the handle: what they return would otherwise hold the node and all tensors before it."""
+    x = torch.randn(4, 16, requires_grad=True).exp()  # exp's node keeps x
     with hooks(kind):
         y = hfnn.functional.leaky_relu(x, prefer="memory")
     memory = weakref.ref(x.untyped_storage())

@@ -1,4 +1,4 @@
-"""What gated products promise beyond the contract: packed tensors, rows with gaps, ends, kinks, what they keep."""
+"""Gated products beyond the contract: packed tensors, rows with gaps, extreme values, kinks, what they keep."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_every_gate_against_float64(f, dtype, kernel):
         assert_close(g, w, o, OUTPUTS if what == "output" else GRADIENTS, what)
 
 
-# Widths that the tiles of a packed tensor divide, that no vector divides, of several tiles and of a part of one.
+# Widths that a packed tensor's tiles divide, that no vector divides, of several tiles and of part of one.
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("shape", [(5, 512), (2, 3, 37), (2, 2304), (1, 1), (0, 4), (3, 0), (7,), (2, 2500)])
@@ -102,7 +102,7 @@ def test_the_kernel_refuses_what_is_not_so():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_reglu_at_its_kink_and_at_the_ends(dtype, kernel):
-    """Bit for bit torch's, what relu's gradient stops among it: infinities and NaN of up and dy."""
+    """Bitwise torch's, including infinities and NaN of up and dy where relu's gradient is 0."""
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-6, -1e-6, INF, -INF, NAN], dtype=dtype)
     gate, up = (v.flatten() for v in torch.meshgrid(values, values, indexing="ij"))
     for dy in values:
@@ -119,7 +119,7 @@ def test_reglu_at_its_kink_and_at_the_ends(dtype, kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("f", GATES)
 def test_large_gates(f, kernel):
-    """Where exponentials overflow or vanish, the value and the slope are torch's."""
+    """Where exponentials overflow or underflow, value and slope are torch's."""
     gate = torch.tensor([-200.0, -100, -88, 88, 100, 200, -30, 30]).requires_grad_()
     up = torch.full((8,), 2.0)
     y, dgate = step(lambda g: _by(kernel)(g, up, f), gate)
@@ -139,7 +139,7 @@ def _by(kernel):
 
 
 def test_what_is_kept():
-    """gate and up, and nothing more by the product's consumer; torch keeps four tensors."""
+    """gate and up; the consumer keeps nothing more. torch keeps four tensors."""
     gate, up, weight = leaf(64, 512), leaf(64, 512, seed=1), leaf(512, 512)
     for f in GATES:
         ours = hfnn.memory.saved_bytes(lambda f=f: hfnn.functional.linear(gated(gate, up, f, prefer="memory"), weight))
@@ -229,7 +229,7 @@ def test_packed_double_backward_and_frozen_halves(needs):
 
 
 def test_no_rows():
-    """As an expert that got no tokens: what is expanded to no elements has strides of 0."""
+    """Like an expert without tokens. A gradient expanded to no elements has strides of 0."""
     for shape in ((0, 8), (3, 0, 8)):
         x = torch.randn(shape, requires_grad=True)
         for fn in (hfnn.functional.glu, hfnn.functional.swiglu, lambda x, **how: hfnn.functional.swiglu(x, x, **how)):

@@ -1,4 +1,4 @@
-"""Group norms: modules beside torch's, the activation behind, layouts, dtypes, errors; what is kept and rebuilt."""
+"""Group norms: modules against torch's, with activation, layouts, dtypes, errors; what is kept and rebuilt."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ def copies(tensors, dtype=None):
 
 
 def held(mine, exact, own, terms):
-    """The accuracy rule; parameters' gradients are sums of so many terms, which Triton adds in float32."""
+    """The accuracy rule. Parameters' gradients are sums of `terms` terms, which Triton adds in float32."""
     for i, (a, b, c) in enumerate(zip(mine, exact, own, strict=True)):
         testing.assert_close(a, b, c, 2 * testing.GRADIENTS, f"result {i}", terms)
 
@@ -102,7 +102,7 @@ def test_any_layout(dims, layout, gradient, kernel, device):
 
 @pytest.mark.parametrize("shape", [(1, 6, 1, 1), (1, 6, 1, 5), (4, 1, 3, 3), (1, 1, 4, 4), (3, 4, 1, 1), (2, 4, 1, 6)])
 def test_strides_where_dimensions_have_one_element(shape):
-    """Of which torch's rules for the order of memory say what they like."""
+    """torch's rules for the order of memory are ambiguous there."""
     for layout in (*LAYOUTS, "odd"):
         x = torch.randn(1000).as_strided(shape, (7, 7, 7, 7))
         x = (x if layout == "odd" else LAYOUTS[layout](torch.randn(shape))).detach().requires_grad_()
@@ -118,12 +118,12 @@ def test_strides_where_dimensions_have_one_element(shape):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_calls(kernel, data):
-    """Shapes, groups, dtypes, layouts and activations nobody chose."""
+    """Random shapes, groups, dtypes, layouts and activations."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     groups, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9 if kernel == "cpp" else 3))
     sizes = [data.draw(st.integers(1, 9 if kernel == "cpp" else 4)) for _ in range(data.draw(st.integers(0, 3)))]
-    # Of fewer numbers a norm of errors is a matter of luck: of a group, and of the parameters' gradients.
+    # With fewer elements per group, or per parameter's gradient, a norm of errors is random.
     width = width if width * torch.Size(sizes).numel() >= 4 else 4
     groups *= math.ceil(8 / (groups * width))
     shape = (data.draw(st.integers(4, 8)), groups * width, *sizes)
@@ -146,7 +146,7 @@ def test_random_calls(kernel, data):
 
 
 def _clear_of_kinks(y) -> bool:
-    """Whether no element is so near to a kink that rounding decides on which side it is."""
+    """Whether no element is so near to a kink that rounding decides its side."""
     inside = y[(y != 0) & (y != 6)]
     return inside.numel() == 0 or (float(inside.abs().min()) > 1e-2 and float((inside - 6).abs().min()) > 1e-2)
 
@@ -157,7 +157,7 @@ def _clear_of_kinks(y) -> bool:
 @pytest.mark.parametrize("last", [False, True])
 @dtypes
 def test_large_calls_on_the_cpu(dtype, last, shape, groups):
-    """Planes, rows and groups longer and shorter than a run, pieces and parts that nothing divides."""
+    """Planes, rows and groups longer and shorter than a block; sizes that pieces and parts do not divide."""
     x, dy = torch.randn(2, *shape).to(dtype)
     if last and len(shape) == 4:
         x = x.to(memory_format=torch.channels_last)
@@ -188,7 +188,7 @@ def test_threads_do_not_change_bits(last, shape):
 
 @kernels
 def test_statistics_of_what_is_far_from_zero(kernel, device):
-    """Variances are of what is left after the mean: no difference of large squares; also where channels differ."""
+    """Variances are computed after subtracting the mean, not as a difference of large squares; channels may differ."""
     x = torch.randn(4, 6, 40, 10, device=device) * 0.1 + 1000
     means = torch.tensor([0.0, 1e3, -1e3, 5, 0, 1], device=device)
     apart = torch.randn(4, 6, 40, 10, device=device) + means[:, None, None]
@@ -264,7 +264,7 @@ def test_empty_inputs(shape):
 @pytest.mark.parametrize("of_parameters", DTYPES, ids=str)
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_and_autocast_on_the_cpu(low, of_parameters, dtype):
-    """The dtype of the result, or torch's error."""
+    """The result's dtype, or torch's error."""
     x, weight, bias = torch.randn(2, 6, 5).to(dtype), *torch.randn(2, 6).to(of_parameters)
     found = []
     for fn in (functools.partial(F.group_norm, prefer="memory"), nn.functional.group_norm):
@@ -279,7 +279,7 @@ def test_dtypes_and_autocast_on_the_cpu(low, of_parameters, dtype):
 @kernels
 @pytest.mark.parametrize("last", [False, True])
 def test_what_is_kept(last, kernel, device):
-    """x, whatever follows, where torch keeps the norm's result besides; of modules, what a convolution reads, too."""
+    """x alone, where torch also keeps the norm's result. Modules also keep what a convolution reads."""
     if last and kernel == "triton":
         return
     x = torch.randn(4, 16, 8, 8, device=device)
@@ -295,7 +295,7 @@ def test_what_is_kept(last, kernel, device):
         recipe.counter.reset()
         kept = memory.saved_bytes(lambda: model(x * 1)).total
         assert recipe.counter.taken == 2
-    assert kept <= x.nbytes + statistics + parameters + 16 * 4  # but what rebuilds the norm's result
+    assert kept <= x.nbytes + statistics + parameters + 16 * 4  # except what rebuilds the norm's result
     assert memory.saved_bytes(lambda: stock(x * 1)).total >= 3 * x.nbytes
 
 
@@ -303,7 +303,7 @@ def test_what_is_kept(last, kernel, device):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_rebuilt_to_the_bit(act, last, kernel, device, monkeypatch):
-    """A consumer that rebuilds an activated norm gets what forward made."""
+    """A consumer that rebuilds an activated norm gets exactly forward's result."""
     kept, make = [], recipe._Output.make
     monkeypatch.setattr(recipe._Output, "make", lambda *args: (kept.append(make(*args)), kept[-1])[1])
     x, w = torch.randn(4, 6, 5, 8, device=device).requires_grad_(), torch.randn(3, 8, device=device).requires_grad_()
@@ -318,7 +318,7 @@ def test_rebuilt_to_the_bit(act, last, kernel, device, monkeypatch):
 
 
 def test_a_bias_may_be_written_to_before_backward(device):
-    """As under torch: backward does not read it. What would build y again of it says so."""
+    """As in torch: backward does not read it. A rebuild of y, which does, raises an error."""
     theirs = nn.GroupNorm(2, 8).to(device)
     mine = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
     start, dy = torch.randn(2, 2, 8, 5, 5, device=device)
@@ -343,7 +343,7 @@ def test_a_bias_may_be_written_to_before_backward(device):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("frozen", ["x", "weight", "both"])
 def test_second_derivatives_of_what_is_frozen(frozen, last):
-    """gradcheck, also where x is constant and has the channels last, on which torch's own backward crashes."""
+    """gradcheck, also with constant channels-last x, on which torch's own backward crashes."""
     x = torch.randn(2, 4, 2, 3, dtype=torch.float64)
     x = x.to(memory_format=torch.channels_last) if last else x
     weight, bias = torch.randn(2, 4, dtype=torch.float64)
@@ -370,7 +370,7 @@ def test_second_derivatives_of_what_is_frozen(frozen, last):
         ((2, 64, 64, 64), "silu", "speed", True),
         ((1, 64, 64, 64), "silu", "auto", False),
         ((1, 64, 64, 64), "silu", "memory", True),
-        ((2, 64, 64, 64), None, "auto", False),  # alone it is no faster: from megabytes on, for what it saves
+        ((2, 64, 64, 64), None, "auto", False),  # alone no faster; runs from megabytes on, to save memory
         ((8, 64, 64, 64), None, "auto", True),
         ((8, 64, 64, 64), None, "speed", False),
         ((64, 256, 8, 8), "silu", "auto", False),  # small planes

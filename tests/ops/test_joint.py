@@ -1,4 +1,4 @@
-"""q, k and v as views of one product: programs around attention, ours against stock, to the bit."""
+"""q, k and v as views of one product: programs around attention, ours against stock, bit for bit."""
 
 import random
 
@@ -19,7 +19,7 @@ B, T, H, D = 2, 48, 4, 64
 
 
 class Turned(torch.autograd.Function):
-    """The identity, with the gradient turned round: a view that is more than a view."""
+    """The identity with a negated gradient: a view whose node does more than a view's."""
 
     @staticmethod
     def forward(ctx, x):
@@ -82,7 +82,7 @@ JOINED = (of_timm, of_neox, of_selects, with_batch_second, in_another_order)
 
 
 class Copies(TorchDispatchMode):
-    """Counts what torch stacks."""
+    """Counts torch's stack calls."""
 
     count = 0
 
@@ -92,7 +92,7 @@ class Copies(TorchDispatchMode):
 
 
 class Program:
-    """What a user does around one attention, drawn by a seed."""
+    """Random user code around one attention, drawn by a seed."""
 
     def __init__(self, seed):
         draw = random.Random(seed)
@@ -100,7 +100,7 @@ class Program:
         self.bias = draw.random() < 0.5
         self.causal = draw.random() < 0.3
         self.checkpoint = draw.random() < 0.15
-        self.twice = draw.random() < 0.15  # two attentions of the same views
+        self.twice = draw.random() < 0.15  # two attentions on the same views
         self.hooks = [name for name in "qkvy" if draw.random() < 0.04]
         self.late_hooks = [name for name in "qkvy" if draw.random() < 0.04]
         self.retained = [name for name in "qkvy" if draw.random() < 0.04]
@@ -112,17 +112,17 @@ class Program:
         self.second = draw.random() < 0.15
         self.batched = draw.random() < 0.1
         if self.batched:
-            self.retained = []  # batches of gradients end with their backward
+            self.retained = []  # a batched gradient is valid only during its backward
         if self.layout is written_before:
-            self.hooks = []  # torch crashes where a hook is set on a view whose base was written to
-        self.dropped = draw.random() < 0.5  # whether hooks alone know of the views in backward
+            self.hooks = []  # torch crashes on a hook on a view whose base was written to
+        self.dropped = draw.random() < 0.5  # whether only hooks refer to the views in backward
         self.copies = Copies()
 
     def __repr__(self):
         return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in vars(self).items())
 
     def run(self, attention):
-        """All that a user sees, by name; or the error."""
+        """Everything that a user observes, by name; or the error."""
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape):
@@ -142,7 +142,7 @@ class Program:
                 made[name].register_hook(lambda dy, name=name: self.see(seen, name, dy) * 3)
             for name in self.retained:
                 made[name].retain_grad()
-            # What the program holds: nobody else may add to the gradient of the rest.
+            # What the program holds. Nothing else may add to the other tensors' gradients.
             named = {
                 *self.late_hooks,
                 *self.retained,
@@ -178,7 +178,7 @@ class Program:
         return seen
 
     def see(self, seen, name, dy):
-        if not self.batched:  # a batch of gradients ends with its backward
+        if not self.batched:  # a batched gradient is valid only during its backward
             seen[f"hook {name} {len(seen)}"] = dy.clone()
         return dy
 
@@ -219,13 +219,13 @@ def check(seed):
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_programs(first):
     joined = [check(seed) for seed in range(first, first + 100)]
-    assert joined.count(True) >= 5  # of those layouts that torch stacks
+    assert joined.count(True) >= 5  # in layouts that torch stacks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_views_run_nothing(layout, dtype):
-    """Where the three are joined, no gradient goes through the views; elsewhere torch's nodes do their work."""
+    """Where the three are joined, no gradient passes the views; elsewhere torch's nodes run."""
     shape = (T, B) if layout is with_batch_second else (B, T)
     leaf, plain = (torch.zeros(*shape, 3 * H * D, dtype=dtype, requires_grad=True) for _ in range(2))
     joined = sdpa._joint(*layout(leaf * 1))

@@ -1,4 +1,4 @@
-"""Linear under autocast, and with its product recomputed: what is kept, and that no bit of a gradient changes."""
+"""Linear under autocast, and with its product recomputed: what is kept; gradients are bitwise unchanged."""
 
 import functools
 import random
@@ -17,7 +17,7 @@ from hfnn.ops import linear as linear_room
 ROWS, COLS, WIDE = 48, 64, 96
 
 
-# Under autocast small inputs are torch's unless memory is asked for; and on a GPU gradients are not torch's to the bit.
+# Under autocast small inputs go to torch unless memory is preferred. On a GPU gradients are not bitwise torch's.
 added_up = functools.partial(hfnn.functional.linear, prefer="memory")
 linear = functools.partial(added_up, exact=True)
 
@@ -38,7 +38,7 @@ def test_small_inputs_under_autocast_are_torchs(device):
 
 
 def parameters(device, *shapes, dtype=torch.float32):
-    """Parameters, for what they take is not counted as kept."""
+    """As Parameters, because their memory is not counted as kept."""
     return [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.1) for shape in shapes]
 
 
@@ -74,7 +74,7 @@ def test_gradients_under_autocast_are_torchs(device, x_dtype, low):
 
 
 def test_no_cast_of_a_weight_is_kept(device):
-    """Ours keep the input in the low dtype, torch's the weight in it as well."""
+    """Ours keeps the input in the low dtype; torch also keeps the weight in it."""
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.bfloat16, requires_grad=True)
     layer = mapping(COLS, WIDE, device)
     ours = under(device, lambda: saved_bytes(lambda: layer(x)))
@@ -105,12 +105,12 @@ def test_siblings_share_one_cast_of_their_input(device):
 
 @pytest.mark.parametrize("needs", [False, True])
 def test_a_buffer_that_is_filled_anew_is_cast_anew(device, needs):
-    """By what moves no version: a receive, numpy, `.data`."""
+    """By a write that changes no version: a receive, numpy, `.data`."""
     x = torch.zeros(ROWS, COLS, device=device, requires_grad=needs)
     (weight,) = parameters(device, (WIDE, COLS))
 
     def step(fn):
-        results = []  # with the graph of each, which keeps the cast of its time
+        results = []  # with each result's graph, which keeps its cast
         for i in range(3):
             x.data.fill_(i)
             results.append(under(device, lambda: fn(x, weight)))
@@ -159,14 +159,14 @@ def test_double_backward_under_autocast(device):
 
 @pytest.mark.parametrize("hooks", [False, True])
 def test_second_derivatives_by_a_shared_cast(device, hooks):
-    """A sibling's cast leads to x, too, be it the same tensor or, under hooks, the same memory."""
+    """A sibling's cast must lead to x, whether it is the same tensor or, under hooks, the same memory."""
     leaf, first, second = parameters(device, (ROWS, COLS), (WIDE, COLS), (WIDE, COLS))
 
     def gradients(fn):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooks else torch.enable_grad():
             x = leaf * 2
             y = under(device, lambda: fn(x, first).float().square().sum() + fn(x, second).float().square().sum())
-            # Of the second weight's gradient alone: what of x is in it came by the cast of its own product.
+            # Only the second weight's gradient; it depends on x through its own product's cast.
             (dsecond,) = torch.autograd.grad(y, second, create_graph=True)
             return torch.autograd.grad(dsecond.float().square().sum(), leaf)
 
@@ -189,7 +189,7 @@ def mlp(x, norm, first, bias, second, recompute):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_recompute(device, autocast):
-    """The product is not kept, runs once more and no more than once, and no bit of a gradient differs."""
+    """The product is not kept, runs exactly once more, and gradients are bitwise equal."""
     x = torch.randn(ROWS, COLS, device=device, requires_grad=True)
     leaves = x, *parameters(device, (COLS,), (WIDE, COLS), (WIDE,), (COLS, WIDE))
 
@@ -210,7 +210,7 @@ def test_recompute(device, autocast):
 
 
 def test_recompute_by_two_consumers(device):
-    """Two activations of one product, as in a gated MLP with a tied gate: it is computed again once."""
+    """Two activations of one product, as in a gated MLP with a tied gate: it is recomputed once."""
     x, weight, second = parameters(device, (ROWS, COLS), (WIDE, COLS), (COLS, WIDE))
 
     def step(recompute):
@@ -256,7 +256,7 @@ def test_autocast_leaves_float64_alone(device, dtypes):
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,), (0, 3, 8)])
 @pytest.mark.parametrize("outputs", [4, 0])
 def test_no_rows_and_one(device, shape, outputs):
-    """An expert without tokens."""
+    """Like an expert without tokens, or with one."""
     x, weight, bias = parameters(device, shape, (outputs, 8), (outputs,))
 
     def step(fn):
@@ -295,7 +295,7 @@ def test_a_weight_that_changed_before_backward_is_an_error_that_says_what_to_do(
 
 
 def test_a_weight_that_no_gradient_needs_may_change(device):
-    """Its own gradient is of the input alone."""
+    """The weight's gradient depends on the input alone."""
     (weight,) = parameters(device, (WIDE, COLS))
     x = torch.randn(ROWS, COLS, device=device)
 
@@ -313,7 +313,7 @@ def test_a_weight_that_no_gradient_needs_may_change(device):
 
 @pytest.fixture(params=["C++", "Python"])
 def wide(request, monkeypatch):
-    """They are made so on the CPU, too."""
+    """Enables them on the CPU."""
     monkeypatch.setattr(linear_room, "wide_on_cpu", True)
     if request.param == "Python":
         monkeypatch.setattr(linear_room, "_native", native._python)
@@ -327,7 +327,7 @@ def wide(request, monkeypatch):
 
 
 def apart(found, wanted, exact):
-    """The largest errors of two results, in parts of the largest number."""
+    """The largest errors of two results, relative to the largest number."""
     errors = [
         [(a.double() - e).abs().max() / e.abs().max() for a, e in zip(f, exact, strict=True)] for f in (found, wanted)
     ]
@@ -367,7 +367,7 @@ def test_products_of_one_input_add_up_where_the_sum_is(device, wide):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_product_is_left_out_or_counted_twice(device, wide, seed):
-    """Programs of several consumers of one input, with hooks, with other ops, and with parts of the graph asked for."""
+    """Programs with several consumers of one input, hooks, other ops, and partial gradients."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     weights = parameters(device, *[(COLS, COLS)] * 4)
@@ -414,7 +414,7 @@ def test_no_product_is_left_out_or_counted_twice(device, wide, seed):
         elif how == "many":
             dys = torch.tensor([1.0, -2.0], device=device)
             found = torch.autograd.grad(total, [leaf, *weights], dys, is_grads_batched=True, allow_unused=True)
-            kept.clear()  # what hooks saw stands for many
+            kept.clear()  # hooks saw a batched gradient
         elif how == "some":
             found += torch.autograd.grad(
                 total, [x, *(weights[i] for i in chosen)], retain_graph=True, allow_unused=True

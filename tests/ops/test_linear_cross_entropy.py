@@ -1,4 +1,4 @@
-"""What the losses of a linear map promise besides the contract: plans, memory, accuracy, whose product runs when."""
+"""Losses of a linear map beyond the contract: plans, memory, accuracy, and which products run when."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from hfnn.ops import head
 F = hfnn.functional
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 on_each = pytest.mark.parametrize("device", DEVICES)
-# No CUDA kernel takes float64.
+# CUDA kernels do not take float64.
 on_each_dtype = pytest.mark.parametrize(
     "device, dtype",
     [(d, t) for d in DEVICES for t in (torch.float64, torch.float32, torch.bfloat16) if d == "cpu" or t.itemsize < 8],
@@ -35,7 +35,7 @@ def problem(dtype, device="cpu", tokens=TOKENS, width=WIDTH, vocabulary=VOCABULA
 
 
 def step(fn, inputs, target, twice=False, **options):
-    """The result and the gradients; `twice`: and those of a second backward, which makes the logits once more."""
+    """The result and the gradients. `twice`: also those of a second backward, which recomputes the logits."""
     hidden, weight, bias = inputs
     y = fn(hidden, weight, target, bias, **options)
     dy = torch.linspace(1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y)
@@ -62,7 +62,7 @@ GRID = [
 
 
 def test_tokens_that_do_not_count_are_not_read():
-    """Their hidden states may be NaN, as behind rows of attention that see nothing."""
+    """Their hidden states may be NaN, as after attention rows without keys."""
     inputs, target = problem(torch.float32, bias=False)
     target[2:] = -100
     results = []
@@ -77,10 +77,10 @@ def test_tokens_that_do_not_count_are_not_read():
 @pytest.mark.parametrize("weighted", ["", "classes", "tokens", "both"])
 @pytest.mark.parametrize("reduction, options, how", GRID)
 def test_options_and_plans(device, dtype, weighted, reduction, options, how):
-    """Every option by every plan equals torch's ops on logits that are there, in a first and in a second backward."""
+    """Every option in every plan equals torch's ops on real logits, in a first and in a second backward."""
     inputs, target = problem(dtype, device, bias=reduction != "mean")
     if how.get("compact"):
-        target[2:5] = -100  # 380 of 700 count, and the work is on 384
+        target[2:5] = -100  # 380 of 700 count, and 384 are computed
     target = target.where(target != -100, options.get("ignore_index", -100))
     options = {"reduction": reduction, "dtype": torch.promote_types(dtype, torch.float32), **options}
     if weighted in ("classes", "both"):
@@ -124,7 +124,7 @@ class Products(TorchDispatchMode):
     ((2,), "sum", (1, 0)), ((0, 1), "none", (1, 3)),
 ])  # fmt: skip
 def test_no_product_in_vain(wanted, reduction, products):
-    """(in forward, in backward): the logits, and one for each gradient of a matrix."""
+    """Counts (in forward, in backward): the logits, and one product per matrix gradient."""
     inputs, target = problem(torch.float32)
     for i, t in enumerate(inputs):
         t.requires_grad_(i in wanted)
@@ -155,7 +155,7 @@ def test_autocast(device, low):
 
 @on_each
 def test_float16_with_a_scaled_loss(device):
-    """1 / tokens would vanish in float16, and a scaled loss overflow: neither is multiplied in before its time."""
+    """1 / tokens would underflow in float16, and a scaled loss overflow: both are multiplied in late."""
     inputs, target = problem(torch.float16, device, bias=False)
     exact = [t if t is None else t.detach().double().cpu().requires_grad_() for t in inputs]
     y = F.linear_cross_entropy(*inputs[:2], target, prefer="memory")
@@ -172,7 +172,7 @@ def gradient_of_weight(fn, inputs, target, **options):
 @on_each
 @pytest.mark.parametrize("max_bytes", [None, 200 * 4096 * 2])
 def test_gradient_of_a_16_bit_weight(device, max_bytes):
-    """At most twice the error of one product of all tokens, whatever the plan."""
+    """At most twice the error of one product of all tokens, in every plan."""
     sizes = {"cpu": (2800, 64, 4096), "cuda": (8400, 2048, 4096)}[device]
     inputs, target = problem(torch.bfloat16, device, *sizes, bias=False)
     wide = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
@@ -185,9 +185,9 @@ def test_gradient_of_a_16_bit_weight(device, max_bytes):
 @on_each
 @pytest.mark.parametrize("odd", [0, 1])
 def test_peak_memory(device, odd):
-    """Above inputs and gradients, less than 0.15 of the logits: also where they are those of a 16-bit weight.
+    """Above inputs and gradients, less than 0.15 of the logits, also for a 16-bit weight.
 
-    A vocabulary that cuBLAS would be slow on costs a longer copy of the weight.
+    For a vocabulary size that is slow in cuBLAS, a padded copy of the weight is added.
     """
     dtype, sizes = {"cpu": (torch.float32, (2044, 256, 8192)), "cuda": (torch.bfloat16, (8190, 4096, 128256))}[device]
     sizes = *sizes[:2], sizes[2] - odd
@@ -205,7 +205,7 @@ def test_peak_memory(device, odd):
 
 
 def test_gradients_are_given_away():
-    """The .grad of a parameter is the memory that forward filled: no copy, and nobody else holds it."""
+    """A parameter's .grad is the memory that forward filled: no copy, and no other owner."""
     inputs, target = problem(torch.float32)
     y = F.linear_cross_entropy(inputs[0], inputs[1], target, inputs[2], prefer="memory")
     made = [g.data_ptr() for g in y.grad_fn.grads[:2]]
@@ -228,7 +228,7 @@ def test_changed_inputs_are_noticed():
 
 @pytest.mark.parametrize("first, widths", [(128, 256), (256, 256), (384, 200)])
 def test_logits_inside_the_gradient(first, widths):
-    """Logits at the end of the memory of the weight's gradient, whatever part of it they fill."""
+    """Logits use the end of the weight gradient's memory, whatever part of it they fill."""
     (hidden, weight, bias), _ = problem(torch.float32, tokens=700, width=widths, vocabulary=1000)
     given = head.operands(hidden, weight, bias, torch.bfloat16)
     sums = head.Gradients(given, (True, True, True), torch.float32)
@@ -255,7 +255,7 @@ def test_wrong_arguments():
     with pytest.raises(IndexError, match="Target 50 is out of bounds"):
         F.linear_cross_entropy(hidden, weight, target.clone().fill_(50), prefer="memory")
     many = target.clone().fill_(-1)
-    for fn in (F.linear_cross_entropy, F.linear_log_probs):  # also by plans whose kernels know of absent classes
+    for fn in (F.linear_cross_entropy, F.linear_log_probs):  # also in plans whose kernels support absent classes
         with pytest.raises(IndexError, match="Target -1 is out of bounds"):
             fn(hidden.bfloat16(), weight.bfloat16(), many, prefer="memory", max_bytes=70 * VOCABULARY * 2)
     with pytest.raises(RuntimeError):  # torch's own

@@ -21,7 +21,7 @@ reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 
 
 def sample(tokens=(13,), vocabulary=101, width=16, teacher_width=24, dtype=torch.float32, bias=True, target=True):
-    """Arguments by name; the student's require grad, and every fourth token is ignored."""
+    """Arguments by name. The student's require grad, and every fourth token is ignored."""
 
     def linear(width, grad):
         hidden, weight, bias_V = (torch.randn(s) for s in ((*tokens, width), (vocabulary, width), (vocabulary,)))
@@ -38,7 +38,7 @@ def sample(tokens=(13,), vocabulary=101, width=16, teacher_width=24, dtype=torch
 
 
 def run(fn, sample, dy=None, **options):
-    """[loss, gradients of what requires grad]"""
+    """[loss, gradients of the tensors that require grad]"""
     y = fn(**sample, **options)
     return [y, *torch.autograd.grad(y, [sample[n] for n in NAMES if n in sample and sample[n].requires_grad], dy)]
 
@@ -61,13 +61,13 @@ def to(dtype, sample):
 
 
 def check(sample, dy=None, kernel=KERNELS[0], allowed=1.0, **options):
-    """The accuracy rule for the loss and every gradient; max_bytes are none of the definition's business."""
+    """The accuracy rule for the loss and every gradient. The definition does not take max_bytes."""
     plain = {name: value for name, value in options.items() if name != "max_bytes"}
     mine = run(forced(kernel), sample, dy, **options)
     own = run(room.composed, sample, dy, **plain)
     wide = run(room.reference, to(torch.float64, sample), None if dy is None else dy.double(), **plain)
     for i, (got, of, reference) in enumerate(zip(mine, own, wide, strict=True)):
-        if i == 0 and got.dim() == 0:  # one number may be right by luck
+        if i == 0 and got.dim() == 0:  # a single number may be right by chance
             assert got.dtype is of.dtype
             error = testing.error(got, reference).l2
             assert error <= 2 * testing.error(of, reference).l2 + 2 * torch.finfo(got.dtype).eps
@@ -94,7 +94,7 @@ def test_options(bias, target, options):
 
 
 def test_definition():
-    """By torch's kl_div; a student that is its own teacher has no loss and no gradient."""
+    """By torch's kl_div. A student that equals its teacher has no loss and no gradient."""
     given = sample(target=False)
     z, t = (
         torch.nn.functional.linear(*(given[f"{who}{n}"] for n in names)) / 2
@@ -136,7 +136,7 @@ def test_gradcheck(beta, reduction, max_bytes):
 @reductions
 @kernels
 def test_retained_graph(reduction, kernel):
-    """The gradients are given away at the first backward and made again for the second; nothing is written to."""
+    """The first backward gives its gradients away and the second recomputes them; inputs are not written to."""
     given = sample()
     copies = {n: t.detach().clone() for n, t in given.items()}
     leaves = [given[n] for n in NAMES]
@@ -144,7 +144,7 @@ def test_retained_graph(reduction, kernel):
     dy = torch.full_like(y, 3)
     first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
     for grad in second:
-        grad.zero_()  # the caller's to write to
+        grad.zero_()  # the caller may write to it
     third = torch.autograd.grad(y, leaves, dy)
     assert all(map(torch.equal, first, third)) and (dy == 3).all() and y._version == dy._version == 0
     assert all(torch.equal(given[n], copies[n]) and given[n]._version == 0 for n in given)
@@ -173,7 +173,7 @@ def test_the_teacher_gets_no_gradient():
 @pytest.mark.parametrize("rows", [1, 2, 5, 64, 10**6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks(rows, reduction, dtype):
-    """However few tokens are worked on at a time; in bfloat16 the weight's gradient is rounded no more often."""
+    """For any chunk size. In bfloat16 the weight's gradient is rounded no more often."""
     given = sample((67,), dtype=dtype)
     dy = torch.rand(67, device=DEVICE).to(dtype) if reduction == "none" else None
     max_bytes = 2 * rows * 101 * dtype.itemsize
@@ -181,7 +181,7 @@ def test_chunks(rows, reduction, dtype):
 
 
 def test_logits_at_a_time():
-    """No more bytes of logits than were allowed, of both kinds together, beside the gradients of hidden and weight."""
+    """At most the allowed bytes of logits, both kinds together, besides the gradients of hidden and weight."""
     given = sample((1024,), vocabulary=1000, bias=False)
     leaves = given["input"], given["linear_weight"]
     logits, allowed = 1024 * 1000 * 4, 500_000
@@ -207,13 +207,13 @@ def test_memory_kept():
     kept = memory.saved_bytes(lambda: linear_distillation(**given, prefer="memory"))
     operands = sum(t.nbytes for t in given.values())
     assert kept.total == operands - given["teacher_weight"].nbytes, "the teacher's weight is its owner's"
-    gradients = given["input"].nbytes + given["linear_weight"].nbytes  # held beside what autograd keeps
+    gradients = given["input"].nbytes + given["linear_weight"].nbytes  # held besides what autograd keeps
     theirs = memory.saved_bytes(lambda: room.composed(**given)).total
     assert kept.total + gradients + 3 * 128 * 1000 < theirs
 
 
 def test_without_gradients():
-    """No gradient is made that nobody can ask for: without grad mode, or without a leaf."""
+    """Without grad mode or a leaf that requires grad, no gradient is computed."""
     given, made = sample(), []
     gradients, detached = head.Gradients, {n: t.detach() for n, t in sample().items()}
     try:
@@ -232,7 +232,7 @@ def test_without_gradients():
 
 @reductions
 def test_nothing_counts(reduction):
-    """The mean of nothing is NaN, and its gradient nought, as for torch's cross_entropy."""
+    """The mean over no tokens is NaN, and its gradient 0, as in torch's cross_entropy."""
     given = sample()
     given["target"] = torch.full_like(given["target"], -100)
     empty = sample((0,))
@@ -247,7 +247,7 @@ def test_nothing_counts(reduction):
 
 
 def test_float16_mean_of_many():
-    """The gradients of a mean are too small for float16 before the loss is scaled."""
+    """Without loss scaling, the gradients of a mean underflow in float16."""
     given = sample((4096,), vocabulary=64, dtype=torch.float16, bias=False)
     dy = torch.tensor(16384.0, dtype=torch.float16, device=DEVICE)
     check(given, dy)
@@ -273,7 +273,7 @@ def test_autocast(low, dtype, reduction):
 @pytest.mark.parametrize("student", DTYPES, ids=str)
 @pytest.mark.parametrize("teacher", DTYPES, ids=str)
 def test_teacher_of_another_dtype(student, teacher):
-    """A narrower teacher goes through the kernel; a wider one would be rounded, and is left to torch's ops."""
+    """The kernel takes a narrower teacher. A wider one would be rounded, so torch's ops run."""
     given = sample(dtype=student)
     given |= {n: t.to(teacher) for n, t in given.items() if n.startswith("teacher")}
     y, *_ = mine = run(linear_distillation, given, prefer="memory")
@@ -298,7 +298,7 @@ def test_teacher_of_inference_mode(reduction):
 
 
 def test_changes_before_backward_are_errors():
-    """In-place changes are seen, as torch sees them; those of the teacher where a backward needs it once more."""
+    """In-place changes are detected as in torch; those of the teacher only where backward reads it again."""
     given = sample()
     y = linear_distillation(**given, prefer="memory")
     given["teacher_weight"].zero_()
@@ -315,7 +315,7 @@ def test_changes_before_backward_are_errors():
 
 
 def test_impossible_words():
-    """Words with logits of -inf in both maps have no part in it."""
+    """Classes whose logits are -inf in both maps do not contribute."""
     given = sample()
     for name in ("linear_bias", "teacher_bias"):
         given[name] = given[name].detach().clone().index_fill_(0, torch.tensor([3, 99], device=DEVICE), -torch.inf)
@@ -344,8 +344,8 @@ def test_random_shapes(kernel, data):
     for got, of, reference in zip(*results, wide, strict=True):
         assert got.dtype is of.dtype and got.shape == of.shape
         if reference.isfinite().all():
-            # Few elements make torch's own error a matter of luck, and a small divergence is a difference of large
-            # numbers: an ulp and a half of what is subtracted.
+            # Few elements make torch's own error random, and a small divergence is a difference of large numbers: one
+            # and a half ulps of these are added.
             mine, theirs = ((t.double() - reference).norm() for t in (got, of))
             assert mine <= 3 * theirs + 1.5 * torch.finfo(dtype).eps * reference.norm().clamp_min(1)
 

@@ -1,4 +1,4 @@
-"""masked_softmax and causal_softmax: masks of every kind, what does not count, dtypes, and what is kept."""
+"""masked_softmax and causal_softmax: all kinds of masks, masked values, dtypes, and what is kept."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hfnn import memory, testing
 from .kernels import DTYPES, INF, NAN, dtypes, kernels
 
 F = hfnn.functional
-# The last is wider than a tile of any kernel's.
+# The last is wider than every kernel's tile.
 SHAPES = ((2, 3, 5, 7), (1, 2, 4, 769), (3, 64), (2, 1, 2, 3, 33), (7,), (2, 16500))
 
 
@@ -18,7 +18,7 @@ def draw(*shape, dtype=torch.float32, device="cpu", scale=3.0):
 
 
 def definition(x, keep=None, add=None, scale=1.0):
-    """exp(z - lse) where `keep` is set, without a softmax of torch's: in float64."""
+    """exp(z - lse) where `keep` is set, in float64 and without torch's softmax."""
     z = x * scale if add is None else x * scale + add
     keep = torch.ones_like(z, dtype=torch.bool) if keep is None else keep.expand(z.shape) & (z != -INF)
     top = z.masked_fill(~keep, -INF).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
@@ -34,7 +34,7 @@ def run(fn, leaves, dy):
 def check(ours, exact, torchs, inputs, kernel):
     """The accuracy rule for the result and the gradients of all inputs. Returns ours.
 
-    In a few numbers torch's own error is a matter of luck: an ulp and a half besides, of the dtype of what is kept.
+    For few elements torch's own error is random: one and a half ulps of the kept tensor's dtype are added.
     """
     dy = torch.randn(inputs[0].shape).bfloat16().to(inputs[0].device)
 
@@ -48,17 +48,18 @@ def check(ours, exact, torchs, inputs, kernel):
     for i, (g, w, o) in enumerate(zip(got, wide, own, strict=True)):
         assert g.dtype is o.dtype and g.shape == o.shape
         eps, mine, theirs = torch.finfo(got[0].dtype).eps, testing.error(g, w), testing.error(o, w)
-        if i == 2 and g.shape[-1:] != inputs[0].shape[-1:]:  # what adds to all of a row changes nothing: 0 is exact
+        if i == 2 and g.shape[-1:] != inputs[0].shape[-1:]:  # adding a constant to a row changes nothing: 0 is exact
             assert g.abs().max() <= eps * inputs[0].numel()
         else:
-            # A GPU's exp2 has two ulps; in the few numbers of a small mask rows cancel, where torch's own reach 6 ulps.
+            # A GPU's exp2 is off by up to 2 ulps. In the few elements of a small mask rows cancel; torch's own reach 6
+            # ulps.
             luck = (8 if g.is_cuda and i == 2 and g.numel() <= 128 else 3 if g.is_cuda else 1.5) * eps
             assert mine.l2 <= 3 * theirs.l2 + luck and mine.largest <= 3 * theirs.largest + luck, f"result {i}"
     return got
 
 
 def masks_of(shape):
-    """Shapes that broadcast: the matrix itself, one for all heads, padding of keys, of queries, and a single one."""
+    """Shapes that broadcast: the matrix itself, one for all heads, padding of keys or of queries, a single element."""
     whole = [shape, shape[-2:], (*(1 for _ in shape[:-1]), shape[-1]), shape[-1:]]
     if len(shape) > 1:
         whole += [(shape[0], *(1 for _ in shape[1:-1]), shape[-1]), (*shape[:-1], 1)]
@@ -129,7 +130,7 @@ def test_causal(shape, offset, dtype, kernel, device):
 
 @kernels
 def test_what_does_not_count_is_not_looked_at(kernel, device):
-    """Neither x nor dy, though they are infinite or NaN: to the bit the same row without them."""
+    """Masked x and dy may be infinite or NaN: bitwise the same as a row without them."""
     for cols in (40, 16500):
         x, dy = draw(4, cols, device=device), draw(4, cols, device=device)
         keep = torch.rand(4, cols, device=device) > 0.5
@@ -155,10 +156,11 @@ def test_special_rows(dtype, kernel, device):
         with hfnn.use(kernel):
             y, dx = run(F.masked_softmax, [x.clone().requires_grad_()], torch.ones_like(x))
             torchs = torch.softmax(x.float(), -1).to(dtype)
-            torchs[3] = 0  # in which nothing counts
+            torchs[3] = 0  # fully masked
             torch.testing.assert_close(y, torchs, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
             assert not y[3].any() and not dx[3].any() and dx[:2].isnan().all() and dx[2:].isfinite().all()
-            # transformers' masks hold the lowest number instead of -inf: a row of them alone is even, or x's own.
+            # transformers' masks hold the lowest number instead of -inf: a fully masked row is uniform, or x's own
+            # softmax.
             low = torch.full((5, cols), torch.finfo(dtype).min, dtype=dtype, device=device)
             low[0, :4] = 0
             y = F.masked_softmax(x.nan_to_num(0, 0, 0), low)
@@ -167,7 +169,7 @@ def test_special_rows(dtype, kernel, device):
 
 @kernels
 def test_results_do_not_depend_on_neighbours(kernel, device):
-    """Rows, heads and batches beside a row leave its bits alone, and so do columns behind the diagonal."""
+    """Neighbouring rows, heads and batches, and columns behind the diagonal, do not change a row's bits."""
     for cols in (100, 2500):
         x, add = draw(2, 3, 4, cols, device=device), draw(2, 1, 4, cols, device=device)
         with hfnn.use(kernel):
@@ -181,7 +183,7 @@ def test_results_do_not_depend_on_neighbours(kernel, device):
 @pytest.mark.parametrize("out", DTYPES, ids=str)
 def test_dtype_of_the_result(out, dtype, kernel, device):
     x, keep = draw(3, 4, 33, dtype=dtype, device=device), torch.rand(4, 33).to(device) > 0.3
-    if torch.float32 not in (dtype, out) and dtype is not out:  # no kernel's pair
+    if torch.float32 not in (dtype, out) and dtype is not out:  # no kernel takes this pair
         y = F.masked_softmax(x, keep, dtype=out, prefer="memory")
         assert y.dtype is out
         return
@@ -211,7 +213,7 @@ def test_autocast_is_torchs(dtype, kernel, device):
 @kernels
 @pytest.mark.parametrize("causal", [False, True])
 def test_double_backward(causal, kernel, device):
-    if kernel == "triton":  # float32 alone: against the formula
+    if kernel == "triton":  # float32 only: against the formula
         x, add = draw(4, 9, device=device).requires_grad_(), draw(9, device=device).requires_grad_()
 
         def second(name):
@@ -301,7 +303,7 @@ def test_other_dimensions_and_numbers(device):
 
 
 def test_the_formula_gives_no_nans(device):
-    """What runs where no kernel does: an empty row is 0, and its gradient."""
+    """What runs without a kernel: an empty row is 0, and so is its gradient."""
     x = draw(2, 3, device=device).requires_grad_()
     for mask in (torch.tensor([[False], [True]]), torch.tensor([[-INF], [0.0]])):
         with hfnn.use("torch"):
@@ -311,7 +313,7 @@ def test_the_formula_gives_no_nans(device):
 
 
 def test_eager_attention_of_transformers(device):
-    """softmax(scores * scale + mask, dtype=float32).to(dtype), to the bit where torch runs."""
+    """softmax(scores * scale + mask, dtype=float32).to(dtype), bitwise equal where torch runs."""
     for dtype in DTYPES:
         scores = draw(2, 3, 8, 8, dtype=dtype, device=device)
         mask = torch.full((8, 8), torch.finfo(dtype).min, dtype=dtype, device=device).triu(1)[None, None]

@@ -1,4 +1,4 @@
-"""hfnn.MultiheadAttention against torch's, with the same weights: every way to call it."""
+"""hfnn.MultiheadAttention against torch's, with the same weights, in all kinds of calls."""
 
 import copy
 import io
@@ -48,7 +48,7 @@ def shaped(x, layout):
 
 
 def draw(inputs, layout, kdim=E, vdim=E, dtype=torch.float32):
-    """(leaves, [query, key, value]): the same tensor for those that are one."""
+    """(leaves, [query, key, value]): arguments that are the same share a tensor."""
     lengths = {"self": (T,), "memory": (T, S), "three": (T, S, S)}[inputs]
     widths = (E, kdim, vdim)
     leaves = [
@@ -58,7 +58,7 @@ def draw(inputs, layout, kdim=E, vdim=E, dtype=torch.float32):
 
 
 def masks(mask, padding, inputs, layout, dtype=torch.float32):
-    """Keyword arguments; key 0 stays visible to all, for torch has NaN where it returns weights of no keys."""
+    """Keyword arguments. Key 0 stays visible to all, because torch returns NaN weights where there are no keys."""
     keys, batch = T if inputs == "self" else S, 1 if layout == "unbatched" else B
     shape = (batch * H, T, keys) if "3d" in mask else (T, keys)
     blocked = torch.ones(T, keys, dtype=torch.bool).triu(1) if mask == "hint" else torch.rand(shape) < 0.4
@@ -71,7 +71,7 @@ def masks(mask, padding, inputs, layout, dtype=torch.float32):
     if padding != "none":
         padded = padded[0] if layout == "unbatched" else padded
         found["key_padding_mask"] = as_float(padded) if padding == "float" else padded
-        if mask == "hint" and padding == "float":  # of one kind, or torch warns
+        if mask == "hint" and padding == "float":  # one mask dtype, or torch warns
             found["attn_mask"] = as_float(blocked)
     return found
 
@@ -92,7 +92,7 @@ def wide(module, given, leaves, how):
 
 
 def assert_alike(theirs, ours, given, leaves, **how):
-    """The accuracy rule for outputs and gradients, and whose code ran."""
+    """The accuracy rule for outputs and gradients, and which code ran."""
     with hfnn.use("torch"):
         assert ours(*given, **how)[0].equal(theirs(*given, **how)[0])
     want, _, want_grads = run(theirs, given, leaves, **how)
@@ -104,14 +104,14 @@ def assert_alike(theirs, ours, given, leaves, **how):
         return
     testing.assert_close(got, exact, want)
     for mine, true, torchs in zip(got_grads, exact_grads, want_grads, strict=True):
-        # A bias of the keys has no gradient but rounding.
+        # The gradient of the keys' bias is rounding noise.
         if testing.error(mine, torchs).largest > 1e-5 and (mine - torchs).abs().max() > 1e-6:
             testing.assert_close(mine, true, torchs, testing.GRADIENTS)
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often hfnn's own path was taken."""
+    """Counts how often hfnn's own path was taken."""
     calls, attend = [], multihead._attend
     monkeypatch.setattr(multihead, "_attend", lambda *args: calls.append(1) or attend(*args))
     return calls
@@ -127,7 +127,7 @@ def test_every_variant(variant, inputs, layout, counted):
     theirs, ours = pair(layout=layout, **options)
     for mask, padding in itertools.product(MASKS, PADDINGS):
         if "none" not in (mask, padding) and mask != "hint" and padding not in mask:
-            continue  # of two kinds: below
+            continue  # mixed mask dtypes: tested below
         leaves, given = draw(inputs, layout, options.get("kdim", E), options.get("vdim", E))
         counted.clear()
         assert_alike(theirs, ours, given, leaves, need_weights=False, **masks(mask, padding, inputs, layout))
@@ -153,7 +153,7 @@ def test_where_nothing_is_learnt_torchs_fast_path_runs(counted, monkeypatch):
     with torch.no_grad():
         assert ours(x, x, x, need_weights=False)[0].equal(theirs(x, x, x, need_weights=False)[0])
     assert calls == [1, 1] and not counted
-    ours(x, x, x, need_weights=False)  # the weights want a gradient
+    ours(x, x, x, need_weights=False)  # the weights require grad
     assert counted == [1] and len(calls) == 2
 
 
@@ -207,7 +207,7 @@ def test_a_mask_that_learns():
     theirs, ours = pair()
     x, mask = torch.randn(B, T, E), torch.randn(B * H, T, T, requires_grad=True)
     padding = masks("none", "float", "self", "batch first")["key_padding_mask"]
-    for is_causal in (False, True):  # a hint that is wrong; torch does not believe it beside padding
+    for is_causal in (False, True):  # a wrong hint; torch ignores it together with padding
         how = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal, "need_weights": False}
         want, got = (torch.autograd.grad(m(x, x, x, **how)[0].square().sum(), mask)[0] for m in (theirs, ours))
         assert want.ne(0).any()
@@ -233,7 +233,7 @@ def test_autocast(low, counted):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout(layout):
-    """Its mean is attention without it; one seed is one draw, also where a checkpoint computes it again."""
+    """Its mean is attention without dropout. A seed gives one draw, also when a checkpoint recomputes it."""
     theirs, ours = pair(layout=layout, dropout=0.3)
     leaves, given = draw("self", layout)
     mean = torch.stack([ours(*given, need_weights=False)[0] for _ in range(1000)]).mean(0)

@@ -14,7 +14,7 @@ E, H, B, T = 24, 4, 3, 5
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often hfnn's own path was taken."""
+    """Counts how often hfnn's own path was taken."""
     calls, attend = [], multihead._attend
     monkeypatch.setattr(multihead, "_attend", lambda *args: calls.append(1) or attend(*args))
     return calls
@@ -34,7 +34,7 @@ def run(module, given, how):
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_weights(batch_first, average, training, counted):
-    """Equal to the bit; batch_first None: without a batch."""
+    """Bitwise equal. batch_first None: without a batch."""
     theirs, ours = (m.train(training) for m in pair(bool(batch_first), dropout=0.2))
     x = torch.randn({True: (B, T, E), False: (T, B, E), None: (T, E)}[batch_first])
     blocked = torch.rand(T, T).triu(1) > 0.4

@@ -1,4 +1,4 @@
-"""nll_loss is torch's, to the bit, and keeps less."""
+"""nll_loss is bitwise torch's and keeps less."""
 
 import itertools
 

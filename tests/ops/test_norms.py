@@ -1,4 +1,4 @@
-"""What is peculiar to layer_norm and rms_norm."""
+"""layer_norm and rms_norm beyond the contract."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ FORMS = ["layer_norm", "rms_norm"]
 
 
 def both(name, x, *args, **kwargs):
-    """hfnn's (its room forced) and torch's result for the same arguments."""
+    """The results of hfnn (its room forced) and of torch for the same arguments."""
     mine = getattr(hfnn.functional, name)(x, *args, **kwargs, prefer="memory")
     return mine, getattr(F, name)(x, *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_one_column(name, device):
-    """Nothing varies in a row of one: the gradient of x is nought but for rounding, and nothing is NaN."""
+    """A row of one element has no variance: the gradient of x is 0 within rounding, and nothing is NaN."""
     x = torch.randn(7, 1, device=device, requires_grad=True)
     mine, theirs = both(name, x, (1,), eps=1e-6)
     torch.testing.assert_close(mine, theirs)
@@ -64,7 +64,7 @@ def test_eps(name, eps, device):
 
 
 def test_default_eps_of_rms_norm(device):
-    """torch's: the epsilon of the dtype it computes in, not of its input."""
+    """As in torch: the epsilon of the dtype it computes in, not of its input."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         mine, theirs = both("rms_norm", torch.full((2, 64), 1e-4, dtype=dtype, device=device), (64,))
         torch.testing.assert_close(mine, theirs)
@@ -88,7 +88,7 @@ def test_low_precision_input_with_float32_parameters(name, low, device):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_statistics_are_float32(name, device):
-    """Rows of 4096 far from zero: statistics in bfloat16 would be wrong in the first digit."""
+    """Rows of 4096 far from zero: bfloat16 statistics would be wrong in the first digit."""
     x = (torch.randn(8, 4096, device=device) * 0.1 + 10).bfloat16()
     mine, _ = both(name, x, (4096,), eps=1e-6)
     want = getattr(F, name)(x.double(), (4096,), eps=1e-6)
@@ -107,7 +107,7 @@ def test_not_a_number_stays_in_its_row(name, device):
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
 def test_float64_with_narrower_parameters(name, narrow, device):
-    """As torch: an error, or its own dtype."""
+    """As in torch: an error, or torch's dtype."""
     x, weight = torch.randn(5, 8, device=device).double(), torch.ones(8, device=device, dtype=narrow)
     results = []
     for fn in (getattr(hfnn.functional, name), getattr(F, name)):
@@ -120,7 +120,7 @@ def test_float64_with_narrower_parameters(name, narrow, device):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_frozen_after_forward(name, device):
-    """A second derivative is torch's, also where the weight that was used wants no gradient any more."""
+    """Second derivatives are torch's, also if the weight no longer requires grad."""
     x, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((5, 64), (64,)))
     found = []
     for y in both(name, x, (64,), weight):

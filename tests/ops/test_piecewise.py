@@ -1,4 +1,4 @@
-"""What is peculiar to the piecewise linear ops: the kinks, NaN and infinity as torch has them, and the bits."""
+"""Piecewise linear ops beyond the contract: kinks, NaN and infinity as in torch, and the packed bits."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INF, NAN = math.inf, math.nan
 
-# Each with bounds that 16 bits do not hold, and that they do.
+# Each with bounds that 16 bits represent, and that they do not.
 MAPS = {
     "relu": ({},),
     "leaky_relu": ({}, {"negative_slope": 0.1}, {"negative_slope": -0.5}, {"negative_slope": 0.0}),
@@ -56,7 +56,7 @@ def skip_unless_taken(kernel, dtype):
 
 
 def neighbours(values, dtype):
-    """The values as the dtype holds them, and the numbers next to them."""
+    """The values rounded to the dtype, and their neighbours."""
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
     raw = x.view(INTEGERS[x.element_size()])
     beside = torch.cat([(raw + 1).view(dtype), (raw - 1).view(dtype)])
@@ -64,7 +64,7 @@ def neighbours(values, dtype):
 
 
 def kinks(options, dtype):
-    """Every number at which any map does something, on both sides of 0, with the numbers around it."""
+    """Every number at which a map has a kink, with both signs, and its neighbours."""
     bounds = [float(v) for v in options.values() if v is not None and math.isfinite(v)]
     some = [0.0, -0.0, 0.5, 1.0, 3.0, 6.0, 1e-3, 100.0, *bounds]
     return torch.cat([neighbours([*some, *(-v for v in some)], dtype), torch.tensor([INF, -INF, NAN], dtype=dtype)]).to(
@@ -73,7 +73,7 @@ def kinks(options, dtype):
 
 
 def representable(x, kernel):
-    """Triton's interpreter takes bfloat16's subnormals for 0, which GPUs do not."""
+    """Triton's interpreter flushes bfloat16's subnormals to 0; GPUs do not."""
     if kernel == "triton" and DEVICE == "cpu" and x.dtype is torch.bfloat16:
         return x[(x == 0) | ~(x.abs() < torch.finfo(x.dtype).tiny)]
     return x
@@ -82,7 +82,7 @@ def representable(x, kernel):
 def one_by_one(fn, x, dy):
     """(y, dx) of each element on its own.
 
-    torch's vector code for the CPU gives some maps another slope at a NaN than its scalar code, and its CUDA code, do.
+    For some maps, torch's vectorised CPU code gives another slope at NaN than its scalar and CUDA code.
     """
     found = []
     for one, d in zip(x.split(1), dy.split(1), strict=True):
@@ -93,14 +93,14 @@ def one_by_one(fn, x, dy):
 
 
 def documented(name, options, x, y):
-    """torch's y of x, or what csrc/piecewise.h says where torch's CUDA kernels differ from its CPU's.
+    """torch's y of x, or what csrc/piecewise.h defines where torch's CUDA kernels differ from its CPU's.
 
-    They round softshrink's bound to 16 bits, and multiply with a sixth in hardsigmoid, where all others divide by 6.
+    They round softshrink's bound to 16 bits, and multiply by a sixth in hardsigmoid, where all others divide by 6.
     """
     if x.is_cuda and name == "softshrink" and x.dtype.itemsize == 2:
         return torchs(name)(x.float(), **options).to(x.dtype)
     if x.is_cuda and name == "hardsigmoid" and x.dtype is torch.float32:
-        exact = (x + 3).clamp(0, 6) / x.new_tensor(6)  # of a number instead, CUDA takes the reciprocal
+        exact = (x + 3).clamp(0, 6) / x.new_tensor(6)  # for a Python number CUDA would multiply by the reciprocal
         torch.testing.assert_close(exact, y, rtol=torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
         return exact
     return y
@@ -115,7 +115,7 @@ def assert_same(a, b, x):
 @kernels
 @dtypes
 def test_kinks_nan_and_infinity(name, options, kernel, dtype):
-    """y and dx are torch's, in whole vectors and in tails, for gradients that are finite and that are not."""
+    """y and dx are torch's, in whole vectors and in tails, for finite and non-finite gradients."""
     skip_unless_taken(kernel, dtype)
     x = representable(kinks(options, dtype), kernel)
     for cotangent in (0.3, -1.0, INF, NAN):
@@ -128,7 +128,7 @@ def test_kinks_nan_and_infinity(name, options, kernel, dtype):
                 y = ours(name)(leaf, **options)
             (dx,) = torch.autograd.grad(y, leaf, dy.repeat(times))
             assert_same(y.detach(), y_torch.repeat(times), leaf.detach())
-            if name == "hardsigmoid" and dtype is torch.float64:  # there torch multiplies with a sixth in float32
+            if name == "hardsigmoid" and dtype is torch.float64:  # there torch multiplies by a sixth in float32
                 torch.testing.assert_close(dx, dx_torch.repeat(times), rtol=1e-7, atol=0, equal_nan=True)
             else:
                 assert_same(dx, dx_torch.repeat(times), leaf.detach())
@@ -137,7 +137,7 @@ def test_kinks_nan_and_infinity(name, options, kernel, dtype):
 @each
 @kernels
 def test_every_16_bit_number(name, options, kernel):
-    """bfloat16, bit for bit but for the sign of a 0: NaNs stay NaNs."""
+    """bfloat16: bitwise equal but for the sign of 0; NaNs stay NaNs."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(DEVICE)
     x, found = representable(x, kernel), []
     for fn in (ours(name), torchs(name)):
@@ -179,7 +179,7 @@ def test_nothing_is_kept_or_recorded_without_grad(name, kernel):
     "shape, layout", [((2, 5, 3, 7), torch.channels_last), ((2, 3, 4, 2, 3), torch.channels_last_3d)]
 )
 def test_channels_last_stays(kernel, shape, layout):
-    """y and dx are laid out as x is, whatever the layout of dy; so is the gradient of the gradient."""
+    """y and dx have x's layout, whatever dy's; so does the second derivative."""
     x = torch.randn(shape, device=DEVICE).contiguous(memory_format=layout).requires_grad_()
     dy = torch.randn(shape, device=DEVICE, requires_grad=True)
     with hfnn.use(kernel):
@@ -196,7 +196,7 @@ def test_channels_last_stays(kernel, shape, layout):
 
 @kernels
 def test_the_third_derivative_is_there(kernel):
-    """Backward is linear in dy, and may be differentiated as often as one likes."""
+    """Backward is linear in dy, and differentiable any number of times."""
     x = torch.randn(50, device=DEVICE, requires_grad=True)
     found = []
     for fn in (hfnn.functional.leaky_relu, nn.functional.leaky_relu):
@@ -250,7 +250,7 @@ MODULES = (
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: type(m).__name__)
 def test_modules(module):
-    """`convert` gives the class of the same name, ReLU6 too, which is a Hardtanh; what it keeps are bits."""
+    """`convert` gives the class of the same name, also for ReLU6, which is a Hardtanh. It keeps bits."""
     cls = type(module)
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     want = module(x)

@@ -1,4 +1,4 @@
-"""mse_loss, huber_loss, smooth_l1_loss, binary_cross_entropy_with_logits: what they share and torch does not do."""
+"""mse_loss, huber_loss, smooth_l1_loss, binary_cross_entropy_with_logits: shared behaviour beyond torch's."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def function(op):
 
 
 def pair(op, shape, dtype=torch.float32, device="cpu", target_grad=None):
-    """Leaves x and target; the target requires grad where that is the kernel's business."""
+    """Leaves x and target. The target requires grad if the kernel computes its gradient."""
     x, target = torch.randn(shape) * 2, torch.randn(shape)
     target = target.sigmoid() if op is bce else target
     target_grad = op is not bce if target_grad is None else target_grad
@@ -55,7 +55,7 @@ def run(fn, x, target, dy=None, **options):
 
 
 def forced(op, kernel):
-    """The op's function by one kernel, which must have run."""
+    """The op's function by one kernel, checking that it ran."""
 
     def fn(*args, **kwargs):
         with hfnn.use(kernel):
@@ -72,7 +72,7 @@ def to(dtype, *tensors):
 
 
 def concatenated(results):
-    """The losses of several runs as one vector, for a single number may be right by luck, and their gradients."""
+    """The losses of several runs as one vector, because a single number may be right by chance; and their gradients."""
     columns = list(zip(*results, strict=True))
     return [torch.stack(columns[0]).detach(), *(torch.cat([g.flatten() for g in grads]) for grads in columns[1:])]
 
@@ -111,7 +111,7 @@ def test_gradcheck(op, options, reduction):
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_second_derivative(op, options, kernel, dtype, device):
-    """Told from the first one, as it is kept: in a narrow dtype, with bounds that no narrow number equals."""
+    """Computed from the kept first derivative, in a narrow dtype, with bounds that no narrow number equals."""
 
     def second(fn, x, target):
         y = fn(x, target, reduction="sum", **options)
@@ -147,14 +147,14 @@ def test_nothing_is_written_to(op, kernel, device):
     wanted = [t for t in leaves if t.requires_grad]
     first, second = (torch.autograd.grad(y, wanted, dy, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and y._version == dy._version == 0 and dy == 3
-    first[0].zero_()  # the caller's to write to
+    first[0].zero_()  # the caller may write to it
     assert torch.equal(torch.autograd.grad(y, wanted, dy)[0], second[0])
     assert all(map(torch.equal, leaves, copies)) and not any(t._version for t in leaves)
 
 
 @ops
 def test_a_loss_may_be_changed_in_place(op, device):
-    """As in `loss /= steps`, which training loops do."""
+    """As in `loss /= steps`, common in training loops."""
     x, target = pair(op, (3, 769), device=device, target_grad=False)
     y = function(op)(x, target, prefer="memory")
     (want,) = torch.autograd.grad(y, x, retain_graph=True)
@@ -195,7 +195,7 @@ def test_empty(op, reduction, kernel, shape, device):
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_autocast(op, low, dtype, device):
-    """torch's dtypes; a narrow input is not copied to float32 for it."""
+    """torch's dtypes; a narrow input is not copied to float32."""
     x, target = pair(op, (33, 64), dtype, device, target_grad=False)
     with torch.autocast(device, dtype=low):
         mine, theirs = run(function(op), x, target, prefer="memory"), run(op.torch, x, target)
@@ -208,7 +208,7 @@ def test_autocast(op, low, dtype, device):
 
 @ops
 def test_float16_mean_of_many(op, device):
-    """1 / N times a gradient of the loss that float16 cannot hold, as loss scaling makes: all in float32."""
+    """1 / N times a gradient that float16 cannot represent, as loss scaling gives: computed in float32."""
     x, target = pair(op, (1 << 17,), torch.float16, device, target_grad=False)
     dy = torch.tensor(16384.0, dtype=torch.float16, device=device)
     mine, own = (run(fn, x, target, dy)[1] for fn in (forced(op, KERNELS[0]), op.torch))
@@ -218,7 +218,7 @@ def test_float16_mean_of_many(op, device):
 
 @ops
 def test_memory_kept(op, device):
-    """One tensor, the unscaled gradient; torch keeps both inputs. Binary cross-entropy keeps its target, too."""
+    """One tensor, the unscaled gradient; torch keeps both inputs. Binary cross-entropy also keeps its target."""
     for dtype in DTYPES:
         leaves = pair(op, (64, 64), dtype, device)
         kept = memory.saved_bytes(lambda leaves=leaves: function(op)(*leaves, prefer="memory")).total
@@ -251,7 +251,7 @@ def test_any_layout(op, kernel, of_x, of_target, device):
 
 
 def outcome(fn, *args, **kwargs):
-    """What a call gives: a result and what it warns of, or an error."""
+    """A call's result with its warnings, or its error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -289,7 +289,7 @@ def others(op):
 
 @ops
 def test_the_rest_is_torchs(op):
-    """Equal to the bit, with the same warnings and errors."""
+    """Bitwise equal, with the same warnings and errors."""
     for args, options in others(op):
         want = outcome(op.torch, *args, **options)
         got = outcome(function(op), *args, **options, prefer="memory")
@@ -310,13 +310,13 @@ def test_zero_dimensions_and_many(op, device):
 @forms
 @kernels
 def test_ends(op, options, kernel, device):
-    """Infinities, NaN, zeros, both sides of a bound: finite where torch is, and then equal."""
+    """Infinities, NaN, zeros, both sides of a bound: finite where torch is, and equal there."""
     inf = float("inf")
     values = torch.tensor([inf, -inf, float("nan"), 0.0, -0.0, 1.0, -1.0, 0.7, 100.0, -100.0, 1e30], device=device)
     for value in values:
         x, target = torch.full((5,), value.item(), device=device, requires_grad=True), torch.zeros(5, device=device)
         mine, theirs = (run(fn, x, target, **options) for fn in (forced(op, kernel), op.torch))
-        if op is bce and value.isinf():  # there inf - inf is torch's, inf or NaN by the order of terms
+        if op is bce and value.isinf():  # inf - inf: infinite or NaN, depending on the order of terms
             assert not mine[0].isfinite() and not theirs[0].isfinite()
             mine, theirs = mine[1:], theirs[1:]
         if options.get("beta") == 0 and value.isnan():  # torch's slope of |NaN| is 0
@@ -341,7 +341,7 @@ def test_random_shapes(op, kernel, data):
     wide = run(op.reference, *to(torch.float64, *leaves), reduction=reduction)
     for got, of, reference in zip(mine, own, wide, strict=True):
         assert got.dtype is of.dtype and got.shape == of.shape
-        # Few elements make torch's own error a matter of luck: an ulp and a half besides.
+        # Few elements make torch's own error random: one and a half ulps are added.
         errors = [testing.error(t, reference).l2 for t in (got, of)]
         assert errors[0] <= 3 * errors[1] + 1.5 * torch.finfo(dtype).eps or not reference.isfinite().all()
 
@@ -366,7 +366,7 @@ MODULES = [
 
 @pytest.mark.parametrize("op, make", MODULES, ids=range(len(MODULES)))
 def test_modules(op, make):
-    """torch's arguments, text, state and results."""
+    """torch's arguments, repr, state and results."""
     ((base, cls),) = op.modules.items()
     theirs, mine = make(base), make(cls)
     assert issubclass(cls, base) and repr(mine) == repr(theirs)
@@ -383,7 +383,7 @@ def test_modules(op, make):
 
 @ops
 def test_transforms_and_fakes(op):
-    """functorch gets torch's own op; a FakeTensor gets shapes, and no kernel runs."""
+    """functorch gets torch's own op. A FakeTensor gets shapes, and no kernel runs."""
     x, target = (t.detach() for t in pair(op, (33, 64)))
     loss = lambda x: function(op)(x, target, prefer="memory")  # noqa: E731
     torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.grad(lambda x: op.torch(x, target))(x))

@@ -1,4 +1,4 @@
-"""Pools: torch's results to the bit, what is kept, and what goes to torch."""
+"""Pools: bitwise torch's results, what is kept, and what goes to torch."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from hfnn import memory, testing
 
 from .kernels import DTYPES, INF, KERNELS, NAN, dtypes, kernels
 
-# Torch's own backward of some pools adds atomically on the GPU, and says so where determinism is asked for.
+# torch's own backward of some pools uses atomic adds on the GPU, and warns if determinism is requested.
 pytestmark = pytest.mark.filterwarnings("ignore:.* does not have a deterministic implementation")
 
 F = hfnn.functional
@@ -32,7 +32,7 @@ def torchs(name, dims):
 
 
 def run(fn, x, *how, dy=None, **options):
-    """(y, dx); dy in small whole numbers, whose sums are exact in any order."""
+    """(y, dx). dy has small integers, whose sums are exact in any order."""
     x = x.detach().requires_grad_()
     y = fn(x, *how, **options)
     if dy is None:
@@ -41,7 +41,7 @@ def run(fn, x, *how, dy=None, **options):
 
 
 def same(got, want, exact=True):
-    """Equal to the bit; within rounding where torch's own backward adds in an order of its own."""
+    """Bitwise equal; within rounding where the order of torch's backward varies."""
     for a, b in zip(got, want, strict=True):
         assert a.dtype is b.dtype and a.shape == b.shape
         rounding = 0 if exact else 4 * torch.finfo(a.dtype).eps
@@ -49,20 +49,20 @@ def same(got, want, exact=True):
 
 
 def exact(name):
-    """Whether torch's op gives the same bits at every run: those of adaptive averages add atomically on the GPU."""
+    """Whether torch's op is deterministic: adaptive averages use atomic adds on the GPU."""
     return not torch.cuda.is_available() or "avg" not in name.lower() or "adaptive" not in name.lower()
 
 
 @st.composite
 def shapes(draw, least=1, longest=9):
-    """(dims, sizes of batch and channels, sizes). longest: what a size is at most where there is but one."""
+    """(dims, sizes of batch and channels, sizes). longest: the largest size in one dimension."""
     dims = draw(st.integers(1, 3))
     lead = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     return dims, lead, draw(st.lists(st.integers(least, longest if dims == 1 else 9), min_size=dims, max_size=dims))
 
 
 def values(shape, dtype, device):
-    """Few different ones, so that there are ties, and NaNs; no -inf, which has a test of its own."""
+    """Few distinct values, so that there are ties, and NaNs. No -inf, which has its own test."""
     x = torch.randint(-3, 4, shape).float()
     x[torch.rand(shape) < 0.05] = NAN
     x[torch.rand(shape) < 0.05] = INF
@@ -74,7 +74,7 @@ def values(shape, dtype, device):
 
 @st.composite
 def calls(draw):
-    """(dims, shape, format, kernel_size, stride, padding, dilation, ceil_mode), each window with a place inside."""
+    """(dims, shape, format, kernel_size, stride, padding, dilation, ceil_mode); each window overlaps the input."""
     dims, lead, sizes = draw(shapes(longest=40))
     window, stride, dilation, padding = [], [], [], []
     for size in sizes:
@@ -112,7 +112,7 @@ def test_random_max_pools_are_torchs(kernel, call, dtype, data):
 @dtypes
 @pytest.mark.parametrize("last", [False, True])
 def test_large_max_pools_are_torchs(dims, last, dtype, kernel, device):
-    """Rows longer than a vector, planes longer and shorter than a program; channels that no vector divides."""
+    """Rows longer than a vector; planes longer and shorter than a program; channels that no vector divides."""
     shape = {1: (2, 3, 601), 2: (1, 19, 33, 31) if kernel == "cpp" else (1, 3, 33, 31), 3: (1, 3, 7, 11, 10)}[dims]
     if last and dims == 1:
         return
@@ -126,7 +126,7 @@ def test_large_max_pools_are_torchs(dims, last, dtype, kernel, device):
 
 @kernels
 def test_ties_and_nans(kernel, device):
-    """The first of equal numbers has the gradient, and of several NaNs the last."""
+    """The first of equal numbers gets the gradient; of several NaNs, the last."""
     x = torch.tensor([[1.0, 1, 0, 0, NAN, 5, NAN, NAN, -INF, -INF, 0.0, -0.0]], device=device)
     with hfnn.use(kernel):
         y, dx = run(F.max_pool1d, x, 4, dy=torch.ones(1, 3, device=device))
@@ -137,7 +137,7 @@ def test_ties_and_nans(kernel, device):
 @kernels
 @dimensions
 def test_windows_of_minus_infinity(dims, kernel, device):
-    """The first place inside x, as in torch's usual format; its channels_last kernel on the CPU may name another."""
+    """The first position inside x, as in torch's contiguous kernel. Its channels_last CPU kernel may pick another."""
     x = torch.full((2, *(6,) * dims), -INF, device=device)
     with hfnn.use(kernel):
         mine = run(ours("max_pool", dims), x, 3, 2, 1)
@@ -158,7 +158,7 @@ def test_codes_are_kept(dims, window, bits, kernel, device):
 
 @kernels
 def test_windows_of_256_positions(kernel, device):
-    """Number 255 is not an absent one."""
+    """Index 255 must not mean "none"."""
     x = torch.arange(2.0 * 256, device=device).view(2, 16, 16)
     with hfnn.use(kernel):
         mine = run(F.max_pool2d, x, 16)
@@ -171,7 +171,7 @@ def test_windows_of_256_positions(kernel, device):
 
 @kernels
 def test_sums_of_overlapping_windows(kernel, device):
-    """Gradients meet in one element: in float32, and rounded once."""
+    """Overlapping gradients are summed in float32 and rounded once."""
     x = torch.zeros(1, 41, 41, device=device)
     x[:, ::2, ::2] = torch.rand(1, 21, 21, device=device) + 1
     for dtype in DTYPES:
@@ -286,7 +286,7 @@ def test_random_average_pools_are_torchs(data, dtype):
         x = x.contiguous(memory_format=LAST[dims])
     mine = run(ours("avg_pool", dims), x, *how, prefer="memory")
     want = run(torchs("avg_pool", dims), x, *how)
-    same(mine, want, exact=dims < 3 or device == "cpu")  # overlapping windows in 3-D add atomically on the GPU
+    same(mine, want, exact=dims < 3 or device == "cpu")  # overlapping 3-D windows use atomic adds on the GPU
     assert mine[0].stride() == want[0].stride() and mine[1].stride() == want[1].stride()
 
 
@@ -309,7 +309,7 @@ def test_average_pools_keep_nothing(name, dims, device):
     x = torch.randn(2, 3, *(9,) * dims, device=device, requires_grad=True)
     assert memory.saved_bytes(lambda: ours(name, dims)(x * 2, 4, prefer="memory")).total == 0
     assert memory.saved_bytes(lambda: torchs(name, dims)(x * 2, 4)).total == x.numel() * 4
-    # Strides that leave holes: dx fills its memory all the same.
+    # Strides with gaps: dx is dense.
     holes = torch.randn(2, 3, *(9,) * (dims - 1), 18, device=device)[..., ::2]
     same(run(ours(name, dims), holes, 4, prefer="memory"), run(torchs(name, dims), holes, 4), exact(name))
 
@@ -360,7 +360,7 @@ def test_modules(module, args, dims, device):
     assert type(converted) is getattr(hfnn, module.__name__) and isinstance(converted, module)
     for m in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
         mine = run(m, x)
-        assert mine[0].grad_fn.name().startswith("_") or dims == 1  # of one dimension some end in torch's squeeze
+        assert mine[0].grad_fn.name().startswith("_") or dims == 1  # in one dimension some end in torch's squeeze
         same(mine, want, exact(module.__name__))
     assert type(hfnn.revert(converted)) is module
     assert getattr(hfnn, module.__name__)(*args).extra_repr() == module(*args).extra_repr()
@@ -408,7 +408,7 @@ def test_more_than_2_31_elements():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which of the CPU's kernels is faster")
 def test_torchs_pool_where_channels_are_last_and_little_is_saved():
-    """There torch's is faster on the CPU; ours runs from megabytes on, and where memory is asked for."""
+    """There torch's is faster on the CPU. Ours runs from megabytes on, and if memory is preferred."""
     small, large = (torch.randn(2, 64, n, n, requires_grad=True) for n in (64, 128))
     for x, prefer, ours_runs in (
         (small, "auto", False), (small, "speed", False), (small, "memory", True),

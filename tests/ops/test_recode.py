@@ -1,4 +1,4 @@
-"""keep="output": the gradient of keep="input" to the bit, from y and five bits an element."""
+"""keep="output": bitwise the gradient of keep="input", from y and five bits per element."""
 
 import itertools
 
@@ -27,12 +27,12 @@ NODE = "_KeepsCodesBackward"
 
 
 def numbers(device, dtype=torch.bfloat16):
-    """Every number of 16 bits."""
+    """All 16-bit numbers."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
 
 
 def bits(x):
-    """Bit patterns, one for all NaNs."""
+    """Bit patterns, with one for all NaNs."""
     return x.detach().view(torch.int16).masked_fill(x.isnan(), 0x7FC0)
 
 
@@ -45,7 +45,7 @@ def kernel_for(name, kernel):
 @each
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_number(name, kernel, device):
-    """y, and the gradients of ordinary, huge and special dy, are those of keep="input" to the bit."""
+    """y, and the gradients for ordinary, huge and special dy, bitwise equal those of keep="input"."""
     x = numbers(device).requires_grad_()
     with kernel_for(name, kernel):
         y, want = FUNCTIONS[name](x, keep="output"), FUNCTIONS[name](x)
@@ -61,7 +61,7 @@ def test_every_number(name, kernel, device):
 @each
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_x_comes_back(name, kernel, device):
-    """Bit for bit, but where f'(x) is 0 for certain, and NaN for NaN."""
+    """Bitwise, except where f'(x) is certainly 0; NaN gives NaN."""
     x = numbers(device).requires_grad_()
     with kernel_for(name, kernel):
         y = FUNCTIONS[name](x, keep="output")

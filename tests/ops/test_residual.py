@@ -1,4 +1,4 @@
-"""dropout_add, add_layer_norm and add_rms_norm: what the contract of the index cannot ask of two results."""
+"""dropout_add, add_layer_norm and add_rms_norm: what the contract tests cannot check for two results."""
 
 import contextlib
 import weakref
@@ -17,7 +17,7 @@ F = hfnn.functional
 ON_CUDA = torch.cuda.is_available()
 KERNELS = ("triton",) if ON_CUDA else ("cpp", "triton") if _interpreting() else ("cpp",)
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-# Of input and residual: of one dtype, and what autocast makes.
+# (input, residual): the same dtype, and autocast's combinations.
 PAIRS = (F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F16, F32)
 SHAPES = (3, 769), (5, 3, 64), (9, 1000), (1, 1), (2, 9000)
 NORMS = {"layer": (F.add_layer_norm, add_layer_norm), "rms": (F.add_rms_norm, add_rms_norm)}
@@ -29,14 +29,14 @@ pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(str(d)[
 
 
 def draw(norm, shape, pair, p, device, dtype=None):
-    """(input, residual, *parameters) as leaves, and how to call the op with them."""
+    """(input, residual, *parameters) as leaves, and a function that calls the op with them."""
     low, dtype = pair
     x, residual = (torch.randn(shape) for _ in range(2))
     x = x + torch.where(x < 0, -0.5, 0.5)
     count = 2 if norm == "layer" else 1
     parameters = [torch.randn(shape[-1]).to(dtype) for _ in range(count)]
     leaves = [t.to(device).requires_grad_() for t in (x.to(low), residual.to(dtype), *parameters)]
-    # Rows of one element are all eps.
+    # In rows of one element only eps matters.
     return leaves, lambda fn, x, residual, *rest, **more: fn(x, residual, shape[-1:], *rest, 1e-2, p=p, **more)
 
 
@@ -88,7 +88,7 @@ def test_matches_float64(kernel, shape, p, norm, pair, device):
 @pairs
 @kernels
 def test_mask_and_sum(kernel, pair, device):
-    """The mask of `dropout` for one seed; the fused sum and norm are those of the ops alone, bit for bit."""
+    """One seed gives the mask of `dropout`. Fused sum and norm are bitwise those of the separate ops."""
     for shape in SHAPES:
         leaves, call = draw("layer", shape, pair, 0.3, device)
         x, residual, weight, bias = leaves
@@ -112,7 +112,7 @@ def test_mask_and_sum(kernel, pair, device):
 @norms
 @kernels
 def test_each_gradient_on_its_own(kernel, norm, device):
-    """Either result alone, each leaf alone: what is asked for does not depend on what else is."""
+    """Either result alone, each leaf alone: a gradient does not depend on what else is computed."""
     leaves, call = draw(norm, (5, 769), (BF16, F32), 0.3, device)
     fn = NORMS[norm][0]
     with hfnn.use(kernel):
@@ -160,7 +160,7 @@ def test_any_layout(kernel, norm, device):
         spread, columns = (lambda t: torch.stack([t, t], -1)[..., 0]), (lambda t: t.t().contiguous().t())
         for layout in (spread, columns):
             laid = [layout(t.detach()).requires_grad_() for t in (x, residual)]
-            if layout is columns:  # where the sum is laid out so, torch's own ops run, and draw
+            if layout is columns:  # torch's own ops run, and draw, where the sum has this layout
                 want = run(call, room._torch, [*laid, *rest])
             got = run(call, fn, [*laid, *rest])
             assert layout is not columns or got[0][1].stride() == want[0][1].stride() == laid[1].stride()
@@ -229,7 +229,7 @@ def consumed(call, fn, leaves, matrix, recipes=True, nodes=None):
         y, total = call(fn, *leaves)
         z = F.linear(y, matrix) + F.linear(y, matrix * 2) + total.sum(-1, keepdim=True)
     if nodes is not None:
-        nodes.append(weakref.ref(total))  # which the norm's node keeps
+        nodes.append(weakref.ref(total))  # kept by the norm's node
     return torch.autograd.grad(z.square().mean(), [*leaves, matrix])
 
 
@@ -253,7 +253,7 @@ def test_recipes_change_no_bit(kernel, p, norm, dtype, device):
 @norms
 @kernels
 def test_keeps_the_sum_and_a_seed(kernel, norm, device):
-    """With a consumer, only the sum and statistics; an input is not kept alive by the nodes."""
+    """With a consumer, only the sum and statistics; the nodes do not keep an input alive."""
     leaves, call = draw(norm, (8, 1024), (BF16, BF16), 0.3, device)
     matrix = torch.randn(8, 1024, dtype=BF16, device=device, requires_grad=True)
     totals = []
@@ -266,14 +266,14 @@ def test_keeps_the_sum_and_a_seed(kernel, norm, device):
 
     with hfnn.use(kernel):
         saved = hfnn.memory.saved_bytes(model)
-        known = leaves[2].nbytes * (len(leaves) - 2) + matrix.nbytes  # plain leaves here, which are no Parameters
+        known = leaves[2].nbytes * (len(leaves) - 2) + matrix.nbytes  # plain leaves here, not Parameters
         assert saved.total <= totals[0].nbytes + 8 * 8 + known, saved
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch's rms_norm
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's rms_norm
 @norms
 def test_autocast(norm, device):
-    """The dtypes torch gives its own ops, for every pair and for either low precision."""
+    """The dtypes of torch's own ops, for every pair and both low precisions."""
     fn, room = NORMS[norm]
     for low in (BF16, F16):
         for x_dtype, dtype in ((F32, F32), (low, low), (low, F32), (F32, low)):
@@ -307,7 +307,7 @@ def test_checkpoints_draw_the_same_mask(norm, reentrant, device):
 
 
 def test_mixed_gradients_keep_the_mask(device):
-    """A low-precision input of a float32 residual: its gradient is in low precision, and masked."""
+    """A low-precision input with a float32 residual: its gradient is in low precision, and masked."""
     x = torch.ones(64, 1024, dtype=BF16, device=device, requires_grad=True)
     residual = torch.zeros(64, 1024, device=device, requires_grad=True)
     y = F.dropout_add(x, residual, 0.25, prefer="memory")
@@ -329,7 +329,7 @@ def test_the_mask_goes_by_the_result_not_by_its_gradient(create_graph, device):
 
 
 def test_torchs_own_ops(device):
-    """No dropout, all of it, other shapes, other dtypes: torch's results and torch's errors."""
+    """No dropout, p = 1, other shapes, other dtypes: torch's results and torch's errors."""
     x, residual = torch.randn(2, 4, 8, device=device).unbind()
     for p, training in ((0.0, True), (0.7, False), (0, True)):
         assert torch.equal(F.dropout_add(x, residual, p, training, prefer="memory"), x + residual)
@@ -353,7 +353,7 @@ def test_torchs_own_ops(device):
 
 
 def test_offset_of_the_weight(device):
-    """Gemma's weight is stored less 1; the same without a kernel."""
+    """Gemma stores its weight minus 1; the same without a kernel."""
     leaves, call = draw("rms", (5, 64), (F32, F32), 0.0, device)
     want = torch.rms_norm(leaves[0] + leaves[1], (64,), leaves[2] + 1, 1e-2)
     for prefer in ("memory", "speed"):
@@ -376,7 +376,7 @@ def test_without_grad(device):
 @pytest.mark.skipif("cpp" not in KERNELS, reason="one device's mask beside another's: tests/ops/test_dropout.py")
 @pytest.mark.parametrize("cols", [769, 770, 772, 64, 3000, 8192, 9001])
 def test_kernels_agree_on_the_mask(cols):
-    """Rows that start anywhere among the four words of a counter."""
+    """Rows that start at any of the four words of a counter."""
     masks = []
     for kernel in KERNELS:
         with hfnn.use(kernel):

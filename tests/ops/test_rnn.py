@@ -1,4 +1,5 @@
-"""hfnn.LSTM, GRU and RNN against torch's: values, gradients, strides, random numbers, what is kept, what is torch's."""
+"""hfnn.LSTM, GRU and RNN against torch's: values, gradients, strides, random numbers, saved tensors, fallbacks to
+torch."""
 
 import copy
 import itertools
@@ -32,7 +33,7 @@ FORMS = {
     "all": {"num_layers": 2, "dropout": 0.5, "bidirectional": True, "batch_first": True},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-# torch's own word, with its own layers.
+# torch warns about its own layers.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 
@@ -65,7 +66,7 @@ def call(module, x, *states):
 
 
 def gradients(module, given, used=(0, 1, 2)):
-    """Results, and gradients of inputs and weights, of a loss of some of the results."""
+    """Results, and gradients of inputs and weights, for a loss of some of the results."""
     torch.manual_seed(2)
     results = call(module, *given)
     draws = torch.Generator().manual_seed(3)
@@ -87,7 +88,7 @@ def ran(results) -> bool:
 
 
 def compare(module, given, **how):
-    """The accuracy rule, strides, dtypes, and the generator behind it."""
+    """Compares by the accuracy rule; also strides, dtypes, and the generator's state afterwards."""
     wide = copy.deepcopy(module).double()
     ours, torchs = swapped(module), module
     reference = gradients(wide, [t.detach().double().requires_grad_() for t in given], **how)
@@ -100,7 +101,7 @@ def compare(module, given, **how):
         if mine is not None:
             assert mine.stride() == stock.stride() and mine.requires_grad == stock.requires_grad
     assert [y._is_view() for y in got[0]] == [y._is_view() for y in want[0]]
-    # As one tensor, and so the weights' gradients: of a state or a bias of a few numbers, torch's error is luck.
+    # Concatenated, like the weights' gradients: for a state or bias of a few numbers torch's error is random.
     results = (torch.cat([y.flatten() for y in found[0]]) for found in (got, reference, want))
     testing.assert_close(*results, terms=T * (I + H))  # a state is rounded at each step
     of_inputs = len(given)
@@ -188,7 +189,7 @@ def test_backward_twice(kind):
 
 @pytest.mark.parametrize(("kind", "at_most"), [("lstm", 0.12), ("projected", 0.3), ("gru", 0.25), ("tanh", 0.8)])
 def test_keeps_less(kind, at_most):
-    """Two layers of 64 steps: two inputs, of which the first is the caller's, and 8 states for each."""
+    """Two layers of 64 steps: two inputs, the first of which is the caller's, and 8 states for each layer."""
     module = build(kind, num_layers=2)
     (x,) = inputs(module, steps=64)
     ours, torchs = (memory.saved_bytes(lambda m=m: call(m, x)).total for m in (swapped(module), module))
@@ -205,7 +206,7 @@ def test_dropout_keeps_bits():
 
 
 def test_backward_holds_one_segment(monkeypatch):
-    """What the segments before it made is gone when one begins."""
+    """The tensors of segments that ran before are freed when a segment begins."""
     module = swapped(build("gru"))
     (x,) = inputs(module, steps=49)
     results, alive, seen = call(module, x), [], []
@@ -223,7 +224,7 @@ def test_backward_holds_one_segment(monkeypatch):
 
 
 def test_a_producer_is_kept_instead_of_the_input():
-    """A norm in front of a layer has its result rebuilt in backward."""
+    """The result of a norm before the layer is rebuilt in backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(I, I), nn.LayerNorm(I), build("gru"))
     x = torch.randn(64, B, I)
@@ -263,11 +264,11 @@ def test_results_may_be_written_to():
 @every_kind
 @pytest.mark.parametrize(("own", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
 def test_autocast(own, dtype, kind):
-    """Gradients are made outside of it, as torch's are."""
+    """Gradients are computed outside of autocast, as in torch."""
     module = build(kind, num_layers=2).to(own)
     given = inputs(module, own, given=True)
     found = []
-    # Without AVX-512 torch's LSTM asks oneDNN for a primitive that it has not, and raises.
+    # Without AVX-512 torch's LSTM requests a missing oneDNN primitive, and raises.
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     try:
@@ -290,7 +291,7 @@ def test_autocast(own, dtype, kind):
 )
 @pytest.mark.parametrize("how", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=str)
 def test_what_onednn_has_not_is_torchs(how, own, dtype):
-    """Without AVX-512 torch's LSTM of one layer raises under autocast; of two, in the other 16-bit dtype, it runs."""
+    """Without AVX-512 torch's one-layer LSTM raises under autocast; with two, in the other 16-bit dtype, it runs."""
     module, raised = nn.LSTM(I, H, **how).to(own), []
     for m in (module, swapped(module)):
         x = torch.randn(T, B, I, dtype=own, requires_grad=True)
@@ -328,7 +329,7 @@ def test_checkpoint_and_offloading(kind, reentrant):
 
 
 def test_what_is_torchs(caplog, monkeypatch):
-    """Each with its reason, once."""
+    """Each with its reason, logged once."""
     monkeypatch.setattr(kernel, "_logged", set())
     module = build("lstm")
     ours = swapped(module)
@@ -393,7 +394,7 @@ def test_convert_and_revert(kind):
 
 
 def test_weights_that_change_between_calls():
-    """Another parameter, and another dtype, are what the next call works with."""
+    """The next call uses the new parameter or dtype."""
     module = swapped(build("gru"))
     (x,) = inputs(module)
     call(module, x)
@@ -426,7 +427,7 @@ def test_hooks_of_weights_run_once():
 
 @pytest.mark.parametrize("fault", ["state", "order", "noise"])
 def test_a_planted_fault_is_found(monkeypatch, fault):
-    """The comparison above sees a segment with another one's state, one out of order, and other noise in backward."""
+    """The comparison above finds a segment with a wrong state, a wrong order, and other dropout noise in backward."""
     if fault == "state":
         split = torch.Tensor.split
         monkeypatch.setattr(torch.Tensor, "split", lambda t, n: split(t, n)[::-1])
@@ -443,7 +444,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
 @every_kind
 @pytest.mark.parametrize("first", [False, True])
 def test_a_write_that_moves_no_version(kind, first):
-    """The input is torch's own memory, or a copy, where it is so for torch's layer, too."""
+    """The write is seen where torch's layer sees it: only if the saved input is not a copy."""
     module = build(kind, batch_first=first)
     found = []
     for m in (module, swapped(module)):
@@ -454,7 +455,7 @@ def test_a_write_that_moves_no_version(kind, first):
     for stock, mine in zip(*found, strict=True):
         if first:
             torch.testing.assert_close(mine, stock, rtol=1e-4, atol=1e-5)
-    if not first:  # of what only backward reads, both see the write
+    if not first:  # both see the write, because only backward reads the input
         assert not found[0][0].any() and not found[1][0].any()
 
 

@@ -1,4 +1,4 @@
-"""rope and qk_norm_rope: what the contract asks of every room, for rooms of two results, and what only they promise."""
+"""rope and qk_norm_rope: the contract tests, adapted to two results, and their own features."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def combinations(narrow=False):
             if not runs or kernel.missing is not None:
                 continue
             for dtype in kernel.dtypes:
-                # The interpreter takes a second a case: two of three dtypes have to do.
+                # A case takes the interpreter a second, so it runs two of three dtypes.
                 slow = kernel.name == "triton" and device == "cpu" and dtype is torch.float16
                 if not slow and not (narrow and dtype is torch.float64):
                     name = f"{room.OP.name}-{kernel.name}-{device}-{str(dtype)[6:]}"
@@ -40,7 +40,7 @@ def function(op):
 
 
 def leaves(op, args, dtype=None):
-    """Fresh leaves for all but cos and sin, which stay as they are, in `dtype`."""
+    """Fresh leaves in `dtype`, except cos and sin, which are passed unchanged."""
     copies = [a if a is None else a.detach().clone().to(dtype or a.dtype) for a in args]
     return [a if a is None else a.requires_grad_() for a in copies[:-2]] + copies[-2:]
 
@@ -51,7 +51,7 @@ def cotangents(results):
 
 
 def run(fn, args, dy=None, **options):
-    """(results, gradients), without those of None."""
+    """(results, gradients), without those that are None."""
     results = fn(*args, **options)
     dy = cotangents(results) if dy is None else dy
     pairs = [(y, d.to(y)) for y, d in zip(results, dy, strict=True) if y is not None]
@@ -64,7 +64,7 @@ def assert_accurate(op, kernel, args, dtype, **options):
     with hfnn.use(kernel):
         results, grads = run(function(op), leaves(op, args), **options)
     assert results[0].grad_fn.name().startswith("_"), "torch's formula ran"
-    # Eight bits hold what a cotangent has, and what float32 tables have is not rounded for the reference.
+    # Eight bits represent a cotangent, and float32 tables are not rounded for the reference.
     wide, wide_grads = run(op.reference, leaves(op, args, torch.float64), **options)
     own, own_grads = run(op.reference, leaves(op, args), **options)
     for y, want, torchs in zip(results, wide, own, strict=True):
@@ -84,7 +84,7 @@ def test_matches_float64(op, kernel, device, dtype, case):
 
 @narrow
 def test_float32_angles(op, kernel, device, dtype):
-    """Of 16 bits and float32 tables, torch's formula makes float32."""
+    """For 16-bit inputs and float32 tables, torch's formula returns float32."""
     args, options = op.sample(HALVES, dtype, device)
     args = *args[:-2], *(t.float() for t in op.sample(HALVES, torch.float32, device)[0][-2:])
     with hfnn.use(kernel):
@@ -100,7 +100,7 @@ def test_float32_angles(op, kernel, device, dtype):
 @pytest.mark.parametrize("kernel", [k.name for k in rope.OP.kernels])
 @cases
 def test_the_bits_of_the_formula(kernel, dtype, case):
-    """Nothing is fused, so float32 is what torch computes, signed zeros, infinities and NaN included."""
+    """Nothing is fused, so float32 results are bitwise torch's, including signed zeros, infinities and NaN."""
     if kernel == "triton" and (dtype is torch.float64 or not (_interpreting() or torch.cuda.is_available())):
         pytest.skip("no such kernel here")
     device = "cuda" if kernel == "triton" and torch.cuda.is_available() else "cpu"
@@ -118,7 +118,7 @@ def test_the_bits_of_the_formula(kernel, dtype, case):
 
 
 def pieces(x):
-    """As a part of a fused projection: neither dense nor aligned."""
+    """Like a part of a fused projection: neither dense nor aligned."""
     batch, heads, tokens, columns = x.shape
     whole = x.new_zeros(batch, tokens, heads * columns + 3)
     whole[..., 1:-2] = x.transpose(1, 2).flatten(2)
@@ -156,7 +156,7 @@ def test_any_strides(op, kernel, device, dtype, layout):
 
 @each
 def test_results_keep_the_order_of_strides(op, kernel, device, dtype):
-    """So that a projection's layout reaches attention, and its gradient comes back in it."""
+    """So a projection's layout reaches attention, and its gradient returns in it."""
     args, options = op.sample(HALVES, dtype, device)
     with hfnn.use(kernel):
         args = leaves(op, args)
@@ -181,14 +181,14 @@ def test_tokens_first(op, kernel, device, dtype):
 @each
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_and_positions(op, kernel, device, dtype, interleaved):
-    """A table of all positions, of whole or half rows, gives what its rows give."""
+    """A table of all positions, with whole or half rows, gives the same as its rows."""
     args, _ = op.sample((2, 4, 2, 9, 24, 16, interleaved), dtype, device)
     cos, sin = (t[0] for t in rope.angles(1, 40, 16, dtype, device, interleaved=interleaved))
     positions = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(3)).to(device)
     short = [t[:, ::2] if interleaved else t[:, :8] for t in (cos, sin)]
     options = {"interleaved": interleaved}
 
-    def same(a, b):  # each form of table is a kernel of its own, of which a GPU's compiler fuses what it likes
+    def same(a, b):  # each form of table has its own kernel; a GPU's compiler may fuse each differently
         return torch.equal(a, b) or (
             device == "cuda" and testing.error(a, b.double()).l2 <= 4 * torch.finfo(a.dtype).eps
         )
@@ -217,7 +217,7 @@ def test_tables_and_positions(op, kernel, device, dtype, interleaved):
 
 @each
 def test_formula_agrees(op, kernel, device, dtype):
-    """What runs without a kernel, on every way of giving angles."""
+    """The formula that runs without a kernel, with every way of passing angles."""
     args, _ = op.sample((2, 4, 2, 9, 24, 16, True), dtype, device)
     cos, sin = (t[0, :, ::2] for t in rope.angles(1, 40, 16, dtype, device, interleaved=True))
     options = {"position_ids": torch.arange(18, device=device).view(2, 9), "rotary_dim": 16, "interleaved": True}
@@ -308,7 +308,7 @@ def test_cos_and_sin_get_gradients(op, kernel, device, dtype):
 
 @each
 def test_recipes_change_no_bit(op, kernel, device, dtype):
-    """A consumer that keeps the result rebuilds it: from q and its statistic, or from what q itself is rebuilt from."""
+    """A consumer that keeps the result rebuilds it: from q and its statistic, or from q's own recipe."""
     args, options = op.sample((2, 4, 2, 9, 24, 16, False), dtype, device)
 
     def grads(layout):
@@ -346,7 +346,7 @@ def test_rope_has_a_recipe_only_where_its_input_has_one():
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.OP.name)
 def test_keeps_nothing_but(room):
-    """rope keeps angles; with norms, queries, keys and a number for each of their rows."""
+    """rope keeps angles; with norms, also queries, keys and a number for each of their rows."""
     args, options = room.sample((2, 4, 2, 64, 32, 32, False), torch.bfloat16, "cpu")
     args = leaves(room.OP, args)
     with hfnn.use("cpp"):
@@ -358,7 +358,7 @@ def test_keeps_nothing_but(room):
 
 
 def test_weight_offset():
-    """Gemma's weights are stored less 1."""
+    """Gemma stores its weights minus 1."""
     args, options = qk_norm_rope.sample(HALVES, torch.float32, "cpu")
     less = [*args[:2], args[2] - 1, args[3] - 1, *args[4:]]
     for name in ("cpp", "torch"):
@@ -380,7 +380,7 @@ def test_drop_in_for_transformers(unsqueeze_dim):
         with hfnn.use(name):
             got = rope.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
         assert all(map(torch.equal, got, want))
-    got = rope.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim)  # small: torch's formula, without asking
+    got = rope.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim)  # small: torch's formula
     assert all(map(torch.equal, got, want))
 
 

@@ -1,4 +1,4 @@
-"""What is peculiar to prelu, rrelu and relu_dropout: what they keep of slopes, of draws, and of their result."""
+"""prelu, rrelu and relu_dropout beyond the contract: what they keep of slopes, of draws, and of their result."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def drawn(x, **options):
 @dtypes
 def test_rrelu(dtype):
     if DEVICE == "cpu" and dtype is torch.float16:
-        with pytest.raises(NotImplementedError, match="Half"):  # as torch
+        with pytest.raises(NotImplementedError, match="Half"):  # as in torch
             hfnn.functional.rrelu(torch.ones(4, dtype=dtype), training=True, prefer="memory")
         return
     """Slopes within their bounds and evenly so; the gradient has the same slopes, twice over."""
@@ -181,7 +181,7 @@ def test_rrelu_in_evaluation_and_where_torchs_runs():
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_relu_dropout_is_dropout_of_relu(dtype, kernel):
-    """To the bit, with the draw of hfnn's dropout, NaN and infinities included."""
+    """Bitwise, with the draw of hfnn's dropout, NaN and infinities included."""
     x = torch.randn(5003, device=DEVICE).mul(2).to(dtype)
     x[:9] = torch.tensor([0.0, -0.0, INF, -INF, NAN, NAN, NAN, INF, INF])
     found = []
@@ -199,7 +199,7 @@ def test_relu_dropout_is_dropout_of_relu(dtype, kernel):
 
 
 def test_relu_dropout_keeps_its_result_alone():
-    """And the layer after it keeps the same memory: nothing on top of what that layer keeps anyway."""
+    """The next layer keeps the same memory, so relu_dropout adds nothing to it."""
     x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
     weight = nn.Parameter(torch.randn(8, 64, device=DEVICE))
     fused = hfnn.memory.saved_bytes(
@@ -218,7 +218,7 @@ def test_relu_dropout_at_its_limits():
 
 
 def test_the_second_derivative_of_relu_dropout_is_zero():
-    """Not None: as torch's of the two ops."""
+    """As for torch's two ops, not None."""
     x = torch.randn(5, 64, requires_grad=True)
     for fn in (hfnn.functional.relu_dropout, lambda x, **_: nn.functional.dropout(torch.relu(x))):
         (dx,) = torch.autograd.grad(fn(x, prefer="memory").sum(), x, create_graph=True)

@@ -16,7 +16,7 @@ SPECIAL = (NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.0**-24, -3.5)
 
 
 def pairs(dtype, device, times=1):
-    """Each special value with each, `times` over."""
+    """All pairs of special values, `times` over."""
     a = torch.tensor(SPECIAL, dtype=dtype, device=device)
     return a.repeat_interleave(len(a)).repeat(times), a.repeat(len(a)).repeat(times)
 
@@ -28,7 +28,7 @@ def gradients(fn, inputs, dy):
 
 
 def same(got, want):
-    """Equal to the bit, where a NaN is any NaN and the sign of a zero counts."""
+    """Bitwise equal, except that all NaNs are equal."""
     assert got.dtype is want.dtype and got.shape == want.shape
     assert torch.equal(got.isnan(), want.isnan())
     got, want = got.nan_to_num(nan=7.0, posinf=INF, neginf=-INF), want.nan_to_num(nan=7.0, posinf=INF, neginf=-INF)
@@ -41,7 +41,7 @@ def same(got, want):
 @pytest.mark.parametrize("name", ["abs", "maximum", "minimum"])
 @kernels
 @dtypes
-@pytest.mark.parametrize("times", [1, 26])  # in a tail, and in whole vectors before one
+@pytest.mark.parametrize("times", [1, 26])  # in a tail, and in whole vectors before it
 def test_special_values_are_torchs(name, kernel, dtype, times, device):
     a, b = pairs(dtype, device, times)
     inputs = (a,) if name == "abs" else (a, b)
@@ -51,7 +51,7 @@ def test_special_values_are_torchs(name, kernel, dtype, times, device):
             y, *grads = gradients(getattr(F, name), inputs, dy)
         assert y.grad_fn.name() == "_CompareBackward"
         want, *want_grads = gradients(getattr(torch, name), inputs, dy)
-        same(y.abs(), want.abs())  # which of 0.0 and -0.0 is the larger, torch's vectors and tails do not agree on
+        same(y.abs(), want.abs())  # torch's vectors and tails disagree on which of 0.0 and -0.0 is larger
         for got, grad in zip(grads, want_grads, strict=True):
             same(got, grad)
 
@@ -60,7 +60,7 @@ def test_special_values_are_torchs(name, kernel, dtype, times, device):
 @kernels
 @pytest.mark.parametrize("shape", [(1,), (5,), (3, 769), (0, 4), (2049,)])
 def test_two_bits_are_kept(name, kernel, shape, device):
-    # Inputs that nobody else keeps, so that what is kept is the op's.
+    # Nothing else keeps the inputs, so all that is kept is the op's.
     inputs = [torch.randn(shape, device=device, requires_grad=True) for _ in range(1 if name == "abs" else 2)]
     with hfnn.use(kernel):
         kept = memory.saved_bytes(lambda: getattr(F, name)(*inputs))
@@ -76,7 +76,7 @@ def test_without_gradient_nothing_is_kept(kernel, device):
         with torch.no_grad():
             assert torch.equal(F.abs(leaf), a.abs())
         (grad,) = torch.autograd.grad(F.minimum(a, leaf).sum(), leaf)
-    assert torch.equal(grad, torch.full_like(a, 0.5))  # of equal numbers, each has half
+    assert torch.equal(grad, torch.full_like(a, 0.5))  # equal numbers get half each
 
 
 @pytest.mark.parametrize("name", ["maximum", "minimum"])
@@ -102,7 +102,7 @@ def test_broadcasts_and_mixtures_are_torchs(name, device):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name, options", [("l1_loss", {}), ("smooth_l1_loss", {"beta": 0.0})])
 def test_l1_signs_are_torchs(name, options, reduction, kernel, dtype, device):
-    """sign(x - target), where the difference may be a NaN though neither number is."""
+    """sign(x - target); the difference may be NaN although neither number is."""
     options = {**options, "reduction": reduction}
     inputs = pairs(dtype, device, 26)
     with hfnn.use(kernel):
@@ -144,7 +144,7 @@ def test_l1_loss_of_other_layouts(kernel, layout, device):
 
 
 def test_l1_loss_second_derivative_by_the_loss(device):
-    """Linear in dloss: its derivative by that is the sum of the signs."""
+    """Linear in dloss: the derivative by dloss is the sum of the signs."""
     x, target = (torch.randn(3, 769, dtype=torch.float64, device=device) for _ in range(2))
     found = []
     for fn in (lambda *a: F.l1_loss(*a, prefer="memory"), torch.nn.functional.l1_loss):
@@ -171,7 +171,7 @@ def test_l1_loss_leaves_to_torch(device):
 # ---- where, masked_fill
 
 
-# Ours, with its mask and a number or two tensors, and torch's.
+# hfnn's call, with a mask and a number or two tensors, and torch's.
 CHOICES = {
     "where": (F.where, torch.where),
     "where, a number": (lambda m, a, b, **how: F.where(m, a, -INF, **how), lambda m, a, b: torch.where(m, a, -INF)),
@@ -221,7 +221,7 @@ def test_an_eighth_of_the_mask_is_kept(name, kernel, shape, packed, device):
 @kernels
 @pytest.mark.parametrize("turn", [torch.Tensor.logical_not_, lambda mask: mask.data.logical_not_()])
 def test_a_mask_that_is_filled_anew_is_packed_anew(turn, kernel, device):
-    """Also by what moves no version, such as numpy; what was chosen before stands."""
+    """Also by writes that change no version, as by numpy. Earlier results keep the earlier mask."""
     a = torch.randn(3, 769, device=device, requires_grad=True)
     mask = torch.rand(3, 769, device=device) > 0.5
     with hfnn.use(kernel):
@@ -267,8 +267,8 @@ def test_what_where_leaves_to_torch(device):
     calls = [
         (mask, a, torch.randn(4, device=device)),  # b is broadcast
         (mask, a, a.detach().double()),  # another dtype
-        (mask, a, one),  # a single number with a gradient
-        (wide > 0, a, 0.0),  # the mask broadens the result
+        (mask, a, one),  # a scalar that requires grad
+        (wide > 0, a, 0.0),  # the mask broadcasts the result
         (mask, a, wide),
     ]
     for condition, x, other in calls:

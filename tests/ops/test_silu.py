@@ -1,4 +1,4 @@
-"""What is peculiar to silu: both ends of its range, and the call in place."""
+"""silu beyond the contract: both ends of its range, and the in-place call."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HALF_ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # relative to the val
 
 
 def both(x, kernel):
-    """(y, dx) of hfnn by a kernel, and of torch."""
+    """(y, dx) of hfnn with one kernel, and of torch."""
     found = []
     for fn in (hfnn.functional.silu, torch.nn.functional.silu):
         x = x.detach().clone().requires_grad_()
@@ -24,13 +24,13 @@ def both(x, kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_number(dtype, kernel, device):
-    """Element by element, tails included: nearest to the exact value, and NaN and infinity where torch has them."""
+    """Element by element, tails included: nearest to the exact value, with NaN and infinity where torch has them."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
     (y, dx), (y_torch, dx_torch) = both(x, kernel)
     for mine, torchs in ((y, y_torch), (dx, dx_torch)):
         assert torch.equal(mine.isnan(), torchs.isnan()) and torch.equal(mine.isinf(), torchs.isinf())
     exact = x.double() * torch.sigmoid(x.double())
-    # Below -88.7 exp(-x) overflows, here as in torch; and below its smallest normal number a dtype has fewer digits.
+    # Below -88.7 exp(-x) overflows, as in torch; subnormal numbers have fewer digits.
     normal = exact.isfinite() & (x > -88.7) & (exact.abs() >= torch.finfo(dtype).tiny)
     assert ((y.double() - exact).abs() <= 1.02 * HALF_ULP[dtype] * exact.abs())[normal].all()
 
@@ -46,7 +46,7 @@ def test_ends_in_float32(kernel, device):
 
 
 def test_in_place_is_torchs(device):
-    """Torch's own op runs, at any size: no kernel of ours writes over its input."""
+    """torch's own op runs, at any size: none of our kernels overwrites its input."""
     x = torch.randn(64, 64, device=device)
     want = torch.nn.functional.silu(x)
     leaf = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""What is peculiar to smooth functions: what they keep, both ends of their range, kinks, options, and look-alikes."""
+"""Smooth functions beyond the contract: saved tensors, extreme values, kinks, options, and look-alikes."""
 
 import gc
 import math
@@ -19,7 +19,7 @@ HALF_ULP = {torch.bfloat16: 2**-9, torch.float16: 2**-12}  # of numbers below 1,
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 INF, NAN = math.inf, math.nan
 
-SAME = ("sigmoid", "tanh", "exp", "sqrt")  # torch keeps y too
+SAME = ("sigmoid", "tanh", "exp", "sqrt")  # torch keeps y, too
 KEEP_INPUT = (
     "softplus",
     "logsigmoid",
@@ -101,7 +101,7 @@ def test_a_result_may_be_written_to_as_torchs(name, hooks, device):
     assert type(got) is type(want) and (name in SAME or type(want) is not str)
     if type(want) is str or hooks == "none":
         assert got == want if type(want) is str else testing.error(got, want).l2 < 1e-6
-    elif name not in SAME:  # what torch keeps under hooks is what was written to, whoever holds it
+    elif name not in SAME:  # with hooks torch keeps the overwritten tensor itself
         assert testing.error(got, want).l2 < 1e-6
 
 
@@ -134,7 +134,7 @@ def test_hooks_run_once_though_a_second_derivative_is_taken(name, device):
 
 
 def test_what_torch_does_as_well_is_left_to_torch():
-    """Where torch keeps no more than hfnn and is faster, even under prefer="memory"."""
+    """Where torch keeps no more than hfnn and is faster, torch runs even with prefer="memory"."""
     x = torch.randn(8, requires_grad=True)
     assert hfnn.functional.tanh(x, prefer="memory").grad_fn.name() == "TanhBackward0"
     assert hfnn.functional.tanh(x.bfloat16(), prefer="memory").grad_fn.name() == "_TanhBackward"
@@ -150,12 +150,12 @@ def test_what_torch_does_as_well_is_left_to_torch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every
 def test_every_16_bit_number(name, dtype, kernel, device):
-    """y is nearest to the exact value, tails included; dx is as exact as one that is told from y can be."""
+    """y is nearest to the exact value, tails included; dx is as exact as y allows."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
     with hfnn.use(kernel):
         y, dx = gradient(ours(name), x)
     wide, slope = gradient(op(name).torch, x.double())
-    # Further left exp(-x) overflows, here as in torch; below its smallest normal number a dtype has fewer digits.
+    # Further left exp(-x) overflows, as in torch; subnormal numbers have fewer digits.
     normal = wide.isfinite() & (x > -50) & (wide.abs() <= torch.finfo(dtype).max)
     normal &= (wide.abs() >= torch.finfo(dtype).tiny) & (x.abs() >= torch.finfo(dtype).tiny)
     error = (y.double() - wide).abs()
@@ -168,13 +168,13 @@ def test_every_16_bit_number(name, dtype, kernel, device):
         assert known.sum() > 0.95 * x.isfinite().sum()
 
 
-# Values at which torch gives something else, and on purpose: NaN and infinity where the exact value is a number.
+# Intended differences: torch gives NaN or infinity where the exact value is finite.
 EXCEPT = {
-    "softsign": lambda x: x.abs() > 1e3,  # torch divides by a square of 1 + |x|, which overflows
+    "softsign": lambda x: x.abs() > 1e3,  # torch divides by the square of 1 + |x|, which overflows
     "hardswish": lambda x: x > 1e37,  # torch multiplies by 6 before it divides by 6
     "quick_gelu": lambda x: x.abs() > 1e3,  # torch rounds between its ops
 }
-# The slope at a NaN is a NaN, as in torch's vectors on the CPU; its CUDA kernels give that of one of the branches.
+# The slope at NaN is NaN, as in torch's vector code on the CPU; its CUDA kernels give one branch's slope.
 BRANCHES = ("hardswish",)
 
 
@@ -189,7 +189,7 @@ def test_ends_and_kinks_are_torchs(name, dtype, kernel, device):
     for x in (ends, ends.repeat(512)):  # in a tail, and in whole vectors
         with hfnn.use(kernel):
             mine = gradient(ours(name), x)
-        # Of a lonely NaN torch's elu, which is ours, and hardswish have the slope of 1 in the tail of a vector.
+        # For a NaN in a vector's tail torch's elu, like ours, and torch's hardswish give the slope 1.
         y, dx = (whole[: len(x)] for whole in gradient(op(name).torch, x if name.endswith("elu") else x.repeat(64)))
         if x.is_cuda and name in BRANCHES:
             dx = torch.where(x.isnan(), NAN, dx)
@@ -211,7 +211,7 @@ def test_slopes_at_kinks(name, kinks, dtype, kernel, device):
 @kernels
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_saturated_unit_has_no_gradient(dtype, kernel, device):
-    """selu's limit is no number of 16 bits: what y is away from it by rounding is not taken for a slope."""
+    """selu's limit is no 16-bit number: the rounding of y must not give a slope."""
     x = torch.full((40,), -200.0, dtype=dtype, device=device, requires_grad=True)
     with hfnn.use(kernel):
         for create_graph in (False, True):
@@ -279,11 +279,11 @@ def test_options_of_modules():
         torch.testing.assert_close(hfnn.convert(m, prefer="memory")(x), want)
 
 
-# Modules that compute them in their own words
+# Modules that compute these functions in their own code
 
 
 class Quick_GELU(nn.Module):
-    """Told from GELU by the whole name, whatever its spelling."""
+    """Distinguished from GELU by the whole name, whatever its spelling."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)

@@ -1,4 +1,4 @@
-"""Element-wise functions return what torch's own have: strides, and for any layout the values and gradients."""
+"""Element-wise functions: strides are torch's, and for any layout so are values and gradients."""
 
 import functools
 
@@ -40,7 +40,7 @@ def test_strides_are_torchs(name, layout, gradient, device):
         torch.manual_seed(1)
         x = x.detach().requires_grad_()
         y = fn(x, *options)
-        dy = LAYOUTS[gradient](torch.arange(y.numel(), device=device).view(y.shape).to(y))  # whatever y
+        dy = LAYOUTS[gradient](torch.arange(y.numel(), device=device).view(y.shape).to(y))  # independent of y
         (along,) = torch.autograd.grad(y, x, torch.empty_like(y).copy_(dy), retain_graph=True)
         return y.detach(), torch.autograd.grad(y, x, dy)[0], along.stride()
 
@@ -48,7 +48,7 @@ def test_strides_are_torchs(name, layout, gradient, device):
         y, dx, strides = run(x, getattr(hfnn.functional, name))
     want, dwant, wanted = run(x, torchs(name))
     assert y.stride() == want.stride() and strides == wanted
-    if name != "relu_dropout" and (name, layout) != ("leaky_relu", "expanded"):  # for which torch asks dy
+    if name != "relu_dropout" and (name, layout) != ("leaky_relu", "expanded"):  # for these torch uses dy's layout
         assert dx.stride() == dwant.stride()
     if "dropout" not in name:
         torch.testing.assert_close(y, want)
@@ -100,7 +100,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("first", [name for name in LAYOUTS if name != "expanded"])
-@pytest.mark.parametrize("second", ["contiguous", "permuted"])  # of the second argument, or of the gradient
+@pytest.mark.parametrize("second", ["contiguous", "permuted"])  # layout of the second argument, or of the gradient
 @pytest.mark.parametrize("name", OTHERS)
 def test_strides_of_more_are_torchs(name, first, second):
     arguments = [LAYOUTS[first](torch.randn(SIZES))]

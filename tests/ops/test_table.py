@@ -1,4 +1,4 @@
-"""Functions, also those that are written from rows: by what name they are known, and what they do with odd options."""
+"""Functions, including those generated from rows: their names, and how they treat invalid options."""
 
 import pickle
 
@@ -10,7 +10,7 @@ import hfnn
 
 @pytest.mark.parametrize("name", hfnn.functional.__all__)
 def test_functions_are_known_by_their_names(name):
-    """A model that holds one is pickled."""
+    """So that a model that holds one can be pickled."""
     fn = getattr(hfnn.functional, name)
     assert pickle.loads(pickle.dumps(fn)) is fn and fn.__name__ == name and fn.__doc__
 
@@ -26,7 +26,7 @@ WRONG = {
 @pytest.mark.parametrize("name, option", [(name, option) for name, options in WRONG.items() for option in options])
 @pytest.mark.parametrize("value", ["1", None, (1.0,), float("nan"), torch.ones(2), 10**400], ids=lambda v: str(v)[:8])
 def test_wrong_options_are_torchs_to_refuse(name, option, value):
-    """Or to take: what comes of them is what comes of torch's own op."""
+    """The result, or the error, is that of torch's own op."""
     x, target = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     args = (x, target) if name.endswith("loss") else (x,)
     found = []

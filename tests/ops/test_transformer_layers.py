@@ -32,7 +32,7 @@ norms = pytest.mark.parametrize("norm_first", [True, False])
 
 
 def copied(module):
-    """A copy. torch's decoder, being copied, takes relu for an activation that is a module."""
+    """A copy. A copied decoder of torch uses relu instead of an activation module."""
     found = copy.deepcopy(module)
     if isinstance(module.activation, nn.Module):
         vars(found).pop("activation", None)
@@ -117,13 +117,13 @@ def test_activations(kind, norm_first, activation):
 @norms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(kind, norm_first, dtype):
-    # Not relu, whose gradient is another where an element near 0 rounds to the other side.
+    # Not relu, whose gradient changes where an element near 0 rounds to the other side.
     theirs, ours = pair(kind, dtype, norm_first=norm_first, activation="gelu")
     given, how = draw(kind, dtype), masks(kind, "hint", True)
     want, got = (run(module, given, **how) for module in (theirs, ours))
     exact = run(copied(theirs).double(), [x.detach().double().requires_grad_() for x in given], **how)
     testing.assert_close(got[0], exact[0], want[0])
-    # Many roundings in a row: what each adds is a matter of luck in a single element.
+    # Many successive roundings: the error of a single element is random.
     for mine, true, torchs in zip(got[1], exact[1], want[1], strict=True):
         if true.abs().max() > 1e-6:
             own = testing.error(torchs, true)
@@ -134,7 +134,7 @@ def test_low_precision(kind, norm_first, dtype):
 @norms
 @pytest.mark.parametrize("activation", ["relu", "gelu", "ReLU", "GELU"])
 def test_dropout(kind, norm_first, activation):
-    """One seed is one draw, recomputed alike; the mean is near the layer without it; fewer bytes are kept."""
+    """One seed gives one draw, also when recomputed; the mean is near the result without; fewer bytes are kept."""
     theirs, ours = pair(kind, dropout=0.2, norm_first=norm_first, activation=ACTIVATIONS[activation]())
     given = draw(kind)
     y, grads = run(ours, given)
@@ -173,7 +173,7 @@ def test_sums_and_norms_are_fused():
 @norms
 @pytest.mark.parametrize("prefer", ["auto", "memory"])
 def test_strides_are_torchs(kind, norm_first, prefer):
-    """Attention's results lie in another order than its inputs: which comes first in a sum decides."""
+    """Attention's results have another layout than its inputs; in a sum the first operand's decides."""
     theirs = KINDS[kind](D, H, FF, 0.0, batch_first=True, norm_first=norm_first)
     ours = hfnn.convert(copied(theirs), prefer=prefer)
     for x in (torch.randn(B, T, D), torch.randn(T, B, D).transpose(0, 1)):
@@ -187,7 +187,7 @@ def test_hooks_are_called(kind, norm_first):
     _, ours = pair(kind, dropout=0.2, norm_first=norm_first)
     called = []
     for name, part in ours.named_modules():
-        if name and "out_proj" not in name:  # which torch does not call either
+        if name and "out_proj" not in name:  # torch does not call it either
             part.register_forward_hook(lambda *args, name=name: called.append(name))
     ours(*draw(kind))
     assert sorted(called) == sorted(name for name, _ in ours.named_modules() if name and "out_proj" not in name)
@@ -218,7 +218,7 @@ def test_parts_of_another_class_are_called():
 
 @each
 def test_built_by_hand(kind):
-    """The constructor, the state dict both ways, copies and pickles."""
+    """The constructor, state dicts in both directions, copies and pickles."""
     theirs, _ = pair(kind, dropout=0.1, activation=nn.GELU())
     fresh = OURS[kind](D, H, FF, 0.1, nn.GELU(), batch_first=True)
     assert isinstance(fresh, KINDS[kind])
@@ -231,7 +231,7 @@ def test_built_by_hand(kind):
     given = draw(kind)
     want = run(fresh, given)[0]
     for module in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
-        if kind == "decoder":  # as torch's
+        if kind == "decoder":  # as in torch
             vars(module).pop("activation", None)
         assert type(module) is OURS[kind] and run(module, given)[0].equal(want)
     hfnn.revert(fresh)
@@ -274,7 +274,7 @@ def test_where_nothing_is_learnt_torchs_fast_path_runs(norm_first, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_transformer(norm_first):
-    """convert and revert of a whole one, with torch's own encoder and its nested tensors around hfnn's layers."""
+    """convert and revert of a whole model: torch's own encoder, with its nested tensors, around hfnn's layers."""
     torch.manual_seed(0)
     theirs = nn.Transformer(D, H, 2, 2, FF, 0.1, batch_first=True, norm_first=norm_first)
     ours = hfnn.convert(copy.deepcopy(theirs), prefer="memory")
@@ -309,7 +309,7 @@ def test_compiled_is_torchs(monkeypatch):
 
 
 def test_report_knows_the_width_of_a_head(monkeypatch):
-    """Which the limits of kernels are about, not the size of a weight."""
+    """The limits of kernels refer to it, not to the size of a weight."""
     kernel = hfnn.kernel.Kernel("cpp", "hfnn._C:cpu.layer_norm", "cpu", max_cols=H * 4)
     monkeypatch.setattr(type(transformer.OP), "__setattr__", object.__setattr__)
     monkeypatch.setattr(transformer.OP, "kernels", (kernel,))

@@ -1,8 +1,9 @@
-"""A step of an optimizer as csrc/optim.h defines it, in plain torch on the CPU, and the tables that kernels are given.
+"""An optimizer's step as csrc/optim.h defines it, in plain torch on the CPU, and the tables that kernels receive.
 
-A list of `Row`s stands for the table: `table` writes down their addresses for a kernel, `prepare` and `update` are the
-definition. They change a row's tensors in place, all of them dense in one order of elements and here of one dimension.
-The arithmetic is of the dtype `work`: float32 as the kernels have it, or float64 to measure them by.
+A list of `Row`s stands for the table. `table` writes their addresses for a kernel; `prepare` and `update` are the
+definition. They change a row's tensors in place; all of a row's tensors are dense, in the same order of elements, and
+here one-dimensional. The arithmetic has the dtype `work`: float32 as in the kernels, or float64 to measure their
+errors.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ TILE, BLOCK, HYPER = 4096, 256, 8
 FORMATS = {F32: 0, torch.bfloat16: 1, torch.float16: 2, F64: 3, "8bit": 4, "4bit": 5}
 MAXIMIZE, DECOUPLED, AMSGRAD, NESTEROV = 1, 2, 4, 8
 ADAM, SGD, LION = 0, 1, 2
-# (rule, options, numbers): each option with one that it goes with, and each moment left out.
+# (rule, options, numbers): each option with one that it combines with, and each moment left out.
 OPTIONS = [
     (ADAM, 0, {}),
     (ADAM, MAXIMIZE | AMSGRAD, {}),
@@ -29,7 +30,7 @@ SIGNED = {ADAM: (True, False, False), SGD: (True,), LION: (True,)}
 
 @dataclasses.dataclass
 class Row:
-    """A parameter: state_format is a key of FORMATS; states and scales have an entry for each state of the rule."""
+    """A parameter. state_format is a key of FORMATS; states and scales have one entry per state of the rule."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -56,9 +57,9 @@ class Row:
 
 
 def new_row(param, grad, rule, states, state_format=F32, step=0, master=None, ema=None, first=False, group=0):
-    """A row with its states (a list of float tensors, one for each state) kept in state_format.
+    """A row with its states (a list of float tensors, one per state) stored in state_format.
 
-    master: float32 values of the parameter, of which param becomes the upper half and the remainder the lower one.
+    master: float32 values of the parameter; param becomes their upper half and the remainder their lower half.
     """
     low = state_format in ("8bit", "4bit")
     bits = {"8bit": 8, "4bit": 4}.get(state_format)
@@ -74,7 +75,7 @@ def new_row(param, grad, rule, states, state_format=F32, step=0, master=None, em
 
 
 def table(rows, tile=TILE):
-    """rows (N, kColumns) int64 and owner (T,) int32 of a list of rows, whose tensors must outlive them."""
+    """rows (N, kColumns) int64 and owner (T,) int32 for a list of rows, whose tensors must outlive them."""
     lines, owner = [], []
 
     def address(x):
@@ -111,7 +112,7 @@ def control(found_inf=0.0, grad_scale=1.0, max_norm=0.0):
 
 
 def lb(x):
-    """The logarithm that the bits of a float32 count up: the binary one at powers of two, straight lines between."""
+    """The logarithm given by a float32's bits: exact at powers of two, linear in between."""
     fraction, exponent = torch.frexp(x)
     return exponent - 2 + 2 * fraction
 
@@ -126,15 +127,15 @@ def code_layout(bits, signed):
 
 
 def code_values(bits, signed):
-    """The value of each code, float64 (2^bits,), in the order of the codes, which is that of the values."""
+    """The value of each code, float64 (2^bits,), in the order of the codes, which is increasing."""
     top, zero = code_layout(bits, signed)
     m = torch.arange(2**bits, dtype=F64) - zero
     return torch.where(m == 0, 0, inverse_lb(3 * (lb(m.abs()) - top)).copysign(m))
 
 
 def code_samples(bits, signed, scale):
-    """Blocks of float32 numbers that tell one code from another, with the scale in each: all values, what lies between
-    them and close to it, and numbers of all sizes."""
+    """Blocks of float32 numbers that distinguish all codes, each containing the scale: all values, midpoints and
+    numbers close to these, and numbers of all magnitudes."""
     torch.manual_seed(0)
     values = code_values(bits, signed)
     between = (values[1:] + values[:-1]) / 2
@@ -156,7 +157,7 @@ def encode(x, bits, signed):
     """codes uint8 (numel,) or (ceil(numel / 2),) and scale float32 (ceil(numel / BLOCK),) of x (numel,)."""
     x_NB = blocks(x.float())
     top, zero = code_layout(bits, signed)
-    # Of equal magnitudes the first is taken, so the positive ones come first. NaN is above all.
+    # Of equal magnitudes the first is taken, so sort positive ones first. NaN sorts highest.
     sorted_NB = x_NB.sort(1, descending=True).values
     scale = sorted_NB.gather(1, sorted_NB.abs().argmax(1, keepdim=True))
     scale = torch.where(scale.isfinite() & x_NB.isfinite().all(1, keepdim=True), scale, torch.nan)
@@ -164,7 +165,7 @@ def encode(x, bits, signed):
     y_NB = torch.where(scale.abs() > 0, x_NB.abs() * (4 / scale.abs().to(F64)).float(), 0)
     m = (y_NB.view(torch.int32) // 3).view(F32).to(F64) * 2.0 ** (top + 84)
     m = torch.where((x_NB < 0) != (scale < 0), -m, m)
-    # torch rounds halves to even, too.
+    # torch, too, rounds halves to even.
     code = (m + zero).round().clamp(min=0).flatten()[: x.numel()].to(torch.uint8)
     if bits == 4:
         code = torch.nn.functional.pad(code, (0, code.numel() % 2))
@@ -191,7 +192,7 @@ def random_halves(seed, offset, numel, first_tile, tile=TILE):
 
 
 def _multiply(a, b):
-    """High and low word of the product of two words, in int64, which holds 48 bits of it at a time."""
+    """High and low word of the product of two words, in int64, with intermediates of at most 48 bits."""
     low, high = (a & 0xFFFF) * b, (a >> 16) * b
     high += low >> 16
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
@@ -209,7 +210,7 @@ def _philox(counter, seed):
 
 
 def round_stochastically(x, dtype, halves):
-    """x float32 rounded to bfloat16 or float16 by the random bits halves."""
+    """x float32 rounded to bfloat16 or float16, using the random bits in halves."""
     kept = 16 if dtype == torch.bfloat16 else 13
     bits = x.view(torch.int32).long() & 0xFFFFFFFF
     bits = (bits + (halves & (1 << kept) - 1)) >> kept << kept
@@ -224,7 +225,7 @@ def join(param, remainder):
 
 
 def split(master):
-    """A float32 master as a bfloat16 parameter, rounded half up in magnitude, and its remainder."""
+    """Splits a float32 master into a bfloat16 parameter, rounded half up in magnitude, and its remainder."""
     bits = master.view(torch.int32).long() & 0xFFFFFFFF
     upper = bits + 0x8000 >> 16
     remainder = bits - (upper << 16)
@@ -236,7 +237,7 @@ def split(master):
 
 
 def prepare(rows, control, partials=0):
-    """Counts the step of each row, where nothing was found infinite; the squares of all gradients, float64 (1,)."""
+    """Counts each row's step unless infinities were found; the sum of squares of all gradients, float64 (1,)."""
     for row in rows:
         if row.step is not None and not control[0]:
             row.step += 1
@@ -251,7 +252,7 @@ def update(rows, hyper, control, squares, rule, ema_decay=-1.0, seed=-1, offset=
     if squares is not None:
         norm = squares.sum().sqrt()
         control[3] = norm
-        # As torch's clamp: a norm that is NaN makes the gradients NaN.
+        # Like torch's clamp: a NaN norm makes the gradients NaN.
         clip = (control[2].to(F64) / (norm + 1e-6)).clamp(max=1.0)
     if control[0]:
         return
@@ -286,7 +287,7 @@ def _update(row, hyper, grad_scale, clip, rule, ema_decay, seed, offset, first_t
 
 
 def _keep(row, p, ema_decay, seed, offset, first_tile):
-    """Writes the parameter as it is kept, and its average."""
+    """Writes the parameter in its storage format, and its average."""
     if row.remainder is not None:
         upper, remainder = split(p.float())
         row.param.copy_(upper)

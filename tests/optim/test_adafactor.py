@@ -1,4 +1,4 @@
-"""hfnn.optim.Adafactor: torch.optim.Adafactor's steps by any kernel, its states, and what a step allocates."""
+"""hfnn.optim.Adafactor: torch.optim.Adafactor's steps with any kernel, its states, and what a step allocates."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from .whole import assert_masters, clipped, difference, halved, on_threads
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = [("cpp", "cpu"), ("triton", GPU)]
-# Vectors; small matrices, many and few; large ones of odd sides, one row or column, more than a tile, and batches.
+# Vectors; small matrices, many and few; large ones with odd sides, one row or column, more than a tile; batches.
 SHAPES = [(5,), (), (0, 3), (17000,), (3, 4), (7, 3, 3, 3), (4, 2, 1, 1), (140, 1, 8), (300, 129), (1, 500), (500, 1),
           (3, 130, 40), (2, 128, 128), (2, 3, 9, 9)]  # fmt: skip
 FEW = [(5,), (), (4097,), (7, 3, 3, 3), (2, 140, 130), (1, 200)]
@@ -74,7 +74,7 @@ def test_trajectory_in_float64(options):
 @pytest.mark.parametrize("kernel, device", KERNELS)
 @pytest.mark.parametrize("dtype, bound", [(F32, 2**-21), (BF16, 2**-7), (F16, 2**-10)], ids=str)
 def test_each_step(dtype, bound, kernel, device, options):
-    """Steps from one state, against torch's in float64: a few roundings of what is kept."""
+    """Steps from the same state, compared with torch's in float64: off by a few roundings of what is stored."""
     params = parameters(FEW if kernel == "triton" else [s for s in SHAPES if 0 not in s], dtype, device)
     options = {"eps": (torch.finfo(dtype).eps, 1e-3)} | options
     ours = Adafactor(params, **options)
@@ -150,7 +150,7 @@ def test_state_goes_to_torch_and_back(dtype):
 
 @pytest.mark.parametrize("kernel, device", KERNELS)
 def test_float32_states_and_master(kernel, device):
-    """bfloat16 parameters with a remainder and float32 states are float32 parameters, bit for bit."""
+    """bfloat16 parameters with a remainder and float32 states equal float32 parameters, bit for bit."""
     masters = parameters(FEW, F32, device)
     halves = halved(masters)
     eps = (2.0**-23, 1e-3)
@@ -168,7 +168,7 @@ def test_float32_states_and_master(kernel, device):
 
 @pytest.mark.parametrize("kernel, device", KERNELS)
 def test_stochastic_rounding(kernel, device):
-    """Reproducible, to one of the two neighbours, and right on average."""
+    """Reproducible, to one of the two neighbours, and unbiased."""
     shapes = [(160, 140), (40, 30, 3, 3), (20000,)]
 
     def run(seed):
@@ -193,12 +193,12 @@ def test_stochastic_rounding(kernel, device):
         ulp = torch.exp2(p.detach().abs().log2().floor() - 7)
         off = (rounded - p.detach()) / ulp
         assert off.abs().max() <= 1.001
-        # Uniform errors within an ulp: the mean of n of them is within 4 / sqrt(6 n) but for a chance of 1e-4.
+        # Uniform errors within an ulp: the mean of n of them is within 4 / sqrt(6 n), except with probability 1e-4.
         assert abs(off.mean().item()) < 4 / (6 * off.numel()) ** 0.5
 
 
 class Watch(TorchDispatchMode):
-    """Collects the names of the calls of torch's operators, and the bytes of the largest result of each."""
+    """Collects the names of torch's operators called, and the bytes of each one's largest result."""
 
     def __init__(self):
         super().__init__()

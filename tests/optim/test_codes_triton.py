@@ -28,7 +28,7 @@ def recode(x_N, code_N, scale_N, y_N, n, BITS: tl.constexpr, SIGNED: tl.constexp
 
 
 def coded(x, bits, signed):
-    """code, scale and value of x (at most 512,), as the kernels have it."""
+    """Code, scale and value of x (at most 512,), computed by the kernels."""
     n, x = x.numel(), x.to(DEVICE)
     code = torch.full((n if bits == 8 else -(-n // 2),), 99, dtype=torch.uint8, device=DEVICE)
     scale, y = torch.full((-(-n // 256),), 9.0, device=DEVICE), torch.full((n,), 9.0, device=DEVICE)
@@ -42,7 +42,7 @@ CODES = [(8, True), (8, False), (4, True), (4, False)]
 @pytest.mark.parametrize("bits, signed", CODES)
 @pytest.mark.parametrize("scale", [1.0, -1.0, 3.7e10, -2.3e-20, 3.4e38, 1e-30, 1e-31])
 def test_codes(bits, signed, scale):
-    """To the bit: of all values, and of what lies between them."""
+    """Bitwise, for all values and for numbers between them."""
     for x in reference.code_samples(bits, signed, scale if signed else abs(scale)):
         code, most, y = coded(x, bits, signed)
         wanted, wanted_most = reference.encode(x, bits, signed)
@@ -53,7 +53,7 @@ def test_codes(bits, signed, scale):
 @pytest.mark.parametrize("bits, signed", CODES)
 @pytest.mark.parametrize("power", range(-99, 128, 25))
 def test_every_code_stays(bits, signed, power):
-    """What codes stand for has the same codes and the same scale again."""
+    """A code's value is encoded with the same code and scale again."""
     every = torch.arange(2**bits)
     for scale in (1.0 * 2.0**power, 1.999 * 2.0**power, *((-1.37 * 2.0**power,) if signed else ())):
         scale = torch.tensor(scale)
@@ -65,7 +65,7 @@ def test_every_code_stays(bits, signed, power):
 
 @pytest.mark.parametrize("bits, signed", CODES)
 def test_the_largest(bits, signed):
-    """The scale has its sign, the positive one where there are both; then -1 is the nearest there is."""
+    """The scale has the largest element's sign, positive if both signs occur; -1 then becomes the nearest code."""
     most = coded(torch.tensor([-3.0, 3.0, -1.0]).abs() if not signed else torch.tensor([-3.0, 3.0, -1.0]), bits, signed)
     assert most[1] == 3 and most[2][1] == 3
     if signed:

@@ -1,4 +1,4 @@
-"""`hfnn.convert(optimizer)`: the same object, which steps as before whatever holds it."""
+"""`hfnn.convert(optimizer)`: the same object, which keeps stepping for everything that refers to it."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ TORCH = {
 
 
 class Inherits(torch.optim.AdamW):
-    """Has nothing that matters of its own."""
+    """A subclass without relevant code of its own."""
 
     def __init__(self, params, note="", **options):
         super().__init__(params, **options)
@@ -50,7 +50,7 @@ def build(name="AdamW", seed=0, dtype=torch.float32, **options):
 
 
 def train(model, optimizer, first, last, scheduler=None):
-    """Steps first to last; the gradients depend on the model and the number of the step."""
+    """Runs steps first to last. The gradients depend on the model and the step's number."""
     for i in range(first, last):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(i)).to(model[0].weight.dtype)
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers(kind, before):
-    """Built before or after convert, with steps of each before convert, after revert: the same rates, no warning."""
+    """Built before or after convert; stepped before convert and after revert: the same rates, no warning."""
     (model, optimizer), (plain, reference) = build(), build()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -203,7 +203,7 @@ def test_the_profiler_names_the_step():
 
 
 def test_grad_scaler():
-    """A scaler that knew the optimizer before goes on with it; a step with an infinite gradient does nothing."""
+    """A GradScaler used before conversion continues with it; a step with an infinite gradient does nothing."""
     (model, optimizer), (plain, reference) = build(), build()
     for m, o in ((model, optimizer), (plain, reference)):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -281,7 +281,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused_with_a_reason(why, caplog):
-    """Left alone, in words: in the log, in the report, and as an error where something was asked of it."""
+    """Left alone, with a reason in the log and in the report, or as an error if something specific was requested."""
     optimizer = REFUSED[why]()
     cls, attributes = type(optimizer), dict(vars(optimizer))
     with caplog.at_level(logging.WARNING, "hfnn"):
@@ -328,7 +328,7 @@ def test_unknown_options_change_nothing():
 
 @pytest.mark.parametrize("state_dtype", ["8bit", "4bit", torch.bfloat16])
 def test_low_bit_states_from_torchs_and_back(state_dtype):
-    """What torch's optimizer has learnt is encoded by convert, decoded by revert; both train on."""
+    """convert encodes the states of torch's optimizer, revert decodes them; both train on."""
     (model, optimizer), (plain, reference) = build(), build()
     model[0].weight.shape.numel() >= 4096 or pytest.fail("too small for low-bit states")
     train(model, optimizer, 0, 4)
@@ -400,7 +400,7 @@ def test_accelerate(first, fp16, monkeypatch):
 
 
 def test_checkpoints_travel_both_ways():
-    """torch's checkpoint into a converted optimizer, and the other way, through torch.save."""
+    """torch's checkpoint into a converted optimizer, and the reverse, through torch.save."""
     for kinds in ((torch.optim.AdamW, hfnn.optim.AdamW), (hfnn.optim.AdamW, torch.optim.AdamW)):
         (model, _), (other, _) = build(), build()
         first, second = (kind(m.parameters(), lr=0.01) for kind, m in zip(kinds, (model, other), strict=True))

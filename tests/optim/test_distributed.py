@@ -1,4 +1,4 @@
-"""Optimizers of sharded models, in real processes: what each rank does is in tests/workers/optimizer.py."""
+"""Optimizers of sharded models, in real processes. The rank programs are in tests/workers/optimizer.py."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "optimizer.py"
 
 
 def run(way, world_size, folder):
-    """All ranks of one way, to their end."""
+    """Runs all ranks of one way to their end."""
     ranks.run(SCRIPT, "main", world_size, folder / "ranks", timeout=240, way=way, into=str(folder))
 
 

@@ -1,4 +1,4 @@
-"""Steps on a GPU: the numbers of the CPU, two launches, no waiting, graphs, moving gradients, 2^31 elements."""
+"""Steps on a GPU: the CPU's numbers, two launches, no waiting, graphs, moving gradients, 2^31 elements."""
 
 import copy
 
@@ -46,7 +46,7 @@ def both(name, dtype, steps=5, **options):
 
 
 def moved_alike(on_gpu, on_cpu, dtype, share):
-    """The parameters went the same way, but for a share of it, and an ulp."""
+    """The parameters moved the same way, within a share of the distance plus an ulp."""
     for a, b, start in zip(on_gpu, on_cpu, parameters(dtype, "cpu"), strict=True):
         if a.numel():
             eps = torch.finfo(dtype).eps
@@ -58,7 +58,7 @@ def moved_alike(on_gpu, on_cpu, dtype, share):
 @pytest.mark.parametrize(("name", "options"), RULES)
 def test_the_numbers_of_the_cpu(name, options, dtype):
     (a, mine), (b, other) = both(name, dtype, **options)
-    # A sign next to 0 may be the other one; LAMB's norms are sums of other orders.
+    # The sign of a number near 0 may differ; LAMB's norms are summed in another order.
     moved_alike(a, b, dtype, {"Lion": 1e-2, "LAMB": 1e-4}.get(name, 1e-5))
     for p, q in zip(a, b, strict=True):
         for key, x in other.state.get(q, {}).items():
@@ -76,7 +76,7 @@ def test_the_numbers_of_the_cpu(name, options, dtype):
 )  # fmt: skip
 def test_formats_and_extras(options, dtype):
     (a, mine), (b, other) = both("AdamW", dtype, **options)
-    # A code that fell the other way at an edge is a larger difference than float32's rounding.
+    # A code that falls to the other side of an edge is a larger difference than float32's rounding.
     coded = isinstance(options.get("state_dtype"), str)
     moved_alike(a, b, dtype, 1e-2 if coded else 1e-5)
     if "max_grad_norm" in options:
@@ -103,7 +103,7 @@ def test_remainder_is_a_float32_master():
 
 
 def test_stochastic_rounding():
-    """Unbiased where rounding to nearest would never move, and the same again from the same state of the generator."""
+    """Unbiased where rounding to nearest would never move; reproducible from the same generator state."""
     found = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -137,7 +137,7 @@ def test_two_launches_for_a_thousand_tensors(extra):
 
 @pytest.mark.parametrize("extra", [{}, {"max_grad_norm": 1.0, "ema_decay": 0.9}, {"state_dtype": "4bit"}], ids=str)
 def test_nothing_waits(extra):
-    """Neither a step whose gradients are elsewhere at every step, nor a GradScaler, nor a schedule."""
+    """Steps whose gradients move each time, a GradScaler and a schedule do not make the host wait."""
     params = parameters(torch.float32)
     optimizer = hfnn.optim.AdamW(params, lr=0.1, **extra)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
@@ -160,7 +160,7 @@ def test_nothing_waits(extra):
 
 
 def test_grad_scaler():
-    """As without one, and a step that overflows has not been."""
+    """The same as without a scaler; an overflowing step has no effect."""
     a, b = parameters(torch.float32), parameters(torch.float32)
     mine, other = hfnn.optim.AdamW(a, lr=0.01), hfnn.optim.AdamW(b, lr=0.01)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -180,7 +180,7 @@ def test_grad_scaler():
 
 @pytest.mark.parametrize("extra", [{}, {"max_grad_norm": 1.0}, {"state_dtype": "8bit"}], ids=str)
 def test_in_a_graph(extra):
-    """Replays do what steps do, with the learning rate of a tensor that changes."""
+    """Replays equal steps, with the learning rate in a tensor that changes."""
     a, b = parameters(torch.float32), parameters(torch.float32)
     rates = [torch.tensor(0.01, device="cuda") for _ in range(2)]
     made = [hfnn.optim.AdamW(p, lr=lr, capturable=True, **extra) for p, lr in zip((a, b), rates, strict=True)]

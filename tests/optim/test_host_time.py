@@ -1,4 +1,4 @@
-"""What a step costs the host: less than torch's fused step, and nothing is looked at twice."""
+"""A step's host time: less than torch's fused step, without repeated checks."""
 
 import time
 
@@ -30,7 +30,7 @@ def make(cls, **options):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_less_than_torch(name):
-    """Both work for microseconds on so few numbers: what is measured is the host. Measured again where it is busy."""
+    """So few numbers take microseconds, so this measures host time. Repeated because the host may be busy."""
     ours, theirs = make(getattr(hfnn.optim, name)), make(getattr(torch.optim, name), fused=True)
     for _ in range(5):
         if best(ours.step) < best(theirs.step):
@@ -39,7 +39,7 @@ def test_less_than_torch(name):
 
 
 def test_tables_are_kept():
-    """One plan for as long as nothing changes, even where the gradients move; another when an option does."""
+    """One plan while nothing changes, even if gradients move; a new one when an option changes."""
     optimizer = make(hfnn.optim.AdamW)
     plan = optimizer._plans[None]
     for p in optimizer.param_groups[0]["params"]:

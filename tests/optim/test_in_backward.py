@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, and a layer that is used twice, and a frozen one."""
+    """An embedding that is also the head, a layer that is used twice, and a frozen one."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_converted_optimizer_goes_on():
 
 
 def most_bytes(model, optimizer):
-    """Of gradients that exist at one time within backward, counted whenever one is complete, ours included."""
+    """The most bytes of gradients alive at one time in backward, counted at each completed gradient, including it."""
     most, parameters = 0, list(model.parameters())
 
     def count(_):
@@ -128,7 +128,7 @@ def test_gradients_are_freed_at_once():
 
 
 def test_the_memory_is_given_back():
-    """Nothing of ours holds a gradient: its storage is gone when the next one comes."""
+    """hfnn holds no gradient: its storage is freed before the next one."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     seen, alive = [], []
 
@@ -161,7 +161,7 @@ def test_schedulers_and_step_hooks_count():
 
 
 def test_what_was_not_there_is_stepped_by_step():
-    """A parameter that is thawed, and a group that is added later."""
+    """A parameter that is unfrozen, and a group that is added later."""
     (model, optimizer), (other, reference) = build(), build()
     step_in_backward(optimizer)
     train(model, optimizer, 0, 1)
@@ -177,7 +177,7 @@ def test_what_was_not_there_is_stepped_by_step():
 
 
 def test_checkpointed_layers():
-    """A layer computed again within backward has its gradient once, whole."""
+    """A layer recomputed in backward gets its gradient once, complete."""
     torch.manual_seed(0)
     model, other = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2))
     other.load_state_dict(model.state_dict())
@@ -193,7 +193,7 @@ def test_checkpointed_layers():
 
 
 def test_gradient_accumulation_is_an_error():
-    """And changes nothing: the second backward ends at its first parameter."""
+    """The second backward ends at its first parameter, and changes nothing."""
     model, optimizer = build()
     handle = step_in_backward(optimizer)
     backward(model, 0)

@@ -1,4 +1,4 @@
-"""The C++ kernels of a step, against csrc/optim.h written down in plain torch (reference_step.py)."""
+"""The C++ kernels of a step, against csrc/optim.h in plain torch (reference_step.py)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ op = _C.cpu.optim
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = 9001, 1, 0, 255, 4096
 STATES = {ADAM: 2, SGD: 1, LION: 1}
-# A sum of 3/4 and 1/4 is exact for 16 bits: Lion's sign then does not hang on a rounding.
+# A sum weighted 3/4 and 1/4 is exact for 16 bits, so Lion's sign does not depend on rounding.
 RATES = {"lr": 0.01, "beta1": 0.75, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -20,7 +20,7 @@ def draw_rows(rule, param=F32, grad=F32, state=F32, sizes=SIZES, amsgrad=False, 
     torch.manual_seed(0)
     rows = []
     for n in sizes:
-        # Squares large enough that a rounding of the gradient stays one where the root of them divides.
+        # Squares so large that dividing by their root does not amplify a gradient's rounding.
         states = [torch.randn(n) * 0.1, *(torch.rand(n) * 0.1 + 0.01 for _ in range(STATES[rule] - 1 + amsgrad))]
         rows.append(
             reference.new_row(torch.randn(n).to(param), torch.randn(n).to(grad), rule, states, state, 3, **given)
@@ -29,7 +29,7 @@ def draw_rows(rule, param=F32, grad=F32, state=F32, sizes=SIZES, amsgrad=False, 
 
 
 def run(rows, rule, numbers, control=None, clip=False, ema_decay=-1.0, seed=-1, offset=0, threads=2):
-    """One step of the rows by the kernels, in place; control after it."""
+    """One step of the rows with the kernels, in place; returns control after it."""
     table, owner = reference.table(rows)
     control = reference.control() if control is None else control.clone()
     numbers = numbers if torch.is_tensor(numbers) else reference.hyper(numbers)
@@ -53,7 +53,7 @@ def same(a, b):
 
 
 def exactly(rows):
-    """The same rows with float64 for parameters and float states: what the reference makes of them is not rounded."""
+    """The same rows with float64 parameters and float states, so that the reference does not round."""
     rows = copies(rows)
     for row in rows:
         row.param = row.param.double()
@@ -63,7 +63,7 @@ def exactly(rows):
 
 
 def close(got, exact, size, dtype, ulp=2**-24):
-    """Whether got is exact, rounded to dtype after an error of 4 roundings of a number as large as size."""
+    """Whether got equals exact, rounded to dtype, with an error of up to 4 roundings of a number of size `size`."""
     error = 4 * ulp * size.double().abs()
     spacing = {BF16: 2.0**-8, F16: 2.0**-11}.get(dtype, 0.0)
     error = error + exact.abs() * spacing + 2.0**-25 * (dtype == F16)
@@ -71,9 +71,9 @@ def close(got, exact, size, dtype, ulp=2**-24):
 
 
 def check(got, before, exact):
-    """Rows that the kernels stepped, against `exactly` those before, stepped by the reference."""
+    """Compares rows stepped by the kernels with rows of `exactly` stepped by the reference."""
     for row, old, wanted in zip(got, before, exact, strict=True):
-        codes = isinstance(row.state_format, str)  # which are float32 to begin with
+        codes = isinstance(row.state_format, str)  # codes are computed in float32
         ulp = 2**-53 if row.param.dtype == F64 and not codes and row.state_format != F32 else 2**-24
         assert close(row.param, wanted.param, old.param.double().abs() + wanted.param.abs() + 0.1, row.param.dtype, ulp)
         assert row.step == wanted.step
@@ -82,13 +82,14 @@ def check(got, before, exact):
                 size = wanted.states[k].abs() + old.grad.double().abs() + old.param.double().abs()
                 assert close(state, wanted.states[k], size, state.dtype, ulp)
                 continue
-            # A number that lies all but halfway between two may go either way.
+            # A number almost halfway between two codes may go either way.
             torch.testing.assert_close(row.scales[k], wanted.scales[k], rtol=1e-6, atol=0)
             assert (state != wanted.states[k]).sum() <= 1 + 1e-3 * state.numel()
 
 
 def compare(rows, rule, numbers, control=None, clip=False):
-    """A step of the kernels against one of the reference: the same bits on three threads, gradients as they were."""
+    """Compares a step of the kernels with one of the reference; three threads give the same bits, and gradients are
+    unchanged."""
     control = reference.control() if control is None else control
     numbers = numbers if torch.is_tensor(numbers) else reference.hyper(numbers)
     got, other, exact = copies(rows), copies(rows), exactly(rows)
@@ -167,7 +168,7 @@ def test_a_norm_that_is_not_finite(bad):
     rows[0].grad[3] = bad
     after = run(rows, SGD, {"lr": 1.0}, reference.control(max_norm=1.0), clip=True)
     assert not after[3].isfinite() and rows[0].param[3].isnan()
-    # As clip_grad_norm_ has it: infinity makes the others 0.
+    # As in clip_grad_norm_: an infinity makes all others 0.
     assert rows[0].param.isnan().all() == (bad != torch.inf)
 
 
@@ -199,12 +200,11 @@ def test_addresses_of_any_alignment(param, state):
     assert same(rows, moved)
 
 
-# ---- codes. The first step of SGD leaves the gradient as the state; the second moment of Adam, with beta2 0, is its
-# square.
+# ---- codes. SGD's first step stores the gradient as the state; Adam's second moment, with beta2 0, stores its square.
 
 
 def kept_as(x, state, signed):
-    """Codes and scales that the kernels keep x by."""
+    """The codes and scales by which the kernels store x."""
     if signed:
         row = reference.new_row(torch.zeros_like(x), x, SGD, [torch.zeros_like(x)], state, first=True)
         run([row], SGD, {"lr": 0.0, "beta1": 0.5})
@@ -221,11 +221,11 @@ CODES = [("8bit", True), ("8bit", False), ("4bit", True), ("4bit", False)]
 @pytest.mark.parametrize("state, signed", CODES)
 @pytest.mark.parametrize("scale", [1.0, -1.0, 3.7e10, -2.3e-20, 3.4e38, 1e-30, 1e-31])
 def test_codes(state, signed, scale):
-    """To the bit: of all values, and of what lies between them."""
+    """Bitwise, for all values and for numbers between them."""
     for block in reference.code_samples(int(state[0]), signed, scale if signed else min(abs(scale), 1e38)):
         codes, scales = kept_as(block, state, signed)
         if not signed:
-            block = block.sqrt() * block.sqrt()  # as the kernel has it
+            block = block.sqrt() * block.sqrt()  # as the kernel computes it
         wanted, wanted_scales = reference.encode(block, int(state[0]), signed)
         assert torch.equal(scales, wanted_scales) and (scales == 0).all() == (abs(scale) == 1e-31)
         assert torch.equal(codes, wanted)
@@ -234,7 +234,7 @@ def test_codes(state, signed, scale):
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 @pytest.mark.parametrize("scale", [*(1.7**k * s for k in range(-124, 166, 29) for s in (1, -1)), 1e-30, -3.4e38])
 def test_every_code_stays(state, scale):
-    """A state that stays what it is keeps its codes and its scale, bit for bit, and the parameter becomes it."""
+    """An unchanged state keeps its codes and scale, bit for bit, and the parameter becomes it."""
     bits = int(state[0])
     values = reference.code_values(bits, True).float() * torch.tensor(scale)
     row = reference.new_row(torch.zeros(len(values)), torch.zeros(len(values)), SGD, [values], state)
@@ -263,7 +263,7 @@ def test_every_unsigned_code_stays(state, scale):
 
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 def test_both_signs_of_the_largest(state):
-    """The positive one is the scale; -1 has no code, and becomes the nearest there is."""
+    """The positive one is the scale; -1 has no code, and becomes the nearest."""
     bits = int(state[0])
     codes, scales = kept_as(torch.tensor([-3.0, 3.0, -2.9999]), state, True)
     back = reference.decode(codes, scales, 3, bits, True)
@@ -287,7 +287,7 @@ def test_blocks_that_are_zero_or_not_finite(state):
     assert torch.equal(codes[:128], wanted[:128])
 
 
-# ---- how parameters are kept
+# ---- parameter formats
 
 
 def test_a_remainder_makes_a_master():

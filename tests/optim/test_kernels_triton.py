@@ -1,4 +1,4 @@
-"""The Triton kernels of a step, against csrc/optim.h written down in plain torch (reference_step.py)."""
+"""The Triton kernels of a step, against csrc/optim.h in plain torch (reference_step.py)."""
 
 import importlib
 import os
@@ -29,9 +29,9 @@ def draw_rows(rule, param=F32, grad=F32, state=F32, sizes=SIZES, seed=0, amsgrad
     torch.manual_seed(seed)
     rows = []
     for n in sizes:
-        # Squares large enough that a rounding of the gradient stays one where the root of them divides.
+        # Squares so large that dividing by their root does not amplify a gradient's rounding.
         states = [torch.randn(n) * 0.1, *(torch.rand(n) * 0.1 + 0.01 for _ in range(STATES[rule] - 1 + amsgrad))]
-        # Small tensors are not kept in codes.
+        # Small tensors are not stored as codes.
         kept = F32 if isinstance(state, str) and n < 4096 else state
         rows.append(
             reference.new_row(torch.randn(n).to(param), torch.randn(n).to(grad), rule, states, kept, 3, **given)
@@ -46,7 +46,7 @@ def features(rows, amsgrad=False):
 
 
 def run(rows, rule, numbers, control=None, clip=False, ema_decay=-1.0, seed=-1, offset=0):
-    """One step of the rows by the kernels, in place; control after it."""
+    """One step of the rows with the kernels, in place; returns control after it."""
     table, owner = reference.table(rows)
     control = (reference.control() if control is None else control).to(DEVICE)
     numbers = (numbers if torch.is_tensor(numbers) else reference.hyper(numbers)).to(DEVICE)
@@ -64,7 +64,7 @@ def on_device(rows):
 
 
 def exactly(rows):
-    """The same rows with float64 for parameters and float states: what the reference makes of them is not rounded."""
+    """The same rows with float64 parameters and float states, so that the reference does not round."""
     rows = [row.clone() for row in rows]
     for row in rows:
         row.param = row.param.double()
@@ -74,7 +74,7 @@ def exactly(rows):
 
 
 def close(got, exact, size, dtype):
-    """Whether got is exact, rounded to dtype after an error of 4 roundings of a float32 as large as size."""
+    """Whether got equals exact, rounded to dtype, with an error of up to 4 roundings of a float32 of size `size`."""
     got, error = got.cpu().double(), 4 * 2**-24 * size.double().abs()
     if dtype != F32:
         spacing = {BF16: 2.0**-8, F16: 2.0**-11}[dtype]
@@ -83,7 +83,7 @@ def close(got, exact, size, dtype):
 
 
 def check(got, before, exact, rule):
-    """Rows that the kernels stepped, against `exactly` those before, stepped by the reference."""
+    """Compares rows stepped by the kernels with rows of `exactly` stepped by the reference."""
     for row, old, wanted in zip(got, before, exact, strict=True):
         size = old.param.double().abs() + wanted.param.abs() + 0.1
         assert close(row.param, wanted.param, size, row.param.dtype)
@@ -93,7 +93,7 @@ def check(got, before, exact, rule):
                 size = wanted.states[k].abs() + old.grad.double().abs() + old.param.double().abs()
                 assert close(state, wanted.states[k], size, state.dtype)
                 continue
-            # A number that lies all but halfway between two may go either way.
+            # A number almost halfway between two codes may go either way.
             torch.testing.assert_close(row.scales[k].cpu(), wanted.scales[k], rtol=1e-6, atol=0)
             assert (state.cpu() != wanted.states[k]).double().mean() < 1e-3
 
@@ -148,7 +148,7 @@ def test_powers_of_a_count(step):
     check(got, rows, exact, ADAM)
 
 
-# ---- gradients as a whole
+# ---- clipping and infinite gradients
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
@@ -174,7 +174,7 @@ def test_a_norm_that_is_not_finite():
         after = run(got, SGD, {"lr": 1.0}, reference.control(max_norm=1.0), clip=True)
         assert not after[3].isfinite()
         assert got[0].param[3].isnan()
-        assert got[0].param.isnan().all() == (bad != torch.inf)  # as clip_grad_norm_: all times 0 for infinity
+        assert got[0].param.isnan().all() == (bad != torch.inf)  # as in clip_grad_norm_: an infinity makes all others 0
 
 
 def test_nothing_moves_where_something_was_infinite():
@@ -211,7 +211,7 @@ def test_an_empty_table():
     assert after[3] == 0
 
 
-# ---- where and how the numbers are kept
+# ---- layout and formats of the numbers
 
 
 @pytest.mark.parametrize("param, state", [(F32, F32), (BF16, BF16), (BF16, "8bit"), (F32, "4bit")], ids=str)
@@ -255,7 +255,7 @@ def test_a_remainder_of_what_is_not_finite():
     got = on_device([row])
     run(got, SGD, {"lr": 0.0})
     master = reference.join(got[0].param.cpu(), got[0].remainder.cpu())
-    # 0 times infinity is NaN: a learning rate of 0 still takes what decay there is of it.
+    # 0 times infinity is NaN: a learning rate of 0 still multiplies its decay.
     torch.testing.assert_close(master[2:], given[2:], rtol=0, atol=0, equal_nan=True)
     assert got[0].param[2].isnan() and not master[:2].isfinite().any()
 
@@ -303,7 +303,7 @@ def test_the_table_is_the_headers():
     assert int(re.search(r"kBlock = (\d+)", text)[1]) == formats.BLOCK.value == reference.BLOCK
 
     def enumerators(name):
-        """Of an enum of the header, by the kernels' names."""
+        """The values of an enum of the header, by the kernels' names."""
         values, value = {}, 0
         for entry in re.search(rf"enum {name} {{(.*?)}}", text, re.DOTALL)[1].split(","):
             key, _, given = entry.strip().partition(" = ")

@@ -1,4 +1,4 @@
-"""hfnn.optim.LAMB against a reference in float64, by any kernel and in any format."""
+"""hfnn.optim.LAMB against a float64 reference, with any kernel and any format."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ OPTIONS = [
 
 
 class Reference:
-    """The formulas of the paper, one parameter at a time, in float64."""
+    """The paper's formulas, one parameter at a time, in float64."""
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, bias_correction=True,
@@ -92,7 +92,7 @@ def test_trajectory_in_float64(kernel, options):
 @pytest.mark.parametrize("kernel, device", KERNELS)
 @pytest.mark.parametrize("dtype, bound", [(F32, 2**-21), (BF16, 2**-7), (F16, 2**-10)], ids=str)
 def test_each_step(dtype, bound, kernel, device, options):
-    """Steps from one state against float64; u is of the states as they are kept, and so is the reference's."""
+    """Steps from the same state, compared with float64. Both compute u from the states as stored."""
     params = parameters(dtype, device)
     optimizer = LAMB(params, state_dtype=F32, **options)
     with hfnn.use(kernel):
@@ -113,7 +113,7 @@ def test_each_step(dtype, bound, kernel, device, options):
 @pytest.mark.parametrize("kernel, device", KERNELS)
 @pytest.mark.parametrize("format", ["8bit", "4bit", BF16], ids=str)
 def test_narrow_states(format, kernel, device):
-    """The step is that of the states as they are kept: told from them after it."""
+    """The step uses the states as stored, so it is computed from the states after it."""
     params = parameters(F32, device, [(5000,), (33, 130), (4100,)])
     optimizer = LAMB(params, lr=0.1, state_dtype=format)
     with hfnn.use(kernel):
@@ -163,7 +163,7 @@ def test_scaler_and_norm(kernel, device, found):
 
 @pytest.mark.parametrize("kernel, device", KERNELS)
 def test_master_and_average(kernel, device):
-    """bfloat16 parameters with a remainder are float32 parameters, bit for bit."""
+    """bfloat16 parameters with a remainder equal float32 parameters, bit for bit."""
     masters = parameters(F32, device)
     halves = halved(masters)
     full = LAMB(masters, ema_decay=0.9)

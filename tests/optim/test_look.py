@@ -1,4 +1,4 @@
-"""What a table was made for is looked at again before every step: nothing that changed is overlooked."""
+"""Before every step, what a table was made for is checked again: no change is missed."""
 
 import copy
 
@@ -46,7 +46,7 @@ def data_transposed(params, optimizer):
 
 
 def fewer_elements(params, optimizer):
-    """At the same place, with the gradient and the states that go with them."""
+    """At the same address, with matching gradient and states."""
     params[1].data, params[1].grad = params[1].data[:2], None
     params[1].grad = torch.ones(2, 4)
     for name, value in optimizer.state[params[1]].items():
@@ -60,7 +60,7 @@ def another_parameter(params, optimizer):
 
 
 def another_state(params, optimizer):
-    """As those do who keep states on the host between steps."""
+    """Like code that keeps states on the host between steps."""
     for name, value in optimizer.state[params[1]].items():
         optimizer.state[params[1]][name] = value.clone() * 2
 
@@ -93,7 +93,7 @@ CHANGES = (
 
 
 def step_with(change, fresh):
-    """(hfnn's parameters, torch's, whether a table was made again) after two steps, a change, and two more.
+    """(hfnn's parameters, torch's, whether a table was rebuilt) after two steps, a change, and two more.
 
     fresh: whether there are new gradients before the change, and after it.
     """
@@ -109,7 +109,7 @@ def step_with(change, fresh):
             if i == 2:
                 change(params, optimizer)
             for p in params:
-                if module is torch.optim and p.grad is not None:  # it takes gradients of one dtype
+                if module is torch.optim and p.grad is not None:  # torch requires gradients of the parameter's dtype
                     p.grad.data = p.grad.to(p.dtype)
             optimizer.step()
             if module is hfnn.optim:
@@ -141,7 +141,7 @@ def storage_of_a_gradient(params, optimizer):
 
 @pytest.mark.parametrize("change", [another_gradient, data_of_a_gradient, storage_of_a_gradient])
 def test_where_gradients_went_is_seen(change, how):
-    """The rows are moved, and the table is kept."""
+    """The addresses in the rows are updated, and the table is kept."""
     mine, theirs, made = step_with(change, False)
     assert not made
     for p, q in zip(mine, theirs, strict=True):
@@ -155,7 +155,7 @@ def tensors():
 
 
 def test_addresses(how):
-    """Of the tensors themselves, with 0 for an absent gradient, whether `.grad` is read or gradients are given."""
+    """The addresses of the tensors, or 0 for a missing gradient; `.grad` is read, or gradients are passed."""
     function, _ = how
     params = [x.requires_grad_() for x in tensors()]
     given = [None if i % 3 == 1 else torch.empty_like(p) for i, p in enumerate(params)]
@@ -169,7 +169,7 @@ def test_addresses(how):
 
 
 def test_each_layout_is_another_one(how):
-    """All of one address: told apart by dtype, by size, by strides, and from an absent one."""
+    """All at one address: distinguished by dtype, size, strides, and from a missing one."""
     function, _ = how
     base, p = torch.zeros(16), torch.zeros(5)
     views = [
@@ -201,7 +201,7 @@ def test_same(how):
 
 
 def test_a_sparse_gradient(how):
-    """Among dense ones: torch's own step takes it, and after it the kernel the next one."""
+    """Among dense ones: torch's own step takes it; the kernel runs the next step."""
     p = torch.zeros(4, 3, requires_grad=True)
     optimizer = hfnn.optim.SGD([p], lr=1.0)
     for grad, kernel in ((torch.ones(4, 3), "cpp"), (torch.eye(4, 3).to_sparse(), "torch"), (torch.ones(4, 3), "cpp")):
@@ -213,7 +213,7 @@ def test_a_sparse_gradient(how):
 
 
 def test_more_dimensions_than_kernels_read(how):
-    """The table is made anew at every step, and is right."""
+    """The table is rebuilt at every step, and is right."""
     twins = [torch.arange(4.0).view(1, 2, 1, 1, 2, 1, 1, 1, 1).clone().requires_grad_() for _ in range(2)]
     mine, theirs = hfnn.optim.AdamW([twins[0]], lr=0.1), torch.optim.AdamW([twins[1]], lr=0.1)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""GradScaler: gradients are divided and steps are left out on the device, and the host does not ask."""
+"""GradScaler: gradients are unscaled and steps are skipped on the device, without a wait of the host."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ OPTIMIZERS = (("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.
 
 
 class NoSync(TorchDispatchMode):
-    """Refuses what would wait for a device; but for `read`, which a step reads on the CPU and nowhere else."""
+    """Refuses ops that wait for a device, except for `read`, which steps read on the CPU only."""
 
     def __init__(self, read=None):
         super().__init__()
@@ -38,7 +38,7 @@ def pair(name, options, **extras):
 @pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_as_without(name, options, unscaled, kernel):
-    """With a scaler as without, and a step whose gradients overflow, the very first one among them, has not been."""
+    """A scaler gives the same as none; a step whose gradients overflow, even the very first, has no effect."""
     (a, mine), (b, other) = pair(name, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     for i in range(6):
@@ -46,7 +46,7 @@ def test_as_without(name, options, unscaled, kernel):
         for x, y in zip(a, b, strict=True):
             y.grad = torch.randn_like(y)
             x.grad = torch.full_like(x, torch.inf) if overflows else y.grad * scaler.get_scale()
-        scaler.scale(torch.ones(()))  # which makes the scale
+        scaler.scale(torch.ones(()))  # initialises the scale
         with hfnn.use(kernel):
             if unscaled:
                 scaler.unscale_(mine)
@@ -99,7 +99,7 @@ def test_clipping_is_of_what_was_scaled(kernel):
 @pytest.mark.parametrize("then", ["a step", "more gradients", "revert", "state_dict"])
 @pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
 def test_the_first_step_is_the_first_that_was_taken(kernel, then):
-    """A momentum that overflowed before there was one begins with the gradient, whatever comes in between."""
+    """A momentum that overflowed in its first step starts with the next gradient, whatever comes in between."""
     results = []
     for mine in (True, False):
         torch.manual_seed(1)
@@ -107,7 +107,7 @@ def test_the_first_step_is_the_first_that_was_taken(kernel, then):
         make = hfnn.optim.SGD if mine else torch.optim.SGD
         optimizer = make(params, lr=0.1, momentum=0.9, dampening=0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        scaler.scale(torch.ones(()))  # which makes the scale
+        scaler.scale(torch.ones(()))  # initialises the scale
         with hfnn.use(kernel):
             for p in params[: 1 if then == "more gradients" else 2]:
                 p.grad = torch.full_like(p, torch.inf)

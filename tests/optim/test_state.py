@@ -1,4 +1,4 @@
-"""What is kept, and how it travels: torch's state dicts both ways, files, pickles, copies, formats, and bytes."""
+"""States and their transfer: torch's state dicts in both directions, files, pickles, copies, formats, and bytes."""
 
 import copy
 import io
@@ -62,7 +62,7 @@ def same(a, b, path=""):
 @pytest.mark.parametrize("way", ["direct", "file"])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_round_trip_with_torch(name, options, way):
-    """torch -> hfnn -> torch and hfnn -> torch -> hfnn, bit for bit, keys and strides with them."""
+    """torch -> hfnn -> torch and hfnn -> torch -> hfnn: bitwise the same, with keys and strides."""
     travel = through_file if way == "file" else copy.deepcopy
     ours, theirs = getattr(hfnn.optim, name), getattr(torch.optim, name)
     for first, second in ((theirs, ours), (ours, theirs)):
@@ -82,7 +82,7 @@ def test_round_trip_with_torch(name, options, way):
                                                ("AdamW", {"ema_decay": 0.9, "amsgrad": True})])  # fmt: skip
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "save"])
 def test_goes_on_the_same(name, options, way):
-    """A copy goes on as the original does, bit for bit."""
+    """A copy continues like the original, bit for bit."""
     a = params()
     optimizer = getattr(hfnn.optim, name)(a, lr=0.01, **options)
     train(optimizer)
@@ -108,7 +108,7 @@ def test_goes_on_the_same(name, options, way):
 
 
 def test_steps_are_apart():
-    """A step is a view of memory that all share, which neither a state dict nor a pickle brings along."""
+    """A step is a view of shared memory, which neither a state dict nor a pickle includes."""
     optimizer = hfnn.optim.AdamW([torch.ones(2, requires_grad=True) for _ in range(1000)])
     train(optimizer, 1)
     assert all(s["step"].untyped_storage().nbytes() == 4 for s in optimizer.state_dict()["state"].values())
@@ -121,7 +121,7 @@ def test_steps_are_apart():
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"])
 def test_float32_states_of_bfloat16(kernel):
-    """They lose no bits on the way, where torch's own load would cast them."""
+    """They lose no bits; torch's own load would cast them."""
     with hfnn.use(kernel):
         optimizer = hfnn.optim.AdamW(params(torch.bfloat16), state_dtype=torch.float32)
         train(optimizer)
@@ -139,7 +139,7 @@ def test_float32_states_of_bfloat16(kernel):
 
 @pytest.mark.parametrize("format", formats.LOW)
 def test_low_bits(format):
-    """Codes and scales; float32 in a state dict, which gives the same codes again; small ones stay float32."""
+    """Codes and scales; state dicts have float32, which gives the same codes again. Small states stay float32."""
     a = params(shapes=((70, 70), (63, 65), (2, 64, 16, 16)))
     optimizer = hfnn.optim.AdamW(a, state_dtype=format, amsgrad=True)
     train(optimizer)
@@ -163,7 +163,7 @@ def test_low_bits(format):
 @pytest.mark.parametrize("format", formats.LOW)
 @pytest.mark.parametrize("signed", [True, False])
 def test_formats(format, signed):
-    """As the definition has them, to the bit; NaN for what is not finite, and there and back again."""
+    """Bitwise the definition's values; NaN for non-finite numbers; encoding and decoding are inverse."""
     table = formats.values(format, signed)
     bits = int(format[0])
     assert torch.equal(table.double(), reference.code_values(bits, signed)) and (table.diff() > 0).all()
@@ -190,7 +190,7 @@ def test_formats(format, signed):
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("scale", [1.0, -1.0, 3.7e10, -2.3e-20, 3.4e38, 1e-30])
 def test_the_nearest_code(format, signed, scale):
-    """No value is passed over, and m is the nearest to the inverse of value, which is smooth between the values."""
+    """Every value is used, and m is the nearest to the inverse of value, which is smooth between the values."""
     bits = int(format[0])
     scale = scale if signed else abs(scale)
     values, (top, zero) = reference.code_values(bits, signed), reference.code_layout(bits, signed)
@@ -213,7 +213,7 @@ def test_the_nearest_code(format, signed, scale):
 @pytest.mark.parametrize("format", formats.LOW)
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_code_comes_back(format, signed):
-    """From 2^-100 on, below which a block is 0, to the largest number, of both signs."""
+    """From 2^-100, below which a block becomes 0, to the largest number, with both signs."""
     count = len(formats.values(format, signed))
     every = torch.arange(count, dtype=torch.uint8)
     codes = every if format == "8bit" else every[::2] | every[1::2] << 4
@@ -233,7 +233,7 @@ def test_split_and_join():
     )
     parameter, remainder = formats.split(x)
     assert torch.equal(formats.join(parameter, remainder).view(torch.int32), x.view(torch.int32))
-    # Nearest, and of two that are as near the larger magnitude.
+    # To nearest; ties to the larger magnitude.
     assert ((parameter.double() - x) / x).nan_to_num().abs()[:10000].max() <= 2**-8
     assert formats.split(torch.tensor([torch.nan]))[0].isnan()
     half = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
@@ -241,7 +241,7 @@ def test_split_and_join():
 
 
 def test_format_may_change():
-    """A state goes on in the format that is asked for now."""
+    """A state continues in the format that is requested now."""
     a = params(shapes=((70, 70),))
     optimizer = hfnn.optim.AdamW(a)
     train(optimizer)
@@ -255,7 +255,7 @@ def test_format_may_change():
 
 
 def test_replaced_states_are_seen():
-    """Whoever takes states away, or puts others in their place, is believed at the next step."""
+    """States that were removed or replaced are used as they are at the next step."""
     a, b = params(), params()
     optimizer, fresh = hfnn.optim.AdamW(a, lr=0.1), hfnn.optim.AdamW(b, lr=0.1)
     train(optimizer)

@@ -1,4 +1,5 @@
-"""Any list of tensors: none and thousands, empty, unaligned, strided, permuted, views, gradients laid out otherwise."""
+"""All kinds of lists of tensors: none and thousands, empty, unaligned, strided, permuted, views, gradients with another
+layout."""
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def step_both(tensors, grads, cls="AdamW", kernel=None, **options):
             mine.step()
         theirs.step()
     for x, y in zip(a, b, strict=True):
-        # In bfloat16 torch rounds between its ops, and a step is about as long as lr.
+        # In bfloat16 torch rounds between its ops, and a step is about as large as lr.
         rtol, atol = (1e-5, 1e-6) if x.dtype is torch.float32 else (0.02, 0.005)
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
     return mine, a
@@ -93,7 +94,7 @@ def test_any_list_triton(cases):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(CASE, min_size=1, max_size=5))
 def test_gaps_in_special_formats(cases):
-    """What torch's class does not know goes to the definition, gaps or not."""
+    """Options that torch's class lacks run by the definition, with or without gaps."""
     a = [tensor(layout, n, dtype).requires_grad_() for layout, n, dtype, _ in cases]
     b = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in a]
     with hfnn.use("torch"):
@@ -114,7 +115,7 @@ def test_how_many(n):
 
 @pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
 def test_views_of_one_storage(kernel):
-    """Parameters, and gradients, beside each other in one piece of memory, and what lies between them is left alone."""
+    """Adjacent parameters, and gradients, in one storage; gaps between them are not written."""
     base, grads = torch.randn(1000), torch.randn(1000)
     before, params, places = base.clone(), [], [(0, 300), (301, 700), (701, 999)]
     for start, end in places:
@@ -130,7 +131,7 @@ def test_views_of_one_storage(kernel):
 
 
 def test_one_memory_twice():
-    """Two parameters in the same memory are stepped one after the other, as torch does it."""
+    """Two parameters in the same memory are stepped one after the other, as in torch."""
     base = torch.ones(4)
     a, b = base.view(4).requires_grad_(), base.view(4).requires_grad_()
     a.grad = b.grad = torch.ones(4)
@@ -141,7 +142,7 @@ def test_one_memory_twice():
 
 
 def test_gradients_come_and_go():
-    """The rows follow whatever has a gradient, and no gradient is kept alive."""
+    """The rows follow the gradients that exist, and no gradient is kept alive."""
     import gc
     import weakref
 
@@ -162,7 +163,7 @@ def test_gradients_come_and_go():
 
 
 def test_another_gradient_at_the_same_place():
-    """Of the same address, and of another dtype, or with other strides."""
+    """At the same address, with another dtype or other strides."""
     memory = torch.randn(64)
     p = torch.zeros(4, 4, requires_grad=True)
     optimizer = hfnn.optim.SGD([p], lr=1.0)
@@ -174,7 +175,7 @@ def test_another_gradient_at_the_same_place():
 
 
 def test_dense_after_sparse():
-    """torch's momentum of a sparse gradient is sparse, and adds up with none that is dense: torch's error."""
+    """torch's momentum of a sparse gradient is sparse and cannot be added to a dense one: torch's error."""
     errors = []
     for package in (torch.optim, hfnn.optim):
         p = torch.ones(3, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The same parameters as torch.optim's classes leave, over many steps and every option; and which kernel did it."""
+"""The same parameters as torch.optim's classes, over many steps and all options; and which kernel ran."""
 
 import contextlib
 import copy
@@ -62,7 +62,7 @@ def check(a, b, tolerance=1e-12):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_float64(name, options, scheduled):
-    """200 steps over two groups, one parameter now and then without a gradient, one frozen, one added on the way."""
+    """200 steps over two groups; one parameter at times without a gradient, one frozen, one added on the way."""
     a, b = params()
     plain = {k: v for k, v in options.items() if k not in ("foreach", "fused")}
     optimizers, schedulers = [], []
@@ -73,7 +73,7 @@ def test_float64(name, options, scheduled):
             schedulers.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[-1], 50))
     a[1].requires_grad_(False), b[1].requires_grad_(False)
     for i in range(200):
-        if i == 100 and not scheduled:  # torch's schedulers know no later groups
+        if i == 100 and not scheduled:  # torch's schedulers do not support groups added later
             for optimizer, x in zip(optimizers, (a, b), strict=True):
                 optimizer.add_param_group({"params": [x[-1]], "lr": 0.3})
         give(a, b, skip={1, 2} if i % 7 == 3 else {1})
@@ -100,7 +100,7 @@ def test_lion_float64(options):
 
 
 def near(x, y, *sizes):
-    """Within four units in the last place of what was added up, for sums may cancel."""
+    """Within four ulps of the largest summand, because sums may cancel."""
     size = y.double().abs()
     for other in sizes:
         size = torch.maximum(size, torch.as_tensor(other, dtype=torch.float64).abs())
@@ -110,11 +110,11 @@ def near(x, y, *sizes):
 @pytest.mark.parametrize("kernel", ["cpp", INTERPRETED])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_float32_steps(name, options, kernel):
-    """Each step from the same state: against float64, and against torch's own in float32."""
+    """Each step from the same state, compared with float64 and with torch's own in float32."""
     shapes, steps = (SHAPES, 25) if kernel == "cpp" else (((3,), (70, 70), (0,)), 3)
     options = {k: v for k, v in options.items() if k not in ("foreach", "fused")}
     if isinstance(options.get("lr"), torch.Tensor):
-        options["lr"] = options["lr"].float()  # a number that both know
+        options["lr"] = options["lr"].float()  # the same number for both
     mine, cls = params(torch.float32, shapes)[0], getattr(torch.optim, name)
     optimizer = getattr(hfnn.optim, name)(mine, **options)
     for _ in range(steps):
@@ -153,7 +153,7 @@ def test_float32_steps(name, options, kernel):
 @pytest.mark.parametrize("clipped", [0.5, 1e9])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_max_grad_norm(name, clipped, kernel):
-    """As clip_grad_norm_ before the step; the gradients themselves are left alone."""
+    """Like clip_grad_norm_ before the step; the gradients themselves are unchanged."""
     a, b = params(torch.float32, ((5,), (70, 70), (0,), (2, 3)))
     mine = getattr(hfnn.optim, name)(a, lr=0.1, max_grad_norm=clipped)
     theirs = getattr(torch.optim, name)(b, lr=0.1)
@@ -177,7 +177,7 @@ def test_max_grad_norm(name, clipped, kernel):
 
 @pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 def test_remainder_is_a_float32_master(kernel):
-    """bfloat16 parameters with a remainder follow float32 ones, whose gradients are the same, bit for bit."""
+    """bfloat16 parameters with a remainder follow float32 ones with the same gradients, bit for bit."""
     shapes, steps = (((5,), (70, 71), (4096,)), 200) if kernel != "triton" else (((5,), (70, 71)), 8)
     half = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
     whole = [p.detach().float().requires_grad_() for p in half]
@@ -201,7 +201,7 @@ def test_remainder_is_a_float32_master(kernel):
 @pytest.mark.parametrize("kernel", ["cpp", INTERPRETED, "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding(kernel, dtype):
-    """Its mean is the exact result, its values are the two neighbours, and torch's seed decides them."""
+    """Its mean is the exact result, its values are the two neighbours, and torch's seed determines them."""
     n = 40000 if kernel != "triton" else 8192
     with hfnn.use(kernel):
         results = []
@@ -272,7 +272,7 @@ def test_closure_and_hooks():
 
 
 def test_swapped_class_takes_over():
-    """Nothing relies on __init__: torch's optimizer goes on as one of hfnn, with the states that it had."""
+    """Nothing relies on __init__: torch's optimizer continues as hfnn's, with its existing states."""
     a, b = params()
     mine, theirs = torch.optim.AdamW(a, lr=0.01), torch.optim.AdamW(b, lr=0.01)
     for i in range(20):
@@ -325,10 +325,10 @@ def test_refusals():
         hfnn.optim.AdamW(p).configure(stat_dtype="8bit")
     sparse = torch.nn.Embedding(5, 3, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse gradients"):  # torch's own words
+    with pytest.raises(RuntimeError, match="sparse gradients"):  # torch's error
         hfnn.optim.AdamW(sparse.parameters()).step()
     with pytest.raises(ValueError, match="dense gradients"):
         hfnn.optim.AdamW(sparse.parameters(), state_dtype="8bit").step()
     before = sparse.weight.detach().clone()
-    hfnn.optim.SGD(sparse.parameters(), lr=1.0).step()  # which torch's SGD takes
+    hfnn.optim.SGD(sparse.parameters(), lr=1.0).step()  # torch's SGD takes it
     assert torch.equal(before[1] - 1, sparse.weight[1]) and torch.equal(before[2], sparse.weight[2])

@@ -1,4 +1,4 @@
-"""Autograd sees what a step writes to: versions of parameters and states move as they do under torch's optimizers."""
+"""Autograd notices a step's writes: versions of parameters and states change as with torch's optimizers."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def moved(optimizer):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_versions_move(name, options):
-    """Those of what is written, and no other: a parameter without a gradient stays as it is."""
+    """Only versions of written tensors change; a parameter without a gradient is unchanged."""
     results = []
     for package in (torch.optim, hfnn.optim):
         params = [nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,), ())]
@@ -47,7 +47,7 @@ def test_versions_move(name, options):
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"max_grad_norm": 1.0}, {"ema_decay": 0.5}])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion", "LAMB"])
 def test_backward_of_before(name, options):
-    """A graph of before the step: torch's error, not gradients through the new weights."""
+    """A graph from before the step: torch's error, instead of gradients with the new weights."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = getattr(hfnn.optim, name)(model.parameters(), lr=0.1, **options)
     x = torch.ones(2, 4)
@@ -69,7 +69,7 @@ def test_in_backward():
 
 
 def test_a_step_that_is_left_out():
-    """Of gradients that overflow, on the CPU, where the host knows."""
+    """A step skipped for overflowing gradients, on the CPU, where the host knows."""
     p = nn.Parameter(torch.ones(3))
     optimizer, scaler = hfnn.optim.AdamW([p]), torch.amp.GradScaler("cpu")
     for value in (1.0, torch.inf, 1.0):

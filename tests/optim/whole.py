@@ -1,4 +1,4 @@
-"""What tests of optimizers ask of their steps, whatever the optimizer."""
+"""Helpers shared by tests of all optimizers."""
 
 import torch
 
@@ -6,13 +6,13 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
 def difference(a, b):
-    """The largest distance of two lists of tensors, each relative to the largest number of the second one."""
+    """The largest difference between two lists of tensors, relative to the second one's largest number."""
     pairs = [(x.detach().double().cpu(), y.detach().double().cpu()) for x, y in zip(a, b, strict=True) if y.numel()]
     return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).item() for x, y in pairs)
 
 
 def on_threads(count, run):
-    """What `run()` returns on so many of torch's threads."""
+    """The result of `run()` with this number of torch threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -33,7 +33,7 @@ def clipped(params, plain, optimizer, found):
 
 
 def halved(masters):
-    """Parameters in bfloat16, which the masters are made equal to."""
+    """bfloat16 parameters; the masters are set to the same values."""
     halves = [torch.nn.Parameter(p.detach().bfloat16()) for p in masters]
     for p, q in zip(masters, halves, strict=True):
         p.data.copy_(q.data)
@@ -41,7 +41,7 @@ def halved(masters):
 
 
 def assert_masters(full, masters, ours, halves):
-    """The halves with their remainders are the masters, bit for bit, and so are the states."""
+    """The halves with their remainders equal the masters, bit for bit, and so do the states."""
     for p, q in zip(masters, halves, strict=True):
         low = ours.state[q]["remainder"].int()
         assert torch.equal((q.detach().view(torch.int16).int() << 16) + low, p.detach().view(torch.int32))

@@ -1,7 +1,7 @@
-"""Models in every layout that haiscale.checkpoint knows, saved and loaded by real ranks: see tests/haiscale.
+"""Models in every layout that haiscale.checkpoint supports, saved and loaded by real ranks: see tests/haiscale.
 
-All ranks read the same batch, so the mean of their gradients is each one's, and training is the same, to the last bit,
-in every layout and on any number of ranks.
+All ranks read the same batch, so the mean of their gradients is each one's, and training is bitwise the same in every
+layout and on any number of ranks.
 """
 
 import functools
@@ -34,7 +34,7 @@ WIDTH, SAVED, END = 128, 3, 6
 
 
 class Net(nn.Module):
-    """Norms with buffers, a frozen layer, a tied weight, rows that no number of ranks divides, a buffer in no state."""
+    """Norms with buffers, a frozen layer, a tied weight, rows not divisible among ranks, a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def train(model, optimizer, first, last, forward=None):
 
 
 class Stage(nn.Module):
-    """What a rank of a pipeline has: some tensors of the whole model, under the whole model's names."""
+    """A pipeline rank's part: some tensors of the whole model, under the whole model's names."""
 
     def __init__(self, whole, rank, size):
         super().__init__()
@@ -146,7 +146,7 @@ def _whole(tensor):
 
 
 def reference(optimizer, last):
-    """The model after so many steps on one rank, never interrupted."""
+    """The model after `last` steps on one rank, never interrupted."""
     model = build()
     train(model, OPTIMIZERS[optimizer](model), 0, last)
     return whole(model)
@@ -167,21 +167,21 @@ def group(rank, size, store, timeout=60):
 
 
 def cases(functions):
-    """What is wrong with each, by name: None for what is right."""
+    """The error of each case, by name, or None."""
     found = {}
     for name, function in functions.items():
         try:
             found[name] = function()
-        except Exception:  # of this case; the others go on
+        except Exception:  # of this case; the others continue
             found[name] = traceback.format_exc()[-2500:]
     return found
 
 
-# What ranks do
+# Rank programs
 
 
 def saves(rank, size, store, target, combinations):
-    """Trains to step 3 in each layout and saves; of stages, what one rank has trained."""
+    """Trains to step 3 in each layout and saves; for stages, what one rank has trained."""
     group(rank, size, store)
 
     def one(layout, optimizer):
@@ -200,7 +200,7 @@ def saves(rank, size, store, target, combinations):
         model, trained = prepared(layout, optimizer)
         train(model, trained, 0, SAVED)
         future = checkpoint.save(where, model, trained, step=SAVED, async_=True, position=100 + rank)
-        # What comes after does not change what is saved.
+        # Later training does not change what is saved.
         train(model, trained, SAVED, END)
         future.result(60)
         return difference(whole(model), reference(optimizer, END))
@@ -209,7 +209,7 @@ def saves(rank, size, store, target, combinations):
 
 
 def loads(rank, size, store, target, combinations, layouts):
-    """Every checkpoint in every layout: then training goes on as if nothing had happened."""
+    """Loads every checkpoint in every layout; training then continues as if uninterrupted."""
     if size > 1:
         group(rank, size, store)
 
@@ -233,7 +233,7 @@ def loads(rank, size, store, target, combinations, layouts):
 
 
 def resumes(rank, target, layout):
-    """Batches and dropout of each rank's own: random numbers go on where they were."""
+    """Batches and dropout differ between ranks: random numbers continue where they were."""
 
     def make():
         torch.manual_seed(0)
@@ -265,7 +265,7 @@ def resumes(rank, target, layout):
     torch.manual_seed(77)
     checkpoint.load(target, other, optimizer)
     steps(other, optimizer, step, 3)
-    # What norms of several ranks have seen apart from each other comes back as rank 0 saw it.
+    # Running statistics that differed between ranks are restored as rank 0's.
     found, wanted = (
         {name: x for name, x in whole(m).items() if rank == 0 or layout != "fsdp" or "running" not in name}
         for m in (other, model)
@@ -274,7 +274,7 @@ def resumes(rank, target, layout):
 
 
 def misfits(rank, target):
-    """Only rank 1's model is another, but all are told, and nothing was loaded."""
+    """Only rank 1's model differs, but all ranks raise, and nothing was loaded."""
     checkpoint.save(target, build(), step=0)
     model = build()
     nn.init.zeros_(model.inner[0].weight)
@@ -290,7 +290,7 @@ def misfits(rank, target):
 
 
 def stops(rank, target):
-    """A signal that one rank gets is every rank's."""
+    """A signal received by one rank counts for all."""
     asked = checkpoint.on_signal()
     before = asked()
     if rank == 1:
@@ -299,7 +299,7 @@ def stops(rank, target):
 
 
 def cannot_write(rank, target):
-    """One rank cannot: all say which and why, and what was there stays."""
+    """One rank cannot write: all name it and the reason, and earlier checkpoints stay."""
     model, write = build(), checkpoint.dcp.FileSystemWriter.write_data
     checkpoint.save(target, model, step=1)
 
@@ -320,9 +320,9 @@ def cannot_write(rank, target):
 
 
 def killed(rank, size, store, target):
-    """A child for each point of a save at which the disk is told something: killed there, it has harmed nothing.
+    """One child for each of a save's disk operations, killed there: nothing is harmed.
 
-    Returns what it was killed in the midst of, and what was wrong after it.
+    Returns the interrupted operation, and what was wrong afterwards.
     """
     torch.set_num_threads(1)
     model, found = nn.Linear(64, 64), []
@@ -355,7 +355,7 @@ def killed(rank, size, store, target):
 
 
 def _kill_at(point):
-    """This process is killed before its so-manieth call of one of these."""
+    """Kills this process before call number `point` to any of these."""
     calls = iter(range(1000))
     for module, name in ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "rmdir"), (os, "unlink")):
 
@@ -368,7 +368,7 @@ def _kill_at(point):
 
 
 def saves_for_ever(rank, size, store, target, timeout, layout):
-    """Training and saving, until a rank is gone: what the others are told, and when."""
+    """Trains and saves until a rank is gone: what the others are told, and when."""
     group(rank, size, store, timeout)
     model = {"ddp": DDP, "fsdp": FSDP}[layout](build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -380,11 +380,11 @@ def saves_for_ever(rank, size, store, target, timeout, layout):
                 ranks.reached(store, "saves")
     except dist.DistBackendError as error:
         Path(f"{store}.told").write_text(json.dumps({"text": str(error), "at": time.monotonic()}))
-        ranks.reached(store, "told")  # to leave a group with a stopped rank takes a while
+        ranks.reached(store, "told")  # leaving a group with a stopped rank takes a while
 
 
 def goes_on(target):
-    """On one rank, from what a killed run has left: what differs from the run that was never interrupted."""
+    """Continues on one rank from a killed run: differences to an uninterrupted run."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first = checkpoint.load(target, model, optimizer)["step"]

@@ -1,11 +1,11 @@
-"""What the Triton kernels compile to for one architecture: no GPU is asked for.
+"""What the Triton kernels compile to for one architecture; needs no GPU.
 
 python compile_kernels.py CAPABILITY [few]
 
-few: every kernel, at few widths and in one 16-bit format. A process of its own, since @triton.jit looks at
-TRITON_INTERPRET when it decorates. Every launch is caught and compiled instead, specialised just as it was launched;
-what is looked at is what the kernels' own functions launch, and there is no second list of signatures to keep. A list
-of launches goes to the standard output, as JSON: what each is given, and what it takes of a multiprocessor.
+few: every kernel, at few widths and in one 16-bit format. Runs in a separate process, because @triton.jit reads
+TRITON_INTERPRET when it decorates. Every launch is intercepted and compiled instead, specialised as launched, so no
+second list of signatures is needed. Prints a list of launches as JSON: the arguments of each, and the resources it
+takes of a multiprocessor.
 """
 
 import importlib
@@ -77,7 +77,7 @@ def launch_add_norms(dtype, cols):
 
 
 def launch_losses(dtype, cols):
-    """What rooms launch for logits of a vocabulary, and for probabilities."""
+    """The rooms' launches for logits of a vocabulary, and for probabilities."""
 
     def new(*shape, dtype=F32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -122,7 +122,7 @@ def launch_masked_softmax(dtype, cols):
 
 
 def launch_batch_norm(dtype, shape):
-    """Each activation and sum that the room asks for, in training."""
+    """Each combination of activation and sum that the room launches, in training."""
     op, (P, C, S) = kernels("batch_norm"), shape
     x = torch.empty(shape, dtype=dtype, device="meta")
     w, mean, rstd = (torch.empty(C, device="meta") for _ in range(3))
@@ -144,7 +144,7 @@ def launch_recode():
 
 
 def launch_wire():
-    """Four ranks, a gradient of float32 with what is kept of it, and one of bfloat16 without."""
+    """Four ranks, a float32 gradient with its kept error, and a bfloat16 one without."""
     op, length = kernels("wire"), 1 << 18
     for dtype in (F32, BF16):
         x, error = (torch.empty(1_000_003, dtype=d, device="meta") for d in (dtype, F32))
@@ -157,7 +157,7 @@ def launch_wire():
 
 
 def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, **given):
-    """given: which of the optional tensors there are."""
+    """given: the optional tensors that are passed."""
     op, (B, H, G, T) = kernels("attention"), (2, 8, 4, 1024)
 
     def new(name, *shape, dtype=dtype):
@@ -179,7 +179,7 @@ def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, *
 
 
 def launch_attentions(capability, everything):
-    """Everything is for the architecture that their tiles were chosen on; else one of each way to load and multiply."""
+    """`everything` for the architecture that the tiles were tuned on; else one of each way to load and multiply."""
     kernels("attention")._has_tma = lambda index: capability >= 90
     widths = ((BF16, 64), (F16, 128), (BF16, 256), (F32, 64))
     variants = ({"left": 9, "softcap": 30.0, "sinks": 1, "starts": 1}, {"mask": 1, "threshold": 9}, {"bias": 1})
@@ -190,9 +190,9 @@ def launch_attentions(capability, everything):
 
 
 def launch_rooms(dtype, ones):
-    """What every room of the index launches, forward, rebuilt and backward, in each way of calling it.
+    """What every room of the index launches, in forward, rebuild and backward, for each way of calling it.
 
-    With ones, of one element too: Triton takes an argument of 1 for a constant.
+    ones: also with one element, because Triton treats an argument of 1 as a constant.
     """
     from hfnn import functional, ops, warmup
     from hfnn.core import kernel, recipe
@@ -238,7 +238,7 @@ def launch_rope(dtype, out, case):
 
 
 def launch_optim(everything):
-    """A step by each rule, with parameters, gradients and states of each format, and what else there may be."""
+    """A step by each rule, with parameters, gradients and states in each format, and optional features."""
     op = kernels("optim")
 
     def new(*shape, dtype=F32):
@@ -249,7 +249,7 @@ def launch_optim(everything):
     op.prepare(rows, owner, control, None, 0)
     op.prepare(rows, owner, control, squares, 0)
     float32, bfloat16, float16, mixed, int8, int4 = 0x000, 0x111, 0x222, 0x011, 0x411, 0x511
-    # The rule and the codes; amsgrad, remainder, ema; a seed.
+    # The rule and the format codes; amsgrad, remainder, ema; a seed.
     tables = [(0, (float32,), 0, 0, 0, -1), (0, (mixed,), 0, 1, 0, -1), (0, (float32, int8), 0, 0, 0, -1),
               (0, (int4,), 0, 0, 0, 7), (1, (float32,), 0, 0, 0, -1), (2, (bfloat16,), 0, 0, 0, -1)]  # fmt: skip
     if everything:
@@ -263,7 +263,7 @@ def launch_optim(everything):
 
 
 def launch_lamb_and_adafactor(everything):
-    """Steps with and without clipping, in every format, and with all that may occur besides."""
+    """Steps with and without clipping, in every format, and with all optional features."""
     lamb, adafactor, features = kernels("lamb"), kernels("adafactor"), kernels("optim").Features
 
     def new(*shape, dtype=torch.float64):
@@ -293,9 +293,9 @@ def launch_lamb_and_adafactor(everything):
 
 
 def launch_all(everything):
-    """What does not depend on the architecture is asked for with everything, which one architecture is enough for:
-    float16 beside bfloat16, of the same size, constants in place of arguments of 1, and float32, widths and formats in
-    between (a thread has as many registers on all of them)."""
+    """`everything` adds what does not depend on the architecture, so one architecture is enough: float16 besides
+    bfloat16, which has the same size, constants in place of arguments of 1, and float32, intermediate widths and
+    formats (a thread has the same number of registers on all of them)."""
     dtypes = (BF16, F16, F32) if everything else (BF16,)
     launch_bits()
     launch_recode()
@@ -331,7 +331,7 @@ def launch_all(everything):
 
 
 def compile_launches(capability, everything):
-    """Every launch of `launch_all` as a dict of what it is and what it takes."""
+    """Every launch of `launch_all` as a dict with its description and resources."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -354,7 +354,7 @@ def compile_launches(capability, everything):
             found[key] = launch | {"resident": resident(launch, capability)}
 
     kernels("rows").device = lambda: (132, SHARED[capability])
-    JITFunction.run = run  # after the kernels' own launcher has seen Triton's
+    JITFunction.run = run  # after the kernels' own launcher has read Triton's
     launch_all(everything)
     launch_attentions(capability, everything)
     return list(found.values())
@@ -370,7 +370,7 @@ def resources(cubin):
 
 
 def resident(launch, capability):
-    """How many programs of a launch one multiprocessor holds."""
+    """How many programs of a launch fit on one multiprocessor."""
     registers = -(-launch["REG"] // 8) * 8 * 32 * launch["warps"]
     return min(65536 // registers, 64 // launch["warps"], SHARED[capability] // (launch["shared"] + 1024))
 

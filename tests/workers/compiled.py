@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hfnn
 from hfnn.compiled import head
 
-WIDE = 512  # a layer fills a bucket of 1 MiB, the least that Dynamo knows
+WIDE = 512  # a layer fills a bucket of 1 MiB, Dynamo's minimum
 
 
 class Model(nn.Module):
@@ -32,7 +32,7 @@ def main(rank, world_size, store):
         torch.manual_seed(0)
         stock = Model()
         x, labels = torch.randn(world_size, 4, 8, WIDE), torch.randint(48, (world_size, 4, 8))
-        stock(x, labels)[0].backward()  # the mean over ranks of means over as many tokens
+        stock(x, labels)[0].backward()  # the mean over ranks of means over equally many tokens
         wanted = [p.grad for p in stock.parameters()]
         graphs, original = [], head.without_logits
         head.without_logits = lambda graph: graphs.append(graph) or original(graph)

@@ -1,6 +1,6 @@
-"""What every rank does in tests/haiscale/test_ddp.py: cases, most against torch's DistributedDataParallel.
+"""Rank programs of tests/haiscale/test_ddp.py: cases, most against torch's DistributedDataParallel.
 
-A case returns {what: value}, for the test to look at. All cases of a run are in one process group. They are in
+A case returns {what: value}, for the test to check. All cases of a run share one process group. They are in
 ddp_training.py and ddp_behaviour.py, models in ddp_models.py.
 """
 
@@ -19,11 +19,11 @@ from ddp_models import DEVICE
 
 import hfreduce  # noqa: F401 (a backend)
 
-warnings.filterwarnings("ignore")  # deprecations of torch's own
+warnings.filterwarnings("ignore")  # torch's own deprecations
 
 
 def run(rank, size, store, cases, backend="hfreduce"):
-    """cases: {name: [function, arguments]}. What each returned, or the error that it raised."""
+    """cases: {name: [function, arguments]}. Returns each result, or the error raised."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ["HAISCALE_BUCKETS"] = ""
@@ -38,7 +38,7 @@ def run(rank, size, store, cases, backend="hfreduce"):
         except Exception:
             found[name] = {"error": traceback.format_exc()[-3000:]}
     failed = any("error" in result for result in found.values())
-    with contextlib.suppress(*[RuntimeError] * failed):  # the group may be of no use then
+    with contextlib.suppress(*[RuntimeError] * failed):  # the group may then be unusable
         dist.barrier()
         dist.destroy_process_group()
     return found

@@ -1,4 +1,4 @@
-"""Cases of tests/workers/ddp.py: what the wrapper does and says besides."""
+"""Cases of tests/workers/ddp.py: the wrapper's other behaviour and messages."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ from haiscale.ddp import DDP, sizes
 
 @case
 def nested_no_sync(rank, size, store):
-    """The inner end does not end the outer."""
+    """The end of the inner context does not end the outer."""
     model = DDP(made(mlp))
     alone = copy.deepcopy(model.module)
     with model.no_sync():
@@ -44,7 +44,7 @@ def nested_no_sync(rank, size, store):
 
 @case
 def buffers(rank, size, store):
-    """Broadcast when some rank has changed some, even one alone; never otherwise."""
+    """Broadcast if any rank has changed some, even one alone; never otherwise."""
     model = DDP(made(mlp, norm=True))
     sent, broadcast = [], dist.broadcast
     dist.broadcast = lambda tensor, *args, **kwargs: (sent.append(tensor.nbytes), broadcast(tensor, *args, **kwargs))
@@ -62,7 +62,7 @@ def buffers(rank, size, store):
         once = len(sent)
         model.train()
         for step in range(3):
-            model(*vectors(step, rank))  # finds what the forward before has changed
+            model(*vectors(step, rank))  # finds what the previous forward has changed
     finally:
         dist.broadcast = broadcast
     return {"unchanged": unchanged, "restored": restored, "once": once, "changing": len(sent) - once}
@@ -70,7 +70,7 @@ def buffers(rank, size, store):
 
 @case
 def copies(rank, size, store):
-    """deepcopy and pickle, as torch's: on the default group; the copy averages by itself."""
+    """deepcopy and pickle, as with torch's: in the default group; the copy averages separately."""
     model = DDP(made(mlp), bucket_cap_mb=0.002)
     loss_of(model(*vectors(0, rank))).backward()
     found = {}
@@ -88,7 +88,7 @@ def copies(rank, size, store):
 
 @case
 def again(rank, size, store):
-    """A model that is wrapped twice, one after the other, averages once; `stop` ends it; old hooks are gone."""
+    """A model wrapped twice, one after the other, averages once; `stop` ends it; old hooks are removed."""
     module = made(mlp)
     first = DDP(module)
     loss_of(first(*vectors(0, rank))).backward()
@@ -106,7 +106,8 @@ def again(rank, size, store):
 
 @case
 def pointers(rank, size, store):
-    """Gradients are views of one buffer, at the same place in every step, whatever zero_grad does and sizes are."""
+    """Gradients are views of one buffer, at the same address in every step, whatever zero_grad does and bucket sizes
+    are."""
     candidates, sizes.CANDIDATES = sizes.CANDIDATES, (1 << 10, 16 << 10)
     model = DDP(made(mlp))
     places, counts = [], set()
@@ -122,7 +123,7 @@ def pointers(rank, size, store):
 
 
 def averaged(model, alone):
-    """Whether the model's gradients are the averages over ranks of those of a model that is alone."""
+    """Whether the model's gradients are the averages over ranks of those of an unwrapped model."""
     equal = []
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         dist.all_reduce(q.grad, dist.ReduceOp.AVG)
@@ -132,7 +133,7 @@ def averaged(model, alone):
 
 @case
 def backwards(rank, size, store):
-    """Two losses of one forward, each with a backward of its own, and one backward twice: averages of the sums."""
+    """Two losses of one forward, each with its own backward, and one backward run twice: averages of the sums."""
     model, alone = (DDP(made(mlp), bucket_cap_mb=0.002), made(mlp))
     equal = []
     for step in range(3):
@@ -149,7 +150,7 @@ def backwards(rank, size, store):
 
 @case
 def recomputed(rank, size, store):
-    """Checkpoints around the wrapped model, of two forwards that one backward is of: averages of the sums."""
+    """Checkpoints around the wrapped model, with two forwards and one backward: averages of the sums."""
     equal = []
     for make, reentrant in ((mlp, False), (mlp, True), (lambda: Checkpointed(True, False), False)):
         model, alone = (DDP(made(make), bucket_cap_mb=0.002), made(make))
@@ -164,9 +165,9 @@ def recomputed(rank, size, store):
 
 @case
 def tuned(rank, size, store):
-    """The size is measured in the first steps, kept in a file, and taken from there the next time.
+    """The size is measured in the first steps, saved to a file, and read from there the next time.
 
-    On rank 0 the file is a broken one at first, which disturbs nobody.
+    Rank 0's file is broken at first, which is harmless.
     """
     os.environ["HAISCALE_BUCKETS"] = str(Path(store).with_suffix(".buckets"))
     if rank == 0:
@@ -192,7 +193,7 @@ def tuned(rank, size, store):
 
 
 def error(call):
-    """The message of the ValueError that it raises."""
+    """The message of the ValueError raised."""
     try:
         call()
     except ValueError as why:
@@ -239,7 +240,7 @@ def messages(rank, size, store):
 
 @case
 def shards(rank, size, store):
-    """Names of the user's model, tied parameters once, live tensors; buffers that persist."""
+    """Names of the user's model, tied parameters once, live tensors; persistent buffers."""
     module = gpt2()
     module.register_buffer("kept", torch.zeros(2))
     module.register_buffer("left", torch.zeros(2), persistent=False)
@@ -254,7 +255,7 @@ def shards(rank, size, store):
 
 @case
 def moved(rank, size, store):
-    """Ranks begin with rank 0's parameters and buffers, whatever theirs were."""
+    """Ranks start with rank 0's parameters and buffers, whatever theirs were."""
     torch.manual_seed(rank)
     model = DDP(mlp(norm=True))
     model.module[1].running_var.fill_(rank + 1.0)
@@ -270,7 +271,7 @@ def moved(rank, size, store):
 
 @case
 def groups(rank, size, store):
-    """A mesh's dimension is a group; what the model asks to be left out is averaged by nobody."""
+    """A mesh's dimension is a group; what the model asks to leave out is not averaged."""
     module = made(mlp)
     module._ddp_params_and_buffers_to_ignore = ["0.bias"]
     model = DDP(module, device_mesh=init_device_mesh("cpu", (size,)))

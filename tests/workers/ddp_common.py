@@ -1,4 +1,4 @@
-"""What the cases of tests/workers/ddp.py have in common: training with a wrapper, and comparing what it left."""
+"""Shared by the cases of tests/workers/ddp.py: training with a wrapper, and comparing the results."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ CASES = {}
 
 
 def case(function):
-    """A function of (rank, size, store, arguments)."""
+    """Registers a function of (rank, size, store, arguments)."""
     CASES[function.__name__] = function
     return function
 
@@ -30,7 +30,7 @@ def loss_of(output):
 
 
 def train(model, batches, steps, *, accumulate=1, no_sync=True, clip=None, optimizer=None, keep=True, loss=loss_of):
-    """Losses, gradients as they were stepped, and what is left in the end."""
+    """Losses, gradients at each optimizer step, and the final state."""
     rank, found = dist.get_rank(), []
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     for step in range(steps):
@@ -50,7 +50,7 @@ def train(model, batches, steps, *, accumulate=1, no_sync=True, clip=None, optim
 
 
 def same(ours, theirs):
-    """Whether two lists of tensors (or None) are equal to the bit."""
+    """Whether two lists of tensors (or None) are bitwise equal."""
     if len(ours) != len(theirs):
         return False
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""What each rank does where one is killed or stopped, for tests/haiscale/test_ddp.py: a child process for each case."""
+"""Rank programs with a killed or stopped rank, for tests/haiscale/test_ddp.py: one child process per case."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Failing(nn.Module):
 
 
 def one(rank, size, store, where, sign, wire=None):
-    """The survivor's story, or the culprit's end."""
+    """The survivor's report; ends the culprit."""
     init(rank, size, store, timeout=PATIENCE if sign == signal.SIGSTOP else 30)
     model = DDP(Failing(), bucket_cap_mb=0.001, wire_dtype=wire and getattr(torch, wire))
     for step in range(2):
@@ -68,7 +68,7 @@ def one(rank, size, store, where, sign, wire=None):
 
 
 def run(rank, size, store, cases):
-    """cases: {name: [where, signal, wire_dtype if one]}. What the survivors say, with the time of the fault."""
+    """cases: {name: [where, signal, wire_dtype if any]}. The survivors' reports, with the time of the fault."""
     torch.set_num_threads(1)
     found = {}
     for name, case in cases.items():

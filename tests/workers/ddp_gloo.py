@@ -1,4 +1,4 @@
-"""One rank on gloo, which has no ReduceOp.AVG: haiscale.ddp trains there as torch's DistributedDataParallel does."""
+"""One rank on gloo, which has no ReduceOp.AVG: haiscale.ddp trains like torch's DistributedDataParallel."""
 
 import os
 

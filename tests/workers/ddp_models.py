@@ -1,4 +1,4 @@
-"""What tests/workers/ddp.py wraps: small models, and their inputs of a step and rank."""
+"""Models that tests/workers/ddp.py wraps, and their inputs by step and rank."""
 
 import os
 
@@ -36,7 +36,7 @@ def mlp(depth=4, norm=False):
 
 
 class Language(nn.Module):
-    """A decoder of transformers, from tokens to its loss."""
+    """A transformers decoder, from tokens to its loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -47,8 +47,8 @@ class Language(nn.Module):
 
 
 def gpt2():
-    """Its head is tied to its embedding."""
-    import transformers  # takes seconds, and not all need it
+    """The head is tied to the embedding."""
+    import transformers  # takes seconds, and not all cases need it
 
     config = transformers.GPT2Config(
         n_embd=32, n_layer=4, n_head=2, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
@@ -67,7 +67,7 @@ def llama():
 
 
 class SyncBatchNorm(nn.Module):
-    """What torch.nn.SyncBatchNorm computes, which takes GPUs alone: with collectives in forward and in backward."""
+    """Computes torch.nn.SyncBatchNorm, which supports GPUs only: with collectives in forward and in backward."""
 
     def __init__(self, width):
         super().__init__()
@@ -96,7 +96,7 @@ class Residual(nn.Module):
 
 
 def resnet(norm=nn.BatchNorm2d):
-    """Weights of convolutions lie channels last."""
+    """Convolution weights are channels-last."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), Residual(8, norm), Residual(8, norm), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         nn.Linear(8, 5),
@@ -105,7 +105,7 @@ def resnet(norm=nn.BatchNorm2d):
 
 
 class Branches(nn.Module):
-    """A trunk and two branches, of which `choose(step)` are used: 0, 1 or both (2). Another part never is."""
+    """A trunk and two branches; `choose(step)` selects 0, 1 or both (2). Another part is never used."""
 
     def __init__(self, choose):
         super().__init__()
@@ -119,7 +119,7 @@ class Branches(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """One layer that several checkpoints use, and others that one does each."""
+    """A layer shared by several checkpoints, and layers with one checkpoint each."""
 
     def __init__(self, reentrant, shared=True):
         super().__init__()
@@ -137,7 +137,7 @@ class Checkpointed(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch.nn.MultiheadAttention reads the parameters of its out_proj, and does not call it."""
+    """torch.nn.MultiheadAttention reads its out_proj's parameters without calling it."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
 
 class Wide(nn.Module):
-    """Of 1.9 MiB, for torch's compiler takes no buckets below 1 MiB; nor does it begin with a Sequential."""
+    """1.9 MiB large, because torch's compiler has a minimum bucket of 1 MiB; it also does not start at a Sequential."""
 
     def __init__(self):
         super().__init__()

@@ -36,14 +36,14 @@ from played_graphs import played
 
 @case
 def language(rank, size, store, make, converted):
-    """50 steps of a decoder of transformers with 4 layers; GPT-2 has its weights tied."""
+    """50 steps of a transformers decoder with 4 layers; GPT-2 has tied weights."""
     make = {"gpt2": gpt2, "llama": llama}[make]
     return against_torch(lambda: hfnn.convert(make()) if converted else make(), tokens, 50, keep=False)
 
 
 @case
 def captured(rank, size, store):
-    """Graphs are played: in either wrapper a captured model trains as it does without, accumulation in between."""
+    """Played graphs: in either wrapper a captured model trains as an uncaptured one, with accumulation."""
     results, replays = [], []
     with played():
         for wrap in (Torch, DDP):
@@ -74,7 +74,7 @@ def frozen(rank, size, store):
 
 @case
 def unused(rank, size, store, choose):
-    """Branches that are used in turns, by turns on each rank, or by some ranks only."""
+    """Branches used alternately, alternately by rank, or by some ranks only."""
     choose = {
         "alternating": lambda step: step % 2,
         "by_rank": lambda step: (step + rank) % 2,
@@ -86,7 +86,7 @@ def unused(rank, size, store, choose):
 
 @case
 def static(rank, size, store):
-    """A part that is never used, and one that rank 0 alone uses; then without averaging in between."""
+    """A part that is never used, and one that only rank 0 uses; then with no_sync in between."""
     make = functools.partial(Branches, lambda step: 2 if rank == 0 else 1)
     found = against_torch(make, vectors, 8, {"static_graph": True}, {"find_unused_parameters": True})
     with_no_sync = against_torch(
@@ -104,7 +104,7 @@ def accumulation(rank, size, store, no_sync):
 
 @case
 def checkpointed(rank, size, store, reentrant, shared):
-    """Against no checkpoint at all: torch's wrapper refuses a parameter that two reentrant checkpoints use."""
+    """Compared with no checkpoint at all: torch's wrapper refuses a parameter that two reentrant checkpoints use."""
     results = []
     for wrapper, reentrant_ in ((DDP, reentrant), (Torch, False)):
         options = {"bucket_cap_mb": 0.002} if wrapper is DDP else {}
@@ -115,7 +115,7 @@ def checkpointed(rank, size, store, reentrant, shared):
 
 @case
 def wire(rank, size, store):
-    """In bfloat16, against torch's hook for that, which allows itself by its name for NCCL alone."""
+    """In bfloat16, compared with torch's hook for it, which torch allows for NCCL only, by name."""
     theirs = Torch(made(mlp))
     theirs.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
     model = DDP(made(mlp), wire_dtype=torch.bfloat16, bucket_cap_mb=0.002)
@@ -126,14 +126,14 @@ def wire(rank, size, store):
 
 @case
 def assisted(rank, size, store):
-    """In a group of the averages' own."""
+    """In a separate group for the averages."""
     found = against_torch(mlp, vectors, 6, {"cpu_assisted": True})
     return found | {"own": DDP(made(mlp), cpu_assisted=True).reducer.group is not dist.group.WORLD}
 
 
 @case
 def mixed(rank, size, store, reduce):
-    """Parameters in bfloat16 in forward and backward, against a model in bfloat16 and averages by hand."""
+    """bfloat16 parameters in forward and backward, compared with a bfloat16 model averaged by hand."""
     reduce = getattr(torch, reduce)
 
     class Policy:
@@ -174,7 +174,7 @@ def mixed(rank, size, store, reduce):
 
 @case
 def hooks(rank, size, store):
-    """torch's own: they see whole buckets, and get their state by bucket."""
+    """torch's own hooks see whole buckets, and get their state by bucket."""
     found = {}
     for name in ("allreduce_hook", "fp16_compress_hook"):
         models = [DDP(made(mlp), bucket_cap_mb=0.002), Torch(made(mlp))]
@@ -207,7 +207,7 @@ def hooks(rank, size, store):
 
 @case
 def joined(rank, size, store, initial):
-    """The last rank has no inputs at all, the others one more each."""
+    """The last rank has no inputs; each earlier rank has one more than the next."""
     results = []
     for wrapper in (DDP, Torch):
         model = wrapper(made(mlp, norm=True), bucket_cap_mb=0.002)
@@ -219,14 +219,14 @@ def joined(rank, size, store, initial):
                 optimizer.step()
                 optimizer.zero_grad()
         results.append([t.detach().clone() for t in model.state_dict().values()])
-        loss_of(model(*vectors(9, rank))).backward()  # all ranks go on together
+        loss_of(model(*vectors(9, rank))).backward()  # all ranks continue together
         results[-1] += [p.grad.clone() for p in model.parameters()]
     return {"same": same(*results)}
 
 
 @case
 def compiled(rank, size, store):
-    """Whole, and inside: torch's compiler cuts the graph at buckets, so that averages begin within backward."""
+    """Compiled whole, and inside: torch's compiler splits the graph at buckets, so averages start within backward."""
     make = functools.partial(made, Wide)
     graphs = []
 
@@ -243,7 +243,7 @@ def compiled(rank, size, store):
 
 @case
 def overlapped(rank, size, store, make, wire=None):
-    """Steps that end in the next forward, a learning rate that changes: the bits of ordinary steps."""
+    """Steps that end in the next forward, with a changing learning rate: bitwise those of ordinary steps."""
     make = {"mlp": functools.partial(mlp, norm=True), "attention": Attention, "gpt2": gpt2}[make]
     batches, results = tokens if make is gpt2 else vectors, []
     for overlap in (True, False):

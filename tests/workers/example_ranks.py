@@ -1,8 +1,8 @@
-"""A rank of examples/distributed.py that trains several times over; see tests/haiscale/test_example.py."""
+"""A rank of examples/distributed.py that trains several times; see tests/haiscale/test_example.py."""
 
 
 def chain(local, trainings):
-    """trainings: (settings, whether to resume, where the result goes), one after the other in one process group."""
+    """trainings: (settings, whether to resume, path of the result), run one after the other in one process group."""
     import distributed
     import torch
     import torch.distributed as dist

@@ -1,8 +1,8 @@
-"""One rank of haiscale.fsdp: each case is a function of (rank, size), run in one process group after the other.
+"""One rank of haiscale.fsdp: cases are functions of (rank, size), run one after the other in one process group.
 
-fsdp_versus.py has what is compared with torch's fully_shard on the same backend: reductions are in a fixed order, so
-what the two compute is equal to the bit. fsdp_own.py, fsdp_outputs.py, fsdp_methods.py and fsdp_values.py have the
-rest, fsdp_models.py what they train.
+fsdp_versus.py has the cases compared with torch's fully_shard on the same backend: reductions have a fixed order, so
+results are bitwise equal. fsdp_own.py, fsdp_outputs.py, fsdp_methods.py and fsdp_values.py have the rest,
+fsdp_models.py the models.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ FOUR = {
 
 
 def cases(rank, size, store, names=None, backend="hfreduce"):
-    """What went wrong in each case: {name: traceback}, or what the case returned."""
+    """The result of each case by name, or the traceback of its error."""
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
@@ -74,8 +74,8 @@ def cases(rank, size, store, names=None, backend="hfreduce"):
                 found[name] = case(rank, size)
             except BaseException:
                 found[name] = traceback.format_exc()[-3000:]
-                print(f"{name}: {found[name]}", flush=True)  # should another rank wait for this one
-    assert backend != "hfreduce" or hfreduce.operations() > 10  # on which all of this ran
+                print(f"{name}: {found[name]}", flush=True)  # in case another rank waits for this one
+    assert backend != "hfreduce" or hfreduce.operations() > 10  # all of this ran on hfreduce
     dist.destroy_process_group()
     if "measured" in found and rank == 0:
         found["predicted"] = predictions()
@@ -83,7 +83,7 @@ def cases(rank, size, store, names=None, backend="hfreduce"):
 
 
 def predictions():
-    """For as many ranks as `own.measured` ran on, and for more: made without any."""
+    """For as many ranks as `own.measured` ran on, and for more; computed without ranks."""
 
     def guess(ranks, **options):
         def loss(model):
@@ -95,7 +95,7 @@ def predictions():
 
 
 def peak_on_gpus(rank, size, store):
-    """Bytes that a training step of GPT-2 124M allocates at most on this rank's GPU, and what is predicted without."""
+    """Peak bytes that a training step of GPT-2 124M allocates on this rank's GPU, and the prediction of them."""
     import transformers
 
     config = transformers.GPT2Config(use_cache=False)

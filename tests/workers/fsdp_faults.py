@@ -1,6 +1,6 @@
 """A rank of haiscale.fsdp that dies or stops: what the other one is told, and when.
 
-Each scenario runs in a child of this process, which has torch imported already and no group yet.
+Each scenario runs in a child of this process, which has already imported torch but has no group yet.
 """
 
 import os
@@ -21,7 +21,7 @@ SCENARIOS = [(name, place) for name in ("SIGKILL", "SIGSTOP") for place in ("for
 
 
 def scenarios(rank, size, store):
-    """{"SIGKILL in forward": [seconds, error, error of the next call], ...} on the rank that is left."""
+    """{"SIGKILL in forward": [seconds, error, error of the next call], ...} on the surviving rank."""
     found = {}
     for name, place in SCENARIOS:
         title = f"{name} in {place}"

@@ -1,4 +1,4 @@
-"""Cases of the wrapped module's methods, through the wrapper: see fsdp.py."""
+"""Cases for calling the wrapped module's methods through the wrapper: see fsdp.py."""
 
 import copy
 
@@ -13,7 +13,7 @@ from haiscale.fsdp import FSDP
 
 
 class Model(Net):
-    """With methods as users write them; the embedding, the norm and the head are the root's."""
+    """Has methods as users write them; the embedding, the norm and the head belong to the root."""
 
     limit = 7
 
@@ -24,11 +24,11 @@ class Model(Net):
         return self.norm(x)
 
     def score(self, ids):
-        """By way of another method, and of forward."""
+        """Calls another method, and forward."""
         return (self.encode(ids) @ self.head.weight.t()).logsumexp(-1).mean() + self(ids).square().mean()
 
     def project(self, x):
-        """With the root's own parameters alone."""
+        """Uses only the root's own parameters."""
         return self.norm(x) @ self.head.weight.t()
 
     def optimizer(self, lr):
@@ -53,13 +53,13 @@ def model():
 
 
 def methods(rank, size):
-    """They do what the model alone does: values, gradients, an optimizer, writes, errors."""
+    """They work as on the unwrapped model: values, gradients, an optimizer, writes, errors."""
     made = model()
     alone = copy.deepcopy(made)
     wrapped = FSDP(made)
     assert wrapped.limit == 7 and wrapped.blocks is made.blocks
     if rank == 0:
-        assert wrapped.numbers() == alone.numbers()  # one rank alone, before anything was gathered
+        assert wrapped.numbers() == alone.numbers()  # on one rank alone, before anything was gathered
     ours, theirs = wrapped.optimizer(lr=0.1), alone.optimizer(lr=0.1)
     assert all(isinstance(p, DTensor) for group in ours.param_groups for p in group["params"])
     for step in range(3):
@@ -86,7 +86,7 @@ def methods(rank, size):
 
 
 def generates(rank, size):
-    """A model of transformers: generate() calls forward for each token."""
+    """A transformers model: generate() calls forward for each token."""
     for kind in ("gpt2", "llama"):
         made = transformer(kind, layers=2).eval()
         alone = copy.deepcopy(made)
@@ -99,7 +99,7 @@ def generates(rank, size):
 
 
 def own_hands(rank, size):
-    """A method on a unit-less model, with its only layer by hand."""
+    """A method of a model without units that computes its only layer by hand."""
 
     class Plain(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Models for the tests of haiscale.fsdp, and how one is trained beside torch's fully_shard."""
+"""Models for the tests of haiscale.fsdp, and training beside torch's fully_shard."""
 
 import os
 import warnings
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 DEVICE = os.environ.get("FSDP_DEVICE", "cpu")
 VOCABULARY, WIDTH = 61, 36
 BF16, FP32 = torch.bfloat16, torch.float32
-warnings.filterwarnings("ignore")  # deprecations of torch's own
+warnings.filterwarnings("ignore")  # torch's own deprecations
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between an embedding and a head; sizes that two and four ranks do not divide."""
+    """Blocks between an embedding and a head; sizes not divisible by two or four ranks."""
 
     def __init__(self, depth=3, tied=True, **options):
         super().__init__()
@@ -76,7 +76,7 @@ def whole(tensor):
 
 
 def check_gradients(model, reference):
-    """Equal to the bit, or None on both sides."""
+    """Bitwise equal, or None on both sides."""
     for (name, p), q in zip(model.module.named_parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"{name}: {p.grad} against {q.grad}"
         if p.grad is not None:
@@ -91,7 +91,7 @@ def check_parameters(model, reference):
 def follow(
     model, reference, rank, steps=4, *, loss=loss_of, clip=None, each=None, optimizer=None, vocabulary=VOCABULARY
 ):
-    """Trains both; losses, and at times gradients, are equal to the bit in every step, and parameters in the end."""
+    """Trains both. Losses, and sometimes gradients, are bitwise equal in every step, and parameters at the end."""
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
     ours, theirs = make(model.parameters()), make(reference.parameters())
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Cases of what units and models return, and of checkpoints around them, beside the model alone: see fsdp.py."""
+"""Cases for outputs of units and models, and checkpoints around them, against the unwrapped model: see fsdp.py."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ BOTH = (False, True)  # use_reentrant
 
 
 class Stack(nn.Module):
-    """Blocks, of which each gets what the one before returned; `give` makes the output of what they returned."""
+    """Blocks, each taking the previous one's result; `give` makes the output from their results."""
 
     def __init__(self, depth=4, give=lambda x, found: found[-1], around=None):
         super().__init__()
@@ -44,7 +44,7 @@ class Halves(nn.Sequential):
 
 
 class Handing(nn.Module):
-    """Returns its input beside what it made: as it is, a part of it, or changed in place."""
+    """Returns its input besides its result: unchanged, a part of it, or changed in place."""
 
     def __init__(self, how):
         super().__init__()
@@ -62,7 +62,7 @@ class Handing(nn.Module):
 
 
 class Carry(nn.Module):
-    """Handing units in a row, within a unit."""
+    """Handing units in sequence, inside a unit."""
 
     def __init__(self, how):
         super().__init__()
@@ -77,7 +77,7 @@ class Carry(nn.Module):
 
 
 class Viewing(nn.Module):
-    """Returns a view of what it made."""
+    """Returns a view of its result."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Viewing(nn.Module):
 
 
 class Written(nn.Module):
-    """Writes to a view that a unit returned, before another one hands it on; that has a node then only when asked."""
+    """Writes to a view that a unit returned, before another one passes it on; it then has a node only when asked."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def total(output):
 
 
 def beside(made, units, run=lambda model, x: model(x), steps=3, train=True, **options):
-    """Gradients are those of the model alone, to the bit: ranks have the same inputs, so the average is each."""
+    """Gradients are bitwise those of the unwrapped model: ranks have the same inputs, so the average equals each."""
     alone = copy.deepcopy(made)
     model = FSDP(made, units=units, **options)
     for step in range(steps):
@@ -120,7 +120,7 @@ def beside(made, units, run=lambda model, x: model(x), steps=3, train=True, **op
 
 
 def outputs(rank, size):
-    """The root's output is the last unit's, or several units' as they are, or views of them."""
+    """The root's output is the last unit's, or several units' unchanged, or views of them."""
     torch.manual_seed(0)
     for give in (
         lambda x, found: found[-1],
@@ -136,7 +136,7 @@ def outputs(rank, size):
 
 
 def handed_on(rank, size):
-    """Units return tensors that they did not make, and nested ones what the inner one returned."""
+    """Units return tensors that they did not make; nested units return the inner one's result."""
     torch.manual_seed(0)
     for how in ("same", "part", "changed"):
         beside(nn.Sequential(Carry(how)), [Carry, Handing])
@@ -154,7 +154,7 @@ def written_to(rank, size):
 
 
 def around(rank, size):
-    """Checkpoints around units, around several, and around the whole model, which is used by two losses."""
+    """Checkpoints around units, around several, and around the whole model, which two losses use."""
     torch.manual_seed(0)
     for reentrant in BOTH:
         for buffers in (1, 2):
@@ -165,7 +165,7 @@ def around(rank, size):
 
 
 def shared_inside_and_outside(rank, size):
-    """A unit that runs by itself and within another one, which has another slot."""
+    """A unit that runs by itself and inside another one, which has another slot."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -185,7 +185,7 @@ def shared_inside_and_outside(rank, size):
 
 
 def read_too_late(rank, size):
-    """A backward that would read parameters that are not there fails: a second derivative, and a hidden gradient."""
+    """A backward that would read freed parameters fails: a second derivative, and a hidden gradient."""
     torch.manual_seed(0)
     x = torch.randn(4, WIDTH, requires_grad=True)
     first_of = lambda model: torch.autograd.grad(total(model(x)), x, create_graph=True)[0].square().sum()  # noqa: E731
@@ -201,7 +201,7 @@ def read_too_late(rank, size):
 
 
 def missed(rank, size):
-    """A loss of nothing that the model returned is told at the next forward, and forgotten with that."""
+    """A loss that does not depend on the model's outputs is reported at the next forward, and then forgotten."""
     torch.manual_seed(0)
     model = FSDP(Stack(1), units=Block)
     x, kept = torch.randn(4, WIDTH), []

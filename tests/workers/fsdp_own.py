@@ -1,4 +1,4 @@
-"""Cases of what fully_shard has not, beside the model alone: see fsdp.py."""
+"""Cases for features beyond fully_shard, against the unwrapped model: see fsdp.py."""
 
 import contextlib
 import copy
@@ -80,7 +80,7 @@ def twice(rank, size):
 
 
 def in_backward(rank, size):
-    """The ordinary step, to the bit, by torch's optimizers and by hfnn's, and without gradients left."""
+    """Bitwise the ordinary step, with torch's optimizers and hfnn's, and without gradients left over."""
     for make in (torch.optim.AdamW, hfnn.optim.AdamW):
         made, reference = FSDP(net()), FSDP(net())
         rest = [p for name, p in made.named_parameters() if "blocks.1" not in name]
@@ -109,7 +109,7 @@ def in_backward(rank, size):
 
 
 def hooks_of_parameters(rank, size):
-    """hfnn's own way of stepping within backward, by hooks on the sharded parameters."""
+    """hfnn's step_in_backward, with hooks on the sharded parameters."""
     made, reference = FSDP(net()), FSDP(net())
     ours, theirs = (hfnn.optim.AdamW(m.parameters(), lr=1e-2) for m in (made, reference))
     hfnn.optim.step_in_backward(ours)
@@ -124,7 +124,7 @@ def hooks_of_parameters(rank, size):
 
 
 def uneven(rank, size):
-    """Ranks with different numbers of batches: those that have none left count as zero."""
+    """Ranks with different numbers of batches: those without any left count as zero."""
     model, reference = FSDP(net()), net()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
     seen = 0
@@ -146,7 +146,7 @@ def uneven(rank, size):
 
 
 def optimizer_made_before(rank, size):
-    """Its steps would change nothing, and say so; one that has gradients of them may go on."""
+    """Its steps would change nothing, and raise an error; one that has gradients may continue."""
     made = net()
     for make in (torch.optim.SGD, hfnn.optim.AdamW):
         early = make(made.parameters(), lr=0.1)
@@ -163,7 +163,7 @@ def optimizer_made_before(rank, size):
 
 
 class Hidden(nn.Module):
-    """Hands a tensor on beside what it returns."""
+    """Passes on a tensor besides its output."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class Hidden(nn.Module):
 
 
 def errors(rank, size):
-    """What is refused, and how."""
+    """What is refused, and with which message."""
     for options, text in (
         ({"zero": 4}, "zero=4 is not accepted"),
         ({"zero": 2, "sharding_strategy": ShardingStrategy.FULL_SHARD}, "contradict each other"),
@@ -229,12 +229,12 @@ def errors(rank, size):
         loss_of(model, ids(rank, 0)).backward()
     handle.remove()
     optimizer.zero_grad()
-    assert not loss_of(model, ids(rank, 0)).isnan()  # which gives parameters their shards back
+    assert not loss_of(model, ids(rank, 0)).isnan()  # gives the parameters their shards again
     follow(model, torchs(net()), rank, steps=2)
 
 
 def policies(rank, size):
-    """The arguments of torch's FSDP, and policies as it takes them."""
+    """The arguments of torch's FSDP, and policies in its form."""
     from functools import partial
 
     from torch.distributed.fsdp import ShardingStrategy as Strategy
@@ -252,7 +252,7 @@ def policies(rank, size):
 
 
 def sparse(rank, size):
-    """A sparse embedding that is frozen, or left to the user; a sparse gradient by another way is told."""
+    """A sparse embedding that is frozen, or left to the user; any other sparse gradient is reported."""
 
     class Looked(nn.Module):
         def __init__(self):
@@ -280,14 +280,14 @@ def sparse(rank, size):
 
 
 def another_order(rank, size):
-    """A group whose ranks are not in the order of their numbers, as torch 2.13 makes them."""
+    """A group whose ranks are not in order, as torch 2.13 allows."""
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         group = dist.new_group([*reversed(range(size))], sort_ranks=False)
         follow(FSDP(net(), group), torchs(net(), mesh=DeviceMesh.from_group(group, DEVICE)), rank, steps=2)
 
 
 def clipped_without_rows(rank, size):
-    """Of parameters of two rows the last ranks have none."""
+    """Parameters of two rows leave the last ranks without any."""
     model = FSDP(nn.Sequential(nn.Linear(3, 2)))
     model(torch.ones(1, 3)).sum().backward()
     for kind in (2.0, float("inf")):
@@ -306,7 +306,7 @@ def hybrid_uneven(rank, size):
 
 
 def measured(rank, size):
-    """The bytes of a real step: what is predicted for as many ranks without them."""
+    """The bytes of a real step, which are also predicted without ranks."""
     with Live() as live:
         model = FSDP(net(depth=4), mixed_precision=(BF16, FP32))
         found = measure(model, live, lambda m: loss_of(m, ids(rank, 0)), torch.optim.AdamW(model.parameters()))
@@ -329,7 +329,7 @@ def dtypes(rank, size):
 
 
 def reduce_unused(rank, size):
-    """Ranks whose losses depend on different units: the average counts zeros."""
+    """Ranks whose losses depend on different units: missing gradients count as zeros."""
     torch.manual_seed(0)
     made = Aside(depth=5)
     reference = copy.deepcopy(made)

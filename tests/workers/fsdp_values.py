@@ -1,4 +1,4 @@
-"""Cases of where values come from and go to, other than by training: see fsdp.py."""
+"""Cases for reading and writing values other than by training: see fsdp.py."""
 
 import copy
 
@@ -22,7 +22,7 @@ from haiscale.fsdp import FSDP
 
 
 def states(rank, size):
-    """Whole and sharded state dicts, summoned parameters, and shards written to: all ZeRO stages see it."""
+    """Full and sharded state dicts, summoned parameters, and written shards, in all ZeRO stages."""
     reference, other = net(), net()
     with torch.no_grad():
         for p in other.parameters():
@@ -61,7 +61,7 @@ def other_minus_one(model):
 
 
 def meta(rank, size):
-    """Built without memory, made unit by unit; the first rank's values are everybody's if that is asked for."""
+    """Built on meta and initialised unit by unit; optionally all ranks get the first rank's values."""
     torch.manual_seed(rank)
     with torch.device("meta"):
         made = Net()
@@ -96,7 +96,7 @@ def sent(rank, size):
 
 
 def evaluated(rank, size):
-    """Without gradients, between steps, and with parameters that changed by hand."""
+    """Without gradients, between steps, and with parameters changed by hand."""
     model, reference = FSDP(net(), zero=2), net()
     with torch.no_grad():
         for _ in range(2):
@@ -110,7 +110,7 @@ def evaluated(rank, size):
     loss_of(model, ids(rank, 1)).backward()
     optimizer.step()
     loss_of(model, ids(rank, 1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as it is without shards
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as without shards
         first.backward()
     loss_of(model, ids(rank, 1)).backward()
 
@@ -127,11 +127,11 @@ def again(rank, size):
     check_gradients(model, reference)
     model.zero_grad()
     model(ids(rank, 0))
-    assert model.memory().gradients == 0  # their memory is spare until backward
+    assert model.memory().gradients == 0  # their memory is unused until backward
 
 
 def assigned(rank, size):
-    """Values that come with other parameters, and `.to`, which moves nothing."""
+    """Values assigned with new parameters, and `.to`, which moves nothing."""
     batch, want = ids(rank, 0), halved(net())(ids(rank, 0))
     model = FSDP(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def halved(model):
 
 
 def offload(rank, size):
-    """Shards on the host: the same bits but for what the optimizer's kernels round otherwise there."""
+    """Shards on the host: bitwise equal, except for different roundings of the optimizer's kernels there."""
     model, reference = FSDP(net(), cpu_offload=True), FSDP(net())
     ours, theirs = (torch.optim.SGD(made.parameters(), lr=0.1) for made in (model, reference))
     for step in range(4):

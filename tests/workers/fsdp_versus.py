@@ -1,4 +1,4 @@
-"""Cases in which haiscale.fsdp does what fully_shard does, to the bit: see fsdp.py."""
+"""Cases in which haiscale.fsdp equals fully_shard bitwise: see fsdp.py."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ def plain(rank, size, zero=3, precision=None, **options):
 
 
 def buffers(rank, size):
-    """More and fewer units whole at a time."""
+    """More and fewer units gathered at a time."""
     for count in (1, 3):
         model = FSDP(net(depth=5), buffers=count)
         follow(model, torchs(net(depth=5)), rank, steps=2)
@@ -55,7 +55,7 @@ def language_loss(model, batch):
 
 
 def language(rank, size, kind, steps, convert=False, precision=None, clip=None):
-    """50 steps of a model of transformers, whose blocks are found."""
+    """50 steps of a transformers model, whose blocks are detected."""
     made = [transformer(kind).to(DEVICE) for _ in range(2)]
     made = [hfnn.convert(m, prefer="memory") if convert else m for m in made]
     blocks = made[1].transformer.h if kind == "gpt2" else [*made[1].model.layers, made[1].model.embed_tokens]
@@ -69,7 +69,7 @@ def language(rank, size, kind, steps, convert=False, precision=None, clip=None):
 
 
 def frozen(rank, size):
-    """A frozen block, and one of which a part is."""
+    """A frozen block, and a partly frozen one."""
 
     def make():
         model = net()
@@ -84,14 +84,14 @@ def frozen(rank, size):
     for made, blocks in ((alone, alone.blocks), (model, model.module.blocks)):
         loss_of(made, ids(0, 0)).backward()
         made.zero_grad()
-        blocks[1].requires_grad_(False)  # later on
+        blocks[1].requires_grad_(False)  # frozen later
         blocks[2].norm.requires_grad_(False)
         loss_of(made, ids(0, 0)).backward()
     check_gradients(model, alone)
 
 
 class Branches(Net):
-    """Uses every other block in every other forward, and a part of a block never."""
+    """Uses every other block in every other forward, and part of a block never."""
 
     def __init__(self):
         super().__init__(depth=4)
@@ -115,7 +115,7 @@ def unused(rank, size):
 
 
 class Aside(Net):
-    """A unit runs, and the loss does not depend on it: on the ranks named."""
+    """A unit runs, but on the given ranks the loss does not depend on it."""
 
     left_out = ()
 
@@ -136,7 +136,7 @@ def aside(rank, size):
 
 
 def accumulate(rank, size, zero=3, precision=None):
-    """Microbatches under no_sync, each reduced on its own, and gradients that are added to."""
+    """Microbatches under no_sync, each reduced separately, and gradient accumulation."""
     model, reference = FSDP(net(), zero=zero, mixed_precision=precision), torchs(net(), precision=precision)
     for microbatch in range(6):
         synced = microbatch in (2, 4, 5)
@@ -151,7 +151,7 @@ def accumulate(rank, size, zero=3, precision=None):
 
 
 def clipped(rank, size):
-    """The norm of the whole gradients; torch's clip_grad_norm_ works on them as well."""
+    """The norm of the full gradients; torch's clip_grad_norm_ also works on them."""
     follow(FSDP(net(), zero=2), torchs(net()), rank, clip=0.05)
     for kind in (2.0, 1.0, float("inf")):
         model = FSDP(net())
@@ -164,7 +164,7 @@ def clipped(rank, size):
 
 
 def output(rank, size):
-    """output_dtype, and dtypes as torch's policies name them."""
+    """output_dtype, and dtypes given by torch's policies."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=torch.float64)
     model = FSDP(net(), mixed_precision=policy)
     assert model(ids(rank, 0)).dtype is torch.float64
@@ -172,7 +172,7 @@ def output(rank, size):
 
 
 def checkpoints(rank, size):
-    """Blocks that are recomputed: inside a unit, and units as a whole."""
+    """Recomputed blocks: inside a unit, and whole units."""
     for reentrant in (False, True):
         options = {"checkpointed": reentrant}
         follow(FSDP(net(**options)), torchs(net(**options)), rank, steps=2)

@@ -1,4 +1,4 @@
-"""What every gloo rank does before and after its work."""
+"""Set-up and shutdown of every gloo rank."""
 
 import faulthandler
 import os
@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 @contextmanager
 def process_group(rank: int, world_size: int, store: str):
-    """A gloo group around the work of one rank, and the end of the process after it.
+    """A gloo group for the work of one rank, and the end of the process after it.
 
-    When all ranks have done their work the process leaves as it is, without taking the group or the interpreter down: a
-    thread of gloo's that lets go of a Python object after that aborts it now and then ("terminate called without an
-    active exception"). The ranks wait for each other at the store: one that leaves early takes the others' connections
-    down.
+    When all ranks are done, the process exits without destroying the group or the interpreter: a gloo thread that
+    releases a Python object after that sometimes aborts the process ("terminate called without an active exception").
+    The ranks wait for each other at the store, because one that leaves early breaks the others' connections.
     """
-    faulthandler.enable()  # where in Python a rank was, should it abort
+    faulthandler.enable()  # shows the Python stack if the rank aborts
     torch.set_num_threads(1)
     notes = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=notes, rank=rank, world_size=world_size)

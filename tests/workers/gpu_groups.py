@@ -1,4 +1,4 @@
-"""What each rank does on CUDA tensors: see tests/hfreduce/test_gpu.py, whose tests bear the same names."""
+"""Rank programs on CUDA tensors: see tests/hfreduce/test_gpu.py, whose tests have the same names."""
 
 import os
 import threading
@@ -28,12 +28,12 @@ def start(rank, size, store, **options):
 
 
 def of(rank, *shape, dtype=torch.float32):
-    """What a rank puts in, on the CPU: small whole numbers, whose sums are exact in all dtypes."""
+    """A rank's input, on the CPU: small integers, whose sums are exact in all dtypes."""
     return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def layouts(x, gpu):
-    """The same values on the GPU: contiguous, with gaps, at an address that is a multiple of nothing but an element."""
+    """The same values on the GPU: contiguous, with gaps, and aligned to one element only."""
     yield x.to(gpu)
     yield torch.stack([x, x], -1).to(gpu)[..., 0]
     yield torch.empty(x.numel() + 1, dtype=x.dtype, device=gpu)[1:].view(x.shape).copy_(x)
@@ -49,7 +49,8 @@ def same(x, y, what):
 
 
 def operations(rank, size, store, device_id=False):
-    """Every collective at several sizes and dtypes, at once and later, against the closed form; then the rest."""
+    """Every collective with several sizes and dtypes, synchronous and asynchronous, against the closed form; then the
+    rest."""
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
     start(rank, size, store, **({"device_id": gpu} if device_id else {}))
     for dtype, counts in (
@@ -148,7 +149,7 @@ def rest(rank, size, gpu):
 
 
 def streams(rank, size, store):
-    """What comes before on the caller's stream has happened, what comes after waits, and nothing is freed too early."""
+    """Earlier work on the caller's stream is done first, later work waits, and nothing is freed too early."""
     gpu = start(rank, size, store)
     n, busy = 1 << 20, 50_000_000  # cycles: tens of milliseconds
     dist.all_reduce(torch.ones(n, device=gpu))
@@ -169,7 +170,7 @@ def streams(rank, size, store):
         torch.cuda.synchronize()
         same(y, torch.full((n,), size * (size + 1) / 2 + 1), f"ordered, {'later' if later else 'at once'}")
     results = []
-    for i in range(30):  # works that nobody waits for but by their futures, among allocations of the same size
+    for i in range(30):  # works waited for only by their futures, among allocations of the same size
         x = torch.full((n,), float(i), device=gpu)
         torch.cuda._sleep(busy // 100)
         out = torch.empty(size * n, device=gpu)
@@ -188,7 +189,7 @@ def streams(rank, size, store):
         same(future.wait(), torch.full((1000 + i,), float(size * (size - 1) * size)), "nested")
     large = torch.ones(2, 10 << 20, device=gpu)
     out = torch.empty(size * (10 << 20), device=gpu)
-    works = [dist.all_reduce(large[i], async_op=True) for i in (0, 1, 0, 0, 1)]  # nobody waits between them
+    works = [dist.all_reduce(large[i], async_op=True) for i in (0, 1, 0, 0, 1)]  # without waits in between
     works += [dist.all_gather_into_tensor(out, large[0], async_op=True), dist.all_reduce(out, async_op=True)]
     for work in works:
         work.wait()
@@ -202,7 +203,7 @@ def streams(rank, size, store):
 
 
 def graphs(rank, size, store, assisted=False):
-    """Captured, and replayed; or refused before anything is sent. assisted: all collectives are."""
+    """Captured and replayed; or refused before anything is sent. assisted: all collectives are CPU-assisted."""
     gpu = start(rank, size, store)
     x = torch.ones(3000, device=gpu)
     dist.all_reduce(x)
@@ -241,7 +242,7 @@ def graphs(rank, size, store, assisted=False):
         third.fill_(i + 2 * rank)
         graph.replay()
         if i % 3 == 0:
-            dist.all_reduce(x)  # among them, on the same stream
+            dist.all_reduce(x)  # in between, on the same stream
         same(out, torch.full((3000,), size * i + size * (size - 1) / 2 + 1), f"replay {i}")
         same(third, torch.full((500,), float(size * (i + 2 * (size - 1)))), f"replay {i}, in blocks")
         same(again, torch.full((1 << 20,), size * i - size * (size - 1) / 2 + 1), f"replay {i}, large")
@@ -251,7 +252,7 @@ def graphs(rank, size, store, assisted=False):
 
 
 def copies(rank, size, store):
-    """All-gathers of any size, up to some that go round the ring, among kernels; or refused, in a graph."""
+    """All-gathers of many sizes, up to some that wrap around the ring, mixed with kernels; or refused, in a graph."""
     gpu = start(rank, size, store)
     y = torch.ones(1 << 20, device=gpu)
     for count in (1, 70_001, 5_000_003, 40_000_001):
@@ -265,7 +266,7 @@ def copies(rank, size, store):
             works.append(dist.all_gather_into_tensor(other.view(-1), x, async_op=later))
             for work in works if later else []:
                 work.wait()
-            x.fill_(-1)  # nobody needs it any more
+            x.fill_(-1)  # no longer needed
             dist.all_reduce(y, OP.AVG)
             same(out, torch.stack(blocks), f"{what} in place")
             same(other, torch.stack(blocks), what)
@@ -286,7 +287,7 @@ def gather(x, **options):
 
 
 def late(rank, size, store, count=1 << 20, gathers=False):
-    """One rank does not come, one calls something else: an error in time, and the process goes on."""
+    """One rank does not come, one makes another call: an error in time, and the process continues."""
     gpu = start(rank, size, store)
     call = gather if gathers else dist.all_reduce
     x = torch.ones(count, device=gpu)
@@ -302,7 +303,7 @@ def late(rank, size, store, count=1 << 20, gathers=False):
     def waits(group, y):
         call(y, group=group)
         torch.cuda.synchronize()
-        time.sleep(0.3)  # what the device ran into is told to the host
+        time.sleep(0.3)  # lets the host learn of the device's error
         call(y, group=group)
 
     found["differs"] = failing(lambda: waits(differs, x[: count - (rank == 1)]))
@@ -330,7 +331,7 @@ def death(rank, size, store, count, number, gathers=False):
 
 
 def until_death(rank, number, call):
-    """Calls again and again, until rank 1 gets the signal; what the others are told, and how soon all has ended."""
+    """Calls repeatedly until rank 1 gets the signal; returns what the others are told, and how soon all has ended."""
 
     def runs():
         for _ in range(1_000_000):
@@ -343,7 +344,7 @@ def until_death(rank, number, call):
     with pytest.raises(dist.DistBackendError) as caught:
         runs()
     begun = time.monotonic()
-    torch.cuda.synchronize()  # kernels have ended, and streams have been let go of
+    torch.cuda.synchronize()  # kernels have ended, and streams have been released
     again = failing(dist.barrier)
     dist.destroy_process_group()
     return {"message": str(caught.value), "again": again[0], "seconds": time.monotonic() - begun}

@@ -1,4 +1,4 @@
-"""What each rank sends from its GPU, and receives: see tests/hfreduce/test_gpu_messages.py, of the same names."""
+"""Messages between GPUs, by rank: see tests/hfreduce/test_gpu_messages.py, whose tests have the same names."""
 
 import time
 from datetime import timedelta
@@ -15,7 +15,7 @@ RING = 32 << 20  # bytes on their way from one GPU to another without the receiv
 
 
 def messages(rank, size, store):
-    """Of every size and layout, before the ranks have met and after, from one and from anybody, in order of streams."""
+    """Of all sizes and layouts, before and after the ranks' rendezvous, from one rank and from any, in stream order."""
     gpu = start(rank, size, store)
     around(rank, size, gpu, [3, 1000], torch.float32)
     dist.all_reduce(torch.ones(1, device=gpu))
@@ -36,7 +36,7 @@ def messages(rank, size, store):
 
 
 def around(rank, size, gpu, counts, dtype):
-    """To the next rank, all at once: both sides send first, one by one and in a batch."""
+    """To the next rank, concurrently: both sides send first, one by one and in a batch."""
     right, left = (rank + 1) % size, (rank - 1) % size
 
     def values(who):
@@ -91,7 +91,7 @@ def anybody(rank, size, gpu):
 
 
 def ordered(rank, size, gpu):
-    """What a stream did before is sent, what it does after comes after, and nothing is freed too early."""
+    """A stream's earlier work is sent, its later work comes after, and nothing is freed too early."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for count in (1000, 3 * RING // 8):
         side, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -120,7 +120,7 @@ def ordered(rank, size, gpu):
 
 
 def asynchronous(rank, size, gpu):
-    """Seconds that the host waits in `wait()` while the sender's GPU is busy for a good while."""
+    """Seconds that the host waits in `wait()` while the sender's GPU is busy for a long time."""
     right, left = (rank + 1) % size, (rank - 1) % size
     x, y = torch.full((1000,), float(rank), device=gpu), torch.zeros(1000, device=gpu)
     dist.barrier()
@@ -135,7 +135,7 @@ def asynchronous(rank, size, gpu):
 
 
 def acquainted(group, rank, gpu):
-    """Messages of this group from rank 0 to rank 1 go from GPU to GPU, where they can."""
+    """Sends this group's first messages from rank 0 to rank 1; later ones go from GPU to GPU where possible."""
     dist.all_reduce(torch.ones(1, device=gpu), group=group)
     for _ in range(2):
         if rank == 0:
@@ -146,7 +146,7 @@ def acquainted(group, rank, gpu):
 
 
 def late(rank, size, store):
-    """Sizes that differ, and a receiver that does not come."""
+    """Mismatched sizes, and a receiver that does not come."""
     gpu = start(rank, size, store)
     differs, slow = dist.new_group(timeout=timedelta(seconds=20)), dist.new_group()
     x = torch.ones(RING // 2, device=gpu)

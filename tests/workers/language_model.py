@@ -27,7 +27,7 @@ def whole(model):
 
 
 def check(model, plain, batch, low=False):
-    """Two steps' worth of backward: of the loss, then of loss and logits."""
+    """Backwards of the loss, and of loss and logits."""
     tolerance = {"rtol": 5e-2, "atol": 5e-3} if low else {"rtol": 1e-4, "atol": 1e-6}
     for read in (False, True, False):
         grads = []
@@ -59,7 +59,7 @@ def fsdp2(plain, model, batch, mesh):
     assert untouched(out) and out.logits.dtype is out.loss.dtype is torch.float32
     check(sharded, plain, batch, low=True)
 
-    # The weights are gone after forward: reading the logits says so.
+    # The weights are gone after forward: reading the logits raises an error.
     sharded = fully_shard(copy.deepcopy(model), mesh=mesh, reshard_after_forward=True)
     out = sharded(**batch)
     try:
@@ -71,7 +71,7 @@ def fsdp2(plain, model, batch, mesh):
     for wanted, found in zip(gradients(plain, batch), whole(sharded), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
-    # A head that is sharded on its own has its weight during its own forward alone.
+    # A separately sharded head has its weight only during its own forward.
     untied = copy.deepcopy(model)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
     reference = hfnn.revert(copy.deepcopy(untied))

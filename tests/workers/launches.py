@@ -1,7 +1,7 @@
-"""What hfnn.kernels.launch hands to Triton's launcher, held against what Triton hands to it: no GPU is asked for.
+"""Compares what hfnn.kernels.launch passes to Triton's launcher with what Triton passes; needs no GPU.
 
-pytest launches.py, with TRITON_INTERPRET=0: in a process of its own, since @triton.jit looks there when it decorates,
-and since Triton keeps what was compiled for the driver of this file, whose launcher writes down what it is given.
+pytest launches.py, with TRITON_INTERPRET=0. Runs in a separate process, because @triton.jit reads that variable when it
+decorates, and because Triton caches what was compiled for this file's driver, whose launcher records its arguments.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-BASE = 13  # of the launcher's arguments are not the kernel's
+BASE = 13  # the launcher's arguments that are not the kernel's
 written, scratch = threading.local(), 0
 
 
@@ -59,7 +59,7 @@ class Driver(CudaDriver):
         return {"max_shared_mem": 228 * 1024}
 
     def load_binary(self, name, binary, shared, device):
-        return None, (name, hash(binary), device), 32, 0, 1024  # not one a kernel: some compile to the same code
+        return None, (name, hash(binary), device), 32, 0, 1024  # not unique: some kernels compile to the same code
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +75,7 @@ def plain(x):
 
 
 def pointers(launch):
-    """An address for the tensor that it is of."""
+    """Replaces each tensor with its address."""
     *rest, values = launch
     return *rest, [v[1] if isinstance(v, tuple) and v[0] is int else v for v in values]
 
@@ -161,7 +161,7 @@ def test_every_launch_is_tritons(change):
 
 
 def test_all_are_still_apart():
-    """A variant made last is not what the first launches are given."""
+    """A variant made last does not affect the first launches."""
     for change in CHANGES:
         args, options = arguments(change)
         expected, _ = seen(lambda: toy_kernel[(7, 2)](*args, **options))  # noqa: B023
@@ -245,7 +245,7 @@ def test_triton_launches_what_wants_scratch_memory(monkeypatch):
 
 
 def test_threads():
-    """All of them begin before anything is compiled."""
+    """All of them start before anything is compiled."""
     cases, wrong, barrier = [arguments({"stride": n, "num_stages": 2}) for n in (1, 3, 16)], [], threading.Barrier(6)
 
     def work(case):
@@ -267,7 +267,7 @@ SIZES = {"u1": 1, "i32": 4, "i64": 8, "u64": 8, "fp32": 4}
 
 
 def packed(kind, value):
-    """The bits that a kernel is given, of an argument of Triton's launcher."""
+    """The bits that a kernel receives for an argument of Triton's launcher."""
     if kind[0] == "*":
         return value
     number, size = value[1], SIZES[kind]
@@ -275,13 +275,13 @@ def packed(kind, value):
 
 
 def repeated(call, *args, fresh=()):
-    """What C++ would launch, with the arguments of another call, and why it would not."""
+    """What C++ would launch, with the arguments of another call, and the reason if it would not."""
     launches, why, _ = module.recorded(call, args, fresh)
     return launches, why
 
 
 def in_full(launch, args):
-    """A recorded launch as `seen` tells it."""
+    """A recorded launch in the form of `seen`."""
     function, grid, threads, shared, _, params = launch
     bits = [
         args[a].data_ptr() + b if kind == module.POINTER
@@ -360,7 +360,7 @@ def test_descriptors_are_not_recorded():
 
 
 def test_every_kernel_of_ours_is_known(monkeypatch):
-    """None launches by Triton's own way for the order or the types of its arguments."""
+    """No kernel uses Triton's own launch path because of the order or types of its arguments."""
     compiled = importlib.import_module("compile_kernels")
     slow, count = set(), 0
 

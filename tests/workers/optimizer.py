@@ -1,4 +1,4 @@
-"""One gloo rank: hfnn's optimizers on sharded parameters do what they do on whole ones."""
+"""One gloo rank: hfnn's optimizers work on sharded parameters as on whole ones."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ from hfnn.optim.fused import Fused
 SAME = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
-# Whether bits stay where the shards meet: elementwise states do, and blocks of 256 where shards begin between them.
+# Whether bits are preserved: for elementwise states, and for blocks of 256 if shards begin between them.
 OPTIMIZERS = {
     "adamw": lambda p, **o: optim.AdamW(p, lr=0.01, weight_decay=0.1, **o),
     "amsgrad": lambda p, **o: optim.Adam(p, lr=0.01, amsgrad=True, **o),
@@ -50,7 +50,7 @@ def build(dtype=torch.float32):
 
 
 def train(model, optimizer, first, last, clip=None):
-    """All ranks read the same batch, so the mean of their gradients is each one's, to the last bit."""
+    """All ranks read the same batch, so the mean of their gradients is bitwise each one's."""
     for i in range(first, last):
         x = torch.randn(4, 128, generator=torch.Generator().manual_seed(i)).to(next(model.parameters()).dtype)
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def assert_equal(model, plain, **tolerance):
 
 
 def assert_states_equal(optimizer, plain, **tolerance):
-    """As state_dict gives them: in the layout of the parameter, whatever they are kept in."""
+    """As returned by state_dict: in the parameter's layout, whatever their storage format."""
     found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
     assert found.keys() == wanted.keys() and found
     for index, values in wanted.items():
@@ -80,7 +80,7 @@ def assert_states_equal(optimizer, plain, **tolerance):
         for key, value in values.items():
             if value.dim():
                 assert isinstance(found[index][key], DTensor), key
-            # A remainder of a DTensor is int32 here, and int16 elsewhere.
+            # The remainder of a DTensor is int32 here, and int16 otherwise.
             torch.testing.assert_close(whole(found[index][key]), value, check_dtype=key != "remainder", **tolerance)
 
 
@@ -92,7 +92,7 @@ def shard(model, mesh):
 
 
 def fsdp2(world_size, folder):
-    """Equal to the unsharded run, bit for bit; also a converted torch optimizer, and a bfloat16 model with a master."""
+    """Bitwise equal to the unsharded run; also a converted torch optimizer, and a bfloat16 model with a master."""
     mesh = init_device_mesh("cpu", (world_size,))
     for name, make in OPTIMIZERS.items():
         plain, model = build(), shard(build(), mesh)
@@ -118,32 +118,33 @@ def fsdp2(world_size, folder):
 
 
 class Whole(ParallelStyle):
-    """The same on all ranks, as a DTensor, with an output that is none."""
+    """Replicates a module's parameters as DTensors; its output is a plain tensor."""
 
     def _apply(self, module, mesh):
         return distribute_module(module, mesh, output_fn=lambda m, y, mesh: y.full_tensor())
 
 
 def split(model, mesh):
-    """Split products beside whole ones: some parameters are in shards and others the same on all ranks."""
+    """Some parameters are sharded by tensor parallelism, others replicated."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False), "4": Whole()}
     return parallelize_module(model, mesh, plan)
 
 
 def distributions(world_size):
-    """(model, what to step it in) of each way to distribute one; the last by the definition, which sums its own way."""
+    """(model, context to step it in) for each kind of distribution; the last uses the definition, which sums in its own
+    way."""
     line = init_device_mesh("cpu", (world_size,))
     models = [shard(build(), line), split(build(), line)]
     if world_size == 4:
         models.append(shard(build(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
-        # The first weight is in shards over both dimensions.
+        # The first weight is sharded over both dimensions.
         plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
         models.append(shard(split(build(), plane["split"]), plane["shard"]))
     return [*((model, contextlib.nullcontext()) for model in models), (shard(build(), line), hfnn.use("torch"))]
 
 
 def norm(world_size, folder):
-    """max_grad_norm is over all shards, counts replicas once, and is refused where the shards lie on several meshes."""
+    """max_grad_norm covers all shards, counts replicas once, and is refused if the shards are on several meshes."""
     plain = build()
     reference = torch.optim.AdamW(plain.parameters())
     train(plain, reference, 0, 3, clip=0.01)
@@ -176,7 +177,7 @@ def lamb(world_size, folder):
         {"weight_decay": 0.0, "use_nvlamb": True, "max_grad_norm": 0.01},
         {"adam_w_mode": False, "grad_averaging": False, "bias_correction": False},
     ):
-        print(options, flush=True)  # a failure shows it
+        print(options, flush=True)  # shown on failure
         plain = build()
         reference = optim.LAMB(plain.parameters(), lr=0.01, **options)
         train(plain, reference, 0, 3)
@@ -188,11 +189,11 @@ def lamb(world_size, folder):
 
 
 def adafactor(world_size, folder):
-    """torch's own step, as without hfnn, and why; options that it does not know are an error."""
+    """torch's own step, as without hfnn, with the reason; options that it lacks are an error."""
     why, mesh = "kernels take whole matrices, got a DTensor", init_device_mesh("cpu", (world_size,))
 
     def run(cls, placement, **options):
-        """Some parameters, an optimizer, and the error that three steps ended in, or None."""
+        """Some parameters, an optimizer, and the error of three steps, or None."""
         new = functools.partial(distribute_tensor, device_mesh=mesh, placements=[placement])
         params = [nn.Parameter(new(torch.ones(shape))) for shape in ((8, 6), (6,))]
         optimizer, generator = cls(params, **options), torch.Generator().manual_seed(0)
@@ -201,7 +202,7 @@ def adafactor(world_size, folder):
                 for p in params:
                     p.grad = new(torch.randn(p.shape, generator=generator))
                 optimizer.step()
-        except RuntimeError as error:  # of matrices in shards, torch 2.13 takes no norms
+        except RuntimeError as error:  # torch 2.13 computes no norms of sharded matrices
             return params, optimizer, str(error)
         return params, optimizer, None
 
@@ -218,9 +219,9 @@ def adafactor(world_size, folder):
 
 
 def gradients(world_size, folder):
-    """A gradient laid out otherwise than its parameter, such as a sum that is still to be taken, is brought along.
+    """A gradient whose layout differs from its parameter's, such as a partial sum, is redistributed.
 
-    Also where the one before it was laid out as the parameter is.
+    Also if the previous one had the parameter's layout.
     """
     mesh = init_device_mesh("cpu", (world_size,))
     plain, values = nn.Parameter(torch.ones(8, 8)), torch.arange(64.0).view(8, 8)
@@ -241,7 +242,7 @@ def gradients(world_size, folder):
 
 
 def in_backward(world_size, folder):
-    """FSDP2 runs the hooks when a gradient is reduced; where nothing is sharded, DDP would average too late."""
+    """FSDP2 runs the hooks when a gradient is reduced; without shards, DDP would average too late."""
     mesh = init_device_mesh("cpu", (world_size,))
     plain, model = build(), shard(build(), mesh)
     reference, optimizer = optim.AdamW(plain.parameters()), optim.AdamW(model.parameters())
@@ -260,7 +261,7 @@ def in_backward(world_size, folder):
 
 
 def ddp(world_size, folder):
-    """With a gradient of its own on each rank, whose mean is stepped with; also gradients that are views of buckets."""
+    """Each rank has its own gradient, and their mean is applied; also gradients that are views of buckets."""
     for options in ({}, {"gradient_as_bucket_view": True}):
         plain, inner = build(), build()
         model = nn.parallel.DistributedDataParallel(inner, **options)
@@ -275,7 +276,7 @@ def ddp(world_size, folder):
         assert_equal(inner, plain, **CLOSE)
 
 
-# What is saved on some number of ranks and loaded on another: a class, its options, the dtype of the model.
+# What is saved on one number of ranks and loaded on another: a class, its options, the dtype of the model.
 SAVED = {
     "adamw": (optim.AdamW, {}, torch.float32),
     "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, torch.float32),
@@ -286,7 +287,7 @@ SAVED = {
 
 
 def distributed(name, world_size):
-    """On one rank, a model that is not sharded at all."""
+    """On one rank, a model that is not sharded."""
     cls, options, dtype = SAVED[name]
     model = build(dtype) if world_size == 1 else shard(build(dtype), init_device_mesh("cpu", (world_size,)))
     return model, cls(model.parameters(), **options)
@@ -301,13 +302,13 @@ def save(world_size, folder):
 
 
 def load(world_size, folder):
-    """Going on from a checkpoint of another number of ranks gives the bits of the run that was never interrupted.
+    """Continuing from a checkpoint of another number of ranks gives bitwise the uninterrupted run.
 
-    For low-bit states where the shards of both begin between blocks, as those of the first weight here: where one
-    does not, blocks are encoded anew. The other tensors of this model are smaller than any low-bit state.
+    For low-bit states, if the shards of both begin between blocks, as those of the first weight here; otherwise blocks
+    are encoded again. The other tensors of this model are too small for low-bit states.
     """
     for name, (cls, options, dtype) in SAVED.items():
-        print(name, flush=True)  # a failure shows it
+        print(name, flush=True)  # shown on failure
         plain = build(dtype)
         reference = cls(plain.parameters(), **options)
         train(plain, reference, 0, 6)
@@ -322,7 +323,7 @@ def load(world_size, folder):
             assert_states_equal(optimizer, reference, **SAME)
         whole_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         again, other = distributed(name, world_size)
-        whole_state = copy.deepcopy(whole_state)  # optimizers that load one state dict share its tensors, as torch's do
+        whole_state = copy.deepcopy(whole_state)  # optimizers that load one state dict share its tensors, as in torch
         set_optimizer_state_dict(again, other, whole_state, options=StateDictOptions(full_state_dict=True))
         set_model_state_dict(again, get_model_state_dict(model))
         train(model, optimizer, 6, 7)

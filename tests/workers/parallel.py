@@ -43,16 +43,16 @@ def ddp(model, mesh):
 
 
 def tensor_parallel(model, mesh):
-    """The split weights are DTensors: torch's own product runs there, and the norm and query stay converted."""
+    """The split weights are DTensors: torch's own product runs there; the norm and query stay converted."""
     yield parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-# How, and how many recipes are taken at least.
+# The function, and the least number of recipes taken.
 WAYS = {"fsdp2": (fsdp2, 2), "ddp": (ddp, 3), "tensor_parallel": (tensor_parallel, 1)}
 
 
 def gradients(model, x):
-    """Gradients of every parameter, whole."""
+    """Full gradients of every parameter."""
     model(x).square().mean().backward()
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
 

@@ -1,6 +1,6 @@
-"""Pipelines on ranks of one group, and in groups of fewer of them: what every rank does, see test_pipeline.
+"""Pipelines on all ranks of a group, and on smaller groups: rank programs of test_pipeline.
 
-Cases of one group run one after the other; ranks that are not in it go on to the next.
+Cases of one group run one after the other; ranks outside it go on to the next group.
 """
 
 import itertools
@@ -35,7 +35,7 @@ DECODERS = {
 
 
 def cases(size):
-    """{name: case} of a group of so many ranks."""
+    """{name: case} for a group of `size` ranks."""
     each = [(schedule, chunks) for schedule in SCHEDULES for chunks in MICROBATCHES[size]]
     found = {f"{schedule}, {chunks} microbatches": of.layered(schedule, chunks) for schedule, chunks in each}
     for schedule, (kind, converted, chunks) in itertools.product(SCHEDULES, DECODERS[size]):
@@ -83,7 +83,7 @@ def of_four():
 
 
 def run(rank, world, store):
-    """{case: (what is wrong, seconds)} of the groups that this rank is in; groups end at the last rank."""
+    """{case: (what is wrong, seconds)} of this rank's groups, all of which end at the last rank."""
     torch.set_num_threads(1)
     dist.init_process_group("hfreduce", store=dist.FileStore(store, world), rank=rank, world_size=world)
     return all_cases(rank, world, {size: cases(size) for size in (4, 3, 2)})
@@ -127,12 +127,12 @@ def device_cases(few):
 
 
 def on_devices(rank, world, store, backend, few=False):
-    """As `run`, on whatever PIPELINE_DEVICE says: in a group of all ranks, and in one of two. few: CPUs, in seconds."""
+    """As `run`, on PIPELINE_DEVICE: in a group of all ranks, and in one of two. few: for CPUs, in seconds."""
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     notes = dist.FileStore(store, world)
-    # Kernels may be compiled first.
+    # Kernels may have to be compiled first.
     options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, store=notes, **options)
     found = all_cases(rank, world, {size: device_cases(few) for size in dict.fromkeys((world, 2))})

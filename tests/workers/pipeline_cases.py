@@ -1,4 +1,4 @@
-"""Cases of tests/workers/pipeline.py: functions of a Place that return nothing, or a sentence on what is wrong."""
+"""Cases of tests/workers/pipeline.py: functions of a Place that return None, or a description of the error."""
 
 import contextlib
 import copy
@@ -47,14 +47,14 @@ def decoded(kind, converted, schedule, chunks, rows=4):
     def case(place):
         model = decoder(kind, converted)
         steps = [((tokens(seed, rows),), tokens(seed, rows)) for seed in (1, 2)]
-        close = ["transformer.wte.weight"]  # tied: its parts are added in another order
+        close = ["transformer.wte.weight"]  # tied: its parts are summed in another order
         return compare(place, place.pipeline(model, schedule, chunks), model, chunks, steps, next_token, close)
 
     return case
 
 
 class Counted(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Counted(TorchDispatchMode):
 
 
 def products(converted, kind):
-    """A step with parted backwards computes as many products as one without a pipeline."""
+    """A step with split backwards computes as many products as one without a pipeline."""
 
     def case(place):
         model, found = decoder(kind, converted), torch.zeros((), dtype=torch.int64)
@@ -84,7 +84,7 @@ def products(converted, kind):
 
 
 class Between(nn.Module):
-    """Several inputs and outputs, some without a gradient, one that nobody uses, None, and another dtype."""
+    """Several inputs and outputs: some without gradients, one unused, None, and another dtype."""
 
     def __init__(self, first=False, last=False):
         super().__init__()
@@ -125,9 +125,9 @@ def skips(schedule):
 
 
 def other_shapes(place):
-    """Batches of other sizes, sequences of other lengths: nothing is agreed on before, and gradients are kept.
+    """Changing batch sizes and sequence lengths: nothing is agreed on in advance, and gradients accumulate.
 
-    More kinds of messages than are remembered, and the first ones again.
+    More kinds of messages than are cached, and the first ones again.
     """
     model = decoder("llama")
     steps = [
@@ -138,7 +138,7 @@ def other_shapes(place):
 
 
 def masks(place):
-    """A mask travels with the hidden states; each stage makes of it what the model makes."""
+    """A mask is sent with the hidden states; each stage processes it like the model."""
     model, x = decoder("gpt2"), tokens(1)
     mask = torch.ones_like(x)
     mask[0, :3] = 0
@@ -163,7 +163,7 @@ def inference(place):
 
 
 def dropout(checkpoint):
-    """What is run again draws the numbers of the first time, and those that follow are the same ones."""
+    """Recomputation draws the same random numbers, and later draws are the same, too."""
 
     def case(place):
         torch.manual_seed(5)
@@ -182,14 +182,14 @@ def dropout(checkpoint):
 
 
 def autocast(checkpoint, schedule="PipeDream"):
-    """A weight's cast that a checkpointed forward leaves behind has no graph; nobody may find it."""
+    """A weight's cast left by a checkpointed forward has no graph, so it must not be reused."""
 
     def case(place):
         model, x = layers(), batch(1)
         with torch.autocast(DEVICE.type, torch.bfloat16):
             pp = place.pipeline(model, schedule, 2, checkpoint=checkpoint)
             criterion = lambda y, label: mse_loss(y.float(), label)  # noqa: E731
-            rounding = 1e3 * ROUNDING  # of bfloat16
+            rounding = 1e3 * ROUNDING  # bfloat16
             return compare(place, pp, model, 2, [((x[0],), x[1])], criterion, rounding=rounding)
 
     return case
@@ -207,19 +207,19 @@ def pictures(place):
             return "spans that overlap"
     ends = {span.action: span.end for spans in timeline.spans for span in spans}
     starts = {span.action: span.start for spans in timeline.spans for span in spans}
-    early = 0 if DEVICE.type == "cpu" else 1  # ms by which clocks of GPUs, laid beside the hosts', may differ
+    early = 0 if DEVICE.type == "cpu" else 1  # ms by which GPU clocks, aligned with the hosts', may differ
     if any(starts[a] < ends[a._replace(chunk=a.chunk - 1)] - early for a in starts if a.kind == "F" and a.chunk):
         return "a forward that begins before what it needs has ended"
     if not all(peak > 0 for peak in timeline.peak) or not predict(pp.schedule, costs).makespan > 0:
         return f"no memory or no time: {timeline.peak}, {costs}"
-    if not math.isclose(predict(pp.schedule, costs).peak[0], timeline.peak[0], rel_tol=0.005):  # it is told in 3 digits
+    if not math.isclose(predict(pp.schedule, costs).peak[0], timeline.peak[0], rel_tol=0.005):  # told in 3 digits
         return "another peak than the prediction's"
     if "measured" not in pp.report(80) or "predicted" not in pp.report(80):
         return "no report"
 
 
 def frozen(place):
-    """Frozen layers, whole stages of them included."""
+    """Frozen layers, including whole stages."""
     model = layers(16)
     for name, p in model.named_parameters():
         p.requires_grad_(int(name.split(".")[0]) >= 14)
@@ -234,7 +234,7 @@ def frozen(place):
 
 
 def errors(place):
-    """Mistakes are told on the rank that makes them, before anything is sent; differences between ranks on all."""
+    """Mistakes are reported on the rank that makes them, before anything is sent; differences between ranks on all."""
     found = []
 
     def note(make):
@@ -255,7 +255,7 @@ def errors(place):
 
 
 def too_few_rows(place):
-    """The rank that reads the batch raises; it raises the same again, and so does one whose own step has failed."""
+    """The rank that reads the batch raises; it raises the same again, as does one whose own step has failed."""
     pp = place.pipeline(layers(), "PipeDream", 4)
     if place.rank:
         return None
@@ -275,7 +275,7 @@ def too_few_rows(place):
 
 
 def replicas(schedule, wrapper):
-    """DDP or FSDP inside, over the ranks with the same stage: gradients of all batches, and none averaged twice."""
+    """DDP or FSDP inside, over the ranks with the same stage: gradients of all batches, averaged once."""
 
     def case(place):
         sizes = {"dp_size": 2} if wrapper is DDP else {"fsdp_size": 2}
@@ -289,7 +289,7 @@ def replicas(schedule, wrapper):
             data = [[(tokens(s), tokens(s)) if tied else batch(s) for s in row] for row in seeds]
             try:
                 pp = mine.pipeline(model, schedule, 4, wrap=lambda stage: wrapper(stage, process_group=inner))
-            except ValueError as error:  # two chunks of one rank, sharded apart
+            except ValueError as error:  # two chunks of one rank, sharded separately
                 told = "wte.weight is tied between chunks (0, 3)" if mine.rank == 0 else "cannot make its part"
                 if tied and wrapper is FSDP and schedule == "ZeroBubble-V" and told in str(error):
                     continue
@@ -315,7 +315,7 @@ def replicas(schedule, wrapper):
 
 
 def clipping(place):
-    """Gradients of all stages are clipped by one norm, that of the model, in which a tied parameter counts once."""
+    """Gradients of all stages are clipped by the whole model's norm, in which a tied parameter counts once."""
     model = decoder("gpt2")
     sequential(model, 2, [((tokens(),), tokens())], next_token)
     pp = place.pipeline(decoder("gpt2"), "PipeDream", 2)
@@ -331,7 +331,7 @@ def clipping(place):
 
 
 def tied_copies(schedule):
-    """Copies of a tied embedding stay equal to the bit through steps of an optimizer, and follow the whole model."""
+    """Copies of a tied embedding stay bitwise equal over optimizer steps, and equal the whole model's."""
 
     def case(place):
         model = decoder("gpt2")

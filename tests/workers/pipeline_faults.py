@@ -1,7 +1,7 @@
-"""Stages that die or stop while they train: what the others are told, and whether a new run goes on from what is saved.
+"""Stages that die or stop in training: what the others are told, and whether a new run resumes from what was saved.
 
-Each scenario trains in children of these processes, which have torch imported already and no group yet, and has a
-folder of checkpoints of its own. Scenarios of the same place run at the same time.
+Each scenario trains in children of these processes, which have already imported torch but have no group yet, with its
+own folder of checkpoints. Scenarios of the same place run concurrently.
 """
 
 import itertools
@@ -23,8 +23,8 @@ import hfreduce  # noqa: F401  the backend
 from haiscale import checkpoint
 from haiscale.pipeline import messages
 
-STEP, PATIENCE = 3, 2.0  # the step that is not survived; seconds until a group gives up
-# Where a stage stops, and the schedule by which it has come there.
+STEP, PATIENCE = 3, 2.0  # the step that fails; seconds until a group gives up
+# Where a stage stops, and the schedule used.
 PLACES = {
     "forward": "PipeDream",
     "backward": "ZeroBubble-H1",
@@ -47,7 +47,7 @@ def chosen(size, half):
 
 
 def scenarios(rank, size, store, half):
-    """{scenario: what this rank says of it}: the survivors' errors, the victim's time, and what is found afterwards."""
+    """{scenario: this rank's report}: the survivors' errors, the victim's time, and the state afterwards."""
     torch.set_num_threads(1)
     found, names = {}, []
     for here in chosen(size, half):
@@ -75,7 +75,7 @@ def child(rank, size, store, place, victim, sign):
     except BaseException:
         story = {"raised": traceback.format_exc()[-2000:]}
     write(Path(f"{path}.{rank}"), story)
-    wait_for(survivors(path, size, victim))  # or the others might be told of this one's end
+    wait_for(survivors(path, size, victim))  # otherwise the others might report the end of this one
     os._exit(0)
 
 
@@ -111,7 +111,7 @@ def fail(path, sign, **more):
 
 
 def sabotage(place, pp, optimizer, fail):
-    """This rank comes to the middle of the step, and no further: to the second microbatch, or a message under way."""
+    """Stops this rank in the middle of the step: at the second microbatch, or with a message under way."""
     turns = itertools.count()
 
     def at_the_second(*_):
@@ -127,7 +127,7 @@ def sabotage(place, pp, optimizer, fail):
 
         def sends(sender, tensors):
             send(sender, tensors)
-            turn = next(turns)  # of four; a busy machine may have sent one before it is looked at
+            turn = next(turns)  # of four; a busy machine may have sent one before it is checked
             left = not sender._leaving or sender._leaving[-1][0].is_completed()
             if turn == 3 or (turn and not left):
                 fail(left=left)
@@ -156,7 +156,7 @@ def train(pp, optimizer, step, rows):
 
 
 def resumed(rank, size, store, names):
-    """Of each scenario: the step that a new run goes on from, and what is not as in one that was never interrupted."""
+    """For each scenario: the step at which a new run resumes, and what differs from an uninterrupted run."""
     begin(rank, size, f"{store}.resumed")
     found, whole = [], {}
     for name in names:
@@ -178,7 +178,7 @@ def resumed(rank, size, store, names):
 
 
 def write(path, story):
-    """Complete as soon as it is there."""
+    """Atomic: the file is complete once it exists."""
     path.with_name(path.name + ".part").write_text(json.dumps(story))
     path.with_name(path.name + ".part").rename(path)
 

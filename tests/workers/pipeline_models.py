@@ -1,6 +1,6 @@
-"""Models for pipelines, and what they give without one: for tests/workers/pipeline.py.
+"""Models for pipelines, and their results without one: for tests/workers/pipeline.py.
 
-All of it is on DEVICE, which is the CPU unless the environment says otherwise.
+All of it is on DEVICE, the CPU unless the environment says otherwise.
 """
 
 import copy
@@ -24,7 +24,8 @@ from haiscale.pipeline import (
 )
 
 DEVICE = torch.device(os.environ.get("PIPELINE_DEVICE", "cpu"))
-# On the CPU results have equal bits. A GPU's library may choose other kernels: of the largest value, in float32.
+# On the CPU results are bitwise equal. A GPU library may choose other kernels: relative to the largest value, in
+# float32.
 ROUNDING = 0.0 if DEVICE.type == "cpu" else 1e-5
 WIDTH, ROWS = 16, 16
 # Class, chunks on each rank, placement.
@@ -45,7 +46,7 @@ class Place:
     size: int
 
     def pipeline(self, model, schedule, chunks, balance=None, wrap=lambda stage: stage, **options):
-        """This rank's part of a model, which is not touched, in a pipeline."""
+        """This rank's part of a copy of the model, in a pipeline."""
         kind, each, placement = SCHEDULES[schedule]
         model = copy.deepcopy(model)
         count = self.size * each
@@ -84,7 +85,7 @@ def decoder(kind, converted=False, tied=True):
             vocab_size=61, max_position_embeddings=32,
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
-    model.eval().to(DEVICE)  # dropout draws other numbers in other orders
+    model.eval().to(DEVICE)  # without dropout, whose draws depend on the order
     return hfnn.convert(model) if converted else model
 
 
@@ -111,7 +112,7 @@ def sequential(model, chunks, steps, criterion):
 
 
 def differs(x, y, tolerance=ROUNDING):
-    """How, where `tolerance`, a part of the largest value, is 0 to the bit; None where x is y."""
+    """How x and y differ, or None. tolerance: relative to the largest value; 0: bitwise."""
     if x is None or y is None:
         return None if x is y else f"{'none' if x is None else 'one'} where there is {'none' if y is None else 'one'}"
     if torch.equal(x, y):
@@ -121,7 +122,7 @@ def differs(x, y, tolerance=ROUNDING):
 
 
 def compare(place, pp, model, chunks, steps, criterion, close=(), rounding=ROUNDING):
-    """Runs `steps` with gradients added up, in the pipeline and without; names in `close` need not have equal bits."""
+    """Runs `steps` with accumulated gradients, in the pipeline and without; names in `close` may differ by rounding."""
     loss, expected, outputs = sequential(copy.deepcopy(model), chunks, steps, criterion)
     for inputs, labels in steps:
         inputs = inputs if pp.is_first else (None,) * len(inputs)

@@ -1,4 +1,4 @@
-"""How long a step takes, predicted before the first one: a case of tests/workers/pipeline.py."""
+"""A step's time, predicted before the first one: a case of tests/workers/pipeline.py."""
 
 import time
 
@@ -12,7 +12,7 @@ from haiscale.pipeline import SequentialModel, layer_costs, message_times, predi
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time without a core: 3 ms forward, 6 ms backward."""
+    """Takes its time without using a core: 3 ms forward, 6 ms backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -31,9 +31,9 @@ class Sleeper(nn.Linear):
 
 
 def predicted(schedule):
-    """What stages cost apart, with messages, gives the time of a step before the first one, but for other people's.
+    """Separately measured costs of stages and messages predict a step's time before the first step.
 
-    Measured up to four times, until it does on all ranks: other processes may slow down one of the two measurements.
+    Measured up to four times, until it does on all ranks, because other processes may slow down either measurement.
     """
 
     def case(place):

@@ -1,4 +1,4 @@
-"""What each rank does where something goes wrong on the c10d backend: see tests/hfreduce/test_c10d.py."""
+"""Rank programs with faults on the c10d backend: see tests/hfreduce/test_c10d.py."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from hfreduce.plan import ANY, DeviceRow
 
 
 def leaves(rank, size, store):
-    """Ends without having ended its group, while callbacks that want the interpreter may be running."""
+    """Ends without destroying its group, while callbacks that need the interpreter may be running."""
     init(rank, size, store)
     child = os.fork()
     if child == 0:
-        sys.exit()  # a child that ends says no goodbye in its parent's name
+        sys.exit()  # a child that exits must not leave the group for its parent
     assert os.waitpid(child, 0)[1] == 0
     dist.all_reduce(torch.ones(5))
     for _ in range(20):
@@ -33,7 +33,7 @@ def leaves(rank, size, store):
 
 
 def failing(call):
-    """The message with which it fails, and the seconds until it did."""
+    """The error's message, and the seconds until it was raised."""
     begun = time.monotonic()
     with pytest.raises(dist.DistBackendError) as caught:
         call()
@@ -41,7 +41,7 @@ def failing(call):
 
 
 def faults(rank, size, store):
-    """Calls that differ, a rank that is late, an abort: each in a group of its own; the others go on."""
+    """Mismatched calls, a late rank, an abort: each in its own group; the other groups continue."""
     init(rank, size, store)
     found = {}
     mismatch, late, monitored, aborted = [dist.new_group() for _ in range(4)]
@@ -69,10 +69,10 @@ def faults(rank, size, store):
 
 
 def death(rank, size, store):
-    """One rank is killed while another is in backward of DDP, a third in a receive."""
+    """One rank is killed while another is in DDP's backward, a third in a receive."""
     init(rank, size, store, timeout=60)
     model = nn.parallel.DistributedDataParallel(nn.Linear(50, 50))
-    for _ in range(2):  # buckets are built again in the second
+    for _ in range(2):  # buckets are rebuilt in the second
         model(torch.ones(2, 50)).sum().backward()
     dist.barrier()
     ranks.reached(store, "works")
@@ -90,7 +90,7 @@ def death(rank, size, store):
 
 
 def caught(rank, size, store):
-    """An exception inside a batch of messages that the program catches: what comes after is as if it had not been."""
+    """An exception inside a batch of messages that the program catches: later calls are unaffected."""
     init(rank, size, store)
     right, left = (rank + 1) % size, (rank - 1) % size
     with pytest.raises(NotImplementedError):
@@ -127,7 +127,7 @@ def raises(rank, size, store):
 
 
 def forked(rank, size, store):
-    """A child of a fork cannot use its parent's group, and does it no harm."""
+    """A forked child cannot use its parent's group, and does it no harm."""
     init(rank, size, store)
     group, x = dist.group.WORLD, torch.ones(2)
     dist.all_reduce(x)
@@ -156,7 +156,7 @@ def forked(rank, size, store):
 
 
 def options(rank, size, store):
-    """Options that cannot be are refused on all ranks, and not changed; the caller's own stay as they were."""
+    """Invalid options are refused on all ranks, not adjusted; the caller's object stays unchanged."""
     told = []
     for slot_bytes in (0, 64, 4100, 1 << 40):
         given = hfreduce.Options()
@@ -182,7 +182,7 @@ def options(rank, size, store):
 
 
 def barriers(rank, size, store):
-    """monitored_barrier on a rank outside the group warns; a timeout of 0 is one, and not none."""
+    """monitored_barrier on a rank outside the group warns; a timeout of 0 is valid, and does not mean "none"."""
     init(rank, size, store)
     group = dist.new_group([0])
     if rank:

@@ -1,4 +1,4 @@
-"""What each rank does on the c10d backend: see tests/hfreduce/test_c10d.py, whose tests bear the same names."""
+"""Rank programs on the c10d backend: see tests/hfreduce/test_c10d.py, whose tests have the same names."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ def init(rank, size, store, timeout=30, **options):
 
 
 def of(rank, *shape, dtype=torch.float32):
-    """What a rank puts in."""
+    """A rank's input."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 9, shape or (5, 7), generator=generator).to(dtype)
 
@@ -46,7 +46,7 @@ def layouts(x):
 
 
 def operations(rank, size, store):
-    """Every collective, in every layout, at once and later, of several dtypes, against the closed form."""
+    """Every collective, in every layout, synchronous and asynchronous, with several dtypes, against the closed form."""
     init(rank, size, store)
     everyone, before = range(size), hfreduce.operations()
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
@@ -114,7 +114,7 @@ def uneven(rank, size):
 
 
 def bases(rank, size):
-    """The forms on one tensor, in place too: FSDP2's all-gather reads a part of what it writes."""
+    """The single-tensor forms, in place, too: FSDP2's all-gather reads part of its output."""
     whole = torch.full((size, 6), -1.0)
     whole[rank] = of(rank, 6)
     dist.all_gather_into_tensor(whole, whole[rank])
@@ -153,7 +153,7 @@ def reductions(rank, size):
 
 
 def refusals(rank, size):
-    """What cannot be computed is a ValueError before anything is sent: the group goes on."""
+    """Impossible calls raise ValueError before anything is sent: the group remains usable."""
     group, x = dist.group.WORLD, torch.ones(2)
     for call, words in (
         (lambda: dist.all_reduce(of(rank), dist.ReduceOp.BAND), "BAND is not defined for Float"),
@@ -175,12 +175,12 @@ def futures(rank, size, store):
     seen = []
 
     def nested(future):
-        """Begins another operation, and waits for it on the thread that runs callbacks."""
+        """Starts another operation, and waits for it on the thread that runs callbacks."""
         (x,) = future.value()
         seen.append(x[0].item())
         return dist.all_reduce(x, async_op=True).get_future().wait()[0]
 
-    # Many at once, of different sizes: ranks that began the nested ones in different orders would add up other tensors.
+    # Many at once, of different sizes: ranks that started the nested ones in different orders would sum other tensors.
     results = [
         dist.all_reduce(torch.ones(1 + i), async_op=True).get_future().then(nested).then(lambda f: f.value() * 2)
         for i in range(40)
@@ -204,7 +204,7 @@ def futures(rank, size, store):
     first.wait()
     begun[0].wait()
     assert x[0] == y[0] == size
-    # A future that is asked for late.
+    # A future that is requested late.
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     assert work.get_future().done() and work.result()[0] is not None
@@ -212,7 +212,7 @@ def futures(rank, size, store):
 
 
 def stores(rank, size, store):
-    """Two groups made by two threads on one client of a TCPStore, in the other order on the other rank."""
+    """Two groups made by two threads on one TCPStore client, in the opposite order on the other rank."""
     port = f"{store}.port"
     if rank == 0:
         tcp = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
@@ -238,7 +238,7 @@ def stores(rank, size, store):
     for group in groups.values():
         assert group.all_reduce_(torch.ones(2))[0] == size
         group.close()
-    # And as torchrun tells where its own store is.
+    # And with torchrun's environment variables for its own store.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(tcp.port), RANK=str(rank), WORLD_SIZE=str(size))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     hfreduce.init()
@@ -247,7 +247,7 @@ def stores(rank, size, store):
 
 
 def splits(rank, size, store):
-    """split_group, and meshes of two dimensions, on a group that is bound to a device."""
+    """split_group, and two-dimensional meshes, on a group bound to a device."""
     init(rank, size, store)
     world, device = dist.group.WORLD, torch.device("cuda:0")
     assert world._get_backend(torch.device("cpu")) is world._get_backend(torch.device("cuda"))
@@ -255,7 +255,7 @@ def splits(rank, size, store):
     assert isinstance(options, type(hfreduce.Options()))
     world.bound_device_id = device
     with (
-        mock.patch("torch.cuda.is_available", lambda: True),  # torch 2.11 asks so
+        mock.patch("torch.cuda.is_available", lambda: True),  # torch 2.11 checks this
         mock.patch("torch.accelerator.is_available", lambda: True),
         mock.patch("torch.accelerator.current_accelerator", lambda *_, **__: device),
     ):
@@ -303,7 +303,7 @@ def messages(rank, size, store):
         work.wait()
     assert (y == left).all()
     with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
-        dist.send(x, right)  # would wait for ever, did it not wait at the end
+        dist.send(x, right)  # must wait only at the end, or it would hang
         dist.recv(y, left)
     xs = [torch.ones(3), torch.ones(4, 2)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
@@ -322,7 +322,7 @@ def messages(rank, size, store):
 
 
 def direct(rank, size, store):
-    """The functions of hfreduce itself."""
+    """hfreduce's own functions."""
     hfreduce.init(dist.FileStore(store, size), rank, size)
     everyone, x = range(size), of(rank, 6)
     assert torch.equal(hfreduce.all_reduce_(x.clone()), sum(of(r, 6) for r in everyone))
@@ -364,7 +364,8 @@ def direct(rank, size, store):
 
 
 def sparse(rank, size, store):
-    """all_reduce of sparse tensors: DDP of a sparse embedding; unequally many values, none, hybrid ones; refusals."""
+    """all_reduce of sparse tensors: DDP of a sparse embedding; different numbers of values, none, hybrid ones;
+    refusals."""
     init(rank, size, store)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 2))
@@ -377,7 +378,7 @@ def sparse(rank, size, store):
         assert x.grad.layout is y.grad.layout
         torch.testing.assert_close(x.grad.to_dense(), y.grad.to_dense())
     for dtype in (torch.float32, torch.int64):
-        # rank values, the last of which everybody has twice
+        # rank values, the last of which all ranks have twice
         places = [torch.tensor([[*range(r), 5, 5][: r * 3], [0] * min(r + 2, r * 3)]) for r in range(size)]
         all_of = [torch.sparse_coo_tensor(p, of(p.shape[1], p.shape[1], 3, dtype=dtype), (6, 2, 3)) for p in places]
         x = all_of[rank].clone()
@@ -394,7 +395,7 @@ def sparse(rank, size, store):
 
 
 def names(rank, size, store):
-    """Groups of one name: one after another they are told apart, at once they are refused."""
+    """Groups with one name: distinguished if made one after another, refused if made at once."""
     keys = dist.FileStore(store, size)
     for _ in range(2):
         group = hfreduce.Group(keys, rank, size, timeout=20)

@@ -1,4 +1,4 @@
-"""What tests/hfrecord runs in processes that are killed, or may not take much memory: records.py FUNCTION ARGUMENTS"""
+"""Programs of tests/hfrecord for processes that are killed or have little memory: records.py FUNCTION ARGUMENTS"""
 
 import json
 import os
@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 
 
 def record(number: int) -> bytes:
-    """Of up to 3000 bytes, or now and then of more than a buffer; known from its number."""
+    """Up to 3000 bytes, occasionally more than a buffer; determined by its number."""
     size = (1 << 20) + 1 if number % 500 == 499 else number * 2654435761 % 3000
     return (number.to_bytes(8, "little") * (size // 8 + 1))[:size]
 
 
 def writes(kind: str, path: str) -> None:
-    """Appends for ever, and tells after each commit how many records there are."""
+    """Appends for ever, and prints the number of records after each commit."""
     if kind == "dataset":
         writer = hfrecord.DatasetWriter(path, part_bytes=200_000, append=True)
     else:
@@ -45,7 +45,7 @@ def writes(kind: str, path: str) -> None:
 
 
 def reads(path: str) -> None:
-    """Reads for ever, in threads and in a process that was forked, and tells when it has begun."""
+    """Reads for ever, in threads and in a forked process, and prints when it has started."""
     reader = hfrecord.FileReader(path)
     pid = os.fork()
     rng = np.random.default_rng(pid)
@@ -55,27 +55,27 @@ def reads(path: str) -> None:
             indices = rng.integers(len(reader), size=64)
             reader.advise(indices)
             assert reader[indices] == [record(int(i)) for i in indices]
-            os.write(1, b"%d\n" % pid)  # in one piece, for others write, too
+            os.write(1, b"%d\n" % pid)  # in one write, because others write, too
 
     for _ in range(3):
         threading.Thread(target=loop).start()
 
 
 def warmed(reader):
-    """The reader, of which all records were found in memory often enough, where it can be opened and looked at."""
+    """Makes the reader find all records in memory often enough."""
     for _ in range(40):
         reader.advise(range(len(reader)))
     return reader
 
 
 def mutations(folder: str, first: str, last: str) -> None:
-    """Damaged files, of each kind by turns: {what came of them: how often}. A wrong record ends it."""
+    """Damaged files of alternating kinds: {outcome: count}. A wrong record raises an error."""
     import random
 
     from records_session import DAMAGE, damaged
 
     sets, counts = damageable(Path(folder)), {"told": 0, "right": 0}
-    if "ASAN_OPTIONS" not in os.environ:  # which bound it, and keep what was freed
+    if "ASAN_OPTIONS" not in os.environ:  # which limit memory, too; ASan keeps freed memory
         bound_memory(64 << 20)
     for seed in range(int(first), int(last)):
         rng = random.Random(seed)
@@ -110,7 +110,7 @@ def shown(records: list) -> list:
 
 
 def damageable(folder: Path) -> list[tuple]:
-    """Small files of each kind: (what is opened, the files that it is, the records)."""
+    """Small files of each kind: (what is opened, its files, the records)."""
     plain = [record(i) for i in range(40)]
     fields = {"x": "float32[?,3]", "label": "int64", "text": "text", "json": "json", "raw": "bytes"}
     rich = [{"x": np.ones((i % 5, 3)), "label": i, "text": "a" * i, "json": [i], "raw": b"1"} for i in range(40)]
@@ -147,7 +147,7 @@ METAS = (
 
 
 def hostile(data: bytearray, rng, suffix: str) -> bytes:
-    """A file with a field that somebody made up, under checksums that match."""
+    """A file with a forged field, and matching checksums."""
     value, start = rng.choice(HUGE), format.META
     if suffix == ".json":
         body = {"version": 1, "suffix": ".hfr", "records": rng.choice(([value], [value] * 3, [1, -1], "a", [1.5], {}))}
@@ -193,7 +193,7 @@ def hostile(data: bytearray, rng, suffix: str) -> bytes:
 
 
 def bound_memory(more: int) -> None:
-    """From here on the process may take `more` bytes: an allocation beyond that raises MemoryError."""
+    """From here on the process may take `more` bytes; an allocation beyond that raises MemoryError."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))

@@ -1,4 +1,4 @@
-"""What each rank does in tests/hfrecord/test_training.py: a small model by haiscale's DDP, from records."""
+"""Rank programs of tests/hfrecord/test_training.py: a small model with haiscale's DDP, trained from records."""
 
 from datetime import timedelta
 
@@ -11,7 +11,7 @@ from haiscale.ddp import DDP
 
 
 def train(rank, size, store, path, state=None, steps=None):
-    """Labels that this rank had, losses, and the loader's state."""
+    """Labels that this rank received, losses, and the loader's state."""
     torch.set_num_threads(1)
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
     dist.init_process_group("hfreduce", **where, timeout=timedelta(seconds=60))

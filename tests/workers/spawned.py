@@ -42,7 +42,7 @@ def fails(local, folder, how, patient):
 
 
 def waits(local, folder, answer):
-    """For a signal, which ends it, with this exit code; with a child that outlives nobody."""
+    """Waits for a signal, which ends it with this exit code; its child must not outlive it."""
 
     def handle(number, frame):
         note(folder, f"signal{local}", number)
@@ -84,7 +84,7 @@ def groups(local, folder):
     found["wrong"] = [_error(lambda: haiscale.make_subgroups(**sizes)) for sizes in WRONG]  # noqa: B023
     from haiscale.mesh import own_gpus, sibling
 
-    found["own"] = {}  # GPUs, as torch would name them
+    found["own"] = {}  # GPUs, identified as by torch
     with (
         mock.patch.object(dist, "is_nccl_available", lambda: True),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index)),
@@ -95,18 +95,18 @@ def groups(local, folder):
     found["sibling"] = str(sibling(pp_group)._get_backend(device).options._timeout)
     dist.new_group([0])
     dist.new_group([2, 3], use_local_synchronization=True) if local > 1 else None
-    found["sums"] = []  # on siblings, where ranks have unequally many groups
+    found["sums"] = []  # on siblings, where ranks have different numbers of groups
     for group in (sibling(dist.group.WORLD), sibling(dist.group.WORLD, "gloo"), sibling(dp_group), sibling(pp_group)):
         x = torch.tensor([float(local)])
         dist.all_reduce(x, group=group)
         found["sums"].append(x.item())
     note(folder, f"groups{local}", repr(found))
-    dist.barrier()  # rank 0 has the store
+    dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
 
 
 def measures(local, case, entries, options, folder):
-    """What bench/wrappers.py's `measure` does, without a model: some providers fail on rank 1."""
+    """Replaces `measure` of bench/wrappers.py, without a model: some providers fail on rank 1."""
     for entry in entries:
         if local == 0:
             note(folder, "doing", json.dumps(entry))

@@ -1,4 +1,4 @@
-"""Ranks of tests/haiscale/test_auto.py, which sets HAISCALE_AUTO: what they call are torch's names.
+"""Ranks of tests/haiscale/test_auto.py, which sets HAISCALE_AUTO; they use torch's names.
 
 Each function returns what `dist` and the model looked like; a script's own errors are returned as text.
 """
@@ -32,7 +32,7 @@ def start(rank, size, store, backend="gloo", **options):
 
 
 def runs_on(group=None):
-    """What the group really is, after a collective in it."""
+    """The group's actual backend, after a collective in it."""
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [dist.get_world_size(group)] * 3
@@ -54,7 +54,7 @@ def step(model, rank):
 
 
 def pipelined(rank):
-    """Torch's pipelines reach into its wrapper; gradients of two microbatches, averaged once."""
+    """torch's pipelines access its wrapper's internals; gradients of two microbatches are averaged once."""
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     model = made()
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
@@ -73,7 +73,7 @@ def pipelined(rank):
 
 
 def holds(rank):
-    """Gradients that a script keeps are not written to by later steps."""
+    """Gradients that a script keeps are not overwritten by later steps."""
     model = made()
     step(model, rank)
     kept = [p.grad for p in model.parameters()]
@@ -89,7 +89,7 @@ def made(**options):
 
 
 def as_ever(rank, size, store):
-    """What scripts ask torch for is answered as if nothing had been switched."""
+    """What scripts query from torch is answered as if nothing had been switched."""
     from hfreduce import operations
 
     start(rank, size, store)
@@ -104,7 +104,7 @@ def as_ever(rank, size, store):
     found["tagged"] = runs_on(dist.distributed_c10d._new_group_with_tag(pg_tag="own"))
     own = [dist.new_group([each], backend="gloo") for each in range(size)][rank]
     found["alone"] = runs_on(own)
-    found["nccl"] = error(dist.new_group, backend="nccl")  # as torch says it where there is none
+    found["nccl"] = error(dist.new_group, backend="nccl")  # torch's error without NCCL
     found["unknown"] = error(dist.new_group, backend="neither")
     outputs = [None] * size
     dist.all_gather_object(outputs, {"rank": rank})
@@ -128,18 +128,18 @@ def as_ever(rank, size, store):
 
 
 def one_store(rank, size, store):
-    """A group that is made again in the same store, as torchrun's agents keep it: nothing old is read."""
+    """A group made again in the same store, as with torchrun's agents: no old keys are read."""
     kept = dist.FileStore(f"{store}.kept", size)
     found = []
     for _ in range(3):
         dist.init_process_group("gloo", store=dist.PrefixStore("same", kept), rank=rank, world_size=size)
-        group = dist.new_group([0] if not found else [0, 1])  # of one name, whose members are others at first
+        group = dist.new_group([0] if not found else [0, 1])  # the same name, with other members at first
         found.append(runs_on(group if found else None))
         if len(found) == 2 and rank == 1:
             sys.modules["hfreduce._build"] = None  # from here on it cannot be imported
         dist.barrier()
         dist.destroy_process_group()
-        dist.PrefixStore("apart", kept).set(f"{len(found)} {rank}", "")  # gloo reads what is old
+        dist.PrefixStore("apart", kept).set(f"{len(found)} {rank}", "")  # gloo would read old keys
         kept.wait([f"apart/{len(found)} {each}" for each in range(size)])
         if len(found) == 2:
             kept = dist.FileStore(f"{store}.other", size)
@@ -147,7 +147,7 @@ def one_store(rank, size, store):
 
 
 def unequal(rank, size, store):
-    """One rank's environment lacks HAISCALE_AUTO (the test's)."""
+    """One rank's environment lacks HAISCALE_AUTO (set by the test)."""
     start(rank, size, store, timeout=timedelta(seconds=8))
     found = {"runs on": runs_on(), "lines": LINES}
     dist.barrier()
@@ -156,7 +156,7 @@ def unequal(rank, size, store):
 
 
 def unmet(rank, size, store):
-    """Ranks that all have hfreduce, but do not meet."""
+    """All ranks have hfreduce, but their rendezvous fails."""
     from hfreduce import backend
 
     def create(*_):
@@ -177,7 +177,7 @@ def unmet(rank, size, store):
 
 
 def wrapped(rank, size, store):
-    """Torch's name gives haiscale's wrapper, and torch's own where haiscale's has a reason not to."""
+    """torch's name gives haiscale's wrapper, or torch's own if haiscale's has a reason to refuse."""
     start(rank, size, store)
     model = made()
     found = {"class": [type(model).__module__, type(model).__name__]}
@@ -192,12 +192,12 @@ def wrapped(rank, size, store):
     sparse(torch.tensor([rank])).sum().backward()
     found["sparse"] = [type(sparse).__module__, sparse.module[0].weight.grad.to_dense().tolist()]
 
-    one_sided = nn.Sequential(nn.Embedding(4, 2, sparse=rank == 1))  # one rank alone has a reason
+    one_sided = nn.Sequential(nn.Embedding(4, 2, sparse=rank == 1))  # only one rank has a reason
     one_sided = DistributedDataParallel(one_sided)
     found["one side"] = type(one_sided).__module__
 
     more = nn.Linear(2, 2)
-    more.register_buffer("own", torch.ones(2 + rank))  # torch does not mind, if they are not broadcast
+    more.register_buffer("own", torch.ones(2 + rank))  # torch accepts this if buffers are not broadcast
     more = DistributedDataParallel(more, broadcast_buffers=False)
     more(torch.ones(2)).sum().backward()
     found["unequal"] = [type(more).__module__, more.module.bias.grad.tolist()]
@@ -216,7 +216,7 @@ def wrapped(rank, size, store):
     frozen[0].requires_grad_(False)
     frozen = DistributedDataParallel(frozen)
     step(frozen, rank)
-    frozen.module[0].requires_grad_(True)  # torch leaves it unaveraged, without a word
+    frozen.module[0].requires_grad_(True)  # torch silently leaves it unaveraged
     found["unfrozen"] = error(step, frozen, rank)
     found["kept"] = holds(rank)
     static = made()

@@ -1,4 +1,4 @@
-"""`threads.py EXTENSION STEPS`: threads that share a converted model's graphs, on an hfnn._autograd from elsewhere."""
+"""`threads.py EXTENSION STEPS`: threads that share a converted model's graphs, on a given hfnn._autograd."""
 
 import importlib.util
 import sys

@@ -1,9 +1,9 @@
-"""Torch's own users of process groups, each on gloo and twice on hfreduce: what every rank does, see test_torch_users.
+"""torch's own users of process groups, each on gloo and twice on hfreduce: rank programs of test_torch_users.
 
-On GPUs (test_gpu) the other one is NCCL where each rank has a GPU of its own, and gloo on the CPU where it has not.
+On GPUs (test_gpu) the other backend is NCCL if each rank has its own GPU, otherwise gloo on the CPU.
 
-A user is a function of (rank, size) that trains something small and returns tensors. It runs in a group of its own, so
-that one that fails leaves the others alone.
+A user is a function of (rank, size) that trains something small and returns tensors. It runs in its own group, so that
+its failure does not affect others.
 """
 
 import copy
@@ -30,7 +30,7 @@ import hfreduce
 
 STEPS, WIDTH = 4, 48
 DEVICE = torch.device("cpu")  # that users train on
-warnings.filterwarnings("ignore")  # deprecations of torch's own
+warnings.filterwarnings("ignore")  # torch's own deprecations
 
 
 def make_model(norm=False, depth=4):
@@ -62,7 +62,7 @@ def ddp(rank, size, hook=None, norm=False, **options):
 
 
 class Branches(nn.Module):
-    """Uses another half of its parameters in every other step."""
+    """Uses a different half of its parameters in every other step."""
 
     def __init__(self, alternating=True):
         super().__init__()
@@ -95,7 +95,7 @@ def ddp_no_sync(rank, size):
 
 
 def power_sgd(rank, size, bucket_cap_mb=25, steps=8):
-    """Its hook begins operations in callbacks, and waits for them there."""
+    """Its hook starts operations in callbacks, and waits for them there."""
     model = DDP(make_model(), bucket_cap_mb=bucket_cap_mb)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, power_sgd_hook)
@@ -103,9 +103,9 @@ def power_sgd(rank, size, bucket_cap_mb=25, steps=8):
 
 
 def power_sgd_hook(state, bucket):
-    """Torch's, which frees a copy of the gradients while a callback's stream reads it: on GPUs backward waits for that.
+    """torch's hook frees a copy of the gradients while a callback's stream reads it, so on GPUs backward waits for it.
 
-    Without it 1 run in 5 has other bits where jobs share the GPUs, on NCCL as on hfreduce.
+    Without the wait, 1 run in 5 has other bits where jobs share the GPUs, on NCCL as on hfreduce.
     """
     future = powerSGD_hook.powerSGD_hook(state, bucket)
     if DEVICE.type == "cuda":
@@ -160,7 +160,7 @@ def fsdp2(rank, size, mesh=None, steps=STEPS, factor=None, **precision):
 
 
 def fsdp2_factor(rank, size):
-    """A divide factor is PREMUL_SUM: twice the ranks is half the gradient. Nothing else takes that on the CPU."""
+    """A divide factor is PREMUL_SUM: twice the ranks gives half the gradient. No other CPU backend supports it."""
     whole, half = fsdp2(rank, size, steps=1), fsdp2(rank, size, steps=1, factor=2.0 * size)
     for before, a, b in zip(make_model().parameters(), whole, half, strict=True):
         torch.testing.assert_close(a - before, 2 * (b - before), rtol=1e-3, atol=1e-6)
@@ -168,7 +168,7 @@ def fsdp2_factor(rank, size):
 
 
 def checkpoint(rank, size):
-    """DCP: what was saved from shards comes back."""
+    """DCP: what was saved from shards is restored."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     model = fully_shard(make_model(), mesh=init_device_mesh(DEVICE.type, (size,)))
@@ -279,15 +279,16 @@ USERS = {
     "groups": groups,
     **{f"pipeline_{name}": partial(pipeline, name=name) for name in SCHEDULES},
 }
-# gloo has no PREMUL_SUM, and runs the callbacks of several buckets at once, in an order that differs between ranks.
+# gloo has no PREMUL_SUM, and runs the callbacks of several buckets concurrently, in an order that differs between
+# ranks.
 NOT_ON_GLOO = ["fsdp2_factor", "power_sgd_buckets"]
-if torch.__version__ < "2.13":  # whose gloo loses its connections there
+if torch.__version__ < "2.13":  # gloo loses its connections there
     NOT_ON_GLOO += ["pipeline_ZBVZeroBubble", "pipeline_DualPipeV"]
 ROUNDED = ("ddp_fp16_hook", "ddp_bf16_hook", "fsdp2_bf16", "hsdp_mixed")  # gloo adds 16-bit floats in 16 bits
 
 
 def alone(user, backend, rank, size, path, **options):
-    """A user in a group of its own: its tensors, and how many operations of hfreduce it began."""
+    """A user in its own group: its tensors, and the number of hfreduce operations that it started."""
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, **options)
     before = hfreduce.operations()
     torch.manual_seed(0)
@@ -300,7 +301,7 @@ def alone(user, backend, rank, size, path, **options):
 
 
 def distance(a, b, limit):
-    """The largest error, in units of what counts as rounding."""
+    """The largest error, relative to the rounding allowed."""
     return max(
         (float((x - y).abs().max() / (limit * (1 + y.abs().max()))) for x, y in zip(a, b, strict=True)), default=0
     )
@@ -331,10 +332,10 @@ def compare(rank, size, store, users=None, with_gloo=True):
 
 
 def compare_on_gpus(rank, size, store, users=None, bound=False):
-    """bound: to its device, so that torch splits the group for smaller ones. Not against NCCL: after other groups had
-    come and gone, splitting one of its own crashed (torch 2.11).
+    """bound: to its device, so that torch splits the group for smaller ones. Not compared with NCCL: after other groups
+    had been created and destroyed, splitting one of its own crashed (torch 2.11).
 
-    In a process all groups are bound or none is: what DTensor keeps from one group to the next knows them by names.
+    In one process, all groups are bound or none, because DTensor's caches identify groups by name.
     """
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
@@ -351,7 +352,7 @@ def compare_on_gpus(rank, size, store, users=None, bound=False):
             found[user] = {"operations": count, "same": len(ours) == len(again) and all(map(torch.equal, ours, again))}
             on_nccl = gpus >= size
             if not bound and (on_nccl or not user.startswith("power_sgd")) and user not in NOT_ON_GLOO:
-                use(gpu if on_nccl else "cpu")  # where torch's PowerSGD asks for a GPU if there is one
+                use(gpu if on_nccl else "cpu")  # torch's PowerSGD requests a GPU if there is one
                 theirs, _ = alone(user, "nccl" if on_nccl else "gloo", rank, size, f"{store}.{user}.2")
                 found[user]["distance"] = distance(ours, theirs, 2e-2 if user in ROUNDED else 2e-5)
         except Exception:

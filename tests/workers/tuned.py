@@ -1,4 +1,4 @@
-"""Ranks for tests/test_tune.py: one of two is unlike the other, and both choose alike."""
+"""Ranks for tests/test_tune.py: one of two differs from the other, and both must choose the same."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Planted(Candidate):
 
 
 class Net(nn.Linear):
-    """Slow, but where `quick` says otherwise."""
+    """Slow, unless `quick` is set."""
 
     def forward(self, x):
         if not torch.is_tensor(x):
@@ -62,7 +62,7 @@ def fail(model, x):
 
 
 def tell(store, rank, found):
-    """As the end of a rank's process does where the group does not end it."""
+    """Writes the result as the end of a rank's process does, for ranks that end earlier."""
     Path(f"{store}.result.{rank}").write_text(json.dumps(found))
 
 

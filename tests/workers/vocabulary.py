@@ -1,4 +1,4 @@
-"""One gloo rank of linear losses over a vocabulary that the ranks share, and over weights sharded by fully_shard."""
+"""One gloo rank of linear losses over a vocabulary split among ranks, and over weights sharded by fully_shard."""
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ def gradients(y, inputs, **options):
 
 
 def shared_vocabulary(rank, world_size):
-    """Each rank has some rows of the weight, of different numbers, and every rank gets the gradient of hidden."""
+    """Each rank has a different number of the weight's rows, and every rank gets the gradient of hidden."""
     hidden, weight, bias, target = problem()
     rows = torch.arange(VOCABULARY).tensor_split(world_size)[rank]
     options = {"softcap": 5.0, "logit_scale": 0.5}
@@ -58,7 +58,7 @@ def shared_vocabulary(rank, world_size):
 
 
 def fully_sharded(rank, world_size):
-    """Different data on each rank; gradients are the mean over the ranks, where the weight is whole and where not."""
+    """Different data on each rank; gradients are the mean over the ranks, for whole and for sharded weights."""
     hidden, weight, _, target = problem()
     mesh = init_device_mesh("cpu", (world_size,))
     part = torch.arange(TOKENS).tensor_split(world_size)[rank]

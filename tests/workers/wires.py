@@ -1,4 +1,4 @@
-"""What each rank does in tests/hfreduce/test_wire.py; what is found is returned for the tests to look at."""
+"""Rank programs of tests/hfreduce/test_wire.py; results are returned for the tests to check."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def digest(*tensors):
 
 
 def layouts(x):
-    """The same values: as they are, with gaps, of two dimensions and transposed, at an odd address."""
+    """The same values: contiguous, with gaps, two-dimensional and transposed, at an odd address."""
     yield x.clone()
     yield torch.stack([x, x], -1)[..., 0]
     if len(x) % 7 == 0 and len(x):
@@ -60,7 +60,7 @@ def sums(rank, size, store, backend):
 
 
 def accuracy(rank, size):
-    """By case: the largest error in units of what is allowed, the mean one, and the digests of all layouts and runs."""
+    """By case: the largest error relative to the bound, the mean one, and the digests of all layouts and runs."""
     found = {}
     for n in (0, 1, 7, 128, 1001, 70_000, 400_003):
         for x_dtype in (torch.float32, BF16, torch.float16, torch.float64) if n == 70_000 else (torch.float32,):
@@ -73,7 +73,8 @@ def accuracy(rank, size):
                         results.append(x)
                     exact = inputs.double().sum(0) / (size if op == "avg" else 1)
                     wrong = (results[0].double() - exact).abs()
-                    # Each rank's number is rounded once, then the sum; a block's smallest numbers to a step of it.
+                    # Each rank's number is rounded once, then the sum; a block's smallest numbers to a step of its
+                    # scale.
                     terms = inputs.double().abs().sum(0) * (1 if op == "sum" else 1 / size)
                     allowed = ROUNDING[dtype] * (1.1 * terms + exact.abs()) + 2**-15 * size + exact.abs() * 2**-8
                     found[f"{n} {x_dtype} {dtype} {op}"] = {
@@ -85,7 +86,8 @@ def accuracy(rank, size):
 
 
 def feedback(rank, size, n=30_001, steps=50):
-    """The same input at each step: the mean of results, with and without; what is kept, against what is lacking."""
+    """The same input at each step: the mean of results, with and without error feedback; the kept error against the
+    true one."""
     inputs = torch.stack([of(r, n, 1) * (1 + r) for r in range(size)])
     exact, found = inputs.double().mean(0), {}
     for dtype in wire.FORMATS:
@@ -104,7 +106,7 @@ def feedback(rank, size, n=30_001, steps=50):
 
 
 def non_finite(rank, size):
-    """Places of what is not finite in the result, what is there, and whether errors stay finite."""
+    """Positions of non-finite results, their values, and whether kept errors stay finite."""
     found = {}
     for dtype in wire.FORMATS:
         x, kept = of(rank, 1000, 2), torch.zeros(1000, device=DEVICE)
@@ -123,7 +125,7 @@ def non_finite(rank, size):
 
 
 def order(rank, size):
-    """Several under way, ended in any order, against one after another."""
+    """Several under way, finished in any order, against one after another."""
     sizes, same = (1, 5000, 129, 70_000), True
     for flush in (False, True):
         singly = [wire.all_reduce_(of(rank, n, 3), "avg", dtype=FP8) for n in sizes]
@@ -158,7 +160,7 @@ def batches(step, rank):
 
 
 def trained(model, steps=60, look=lambda model: None):
-    """Losses averaged over ranks, and a digest of what the parameters are in the end."""
+    """Losses averaged over ranks, and a digest of the final parameters."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(steps):
         loss = model(*batches(step, dist.get_rank())).loss
@@ -196,7 +198,7 @@ def training(rank, size, store, backend):
 
 
 def under_ddp(rank, size, store, backend):
-    """What DDP keeps, and what it says."""
+    """The errors that DDP keeps, and its messages."""
     init(rank, size, store, backend)
     found = {"kept": kept(rank, size), "said": said(), "uneven": uneven(rank), "unused": unused(rank)}
     dist.barrier()
@@ -205,7 +207,7 @@ def under_ddp(rank, size, store, backend):
 
 
 class Constant(nn.Module):
-    """Its gradients are what it is given."""
+    """A module whose gradients are given."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -216,7 +218,7 @@ class Constant(nn.Module):
 
 
 def kept(rank, size):
-    """Gradients of 12 steps and what is kept, against all that went in, while buckets are cut anew; by wrapper."""
+    """Gradients of 12 steps plus kept errors, against all inputs, while buckets are rebuilt; by wrapper."""
     sizes, found = (1000, 33, 70, 5001), {}
     for name, options in (("views", {}), ("copied", {"gradient_as_bucket_view": False})):
         model = DDP(Constant(sizes), bucket_cap_mb=0.01, wire_dtype=FP8, **options)
@@ -224,7 +226,7 @@ def kept(rank, size):
         caps.stepped = lambda *_, caps=caps, n=counts: setattr(caps, "now", {3: 1 << 30, 7: 1}.get(len(n), caps.now))
         given, got = (torch.zeros(sum(sizes), dtype=torch.float64, device=DEVICE) for _ in range(2))
         for step in range(12):
-            for silent in (True, False):  # what is kept is added once, to the sum of both
+            for silent in (True, False):  # the kept error is added once, to the sum of both
                 gradients = [of(rank, n, 10 * step + i + 100 * silent) for i, n in enumerate(sizes)]
                 with model.no_sync() if silent else contextlib.nullcontext():
                     model(gradients).backward()
@@ -249,7 +251,7 @@ def kept(rank, size):
 
 
 def said():
-    """What explain says, and refusals."""
+    """What explain returns, and refusals."""
     model = DDP(made(gpt2), wire_dtype=FP8)
     texts = [model.explain().splitlines()[1]]
     for options in (
@@ -266,7 +268,7 @@ def said():
 
 
 def uneven(rank):
-    """Rank 0 has two inputs, rank 1 five: the digest of parameters in the end."""
+    """Rank 0 has two inputs, rank 1 five: the digest of the final parameters."""
     model = DDP(made(gpt2), bucket_cap_mb=0.05, wire_dtype=FP8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join():
@@ -278,7 +280,7 @@ def uneven(rank):
 
 
 def unused(rank):
-    """Branches that ranks use by turns, or all, and a part that none does: digests of what the parameters become."""
+    """Branches used by ranks alternately, or by all, and a part used by none: digests of the final parameters."""
     digests = []
     for choose, option in (
         (lambda step: (step + rank) % 2, "find_unused_parameters"),
@@ -336,7 +338,7 @@ def of_hosts(rank, size, store, backend):
 
 
 def sent():
-    """Bytes that have left this host by eth0."""
+    """Bytes that this host has sent over eth0."""
     line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
     return int(line.partition(":")[2].split()[8])
 

@@ -1,6 +1,6 @@
-"""A training script of torch's DDP that knows nothing of haiprof: torchrun --nproc-per-node 2 ddp.py [steps] [width].
+"""A training script with torch's DDP, unaware of haiprof: torchrun --nproc-per-node 2 ddp.py [steps] [width].
 
-By NCCL where each rank has a GPU, else by gloo.
+Uses NCCL if each rank has a GPU, else gloo.
 """
 
 import os

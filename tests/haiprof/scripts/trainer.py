@@ -1,4 +1,4 @@
-"""A training script of transformers' Trainer that knows nothing of haiprof: python trainer.py [steps]."""
+"""A training script with transformers' Trainer, unaware of haiprof: python trainer.py [steps]."""
 
 import sys
 import tempfile

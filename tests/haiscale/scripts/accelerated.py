@@ -1,4 +1,4 @@
-"""A script of accelerate that knows nothing of haiscale: torchrun --nproc-per-node 2 accelerated.py [cuda]."""
+"""An accelerate script unaware of haiscale: torchrun --nproc-per-node 2 accelerated.py [cuda]."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A training script of torch's DDP that knows nothing of haiscale: torchrun --nproc-per-node 2 ddp.py [backend]."""
+"""A training script with torch's DDP, unaware of haiscale: torchrun --nproc-per-node 2 ddp.py [backend]."""
 
 import json
 import os

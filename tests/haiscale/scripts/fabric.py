@@ -1,4 +1,4 @@
-"""A script of Lightning Fabric that knows nothing of haiscale: torchrun --nproc-per-node 2 fabric.py [cuda]."""
+"""A Lightning Fabric script unaware of haiscale: torchrun --nproc-per-node 2 fabric.py [cuda]."""
 
 import json
 import sys

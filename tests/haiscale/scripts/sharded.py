@@ -1,4 +1,4 @@
-"""A training script of torch's FSDP, old and new, that knows nothing of haiscale, for torchrun."""
+"""A training script with torch's FSDP, old and new, unaware of haiscale, for torchrun."""
 
 import json
 

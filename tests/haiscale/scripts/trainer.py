@@ -1,4 +1,4 @@
-"""A script of transformers' Trainer that knows nothing of haiscale: torchrun --nproc-per-node 2 trainer.py [cuda]."""
+"""A script with transformers' Trainer, unaware of haiscale: torchrun --nproc-per-node 2 trainer.py [cuda]."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Imported by Python at its start where PYTHONPATH names this folder: says at the end what ran on hfreduce."""
+"""Imported by Python at startup if PYTHONPATH contains this folder. Records at exit what ran on hfreduce."""
 
 import atexit
 import json
@@ -7,7 +7,7 @@ import sys
 
 
 def note():
-    """[operations, bytes] of this rank, in a file of the folder COUNTED."""
+    """Writes this rank's [operations, bytes] to a file in the folder COUNTED."""
     native = sys.modules.get("hfreduce._c10d")
     counts = [native.operations(), native.nbytes()] if native else [0, 0]
     with open(os.path.join(os.environ["COUNTED"], os.environ["RANK"]), "w") as file:
