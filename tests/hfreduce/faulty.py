@@ -85,9 +85,10 @@ def forever(comm, count=1000):
 
 
 def belongings():
-    """Counts what must not leak: open files, threads, mapped shared memory, names in /dev/shm."""
+    """Counts what must not leak: open files, threads, mapped shared memory, names of ours in /dev/shm."""
+    names = [name for name in os.listdir("/dev/shm") if "hfreduce" in name]
     mapped = Path("/proc/self/maps").read_text().count("memfd:")
-    return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped, len(os.listdir("/dev/shm"))]
+    return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped, len(names)]
 
 
 # ---- programs of ranks: functions of a rank, the number of ranks and the store; see ranks.py
@@ -131,7 +132,7 @@ def idles(rank, size, store):
 
 def meets(rank, size, store, patience, late=(), **config):
     """A barrier, which the late ranks enter only when told to."""
-    comm = connect(rank, size, store, timeout=patience, **config)
+    comm = connect(rank, size, store, timeout=ranks.soon(patience), **config)
     all_reduce(comm, values(10))
     ranks.reached(store, "met")
     if rank in late:
@@ -150,7 +151,7 @@ def reads_data(store):
 
 def stops(rank, size, store, patience, culprit):
     """One rank is stopped before a barrier, and continued when the others have given up."""
-    comm = connect(rank, size, store, timeout=patience)
+    comm = connect(rank, size, store, timeout=ranks.soon(patience))
     comm.barrier()
     ranks.reached(store, "met")
     if rank == culprit:

@@ -4,14 +4,15 @@ namespace hfreduce {
 
 namespace {
 
-constexpr milliseconds kExplanation{500};  // how long a broken connection waits for an explanation
-constexpr milliseconds kOnTheWay{200};     // after this, data sent before a goodbye has been read
+constexpr milliseconds kExplanation{2000};  // how long a broken connection waits for an explanation
+constexpr milliseconds kLook{20};           // how often it looks for one
+constexpr milliseconds kOnTheWay{200};      // after this, data sent before a goodbye has been read
 
 }  // namespace
 
 bool Health::fail(const Fault& fault, bool from_peer) {
   if (fault.cause == Fault::Cause::broken && !from_peer) {
-    wait_for_explanation();
+    wait_for_explanation(fault.ranks);
     if (const auto left = all_left(fault.ranks))
       return record(Fault(left->cause, left->ranks, left->what() + std::string(" ") + fault.what()), false);
   }
@@ -30,9 +31,11 @@ bool Health::record(const Fault& fault, bool from_peer) {
   return true;
 }
 
-void Health::wait_for_explanation() {
-  std::unique_lock lock(mutex_);
-  recorded_.wait_for(lock, kExplanation, [&] { return !fault_.empty(); });
+void Health::wait_for_explanation(const std::vector<int>& ranks) {
+  for (const auto deadline = Clock::now() + kExplanation; Clock::now() < deadline && !all_left(ranks);) {
+    std::unique_lock lock(mutex_);
+    if (recorded_.wait_for(lock, kLook, [&] { return !fault_.empty(); })) return;
+  }
 }
 
 void Health::check() const {

@@ -59,7 +59,7 @@ class Health {
   };
 
   bool record(const Fault& fault, bool from_peer);
-  void wait_for_explanation();
+  void wait_for_explanation(const std::vector<int>& ranks);
 
   std::atomic<bool> failed_{false}, leavers_exist_{false};
   mutable std::mutex mutex_;
