@@ -82,15 +82,15 @@ def tests_of(path: Path) -> list[str]:
     return sorted({str(p) for pattern in patterns for p in ROOT.glob(pattern.format(stem=path.stem))})
 
 
-def found_by(tests: list[str], marks: str, seconds: float) -> bool:
-    """Whether a test fails. A timeout counts as found."""
+def found_by(tests: list[str], marks: str, seconds: float) -> str:
+    """ "failed", "hung" after `seconds`, or "" where all tests pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", marks, *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode == 1 or done.returncode == 2
+        return "hung"
+    return "failed" if done.returncode in (1, 2) else ""
 
 
 def main() -> None:
@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", default=["hfnn", "haiscale", "hfreduce", "haiprof", "hfrecord"])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--seconds", type=float, default=600, help="that tests may take before they count as hanging")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="that tests may take; then they hang, and the fault is found"
+    )
     options = parser.parse_args()
     print("seed", options.seed, flush=True)
     chosen = random.Random(options.seed)
@@ -116,13 +118,13 @@ def main() -> None:
         plant()
         try:
             path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
-            by = "make test" if found_by(tests, "not slow and not rest", options.seconds) else "none"
-            if by == "none" and found_by(tests, "slow or rest", options.seconds):
+            by = "make test" if (how := found_by(tests, "not slow and not rest", options.seconds)) else "none"
+            if by == "none" and (how := found_by(tests, "slow or rest", options.seconds)):
                 by = "all tests"
         finally:
             path.write_text(text)
         counts[by] += 1
-        print(f"{path.relative_to(ROOT)}:{line}: {what}: {by}", flush=True)
+        print(f"{path.relative_to(ROOT)}:{line}: {what}: {by}{' (hung)' * (how == 'hung')}", flush=True)
     print(counts)
 
 
