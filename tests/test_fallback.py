@@ -23,6 +23,8 @@ def test_rooms_in_python():
         "ops/test_linear.py",
         "ops/test_linear_gradients.py",
         "ops/test_contract.py",
+        "ops/test_contract_gpu.py",
+        "ops/test_contract_rebuilds.py",
     ]
     plugins = ["-p", "timeout", "-p", "hypothesispytest", "-p", "no:cacheprovider"]
     ops = "layer_norm or rms_norm or gelu or silu or swiglu or dropout or recipe or linear"
