@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 # By path prefix; the first match counts.
 TESTS = {
     "hfnn/ops/attention": ["tests/ops/test_attention*.py"],
-    "hfnn/ops": ["tests/ops/test_{stem}*.py", "tests/ops/test_contract.py", "tests/ops/test_strides.py"],
+    "hfnn/ops": ["tests/ops/test_{stem}*.py", "tests/ops/test_contract*.py", "tests/ops/test_strides.py"],
     "hfnn/compiled": ["tests/test_compiled_*.py"],
     "hfnn/capture": ["tests/test_capture.py", "tests/fuzz/test_capture.py"],
     "hfnn/tun": ["tests/test_tune*.py"],
     "hfnn/deferred": ["tests/test_deferred.py", "tests/test_language_models.py"],
     "hfnn/adapters": ["tests/test_transformers*.py", "tests/test_language_models.py", "tests/test_trainer.py"],
     "hfnn/optim": ["tests/optim/test_*.py"],
-    "hfnn/core": ["tests/test_recipe*.py", "tests/test_kernel.py", "tests/ops/test_contract.py"],
+    "hfnn/core": ["tests/test_recipe*.py", "tests/test_kernel.py", "tests/ops/test_contract*.py"],
     "hfnn": ["tests/test_convert.py", "tests/test_lookalike.py", "tests/test_in*.py", "tests/test_*_sites.py",
              "tests/test_feedforward.py", "tests/test_*norm*.py", "tests/test_experts.py",
              "tests/fuzz/test_convert.py"],

@@ -17,7 +17,15 @@ TESTS = pathlib.Path(__file__).parent
 @pytest.mark.slow
 def test_rooms_in_python():
     """Runs the tests of recipes and of ops that have C++ nodes without the extension."""
-    files = ["test_recipe.py", "test_recipe_limits.py", "ops/test_linear.py", "ops/test_contract.py"]
+    files = [
+        "test_recipe.py",
+        "test_recipe_limits.py",
+        "ops/test_linear.py",
+        "ops/test_linear_gradients.py",
+        "ops/test_contract.py",
+        "ops/test_contract_gpu.py",
+        "ops/test_contract_rebuilds.py",
+    ]
     plugins = ["-p", "timeout", "-p", "hypothesispytest", "-p", "no:cacheprovider"]
     ops = "layer_norm or rms_norm or gelu or silu or swiglu or dropout or recipe or linear"
     chosen = f"({ops}) and not cross_entropy and not distillation and not matches_float64"

@@ -1,4 +1,5 @@
-"""The c10d backend in real processes. The rank programs are in tests/workers/process_groups.py and process_faults.py.
+"""The c10d backend in real processes. The rank programs are in tests/workers: process_groups.py, own_groups.py and
+process_faults.py.
 
 Common bugs of third-party backends, and their tests. Nested operations in callbacks: test_futures. Threads that outlive
 the interpreter: test_leaves. A store that serialises its calls: test_stores. split_group on a bound device, one name
@@ -17,6 +18,7 @@ import pytest
 import ranks
 
 WORKER = Path(__file__).parents[1] / "workers" / "process_groups.py"
+OWN = WORKER.with_name("own_groups.py")
 FAULTS = WORKER.with_name("process_faults.py")
 
 
@@ -33,7 +35,7 @@ FAULTS = WORKER.with_name("process_faults.py")
     ],
 )
 def test(function, size, tmp_path):
-    ranks.run(WORKER, function, size, tmp_path)
+    ranks.run(OWN if function in ("direct", "stores") else WORKER, function, size, tmp_path)
 
 
 @pytest.mark.slow
@@ -90,7 +92,7 @@ def test_barriers(tmp_path):
 
 
 def test_names(tmp_path):
-    for told in ranks.run(WORKER, "names", 2, tmp_path):
+    for told in ranks.run(OWN, "names", 2, tmp_path):
         assert all("give them different names" in text for text in told), told
 
 

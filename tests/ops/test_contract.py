@@ -4,9 +4,7 @@ No op is named here: a new room is tested once it is in `hfnn.ops.CONTRACT`.
 """
 
 import contextlib
-import math
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 
 import hfnn
 from hfnn import testing
-from hfnn.core import native, recipe
 from hfnn.core.kernel import NoKernel, _interpreting
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -51,11 +48,9 @@ ALL = list(combinations())
 RAGGED = [p for p in ALL if 769 in p.values[4]]
 # Comparing float64 with a float64 reference proves nothing; gradcheck covers float64.
 NARROW = [p for p in ALL if p.values[3] is not torch.float64]
-RECIPES = [p for p in RAGGED if p.values[0].recipe]
 each = pytest.mark.parametrize("op, kernel, device, dtype, case", NARROW)
 ragged = pytest.mark.parametrize("op, kernel, device, dtype, case", RAGGED)
 narrow = pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p in NARROW])
-with_recipe = pytest.mark.parametrize("op, kernel, device, dtype, case", RECIPES)
 
 
 def function(op):
@@ -118,16 +113,6 @@ def summed(op, x):
     if not op.sums or x.dtype is not torch.float32 or x.numel() == 0:
         return 1
     return max(x.shape[-1], x.numel() // x.shape[-1])
-
-
-def assert_repeats(op, args, kwargs, y, grads):
-    """The result and the gradients of `y.sum()` are those of one draw, within rounding. Returns the draw."""
-    pin = pinned(op, args, y)
-    wide, wide_grads = run(op.reference, to(args, torch.float64), {**kwargs, **pin}, torch.ones_like(y))
-    for got, want in zip((y, *grads), (wide, *wide_grads), strict=True):
-        # A sum that cancels is as exact as its float32 terms.
-        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(got.dtype).eps, atol=1e-6)
-    return [value.clone() for value in pin.values()]
 
 
 @each
@@ -343,169 +328,6 @@ def test_random_shapes(op, data):
     for got, want, torchs in zip((y, *grads), (wide, *wide_grads), (own, *own_grads), strict=True):
         mine, theirs = testing.error(got, want), testing.error(torchs, want)
         assert mine.l2 <= 3 * theirs.l2 + 1.5 * torch.finfo(dtype).eps
-
-
-# On a GPU only
-
-ON_CUDA = [p for p in RAGGED if p.values[2] == "cuda" and p.values[3] is torch.bfloat16]
-cuda_kernels = pytest.mark.parametrize("op, kernel, device, dtype, case", ON_CUDA)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@cuda_kernels
-def test_cuda_graph(op, kernel, device, dtype, case):
-    args, kwargs = op.sample(case, dtype, device)
-    torch.cuda.synchronize()  # the sample was drawn on another stream than the one that copies it
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # leaves accumulate on the stream they were made on
-        args = leaves(args)
-
-    def step():
-        y = function(op)(*args, **kwargs)
-        return y, torch.autograd.grad(y, tensors(args), torch.ones_like(y))
-
-    torch.use_deterministic_algorithms(False)  # no NaN filling inside a captured graph
-    with hfnn.use(kernel.name):
-        with torch.cuda.stream(stream):
-            eager, eager_grads = step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            y, grads = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    if op.pin is None:
-        assert torch.equal(y, eager) and all(map(torch.equal, grads, eager_grads))
-    else:  # a random op: every replay draws anew, and backward uses forward's draw
-        first = y.clone(), [grad.clone() for grad in grads]
-        graph.replay()
-        torch.cuda.synchronize()
-        draws = [assert_repeats(op, args, kwargs, *found) for found in (first, (y, grads))]
-        assert not all(map(torch.equal, *draws))
-
-
-# A batch norm's statistics need all rows; a group norm of this many groups is left to torch.
-WHOLE = ("batch_norm", "batch_norm_act", "group_norm", "group_norm_act")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 40 GiB of GPU memory")
-@pytest.mark.parametrize(
-    "op, kernel, device, dtype, case",
-    [p for p in ON_CUDA if p.values[0].like_input and p.values[0].name not in WHOLE],
-)
-def test_more_than_2_31_elements(op, kernel, device, dtype, case):
-    """The last rows of a tensor beyond int32 offsets equal those rows alone."""
-    rows = (1 << 31) // 4096 + 16
-    extras = tuple(extra for extra in op.cases[1] if not isinstance(extra, int))
-    sampled, kwargs = op.sample((16, 4096, *extras), dtype, device)
-
-    def like_x(t):
-        return isinstance(t, torch.Tensor) and t.shape[1:] == (4096,)
-
-    def result(args):
-        y = function(op)(*args, **kwargs)
-        grads = torch.autograd.grad(y.sum(), tensors(args))
-        return [t[-16:] for t in (y, *grads) if like_x(t)]
-
-    # Rows of the sample, because not every op takes any value; in random order, so that a wrong row shows.
-    args = [a[torch.randint(16, (rows,), device=device)] if like_x(a) else a for a in sampled]
-    tails = leaves([a[-16:] if like_x(a) else a for a in args])
-    args = [a.requires_grad_() if is_float(a) else a for a in args]
-    with hfnn.use(kernel.name):
-        y, *grads = result(args)
-        if op.pin is None:
-            assert all(map(torch.equal, (y, *grads), result(tails)))
-        else:
-            (draw,) = assert_repeats(op, tails, kwargs, y, grads)
-            assert len(draw.unique()) > 1, "all was kept, or nothing"
-
-
-# Recipes
-
-
-def consumed(op, args, kwargs, weight, recipes=True, nodes=None):
-    """y of the op, through two consumers that share its recipe; gradients of everything. nodes: collects what y's node
-    keeps."""
-    torch.manual_seed(7)
-    weight = weight.detach().requires_grad_()
-    with contextlib.nullcontext() if recipes else recipe.disabled():
-        x = args[0] if not op.recipe_needs_recipe else hfnn.functional.gelu(args[0], prefer="memory")
-        y = function(op)(x, *args[1:], **kwargs)
-        z = hfnn.functional.linear(y, weight) + hfnn.functional.linear(y, weight * 2)
-    if nodes is not None:
-        nodes.append(weakref.ref(args[0]))  # alive while y's node is
-    return torch.autograd.grad(z.square().mean(), [*tensors(args), weight])
-
-
-@with_recipe
-def test_recipes_change_no_bit(op, kernel, device, dtype, case):
-    args, kwargs = op.sample(case, dtype, device)
-    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
-    with hfnn.use(kernel.name):
-        recipe.counter.reset()
-        nodes, inner = [], int(op.recipe_needs_recipe)  # the inner op takes a recipe, which is rebuilt, too
-        on = consumed(op, leaves(args), kwargs, weight, nodes=nodes)
-        taken = 2 + inner
-        assert recipe.counter.taken == taken and recipe.counter.rebuilt == 1 + inner, "not used, or not shared"
-        off = consumed(op, leaves(args), kwargs, weight, recipes=False)
-        assert recipe.counter.taken == taken
-    assert all(map(torch.equal, on, off))
-    assert nodes[0]() is None, "a recipe outlived its tensor"
-
-
-@with_recipe
-def test_a_wrong_rebuild_is_noticed(op, kernel, device, dtype, case, monkeypatch):
-    """The test above would fail if one element of a rebuilt tensor were off by one ulp."""
-    args, kwargs = op.sample(case, dtype, device)
-    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
-    make = recipe._Output.make
-
-    def off_by_one_ulp(y):
-        flat = y.view(-1)
-        largest = flat.abs().argmax()
-        flat[largest] = torch.nextafter(flat[largest].float(), torch.tensor(math.inf, device=device)).to(dtype)
-        if dtype in (torch.bfloat16, torch.float16):  # nextafter in the tensor's own format
-            flat[largest] = (flat[largest : largest + 1].view(torch.int16) + 1).view(dtype)[0]
-        return y
-
-    def spoil(y):  # a C++ node has just built it
-        with torch.no_grad():
-            off_by_one_ulp(y)
-
-    with hfnn.use(kernel.name):
-        off = consumed(op, leaves(args), kwargs, weight, recipes=False)
-        monkeypatch.setattr(recipe._Output, "make", lambda *sources: off_by_one_ulp(make(*sources).clone()))
-        if native.extension is not None:
-            native.extension.watch(spoil)
-        try:
-            on = consumed(op, leaves(args), kwargs, weight)
-        finally:
-            if native.extension is not None:
-                native.extension.watch(None)
-    assert not all(map(torch.equal, on, off))
-
-
-@with_recipe
-def test_changed_sources_are_not_trusted(op, kernel, device, dtype, case):
-    """In-place changes between producer and consumer: the gradients are those of what the consumer read."""
-    args, kwargs = op.sample(case, dtype, device)
-    weight = torch.randn(8, args[0].shape[-1], dtype=dtype, device=device)
-    for changed in range(len(tensors(args))):
-        for change in (torch.Tensor.zero_, lambda t: t.data.copy_(t), lambda t: setattr(t, "data", t.data * 2)):
-            with hfnn.use(kernel.name):
-                torch.manual_seed(7)
-                inputs = list(leaves(args))
-                if op.recipe_needs_recipe:
-                    inputs[0] = hfnn.functional.gelu(inputs[0], prefer="memory")
-                y = function(op)(*inputs, **kwargs)
-                assert recipe.take(y) is not None
-                seen = y.detach().clone()
-                with torch.no_grad():
-                    change(tensors(inputs)[changed])
-                w = weight.clone().requires_grad_()
-                (got,) = torch.autograd.grad(hfnn.functional.linear(y, w).square().mean(), w)
-            (want,) = torch.autograd.grad(torch.nn.functional.linear(seen, w).square().mean(), w)
-            assert torch.equal(got, want)
 
 
 # Refusals

@@ -1,20 +1,15 @@
-"""hfnn.LSTM, GRU and RNN against torch's: values, gradients, strides, random numbers, saved tensors, fallbacks to
-torch."""
+"""hfnn.LSTM, GRU and RNN against torch's: values, gradients, strides, random numbers, saved tensors."""
 
 import copy
-import itertools
-import logging
 import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn import memory, testing
-from hfnn.core import kernel
 from hfnn.ops import rnn
 
 T, B, I, H = 11, 3, 5, 6
@@ -286,25 +281,6 @@ def test_autocast(own, dtype, kind):
         assert (mine - stock).norm() <= 4 * eps * stock.norm(), (mine - stock).norm() / stock.norm()
 
 
-@pytest.mark.parametrize(
-    "own, dtype", [(torch.float32, torch.bfloat16), *itertools.permutations([torch.bfloat16, torch.float16])]
-)
-@pytest.mark.parametrize("how", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=str)
-def test_what_onednn_has_not_is_torchs(how, own, dtype):
-    """Without AVX-512 torch's one-layer LSTM raises under autocast; with two, in the other 16-bit dtype, it runs."""
-    module, raised = nn.LSTM(I, H, **how).to(own), []
-    for m in (module, swapped(module)):
-        x = torch.randn(T, B, I, dtype=own, requires_grad=True)
-        try:
-            with torch.autocast("cpu", dtype):
-                y = call(m, x)[0]
-            y.sum().backward()
-            raised.append(None)
-        except RuntimeError as error:
-            raised.append(str(error))
-    assert raised[0] == raised[1]
-
-
 @every_kind
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_and_offloading(kind, reentrant):
@@ -326,55 +302,6 @@ def test_checkpoint_and_offloading(kind, reentrant):
         sum(y.square().sum() for y in checkpoint(call, module, x, use_reentrant=True)).backward()
         for mine, t in zip(want, (x, *module.parameters()), strict=True):  # its forward, without gradients, is torch's
             torch.testing.assert_close(t.grad, mine, rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_torchs(caplog, monkeypatch):
-    """Each with its reason, logged once."""
-    monkeypatch.setattr(kernel, "_logged", set())
-    module = build("lstm")
-    ours = swapped(module)
-    (x,) = inputs(module)
-    packed = pack_padded_sequence(x, [11, 7, 2])
-    frozen = swapped(module)
-    frozen.weight_hh_l0.requires_grad_(False)
-    quiet = hfnn.convert(copy.deepcopy(module))
-    assert type(quiet) is hfnn.LSTM and quiet.prefer == "auto"
-    with caplog.at_level(logging.WARNING, "hfnn"):
-        for m, given in ((quiet, x), (frozen, x), (ours, packed), (frozen, x)):
-            for mine, stock in zip(m(given)[1], module(given)[1], strict=True):
-                assert torch.equal(mine, stock) and not ran([mine])
-        with hfnn.use("torch"):
-            assert not ran(call(ours, x))
-        with torch.no_grad():
-            assert torch.equal(call(ours, x)[0], call(module, x)[0])
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "weights that all want gradients" in said[0] and "no packed sequences" in said[1]
-
-
-@every_kind
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda m, x: (x[None, ..., None], None),
-        lambda m, x: (x[..., :-1], None),
-        lambda m, x: (x.long(), None),
-        lambda m, x: (x.double(), None),
-        lambda m, x: (x[:0], None),
-        lambda m, x: (x, "states"),
-        lambda m, x: (x, torch.zeros(2, 7, 7)),
-        lambda m, x: (x, (torch.zeros(1, B), torch.zeros(1, B))),
-        lambda m, x: (x, (torch.zeros(1, B, H).double(), torch.zeros(1, B, H))),
-        lambda m, x: (None, None),
-    ],
-)
-def test_errors_are_torchs(kind, wrong):
-    module = build(kind)
-    said = []
-    for m in (module, swapped(module)):
-        with pytest.raises(Exception) as error:
-            m(*wrong(m, inputs(module)[0]))
-        said.append((error.type, str(error.value)))
-    assert said[0] == said[1]
 
 
 @every_kind
