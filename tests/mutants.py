@@ -28,7 +28,7 @@ TESTS = {
     "hfnn/adapters": ["tests/test_transformers*.py", "tests/test_language_models.py", "tests/test_trainer.py"],
     "hfnn/optim": ["tests/optim/test_*.py"],
     "hfnn/core": ["tests/test_recipe*.py", "tests/test_kernel.py", "tests/ops/test_contract.py"],
-    "hfnn": ["tests/test_convert.py", "tests/test_lookalike.py", "tests/test_verify.py", "tests/test_in*.py",
+    "hfnn": ["tests/test_convert.py", "tests/test_lookalike*.py", "tests/test_verify.py", "tests/test_in*.py",
              "tests/test_*_sites.py", "tests/test_feedforward.py", "tests/test_*norm*.py", "tests/test_experts.py",
              "tests/fuzz/test_convert.py"],
     "haiscale/ddp": ["tests/haiscale/test_ddp.py", "tests/haiscale/test_arrivals.py", "tests/fuzz/test_wrappers.py"],
