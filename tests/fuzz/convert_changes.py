@@ -6,7 +6,7 @@ import pickle
 
 import convert_modules as own
 import torch
-from convert_modules import DTYPES
+from convert_around import DTYPES
 from torch import nn
 
 import hfnn

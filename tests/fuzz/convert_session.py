@@ -9,11 +9,12 @@ import gc
 import traceback
 import weakref
 
+import convert_around
 import convert_models as models
 import convert_modules as own
 import torch
+from convert_around import DTYPES, saved_tensor_hooks
 from convert_changes import Changes
-from convert_modules import DTYPES, saved_tensor_hooks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -134,7 +135,7 @@ class Session(Changes):
         return torch.func.vmap(self.model, randomness="different")(x)
 
     def call_func_grad(self, x):
-        with own.no_copying():
+        with convert_around.no_copying():
             return torch.func.grad(lambda x: self.model(x).float().square().sum())(x.detach())
 
     def call_thread(self, x):
