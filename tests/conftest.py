@@ -82,6 +82,27 @@ def restored():
 
 
 @pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`bench(*arguments)` runs bench/run.py in this process on the CPU and returns (exit status, rows by file name)."""
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "bench")
+    run, timing = importlib.import_module("run"), importlib.import_module("timing")
+    gc.freeze()  # garbage is collected before each measurement; imported objects need not be scanned
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setattr(importlib.import_module("small"), "RULE", (16,))
+    # These tests check the output, not the times.
+    monkeypatch.setattr(timing, "side_by_side", functools.partial(timing.side_by_side, rounds=3, block_us=20.0))
+    threads = torch.get_num_threads()
+
+    def main(*arguments):
+        common = ["--device", "cpu", "--threads", "1", "--seconds", "0.01", "--results", str(tmp_path)]
+        status = run.main([*arguments, *common])
+        return status, {p.name: list(csv.DictReader(p.read_text().splitlines())) for p in tmp_path.glob("*.csv")}
+
+    yield main
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def bench_script(monkeypatch, tmp_path):
     """`bench_script(name)` -> a function of arguments that runs bench/<name>.py, tiny: (exit status, rows)."""
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "bench")

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ import hfnn
 from hfnn.tuning import rows
 from hfnn.tuning.candidates import Candidate, candidates
 
-WORKER = Path(__file__).parent / "workers" / "tuned.py"
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 
@@ -396,20 +394,3 @@ def test_layouts_wait_for_an_optimizer_without_states():
     assert len(candidates(model, optimizer)) == 8 and len(candidates(model)) == 4
     optimizer.step()
     assert len(candidates(model, optimizer)) == 4
-
-
-@pytest.mark.slow
-def test_ranks_take_the_same(tmp_path):
-    """No rank takes a candidate that is wrong or hangs only on rank 1; a stock model that fails there ends the run."""
-    wrong, hangs, fails = zip(*ranks.run(WORKER, "tuned", 2, tmp_path, timeout=120), strict=True)
-    assert wrong[0] == wrong[1] and wrong[0][0] == "stock"
-    assert wrong[0][1].startswith("loss after 1 batch is off by 0.001") and wrong[0][1].endswith("(rank 1)")
-    assert hangs[0] == hangs[1] and hangs[0][0] == "stock"
-    assert hangs[0][1].startswith("not done in the ") and hangs[0][1].endswith("of the budget (rank 1)")
-    assert fails == ("stock fails on another rank: ZeroDivisionError('here') (rank 1)", "here")
-
-
-@pytest.mark.slow
-def test_ranks_keep_what_rank_0_chose(tmp_path):
-    """Also if only rank 0 has the file."""
-    assert ranks.run(WORKER, "kept", 2, tmp_path, timeout=120) == [["fast", False, "fast", True]] * 2

@@ -15,6 +15,7 @@ import warnings
 
 import torch
 from capture_faults import FAULTS
+from capture_models import HABITS, LAYERS, RESULTS, WIDTH, Net, Result
 from engine import Fuzzer, Known, Log, Raised
 from played_graphs import DEVICE, played
 from torch import nn
@@ -23,10 +24,7 @@ import hfnn
 from hfnn.capture import captured
 from hfnn.memory.peak import tensors as tensors_of
 
-WIDTH, ROWS = 8, (6, 3)
-LAYERS = ("linear", "norm", "batch norm", "gelu", "relu", "dropout", "in place", "spectral norm")
-RESULTS = ("tensor", "tuple", "dict", "object", "several used", "views")
-HABITS = ("counts", "keeps", "random", "container")
+ROWS = (6, 3)
 ACTIONS = {
     "train": 14, "accumulate": 4, "evaluate": 2, "infer": 0.7, "mode": 1.5, "between": 1.5, "two losses": 1.2,
     "twice": 1.2, "second": 0.7, "drop": 1, "write weight": 0.8, "refill": 1.2, "attribute": 0.8, "freeze": 1,
@@ -35,65 +33,6 @@ ACTIONS = {
     "write output": 0.7, "input gradient": 1.5, "part": 0.7, "other output": 0.7, "transform": 0.7,
     "global hook": 0.6, "checkpoint": 0.5, "autocast": 1, "clip": 0.7,
 }  # fmt: skip
-
-
-class Result:
-    """Like a library's own class of outputs."""
-
-    def __init__(self, loss, hidden):
-        self.loss, self.hidden, self.name = loss, hidden, "result"
-
-
-class Net(nn.Module):
-    """A sequence of layers; `scale` is a number and `more` a tensor, or None."""
-
-    def __init__(self, program):
-        super().__init__()
-        self.layers = nn.ModuleList(_layer(kind, program) for kind in program["layers"])
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.returns, self.habit, self.calls, self.seen = program["returns"], program["habit"], 0, []
-        self.gain = 1.0
-
-    def forward(self, x, scale=1.0, more=None):
-        for layer in self.layers:
-            x = layer(x)
-        y = self.last(x) * scale * self.gain
-        if more is not None:
-            y = y + more
-        if self.habit == "counts":
-            self.calls += 1
-            y = y * (1 + self.calls)
-        elif self.habit == "keeps":
-            self.kept = y.detach()
-        elif self.habit == "random" and random.random() < 0.5:
-            y = y * 2
-        elif self.habit == "container":
-            self.seen.append(len(self.seen))
-        loss = y.square().mean()
-        if self.returns == "tensor":
-            return y
-        if self.returns == "tuple":
-            return loss, (y, x.detach() * 1, None)
-        if self.returns == "views":
-            return loss, (y, y.detach().view(-1), x)
-        return {"loss": loss, "y": y} if self.returns == "dict" else Result(loss, y)
-
-
-def _layer(kind, program) -> nn.Module:
-    if kind == "dropout":
-        # On a GPU, hfnn's dropout draws other numbers in a graph.
-        return nn.Dropout(0.0 if DEVICE == "cuda" and program["converted"] else 0.3)
-    if kind == "spectral norm":  # reads a buffer that it writes
-        return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-    if kind in ("linear", "in place"):
-        return (
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
-            if kind == "in place"
-            else nn.Linear(WIDTH, WIDTH)
-        )
-    return {"norm": nn.LayerNorm(WIDTH), "batch norm": nn.BatchNorm1d(WIDTH), "gelu": nn.GELU(), "relu": nn.ReLU()}[
-        kind
-    ]
 
 
 def draw(rng) -> dict:

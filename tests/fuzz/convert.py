@@ -6,6 +6,7 @@ model and inputs are made.
 
 import warnings
 
+import convert_around
 import convert_models as models
 import convert_modules as own
 import torch
@@ -258,12 +259,12 @@ def run(program, ours, noise=0) -> Log:
 
 def keeping_copies(program) -> Log:
     """Stock, keeping a copy of everything it saves, so that no write is refused."""
-    own.copying = True
+    convert_around.copying = True
     try:
-        with own.saved_tensor_hooks(None):
+        with convert_around.saved_tensor_hooks(None):
             return run(program, False)
     finally:
-        own.copying = False
+        convert_around.copying = False
 
 
 NAMES = tuple(name.strip() for name in EXPECTED.split(","))

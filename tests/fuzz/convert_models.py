@@ -8,6 +8,7 @@ T), "image" (N, D, H, W), "last" (N, H, W, D).
 import dataclasses
 from collections.abc import Callable
 
+import convert_around
 import convert_modules as own
 from torch import nn
 
@@ -203,28 +204,28 @@ LAYERS = {
     "experts": Layer(LAST, 1, own.Experts, _choose((0.0, 0.5, 100.0))),
     "tied": Layer(LAST, 1, own.Tied, _choose(BOOLS)),
     "parametrised": Layer(LAST, 0.5, own.Parametrised),
-    "ended": Layer(LAST, 1, lambda D, body: own.Ended(D, sequential(D, body)), _inner()),
-    "changing": Layer(ALL, 1, _of(own.Changing), _inner()),
+    "ended": Layer(LAST, 1, lambda D, body: convert_around.Ended(D, sequential(D, body)), _inner()),
+    "changing": Layer(ALL, 1, _of(convert_around.Changing), _inner()),
     "branches": Layer(
         ALL,
         1.5,
-        lambda D, bodies: own.Branches([sequential(D, body) for body in bodies]),
+        lambda D, bodies: convert_around.Branches([sequential(D, body) for body in bodies]),
         lambda rng, tree, to: ([tree() for _ in range(rng.choice((2, 3)))],),
     ),
     "between": Layer(
         ALL,
         2,
-        lambda D, first, second, how: own.Between(sequential(D, first), sequential(D, second), how),
+        lambda D, first, second, how: convert_around.Between(sequential(D, first), sequential(D, second), how),
         lambda rng, tree, to: (tree(), tree(), rng.choice(("seen", "unseen", "data"))),
     ),
-    "residual": Layer(ALL, 1.5, _of(own.Residual), _inner(("sum", "inplace"))),
-    "twice": Layer(ALL, 1, _of(own.Twice), _inner()),
-    "moved": Layer(("sequence", "channels", "image"), 5, _of(own.Moved), _draw_moved),
-    "checkpoint": Layer(ALL, 2.5, _of(own.Checkpointed), _inner((True, False, False))),
-    "packed": Layer(ALL, 1, _of(own.Packed), _inner(("save_on_cpu", "identity", "clone"))),
-    "autocast": Layer(ALL, 1.2, _of(own.Autocast), _inner(("bfloat16", "bfloat16", "float16", None))),
-    "no_grad": Layer(ALL, 0.7, _of(own.NoGrad), _inner()),
-    "cast": Layer(ALL, 0.7, _of(own.Cast), _inner(("float64", "bfloat16", "float32"))),
+    "residual": Layer(ALL, 1.5, _of(convert_around.Residual), _inner(("sum", "inplace"))),
+    "twice": Layer(ALL, 1, _of(convert_around.Twice), _inner()),
+    "moved": Layer(("sequence", "channels", "image"), 5, _of(convert_around.Moved), _draw_moved),
+    "checkpoint": Layer(ALL, 2.5, _of(convert_around.Checkpointed), _inner((True, False, False))),
+    "packed": Layer(ALL, 1, _of(convert_around.Packed), _inner(("save_on_cpu", "identity", "clone"))),
+    "autocast": Layer(ALL, 1.2, _of(convert_around.Autocast), _inner(("bfloat16", "bfloat16", "float16", None))),
+    "no_grad": Layer(ALL, 0.7, _of(convert_around.NoGrad), _inner()),
+    "cast": Layer(ALL, 0.7, _of(convert_around.Cast), _inner(("float64", "bfloat16", "float32"))),
 }
 GIVES = frozenset(("layer_norm", "rms_norm", "rms_norm_like", "activation", "quick_gelu", "functional", "softmax"))
 GIVES |= {"batch_norm", "group_norm", "conv_block", "dropout"}

@@ -1,4 +1,4 @@
-"""Ranks for tests/test_tune.py: one of two differs from the other, and both must choose the same."""
+"""Ranks for tests/test_tune_ranks.py: one of two differs from the other, and both must choose the same."""
 
 import json
 import os
