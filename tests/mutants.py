@@ -98,9 +98,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", default=["hfnn", "haiscale", "hfreduce", "haiprof", "hfrecord"])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="until tests count as hung, and the fault as found"
-    )
+    parser.add_argument("--seconds", type=float, default=600, help="until tests count as hung, and the fault as found")
     options = parser.parse_args()
     print("seed", options.seed, flush=True)
     chosen = random.Random(options.seed)
