@@ -79,3 +79,18 @@ def test_compiled_autograd(inside):
                 loss.backward()
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("mode, options", [(None, None), ("reduce-overhead", None), (None, {"epilogue_fusion": False})])
+def test_modes_and_options_reach_inductor(mode, options, monkeypatch):
+    from torch._inductor import compile_fx, list_mode_options
+
+    from hfnn.compiled import backend
+
+    given = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, config_patches: given.append(config_patches))
+    x = torch.randn(2, 3)
+    backend.hfnn(torch.fx.symbolic_trace(torch.nn.Linear(3, 3)), [x], mode=mode, options=options)
+    (patches,) = given
+    assert patches.pop("custom_partitioner_fn") is not None
+    assert patches == (list_mode_options(mode) if mode else {}) | (options or {})

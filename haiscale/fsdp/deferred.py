@@ -24,9 +24,8 @@ class Initialiser:
                     module._parameters[attribute] = p
                 modules.update((module, name) for module, _ in places)
             rows.append((name, p, places))
-        for module in reversed(
-            modules
-        ):  # for tied parameters the values of the first module stay, as when the model is built
+        # Of tied parameters the values of the first module stay, as when the model is built.
+        for module in reversed(modules):
             self._initialise(module, modules[module])
         # Initialisation may have replaced parameters.
         rows = [(name, places[0][0]._parameters[places[0][1]], places) for name, _, places in rows]

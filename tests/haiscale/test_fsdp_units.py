@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hfnn
+from haiscale.fsdp.deferred import Initialiser
 from haiscale.fsdp.flat import Layout
 from haiscale.fsdp.options import MixedPrecision, ShardingStrategy, mixed_precision, zero_stage
 from haiscale.fsdp.units import find_units
@@ -87,3 +88,33 @@ def test_precision_as_torch_and_others_write_it():
     assert mixed_precision(torch.distributed.fsdp.MixedPrecisionPolicy(half, single)) == want
     assert mixed_precision(torch.distributed.fsdp.MixedPrecision(half, single)).reduce_dtype is single
     assert mixed_precision(None) == MixedPrecision()
+
+
+def initialised(model, init_fn=None):
+    of = Initialiser(model, torch.device("cpu"), init_fn, send=False, mesh=None)
+    rows = of.parameters([(name, p, [(model, name)]) for name, p in model.named_parameters()])
+    of.buffers(None)
+    return [p for _, p, _ in rows]
+
+
+def test_modules_on_meta_get_values_once():
+    """From their own reset_parameters, or from param_init_fn: a norm's buffers too."""
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        linear, norm, own = nn.Linear(3, 2), nn.BatchNorm1d(4), nn.Linear(3, 2)
+    weight, _ = initialised(linear)
+    torch.manual_seed(1)
+    assert torch.equal(weight, nn.Linear(3, 2).weight) and weight is linear.weight
+    assert torch.equal(torch.stack(initialised(norm)), torch.tensor([1.0, 0.0]).repeat(4, 1).T)
+    assert torch.equal(norm.running_var, torch.ones(4)) and norm.num_batches_tracked == 0
+    calls = []
+    filled = initialised(own, lambda module: calls.append(module) or [nn.init.ones_(p) for p in module.parameters()])
+    assert calls == [own] and all((p == 1).all() for p in filled)
+
+
+def test_modules_on_meta_that_nobody_initialises():
+    with torch.device("meta"):
+        model = nn.Module()
+        model.p = nn.Parameter(torch.empty(3))
+    with pytest.raises(ValueError, match="p is on the meta device, and Module has no reset_parameters"):
+        initialised(model)
