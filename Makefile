@@ -31,8 +31,8 @@ demo: setup ## examples/train_gpt.py: train a small GPT, plain and converted, an
 
 # Plugins of a Python that lends its torch are not loaded. One thread per worker, or the workers compete for the cores.
 # Bytecode is written: hundreds of processes import the same files.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p timeout \
-  -p hypothesispytest -n $(WORKERS) --dist worksteal --timeout 600
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
+  -p xdist -p timeout -p hypothesispytest -n $(WORKERS) --dist worksteal --timeout 600
 
 test: setup ## tests without slow ones: all pairs of parameters instead of all combinations
 	$(PYTEST) -m "not slow and not rest" $(ARGS)

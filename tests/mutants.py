@@ -83,7 +83,7 @@ def tests_of(path: Path) -> list[str]:
 
 
 def found_by(tests: list[str], marks: str, seconds: float) -> str:
-    """ "failed", "hung" after `seconds`, or "" where all tests pass."""
+    """How the tests end: "failed", "hung" after `seconds`, or "" if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", marks, *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:

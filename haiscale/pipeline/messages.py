@@ -200,8 +200,8 @@ def directed_groups(group: dist.ProcessGroup, senders: set[int], receivers: set[
     of_nccl = "nccl" in backend.lower()
     if not of_nccl and not own_gpus(group, device):
         return dict.fromkeys(pairs, (group, group))
-    wires = _WIRES.setdefault(group, {})
+    wires = _WIRES.setdefault(group, {})  # without `group` itself, which they would keep alive
     for pair in sorted(pairs - wires.keys()):
         ranks = sorted(pair)
-        wires[pair] = sibling(group, "gloo", ranks=ranks) if of_nccl else group, sibling(group, "nccl", ranks=ranks)
-    return wires
+        wires[pair] = sibling(group, "gloo", ranks=ranks) if of_nccl else None, sibling(group, "nccl", ranks=ranks)
+    return {pair: (group if headers is None else headers, tensors) for pair, (headers, tensors) in wires.items()}

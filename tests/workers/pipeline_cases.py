@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import types
+import weakref
 from unittest import mock
 
 import torch
@@ -359,10 +361,10 @@ def tied_copies(schedule):
 
 def directions(backend):
     """Each direction has a group on NCCL if `backend` is NCCL, or if ranks have GPUs of their own. Here, with other
-    groups in place of NCCL's."""
+    groups in place of NCCL's. They do not keep the pipeline's group alive."""
 
     def case(place):
-        made = []
+        made, stand_ins = [], []
 
         class Group:
             def __init__(self, group):
@@ -377,6 +379,7 @@ def directions(backend):
 
         def each_way(group, *rest):
             stand_in = Group(group)
+            stand_ins.append(weakref.ref(stand_in))
             wires = messages.directed_groups(stand_in, *rest)
             return {pair: tuple(group if each is stand_in else each for each in both) for pair, both in wires.items()}
 
@@ -387,6 +390,8 @@ def directions(backend):
         ):
             wrong = layered("ZeroBubble-V", 5)(place)
         expected = {"nccl"} if backend == "hfreduce" else {"gloo", "nccl"}
-        return wrong or (None if expected == set(made) else f"made: {made}")
+        gc.collect()
+        kept = [ref for ref in stand_ins if ref() is not None]
+        return wrong or (None if expected == set(made) and stand_ins and not kept else f"made: {made}, kept: {kept}")
 
     return case
