@@ -78,16 +78,23 @@ class Server:
         import atexit
 
         atexit.register(self.close, os.getpid())
-        threading.Thread(target=self._run, name="haiprof socket", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="haiprof socket", daemon=True)
+        self.thread.start()
 
     def close(self, pid):
+        """Removes the socket, after which the thread ends. Does nothing in a forked child: the socket is its parent's."""
         if pid == os.getpid():
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+            with contextlib.suppress(OSError):  # closed before
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept
 
     def _run(self):
         while True:
-            connection, _ = self._socket.accept()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return self._socket.close()
             with connection, connection.makefile("rw", encoding="ascii") as file:
                 try:
                     answer = _answer(json.loads(file.readline()))

@@ -320,3 +320,5 @@ def test_sockets_have_short_addresses_whatever_their_folder(tmp_path):
     finally:
         server.close(os.getpid())
     assert not control.sockets(str(folder))
+    server.thread.join(20)
+    assert not server.thread.is_alive()
