@@ -129,8 +129,7 @@ PYBIND11_MODULE(_C, m) {
   bind_optimizer(cpu.def_submodule("adafactor"), adafactor_cpu);
   bind(cpu.def_submodule("optim"), optim_cpu);
   py::module_ tables = m.def_submodule("optim");  // on the host, for every device
-  tables.def("look", detail::look, py::arg("params"), py::arg("grads") = py::none());
-  tables.def("same", detail::same);
+  tables.def("look", detail::look, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("chosen"));
   py::class_<detail::Contents>(m, "Contents")
       .def(py::init<const py::list&>())
       .def("changed", &detail::Contents::changed)

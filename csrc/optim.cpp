@@ -62,27 +62,44 @@ static void look_up(const Call& call, const int64_t* row, Coefficients& k) {
   k.root = 1 / std::sqrt(1 - std::pow(k.beta2, step));
 }
 
-// The rules for one element: from its parameter, gradient and up to three states to the new ones.
+// m + share (g - m) as torch's lerp computes it: from the nearer end, so that little is left of an m that goes away.
+template <class W>
+struct Lerp {
+  bool from_m;
+  W share;
+  explicit Lerp(double share) : from_m(share < 0.5), share(W(from_m ? share : share - 1)) {}
+  HFNN_INLINE W operator()(W m, W g) const { return (from_m ? m : g) + share * (g - m); }
+};
+
+// g with weight decay. Without decay an infinite p changes nothing.
+template <class W>
+HFNN_INLINE W decayed(W g, W coupled, W p) {
+  return coupled != 0 ? g + coupled * p : g;
+}
+
+// The rules for one element: from its parameter, gradient and up to three states to the new ones. keep: what weight
+// decay leaves of p; p - decay * p would be NaN for an infinite p.
 template <bool kAmsgrad, class W>
 struct Adam {
   static constexpr int kStates = kAmsgrad ? 3 : 2;
-  W gradient, coupled, decay, rate, eps, rest1, beta2, rest2, root;
+  W gradient, coupled, keep, rate, eps, beta2, rest2, root;
+  Lerp<W> lerp;
   explicit Adam(const Coefficients& k)
       : gradient(k.gradient),
         coupled(k.coupled),
-        decay(k.decay),
+        keep(1 - k.decay),
         rate(k.rate),
         eps(k.eps),
-        rest1(1 - k.beta1),
         beta2(k.beta2),
         rest2(1 - k.beta2),
-        root(k.root) {}
+        root(k.root),
+        lerp(1 - k.beta1) {}
   HFNN_INLINE void operator()(W& p, W g, W& m, W& v, W& w) const {
-    g = g * gradient + coupled * p;
-    m = m + rest1 * (g - m);
+    g = decayed(g * gradient, coupled, p);
+    m = lerp(m, g);
     v = beta2 * v + rest2 * g * g;
     if constexpr (kAmsgrad) w = w >= v ? w : v;
-    p = p - decay * p - rate * m / (std::sqrt(kAmsgrad ? w : v) * root + eps);
+    p = keep * p - rate * m / (std::sqrt(kAmsgrad ? w : v) * root + eps);
   }
 };
 
@@ -90,27 +107,33 @@ struct Adam {
 template <bool kMomentum, bool kFirst, bool kNesterov, class W>
 struct Sgd {
   static constexpr int kStates = kMomentum;
-  W gradient, coupled, decay, rate, momentum, rest;
+  W gradient, coupled, keep, rate, momentum, rest;
   explicit Sgd(const Coefficients& k)
-      : gradient(k.gradient), coupled(k.coupled), decay(k.decay), rate(k.rate), momentum(k.beta1), rest(1 - k.beta2) {}
+      : gradient(k.gradient),
+        coupled(k.coupled),
+        keep(1 - k.decay),
+        rate(k.rate),
+        momentum(k.beta1),
+        rest(1 - k.beta2) {}
   HFNN_INLINE void operator()(W& p, W g, W& b, W&, W&) const {
-    g = g * gradient + coupled * p;
+    g = decayed(g * gradient, coupled, p);
     b = kMomentum && !kFirst ? momentum * b + rest * g : g;
-    p = p - decay * p - rate * (kNesterov ? g + momentum * b : b);
+    p = keep * p - rate * (kNesterov ? g + momentum * b : b);
   }
 };
 
 template <class W>
 struct Lion {
   static constexpr int kStates = 1;
-  W gradient, decay, rate, beta1, rest1, rest2;
+  W gradient, keep, rate, beta1, rest1;
+  Lerp<W> lerp;
   explicit Lion(const Coefficients& k)
-      : gradient(k.gradient), decay(k.decay), rate(k.rate), beta1(k.beta1), rest1(1 - k.beta1), rest2(1 - k.beta2) {}
+      : gradient(k.gradient), keep(1 - k.decay), rate(k.rate), beta1(k.beta1), rest1(1 - k.beta1), lerp(1 - k.beta2) {}
   HFNN_INLINE void operator()(W& p, W g, W& m, W&, W&) const {
     g = g * gradient;
     const W u = beta1 * m + rest1 * g;
-    m = m + rest2 * (g - m);
-    p = p - decay * p - (u > 0 ? rate : u < 0 ? -rate : 0);
+    m = lerp(m, g);
+    p = keep * p - (u > 0 ? rate : u < 0 ? -rate : 0);
   }
 };
 

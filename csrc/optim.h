@@ -16,13 +16,13 @@
 //             norm = sqrt(sum of squares); negated if the group maximizes. The gradients are not written to.
 //             control[kNorm] = norm, even if an infinity was found.
 //
-//   adam   g += wd p (kDecoupled: p -= lr wd p);  m += (1 - b1)(g - m);  v = b2 v + (1 - b2) g g;  t = step
+//   adam   g += wd p (kDecoupled: p = (1 - lr wd) p);  m += (1 - b1)(g - m);  v = b2 v + (1 - b2) g g;  t = step
 //          w = max(w, v) and u = w with kAmsgrad, else u = v
 //          p -= lr / (1 - b1^t) m / (sqrt(u) / sqrt(1 - b2^t) + eps)              states m, v, w
-//   sgd    g += wd p (kDecoupled: p -= lr wd p);  momentum: b = g at the first step (kFirst), else
+//   sgd    g += wd p (kDecoupled: p = (1 - lr wd) p);  momentum: b = g at the first step (kFirst), else
 //          b = mu b + (1 - damp) g;  then g = g + mu b with kNesterov, else g = b
 //          p -= lr g                                                              state b, if mu != 0
-//   lion   p -= lr wd p;  p -= lr sign(b1 m + (1 - b1) g);  m += (1 - b2)(g - m)      state m
+//   lion   p = (1 - lr wd) p;  p -= lr sign(b1 m + (1 - b1) g);  m += (1 - b2)(g - m)      state m
 //
 // Powers and square roots of the coefficients are computed in float64, then rounded to W.
 //

@@ -123,15 +123,15 @@ def _powers(a, b, exponent):
 def _numbers(row, hyper, RULE: tl.constexpr):
     """The values that are the same for all elements of a row, as a tuple of float32.
 
-    rate: lr, or lr / (1 - beta1^t); root: 1 / sqrt(1 - beta2^t); shrink and pull: the fractions of p subtracted from p
-    and added to g; then beta1, 1 - beta1, beta2, 1 - beta2 and eps.
+    rate: lr, or lr / (1 - beta1^t); root: 1 / sqrt(1 - beta2^t); keep and pull: the fractions of p that remain of p,
+    and that are added to g; then beta1, 1 - beta1, beta2, 1 - beta2 and eps.
     """
     lr, b1, b2 = tl.load(hyper + LR), tl.load(hyper + BETA1), tl.load(hyper + BETA2)
     weight_decay, eps = tl.load(hyper + WEIGHT_DECAY), tl.load(hyper + EPS)
     decoupled = (tl.load(hyper + OPTIONS).to(tl.int32) & DECOUPLED) != 0
     if RULE == LION:
         decoupled = True
-    shrink, pull = tl.where(decoupled, lr * weight_decay, 0.0), tl.where(decoupled, 0.0, weight_decay)
+    keep, pull = tl.where(decoupled, 1 - lr * weight_decay, 1.0), tl.where(decoupled, 0.0, weight_decay)
     rate, root = lr, tl.full([], 1.0, tl.float64)
     if RULE == ADAM:
         step = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))).to(tl.int32)
@@ -139,7 +139,7 @@ def _numbers(row, hyper, RULE: tl.constexpr):
         rate = lr / (1 - b1_power)
         root = 1 / tl.sqrt(1 - b2_power)
     return (
-        rate.to(tl.float32), root.to(tl.float32), shrink.to(tl.float32), pull.to(tl.float32), b1.to(tl.float32),
+        rate.to(tl.float32), root.to(tl.float32), keep.to(tl.float32), pull.to(tl.float32), b1.to(tl.float32),
         (1 - b1).to(tl.float32), b2.to(tl.float32), (1 - b2).to(tl.float32), eps.to(tl.float32),
     )  # fmt: skip
 
@@ -222,6 +222,12 @@ def _store_parameter(
 
 
 @triton.jit
+def _lerp(m, g, share, rest):
+    """m + share (g - m), from the nearer end as torch's lerp; rest: 1 - share."""
+    return tl.fma(tl.where(share < 0.5, share, -rest), g - m, tl.where(share < 0.5, m, g))
+
+
+@triton.jit
 def _span(
     at, start, left, numbers, coefficient, options, flags, ema_rate, seed, counter,
     RULE: tl.constexpr, CODE: tl.constexpr, HAS_W: tl.constexpr, MASTER: tl.constexpr, HAS_EMA: tl.constexpr,
@@ -230,15 +236,15 @@ def _span(
     """The step of the elements of a row from start. at: the values of the row's columns."""
     P: tl.constexpr = CODE & 15
     S: tl.constexpr = CODE >> 8 & 15
-    rate, root, shrink, pull, b1, c1, b2, c2, eps = numbers
+    rate, root, keep, pull, b1, c1, b2, c2, eps = numbers
     p = _load_parameter(at, start, left, P, MASTER, BLOCKS, VECTOR)
     g = load(at[GRAD], start, left, CODE >> 4 & 15, BLOCKS, VECTOR) * coefficient
     if RULE == ADAM:
         m = _load_state(at, 0, start, left, S, True, BLOCKS, VECTOR)
         v = _load_state(at, 1, start, left, S, False, BLOCKS, VECTOR)
-        p = tl.fma(-shrink, p, p)
-        g = tl.fma(pull, p, g)
-        m = tl.fma(c1, g - m, m)
+        g = tl.where(pull != 0, tl.fma(pull, p, g), g)  # an infinite p without decay
+        p *= keep  # p - decay * p would be NaN for an infinite p
+        m = _lerp(m, g, c1, b1)
         v = tl.fma(c2 * g, g, b2 * v)
         _store_state(m, at, 0, start, left, S, True, BLOCKS, VECTOR)
         _store_state(v, at, 1, start, left, S, False, BLOCKS, VECTOR)
@@ -247,8 +253,8 @@ def _span(
             _store_state(v, at, 2, start, left, S, False, BLOCKS, VECTOR)
         p = tl.fma(-rate, m / tl.fma(tl.sqrt(v), root, eps), p)
     elif RULE == SGD:
-        p -= shrink * p
-        g += pull * p
+        g = tl.where(pull != 0, g + pull * p, g)
+        p *= keep
         if b1 != 0:
             b = g
             if flags & FIRST == 0:
@@ -259,9 +265,9 @@ def _span(
     else:
         m = _load_state(at, 0, start, left, S, True, BLOCKS, VECTOR)
         between = b1 * m + c1 * g
-        p -= shrink * p
+        p *= keep
         p -= tl.where(between > 0, rate, tl.where(between < 0, -rate, between))  # NaN stays
-        m += c2 * (g - m)
+        m = _lerp(m, g, c2, b2)
         _store_state(m, at, 0, start, left, S, True, BLOCKS, VECTOR)
     kept = _store_parameter(p, at, start, left, seed, counter, P, MASTER, STOCHASTIC, BLOCKS, VECTOR)
     if HAS_EMA and at[EMA] != 0:

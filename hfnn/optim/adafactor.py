@@ -56,10 +56,10 @@ class Layout:
                 tiles.append(tiles[-1] - (-numel // TILE))
                 blocks.append(blocks[-1] - (-matrices // SIDE))
         self.small = any(0 < rows * cols <= SMALL for rows, cols, *_ in shapes)
-        device, numbers = table.rows.device, torch.arange(len(shapes), dtype=torch.int32)
-        self.shapes = torch.tensor(shapes, dtype=torch.int64).to(device, non_blocking=True)
+        device, numbers = table.rows.device, torch.arange(len(shapes), dtype=torch.int32, device="cpu")
+        self.shapes = torch.tensor(shapes, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         self.tile_row, self.block_row = (
-            numbers.repeat_interleave(torch.tensor(ends).diff()).to(device, non_blocking=True)
+            numbers.repeat_interleave(torch.tensor(ends, device="cpu").diff()).to(device, non_blocking=True)
             for ends in (tiles, blocks)
         )
 
@@ -105,13 +105,15 @@ class Adafactor(Fused, torch.optim.Adafactor):
         return dataclasses.replace(entry, format=format, states=tuple(state[name] for name in names))
 
     def _keep(self, p: Tensor, state: dict, name: str, format) -> None:
-        if state.get(name) is not None:
-            state[name] = state[name].to(format).contiguous()
-            return
         shape = list(p.shape)
         if name != "variance":
             shape[-1 if name == "row_var" else -2] = 1
-        state[name] = p.new_zeros(shape, dtype=format)
+        if state.get(name) is None:
+            state[name] = p.new_zeros(shape, dtype=format)
+        elif list(state[name].shape) != shape:
+            raise RuntimeError(f"The size of {name} {tuple(state[name].shape)} must match {tuple(shape)}")
+        else:
+            state[name] = state[name].to(format).contiguous()
 
     def _refusal(self, pairs: list[tuple[Tensor, Tensor]]) -> str | None:
         for p, _ in pairs:

@@ -1,6 +1,6 @@
 """Adam and AdamW in one launch: Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101.
 
-    g += wd p   (AdamW: p -= lr wd p);   m += (1 - b1)(g - m);   v = b2 v + (1 - b2) g g
+    g += wd p   (AdamW: p = (1 - lr wd) p);   m += (1 - b1)(g - m);   v = b2 v + (1 - b2) g g
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
 m is `exp_avg`, v is `exp_avg_sq`; with amsgrad, the largest v so far replaces v (`max_exp_avg_sq`).

@@ -23,13 +23,13 @@ class Fallback(States):
     _ran: tuple[str, ...] = ()
     _norm: Tensor | None = None
 
-    def _fall_back(self, plan: StepPlan, wanted: list[Tensor] | None) -> None:
+    def _fall_back(self, plan: StepPlan, params: list[Tensor], wanted: list[Tensor] | None) -> None:
         """torch's own step, or the definition in plain torch if torch does not support the states."""
         self._ran = ("torch",)
         if plan.refusal != ASKED and plan.refusal not in _logged:
             _logged.add(plan.refusal)
             log.warning("torch's own optimizer runs instead of hfnn's (said once): %s", plan.refusal)
-        pairs = [(plan.params[i], plan.params[i].grad) for i in plan.which]
+        pairs = [(params[i], params[i].grad) for i in plan.which]
         if self._plain(pairs):
             self._torch_step(pairs, wanted)
             return

@@ -134,10 +134,10 @@ class Fused(Fallback):
                 plan = self._plan(params, options, wanted, self.__dict__.setdefault("_settings", {}))
                 plans[key] = plan
         if plan.refusal is not None:
-            self._fall_back(plan, wanted)
+            self._fall_back(plan, params, wanted)
         elif plan.tables:
-            self._run(plan)
-            plan.copied.clear()
+            self._run(plan, params)
+            plan.copied, plan.written = [], []
 
     def _check_capturable(self) -> None:
         if not all(group.get("capturable", True) for group in self.param_groups):
@@ -158,6 +158,7 @@ class Fused(Fallback):
             self.max_grad_norm is None,
             self.ema_decay is None,
             names,
+            tuple([len(group["params"]) for group in self.param_groups]),
         )
 
     def _plan(self, params: list[Tensor], options: tuple, wanted, settings: dict) -> StepPlan:
@@ -170,7 +171,7 @@ class Fused(Fallback):
         if self.max_grad_norm is not None:
             check_one_mesh(params_with)
         refusal = self._refusal(list(zip(params_with, grads, strict=True)))
-        plan = StepPlan(params, options, which, refusal)
+        plan = StepPlan(options, which, refusal)
         if refusal is None:
             fitted = list(map(fit, grads, params_with))
             if self.counts:
@@ -187,7 +188,7 @@ class Fused(Fallback):
                 clips = self.max_grad_norm is not None
                 plan.add(Table(entries, [fitted[i] for i in found], kernel, mine, clips, shards), found)
             written = [self.state[p] for p in params_with if p in self.state]
-            plan.remember(grads, fitted, self._states_of(wanted), written)
+            plan.remember(params, grads, fitted, self._states_of(wanted), written)
         return plan
 
     # Choice of the kernel, or the reason for none.
@@ -227,7 +228,7 @@ class Fused(Fallback):
 
     # The step.
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan, params: list[Tensor]) -> None:
         tables = plan.tables
         numbers = [self._numbers(group) for group in self.param_groups]
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -242,23 +243,27 @@ class Fused(Fallback):
         # Version counters of tensors that kernels have written to are increased, as torch does. They are not increased
         # for a step that a GradScaler skips, if this is known without waiting for the device.
         if found is None or not (found.is_cpu and found.item()):
-            torch.autograd.graph.increment_version(plan.written)
+            written = params if len(plan.which) == len(params) else [params[i] for i in plan.which]
+            torch.autograd.graph.increment_version(written + plan.written)
         self._ran = tuple(sorted({table.kernel.name for table in tables}))
         self._norm = None if self.max_grad_norm is None else tables[0].settings.entries[NORM]
         # Waits for the device at most once, at the first step of rows, which may have been skipped.
         if any(table.first for table in tables):
             if found is not None and found.item():
-                self._forget_unwritten(plan)
+                self._forget_unwritten(plan, params)
             else:
                 for table in tables:
                     table.written()
+        if not capturing():  # a graph works on the memory of its entries
+            for table in tables:
+                table.entries = []
 
-    def _forget_unwritten(self, plan: StepPlan) -> None:
+    def _forget_unwritten(self, plan: StepPlan, params: list[Tensor]) -> None:
         """Drop the states that the skipped first step would have filled, so that later code finds none, as in torch."""
         for table, places in zip(plan.tables, plan.places, strict=True):
             for entry, i in zip(table.entries, places.tolist(), strict=True):
                 if entry.first:
-                    state = self.state[plan.params[i]]
+                    state = self.state[params[i]]
                     for name in self._names(self.param_groups[entry.group]):
                         state.pop(name, None), state.pop(name + "_scale", None)
 
@@ -300,10 +305,7 @@ class Fused(Fallback):
             return f"{name}: torch's own step, for {plan.refusal}"
         lines = [f"{name}:"]
         for table in plan.tables:
-            kinds: dict = {}
-            for entry in table.entries:
-                kinds[entry.param.dtype, entry.format] = kinds.get((entry.param.dtype, entry.format), 0) + 1
-            for (dtype, format), n in kinds.items():
+            for (dtype, format), n in table.kinds.items():
                 states = f", states in {format}" if self.signs else ""
                 lines.append(f"  {n} parameters in {dtype}{states} on {table.settings.device}: {table.kernel.name}")
         return "\n".join(lines)
@@ -331,4 +333,6 @@ def _strange(x: Tensor, others: list) -> str | None:
             return f"kernels take dense gradients, got {other.layout}"
     if not x.is_floating_point():
         return f"kernels take real numbers, got {x.dtype}"
+    if x.is_neg():
+        return "kernels take no lazily negated tensors"
     return None if dense(x) else f"kernels take memory without gaps, got strides {x.stride()}"

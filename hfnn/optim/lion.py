@@ -1,6 +1,6 @@
 """Lion in one launch: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675.
 
-    p -= lr wd p;   p -= lr sign(b1 m + (1 - b1) g);   m += (1 - b2)(g - m)
+    p = (1 - lr wd) p;   p -= lr sign(b1 m + (1 - b1) g);   m += (1 - b2)(g - m)
 
 m is `exp_avg`. The paper uses a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same
 factor.

@@ -76,14 +76,19 @@ def _stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(normal, cut, x)
 
 
+def decayed(p: Tensor, g: Tensor, numbers: list[float]) -> Tensor:
+    """The gradient with weight decay; decoupled decay is done to p in place. Without decay, infinite p stay."""
+    lr, _, _, _, decay, options = numbers[:6]
+    if options & DECOUPLED:
+        p.mul_(1 - lr * decay)
+    return g if options & DECOUPLED or not decay else g + p * decay
+
+
 def adam(p, g, states, numbers, step, first) -> None:
     """Adam and AdamW: Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101."""
-    lr, beta1, beta2, eps, decay, options = numbers[:6]
+    lr, beta1, beta2, eps, _, options = numbers[:6]
     m, v, *largest = states
-    if options & DECOUPLED:
-        p.sub_(p * (lr * decay))
-    else:
-        g = g + p * decay
+    g = decayed(p, g, numbers)
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     if options & AMSGRAD:
@@ -94,11 +99,8 @@ def adam(p, g, states, numbers, step, first) -> None:
 
 def sgd(p, g, states, numbers, step, first) -> None:
     """SGD with momentum as in torch: Sutskever et al., ICML 2013, with the learning rate outside of the buffer."""
-    lr, momentum, dampening, _, decay, options = numbers[:6]
-    if options & DECOUPLED:
-        p.sub_(p * (lr * decay))
-    else:
-        g = g + p * decay
+    lr, momentum, dampening, _, _, options = numbers[:6]
+    g = decayed(p, g, numbers)
     if states:
         (b,) = states
         b.copy_(g) if first else b.mul_(momentum).add_(g, alpha=1 - dampening)
@@ -110,6 +112,6 @@ def lion(p, g, states, numbers, step, first) -> None:
     """Lion: Chen et al., arXiv:2302.06675."""
     lr, beta1, beta2, _, decay, _ = numbers[:6]
     (m,) = states
-    p.sub_(p * (lr * decay))
+    p.mul_(1 - lr * decay)
     p.sub_((m * beta1 + g * (1 - beta1)).sign() * lr)
     m.lerp_(g, 1 - beta2)

@@ -62,12 +62,12 @@ class States:
         elif x.dtype is torch.bfloat16:
             if "remainder" not in state:
                 state["remainder"] = torch.zeros_like(p, dtype=torch.int16)
-            state["remainder"] = _like(p, state["remainder"])
+            state["remainder"] = _like(p, "remainder", state["remainder"])
         if self.ema_decay is not None:
             if "ema" not in state:
                 whole = x if "remainder" not in state else _master(x, local(state["remainder"]))
                 state["ema"] = _wrap(p, torch.empty_like(x, dtype=torch.float32).copy_(whole))
-            state["ema"] = _like(p, state["ema"])
+            state["ema"] = _like(p, "ema", state["ema"])
         low = format in formats.LOW
         return Entry(
             x, number, format,
@@ -101,8 +101,12 @@ class States:
         elif value.dtype is torch.uint8:
             if low and value.numel() == _codes(x.numel(), format):
                 return
+            if value.numel() not in {_codes(x.numel(), each) for each in formats.LOW}:
+                raise RuntimeError(
+                    f"{name} has {value.numel()} codes, which is not what a parameter of {x.numel()} has"
+                )
             value = self._decoded(x, state, name)
-        elif not low and value.dtype is format and order(local(value)) == order(x):
+        elif _fits(name, value, x) and not low and value.dtype is format and order(local(value)) == order(x):
             return
         value = like(local(value), x)
         if low:
@@ -129,7 +133,7 @@ class States:
             ):
                 new[device].append((self.state[p], 0.0 if step is None else float(step)))
         for device, found in new.items():
-            steps = torch.tensor([step for _, step in found], dtype=torch.float32).to(device).unbind()
+            steps = torch.tensor([step for _, step in found], dtype=torch.float32, device="cpu").to(device).unbind()
             for (state, _), step in zip(found, steps, strict=True):
                 state["step"] = step
 
@@ -155,7 +159,9 @@ class States:
         if "state" in state:
             loaded = defaultdict(dict)
             for p, values in state["state"].items():
-                loaded[p] = self._loaded(p, values) if isinstance(p, Tensor) and isinstance(values, dict) else values
+                if isinstance(values, dict):
+                    values = self._loaded(p, values) if isinstance(p, Tensor) else _unwrapped(values)
+                loaded[p] = values
             state = {**state, "state": loaded}
         super().__setstate__(state)
         self.__dict__.pop("_plans", None)
@@ -210,14 +216,15 @@ def _export(optimizer, state_dict: dict) -> dict:
         step = state_dict["state"].get(number, {}).get("step")
         if isinstance(step, Tensor):
             at = step.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-            steps.setdefault((step.device, at), []).append((number, step))
+            wide = torch.get_default_dtype() is torch.float64 and not group.get("fused")
+            steps.setdefault((step.device, at, wide), []).append((number, step))
     exported = {
         key: optimizer._exported(owners[key][0], values) if key in owners else values
         for key, values in state_dict["state"].items()
     }
     # All steps of a device in one transfer, then each in its own memory.
-    for (_, at), found in steps.items():
-        together = torch.stack([step for _, step in found]).to(at)
+    for (_, at, wide), found in steps.items():
+        together = torch.stack([step for _, step in found]).to(at, torch.float64 if wide else torch.float32)
         for (number, _), step in zip(found, together.unbind(), strict=True):
             exported[number]["step"] = step.clone()
     return {**state_dict, "state": exported}
@@ -238,6 +245,10 @@ def _protect(optimizer, state_dict: dict) -> dict:
     return {**state_dict, "state": state}
 
 
+def _unwrapped(values: dict) -> dict:
+    return {name: value.value if isinstance(value, _Kept) else value for name, value in values.items()}
+
+
 def _apart(values: dict) -> dict:
     step = values.get("step")
     return {**values, "step": step.clone()} if isinstance(step, Tensor) else values
@@ -256,8 +267,18 @@ def _wrap(p: Tensor, x: Tensor) -> Tensor:
     return DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _like(p: Tensor, value: Tensor) -> Tensor:
-    """value, copied if its memory layout differs from p's."""
+def _fits(name: str, value: Tensor, x: Tensor) -> bool:
+    """True. Raises RuntimeError, as torch's step does, if a state has not the shape of its parameter."""
+    if local(value).shape != x.shape:
+        raise RuntimeError(
+            f"The size of {name} {tuple(local(value).shape)} must match the size of its parameter {tuple(x.shape)}"
+        )
+    return True
+
+
+def _like(p: Tensor, name: str, value: Tensor) -> Tensor:
+    """value, the state `name` of p, copied if its memory layout differs from p's."""
+    _fits(name, value, local(p))
     return value if order(local(value)) == order(local(p)) else _wrap(p, like(local(value), local(p)))
 
 

@@ -5,13 +5,14 @@ A `StepPlan` has everything that one call of `step` needs. It is checked against
 that change without a change of the table: the numbers of the groups, and the results of a GradScaler.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hfnn.core.context import capturing
-from hfnn.optim.look import flat_values, look, same
+from hfnn.optim.look import local, look
 
 TILE = 4096
 PARAM, GRAD, STATE, SCALE, REMAINDER, EMA, STEP, NUMEL, FIRST_TILE, CODES, GROUP, FLAGS, COLUMNS = (
@@ -20,8 +21,6 @@ PARAM, GRAD, STATE, SCALE, REMAINDER, EMA, STEP, NUMEL, FIRST_TILE, CODES, GROUP
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, "8bit": 4, "4bit": 5}
 HYPER, FIRST = 8, 1
 FOUND_INF, GRAD_SCALE, MAX_NORM, NORM, CONTROL = range(5)
-
-_WHOLE = frozenset((Tensor, torch.nn.Parameter))
 
 
 @dataclass
@@ -54,11 +53,6 @@ class Entry:
             self.group,
             FIRST * self.first,
         ]
-
-
-def local(x: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
-    return x if type(x) in _WHOLE else getattr(x, "_local_tensor", x)
 
 
 def order(x: Tensor) -> tuple:
@@ -126,7 +120,7 @@ class Settings:
     def __init__(self, device: torch.device, groups: int):
         self.device = device
         self.hyper = torch.zeros(groups, HYPER, dtype=torch.float64, device=device)
-        self.control = upload(torch.tensor([0.0, 1.0, 0.0, 0.0]), device)
+        self.control = upload(torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float32, device="cpu"), device)
         self.entries = self.control.unbind()
         self._known: list | None = None
         self._max_norm, self._scaled = 0.0, False
@@ -140,7 +134,7 @@ class Settings:
                 [0.0 if (g, c) in late else float(x) for c, x in enumerate(row)] for g, row in enumerate(numbers)
             ]
         if numbers != self._known:
-            self.hyper.copy_(upload(torch.tensor(numbers, dtype=torch.float64), self.device))
+            self.hyper.copy_(upload(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self.device))
             self._known = [list(row) for row in numbers]
         for place in tensors:
             if place in late:
@@ -158,7 +152,9 @@ class Table:
     """The rows of one launch: parameters of one device whose gradients have the same sharding (`shards`)."""
 
     def __init__(self, entries: list[Entry], grads: list[Tensor], kernel, settings: Settings, norm: bool, shards):
+        # Dropped after the first launch: states that the user replaces must be freed.
         self.entries, self.kernel, self.settings, self.shards = entries, kernel, settings, shards
+        self.kinds = Counter((entry.param.dtype, entry.format) for entry in entries)
         device = settings.device
         tiles = [-(-entry.param.numel() // TILE) for entry in entries]
         first, rows = 0, []
@@ -167,10 +163,10 @@ class Table:
             first += n
         self.tiles = first
         self.first = any(entry.first for entry in entries)  # whether a row's states have never been written
-        self._host = torch.tensor(rows, dtype=torch.int64)
+        self._host = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.rows = upload(self._host, device)
-        numbers = torch.arange(len(entries), dtype=torch.int32)
-        self.owner = upload(numbers.repeat_interleave(torch.tensor(tiles)), device)
+        numbers = torch.arange(len(entries), dtype=torch.int32, device="cpu")
+        self.owner = upload(numbers.repeat_interleave(torch.tensor(tiles, device="cpu")), device)
         self.squares = None
         if norm:
             self.squares = torch.zeros(max(1, kernel.partials(first)), dtype=torch.float64, device=device)
@@ -200,7 +196,7 @@ class Table:
     def written(self) -> None:
         """The states have been written: no row is at its first step any longer."""
         self.first = False
-        self._set(FLAGS, torch.zeros(len(self.entries), dtype=torch.int64))
+        self._set(FLAGS, torch.zeros(len(self.rows), dtype=torch.int64, device="cpu"))
 
     def _set(self, column: int, values: Tensor) -> None:
         self._host[:, column] = values
@@ -209,59 +205,65 @@ class Table:
 
 
 class StepPlan:
-    """The tables of one call of `step`, and everything that they were made for.
+    """The tables of one call of `step`, and the addresses and layouts for which they were made.
 
     `refusal` tells why no kernel accepts them; `which` are the indices of the parameters with a gradient; `places` are,
-    for each table, the ones among those that it has.
+    for each table, the ones among those that it has. Parameters and states are not kept, so that those that the user
+    replaces are freed.
     """
 
-    def __init__(self, params: list[Tensor], options: tuple, which: list[int], refusal: str | None):
-        self.params, self.options, self.which, self.refusal = params, options, which, refusal
+    def __init__(self, options: tuple, which: list[int], refusal: str | None):
+        self.options, self.which, self.refusal = options, which, refusal
         self.tables: list[Table] = []
         self.places: list[Tensor] = []
-        self._states: list = []
-        self._sharded = any(local(p) is not p for p in params)
         self.copied: list[Tensor] = []  # gradients of a step that are copies, to which rows point
-        self.written: list[Tensor] = []  # parameters and states that a step writes to
-        self._copies = False
+        self.written: list[Tensor] = []  # states that this step writes to
+        self._copies = self._sharded = False
+        self._chosen = b""
 
     def add(self, table: Table, places: list[int]) -> None:
         self.tables.append(table)
-        self.places.append(torch.tensor([self.which[i] for i in places]))
+        self.places.append(torch.tensor([self.which[i] for i in places], device="cpu"))
         if not capturing():
             table.reserve()
 
-    def remember(self, grads: list[Tensor], fitted: list[Tensor], states: list[dict | None], written: list[dict]):
+    def remember(self, params: list[Tensor], grads: list[Tensor], fitted: list[Tensor], states: list, written: list):
         """Record the addresses and layouts of all tensors; rows point to gradients `fitted` and states `written`."""
+        self._sharded = any(local(p) is not p for p in params)
         self.copied = [x for g, x in zip(grads, fitted, strict=True) if x is not local(g)]
         self._copies = bool(self.copied)
-        # Except steps: those made together are in one tensor and share one version.
-        kept = [x for state in written for name, x in state.items() if name != "step" and isinstance(x, Tensor)]
-        self.written = [*(self.params[i] for i in self.which), *kept]
-        self._seen = self._look()
-        self._states = flat_values(states)
+        mine = set(map(id, written))
+        self._chosen = bytes([id(state) in mine for state in states])
+        self._seen = self._look(params, states)
+        if self._seen is None:
+            # Except steps: those made together are in one tensor and share one version.
+            self.written = [
+                x for state in written for name, x in state.items() if name != "step" and isinstance(x, Tensor)
+            ]
 
-    def _look(self) -> tuple | None:
-        """The result of `look` for local parts; None also if a gradient is distributed differently from its
-        parameter."""
-        if not self._sharded:
-            return look(self.params)
-        grads = [p.grad for p in self.params]  # read once: slow for a DTensor
-        if any(map(_elsewhere, grads, self.params)):
+    def _look(self, params: list[Tensor], states: list) -> tuple | None:
+        """The result of `look` for local parts, less the written states, which it sets; None also if a gradient is
+        distributed differently from its parameter."""
+        grads = None
+        if self._sharded:
+            grads = [p.grad for p in params]  # read once: slow for a DTensor
+            if any(map(_elsewhere, grads, params)):
+                return None
+            params, grads = ([getattr(x, "_local_tensor", x) for x in found] for found in (params, grads))
+        seen = look(params, grads, states, self._chosen)
+        if seen is None:
             return None
-        return look(*([getattr(x, "_local_tensor", x) for x in found] for found in (self.params, grads)))
+        *seen, self.written = seen
+        return seen
 
-    def holds(self, params: list[Tensor], options: tuple, states: list[dict | None]) -> bool:
+    def holds(self, params: list[Tensor], options: tuple, states: list) -> bool:
         """Whether this plan is still valid for these parameters, their gradients and states.
 
-        The rows of moved gradients are updated. For gradients, addresses and layouts are compared instead of objects: a
-        gradient object kept for comparison would not be freed.
+        The rows of moved gradients are updated.
         """
-        if self.refusal is not None or self._copies or options != self.options:
+        if self.refusal is not None or self._copies or options != self.options or len(states) != len(self._chosen):
             return False
-        if not same(params, self.params) or not same(states, self._states):
-            return False
-        seen = self._look()
+        seen = self._look(params, states)
         if seen is None or self._seen is None:
             return False
         (at, grads_at, layouts), (known, grads_known, layouts_known) = seen, self._seen
@@ -285,7 +287,7 @@ def fit(grad: Tensor, p: Tensor) -> Tensor:
     """The local gradient of p for a row: itself, or a copy in the memory layout of p."""
     if _elsewhere(grad, p):
         grad = grad.redistribute(placements=p.placements)
-    grad, x = local(grad), local(p)
+    grad, x = local(grad).resolve_neg(), local(p)
     if (x.dtype is torch.float64) != (grad.dtype is torch.float64) or grad.dtype not in FORMATS:
         grad = grad.to(x.dtype)
     return like(grad, x)

@@ -120,7 +120,7 @@ def pass_by_torchs_faults(program) -> None:
 def draw_round(rng, name) -> list[tuple]:
     """Gradients, a step, and some other action."""
     steps = []
-    kinds = [rng.choices((*GRADS, "none", "zero", "sparse"), (8, 2, 1, 1, 1, 1.5, 0.7, 0.15))[0] for _ in range(6)]
+    kinds = [rng.choices((*GRADS, "none", "zero", "sparse"), (8, 2, 1, 1, 1, 0.7, 1.5, 0.7, 0.15))[0] for _ in range(6)]
     way = rng.choices(
         ("grads", "backward", "closure", "raises", "scaled", "stale", "forced"), (9, 5, 2, 0.3, 2, 1.5, 0.7)
     )[0]
@@ -153,6 +153,7 @@ def draw_action(rng, name) -> tuple:
     actions = {
         "option": 4, "add_group": 1, "add_again": 0.3, "schedule": 1.2, "schedule_step": 1.5, "freeze": 1, "write": 1.5,
         "edit_state": 1.5, "hook": 0.6, "save": 2.5, "load_wrong": 0.3, "copy": 1.5, "swap": 2,
+        "regroup": 2,
     }  # fmt: skip
     action = rng.choices(list(actions), list(actions.values()))[0]
     if action == "option":
@@ -162,10 +163,11 @@ def draw_action(rng, name) -> tuple:
     arguments = {
         "add_group": lambda: (draw_tensor(rng, name), draw_options(rng, name, False)),
         "add_again": lambda: (i,),
+        "regroup": lambda: (rng.randrange(2),),
         "schedule": lambda: (rng.choice(list(SCHEDULERS)),),
         "freeze": lambda: (i,),
         "write": lambda: (i, rng.choice(("in place", "data", "grad in place"))),
-        "edit_state": lambda: (i, rng.choice(("clear", "drop", "scale", "zero"))),
+        "edit_state": lambda: (i, rng.choice(("clear", "drop", "scale", "zero", "move", "replace"))),
         "hook": lambda: (rng.choice(("step_pre", "step_post")),),
         "save": lambda: (rng.choice(("directly", "file", "torch")),),
         "copy": lambda: (rng.choice(("deepcopy", "pickle")),),
@@ -195,7 +197,7 @@ EXPECTED = (
     *(f"step {name}" for name in (
         "grads", "backward", "step", "scaled_step", "stale", "forced", "clip", "zero_grad", "option", "add_group",
         "schedule", "schedule_step", "freeze", "write", "edit_state", "hook", "save", "copy", "swap", "add_again",
-        "load_wrong",
+        "load_wrong", "regroup",
     )),
     "closure closure", "closure raises", "option fused", "option foreach", "option maximize", "option amsgrad",
     "option momentum", "option nesterov", "option dampening", "option decoupled_weight_decay", "tensor lr",

@@ -16,7 +16,7 @@ import hfnn
 
 LAYOUTS = ("plain", "transposed", "gaps", "channels_last", "offset")
 SIGNED = ("exp_avg", "momentum_buffer")
-GRADS = ("plain", "same", "reversed", "expanded", "gaps")
+GRADS = ("plain", "same", "reversed", "expanded", "gaps", "negated")
 SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
@@ -116,6 +116,8 @@ class Session:
             x.view(-1)[0] = torch.inf
         if kind == "same":
             return torch.empty_like(p).copy_(x)
+        if kind == "negated":
+            return x if p.is_complex() or p.dtype is torch.bfloat16 else torch.complex(x, -x).conj().imag
         if kind == "expanded":
             return x.flatten()[:1].sum().expand(p.shape)
         if kind == "reversed" and p.dim() > 1:
@@ -242,6 +244,16 @@ class Session:
         """torch's error: a parameter that is already in a group."""
         self.optimizer.add_param_group({"params": self.params[i % len(self.params)]})
 
+    def regroup(self, i) -> None:
+        """Moves the last parameter of a group to the front of the next one."""
+        groups = self.optimizer.param_groups
+        i %= len(groups)
+        kinds = [
+            (group.get("amsgrad"), group.get("momentum")) for group in groups
+        ]  # torch does not make missing states
+        if len(set(kinds)) == 1 and groups[i]["params"]:
+            groups[(i + 1) % len(groups)]["params"].insert(0, groups[i]["params"].pop())
+
     def schedule(self, kind) -> None:
         self.schedulers.append(SCHEDULERS[kind](self.optimizer))
 
@@ -265,15 +277,19 @@ class Session:
                 p.grad = p.grad.clone().mul_(-1)
 
     def edit_state(self, i, how) -> None:
-        """User actions on states: reset, drop, scale."""
+        """User actions on states: reset, drop, move, replace, scale."""
         state = self.optimizer.state
         if how == "clear":
             state.clear()
         elif how == "drop":
             state.pop(self.params[i % len(self.params)], None)
         else:
-            for name, value in state.get(self.params[i % len(self.params)], {}).items():
-                if isinstance(value, torch.Tensor) and name != "step":
+            for name, value in [*state.get(self.params[i % len(self.params)], {}).items()]:
+                if how == "move" and isinstance(value, torch.Tensor):
+                    value.data = value.data.clone()
+                elif how == "replace" and isinstance(value, torch.Tensor):
+                    state[self.params[i % len(self.params)]][name] = value.clone()
+                elif isinstance(value, torch.Tensor) and name != "step":
                     value.mul_(0.5) if how == "scale" else value.zero_()
 
     def hook(self, kind) -> None:

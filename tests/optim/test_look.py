@@ -8,16 +8,15 @@ import torch
 import hfnn
 from hfnn.optim import look, table
 
-NATIVE = pytest.param((look.look, look.same), id="native")
-PYTHON = pytest.param((look.look_in_python, look.same_in_python), id="python")
+NATIVE = pytest.param(look.look, id="native")
+PYTHON = pytest.param(look.look_in_python, id="python")
 
 
 @pytest.fixture(params=[NATIVE, PYTHON])
 def how(request, monkeypatch):
-    if request.param[0] is look.look is look.look_in_python:
+    if request.param is look.look is look.look_in_python:
         pytest.skip("hfnn._C is not built")
-    for name, function in zip(("look", "same"), request.param, strict=True):
-        monkeypatch.setattr(table, name, function)
+    monkeypatch.setattr(table, "look", request.param)
     return request.param
 
 
@@ -65,6 +64,24 @@ def another_state(params, optimizer):
         optimizer.state[params[1]][name] = value.clone() * 2
 
 
+def data_of_a_state(params, optimizer):
+    """Like code that moves an optimizer to another device."""
+    for value in optimizer.state[params[1]].values():
+        value.data = value.data.clone() * 2
+
+
+def storage_of_a_state(params, optimizer):
+    """Like code that frees states between steps, and restores them."""
+    value = optimizer.state[params[1]]["exp_avg"]
+    kept = value.clone()
+    value.untyped_storage().resize_(0)
+    value.set_(kept)
+
+
+def another_step(params, optimizer):
+    optimizer.state[params[1]]["step"].data = torch.tensor(7.0)
+
+
 def another_dict(params, optimizer):
     optimizer.state[params[1]] = {name: value * 2 for name, value in optimizer.state[params[1]].items()}
 
@@ -88,7 +105,8 @@ def another_option(params, optimizer):
 
 CHANGES = (
     no_gradient, another_dtype, another_layout, data_of_a_gradient_transposed, data_elsewhere, data_transposed,
-    fewer_elements, another_parameter, another_state, another_dict, no_states, loaded, another_option,
+    fewer_elements, another_parameter, another_state, data_of_a_state, storage_of_a_state, another_step, another_dict,
+    no_states, loaded, another_option,
 )  # fmt: skip
 
 
@@ -156,48 +174,61 @@ def tensors():
 
 def test_addresses(how):
     """The addresses of the tensors, or 0 for a missing gradient; `.grad` is read, or gradients are passed."""
-    function, _ = how
     params = [x.requires_grad_() for x in tensors()]
     given = [None if i % 3 == 1 else torch.empty_like(p) for i, p in enumerate(params)]
     for p, g in zip(params, given, strict=True):
         p.grad = g
-    for seen in (function(params), function(params, given)):
+    for seen in (how(params, None, [], b""), how(params, given, [], b"")):
         at, grads_at = (memoryview(numbers).cast("q").tolist() for numbers in seen[:2])
         assert at == [p.data_ptr() for p in params]
         assert grads_at == [0 if g is None else g.data_ptr() for g in given]
-        assert seen == function(params)
+        assert seen == how(params, None, [], b"")
 
 
 def test_each_layout_is_another_one(how):
     """All at one address: distinguished by dtype, size, strides, and from a missing one."""
-    function, _ = how
     base, p = torch.zeros(16), torch.zeros(5)
     views = [
         base.view(4, 4), base.view(4, 4).t(), base[:12].view(4, 3), base.view(torch.int32).view(4, 4),
         base.view(torch.bfloat16)[:16].view(4, 4), base.as_strided((4, 4), (1, 1)), base.as_strided((4, 2), (4, 1)),
         base.as_strided((2, 4), (4, 1)), base.as_strided((2, 4), (8, 1)), None,
     ]  # fmt: skip
-    layouts = [function([p], [x])[2] for x in views] + [function([x], [None])[2] for x in views if x is not None]
+    there = [x for x in views if x is not None]
+    found = [how([p], [x], [], b"") for x in views] + [how([x], [None], [], b"") for x in there]
+    found += [how([p], [None], [{"x": x}], b"\1") for x in there] + [how([p], [None], [{"x": 1}], b"\1")]
+    layouts = [seen[2] for seen in found]
     assert all(layouts[i] != layouts[j] for i in range(len(layouts)) for j in range(i))
 
 
-def test_same(how):
-    _, same = how
-    a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    states = [{"x": a, "y": b}, None, {"x": c}]
-    kept = look.flat_values(states)
-    assert same(states, kept) and same([], []) and same([a, b], [a, b])
-    assert not same([a, b], [b, a]) and not same([a], [a, b]) and not same([a, b], [a]) and not same([a], [c])
-    assert not same([dict(states[0]), *states[1:]], kept)
-    for change in (lambda: states[0].pop("y"), lambda: states[0].update(y=c), lambda: states[2].update(z=a)):
-        before = [None if s is None else dict(s) for s in states]
+def test_states(how):
+    """Their addresses in order; the written ones; a change of any."""
+    a, b, c, step = (torch.zeros(1) for _ in range(4))
+    states = [{"step": step, "x": a, "n": 3, "y": b}, None, {"x": c, 1: b}]
+    at, _, layouts, written = how([], [], states, bytes([1, 1, 0]))
+    assert memoryview(at).cast("q").tolist() == [x.data_ptr() for x in (step, a, b, c, b)]
+    assert len(written) == 2 and written[0] is a and written[1] is b
+    assert how([], [], states, b"\0\0\1")[3][0] is c
+    moved = torch.zeros(1)
+    changes = (
+        lambda: states[0].pop("y"), lambda: states[0].update(y=c), lambda: states[2].update(z=a),
+        lambda: states[0].update(n=None, y=3), lambda: states.__setitem__(1, {}), lambda: states[0].update(step=moved),
+        lambda: states[0].update(x=b, y=a),
+    )  # fmt: skip
+    before = [None if state is None else dict(state) for state in states]
+    for i, change in enumerate(changes):
         change()
-        assert not same(states, kept)
-        for s, was in zip(states, before, strict=True):
-            if s is not None:
-                s.clear()
-                s.update(was)
-        assert same(states, kept)
+        now = how([], [], states, bytes([1, 1, 0]))
+        assert (now[0], now[2]) != (at, layouts), i
+        states[:] = [None if state is None else dict(state) for state in before]
+        assert how([], [], states, bytes([1, 1, 0]))[:3] == (at, b"", layouts)
+
+
+def test_what_cannot_be_read(how):
+    p, sparse = torch.zeros(1), torch.zeros(2).to_sparse()
+    assert how([p], [p], [], b"") is not None
+    assert how([sparse], [None], [], b"") is None and how([p], [sparse], [], b"") is None
+    assert how([p], [None], [{"x": sparse}], b"\0") is None
+    assert how([p], [torch._neg_view(p)], [], b"") is None
 
 
 def test_a_sparse_gradient(how):
