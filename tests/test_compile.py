@@ -1,6 +1,7 @@
 """Under torch.compile hfnn's plain ops give way to Inductor, without a graph break."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import native
+from hfnn.ops import OPS
 
 CASES = {
     "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),
@@ -27,6 +29,15 @@ def test_fullgraph(name, dynamic):
     y = compiled(x)
     y.sum().backward()
     torch.testing.assert_close(y, CASES[name](x))
+
+
+def test_the_first_call_of_an_op_may_be_compiled():
+    torch._dynamo.reset()
+    x = torch.randn(8, 64)
+    for op in OPS.values():
+        unused = dataclasses.replace(op)
+        compiled = torch.compile(lambda x, op=unused: (x + 1, op.select(x)), fullgraph=True, backend="eager")
+        assert compiled(x)[1] is None, op.name
 
 
 def test_a_module_compiles_and_runs_eagerly_alike():
