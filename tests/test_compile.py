@@ -105,3 +105,23 @@ def test_modes_and_options_reach_inductor(mode, options, monkeypatch):
     (patches,) = given
     assert patches.pop("custom_partitioner_fn") is not None
     assert patches == (list_mode_options(mode) if mode else {}) | (options or {})
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "bogus"}, {"options": {"bogus": 1}}, {"options": {"max_autotune": "yes"}}])
+def test_wrong_modes_and_options_are_told_of_as_by_inductor(wrong):
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.compile(model, **wrong)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as ours:
+        torch.compile(model, backend="hfnn", **wrong)(x)
+    assert f"RuntimeError: {theirs.value}" in str(ours.value)
+
+
+def test_a_captured_model_compiles_with_fullgraph():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    captured, x = hfnn.convert(copy.deepcopy(model), capture=True), torch.randn(2, 4)
+    compiled = torch.compile(captured, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(captured(x), model(x))
+    assert sum(vars(captured)["_hfnn_capture"].counts.values()) == 1, "the compiled call is not counted"
