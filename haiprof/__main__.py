@@ -64,13 +64,14 @@ def _run(args):
     env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": folder, "HAIPROF_HZ": str(args.hz)}
     if args.port:
         env["HAIPROF_PORT"] = str(args.port)
+    earlier = _written(folder)
     process = subprocess.Popen(program, env=env)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
     before = signal.signal(signal.SIGINT, lambda *_: None)  # the terminal interrupts the command, too
     status = process.wait()
     signal.signal(signal.SIGINT, before)
-    if not list(Path(folder).glob("*.jsonl")):
+    if _written(folder) == earlier:
         print(
             f"haiprof: {program[0]} left nothing in {folder}: no module was called, or its Python has another torch, "
             "where hfnn is not installed",
@@ -80,6 +81,11 @@ def _run(args):
     else:
         _report(folder)
     return status if status >= 0 else 128 - status
+
+
+def _written(folder) -> dict[str, int]:
+    """The profiles in a folder, and when they were last written to."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(folder).glob("*.jsonl")}
 
 
 def _new_folder():

@@ -8,6 +8,7 @@ import atexit
 import bisect
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ from haiprof.counters import Counters
 from haiprof.events import Captures, Events
 from haiprof.phases import BACKWARD, Hooks, Phases
 from haiprof.record import PHASES
+
+with contextlib.suppress(ImportError):
+    import psutil  # noqa: F401 -- not first in the collector's thread: a child forked meanwhile would have half of it
 
 log = logging.getLogger("haiprof")
 SAMPLE = 20  # backward passes examined per reading of collectives
@@ -46,6 +50,7 @@ class Collector:
         self._missing = {}  # as last written
         self._captures, self._ticks = {}, 0  # (name, counts) of captured models
         self._between = threading.Condition()
+        self._at_exit = None  # of multiprocessing
 
     def start(self):
         try:
@@ -70,6 +75,8 @@ class Collector:
             self._time = clock.Asker(self.folder) if self.rank else clock.Server(self.folder)
         self._thread = threading.Thread(target=self._run, name="haiprof", daemon=True)
         self._thread.start()
+        # A forked Process ends without atexit. Not in `start`: it forgets what was registered while it was forked.
+        self._at_exit = multiprocessing.util.Finalize(None, self.stop, exitpriority=0)
 
     def fail(self):
         """Called in an exception handler, in any thread: logs once, and stops."""
@@ -89,12 +96,17 @@ class Collector:
 
     def detach(self):
         """Removes the hooks in a forked child, and leaves the files and the thread to its parent."""
-        atexit.unregister(self.stop)
+        self._forget_exit()
         self._remove()
+
+    def _forget_exit(self):
+        atexit.unregister(self.stop)
+        if self._at_exit is not None:
+            self._at_exit.cancel()
 
     def stop(self):
         """Removes the hooks, writes the rest, and ends the thread."""
-        atexit.unregister(self.stop)
+        self._forget_exit()
         if self.window is not None:
             self.window.close()
         self._remove()

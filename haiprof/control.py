@@ -82,7 +82,7 @@ class Server:
         self.thread.start()
 
     def close(self, pid):
-        """Removes the socket, and ends the thread. Does nothing in a forked child: the socket is its parent's."""
+        """Removes the socket, after which the thread ends. Not in a forked child: the socket is its parent's."""
         if pid == os.getpid():
             with contextlib.suppress(OSError):
                 os.unlink(self._path)

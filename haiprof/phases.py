@@ -68,7 +68,7 @@ class Phases:
         self.inside = False  # whether new spans are part of the running phase
         self._stack = []  # (phase, key) of the running phase, after that of an optimizer around its closure
         self._since = self._begin_mark = None  # begin of the running phase
-        self._closure = False  # whether the running optimizer step has a closure
+        self._step, self._closure = None, False  # the running step(): (id of its frame, code), whether it has a closure
         self.spans = []  # since the last split
         self._closed = None  # the previous step, whose end is known once the begin of this one is
         self._stepped, self._last = set(), 0  # optimizers of this step; number of spans up to the last step()
@@ -79,20 +79,25 @@ class Phases:
         self.steps = 0
         self.loader = None  # arguments of the loader that was iterated last
 
-    def enter(self, name, key=None, closure=False) -> bool:
-        """Whether a phase begins here: not inside another one, except inside an optimizer's closure."""
+    def enter(self, name, key=None, step=None, closure=False) -> bool:
+        """Whether a phase begins here: not inside another one, except inside an optimizer's closure.
+
+        step: the frame of an optimizer's step(). closure: whether it has a closure.
+        """
         if self.stopped:
             return False
         if threading.get_ident() != self.thread:
-            if self.steps or name not in (OPTIMIZER, BACKWARD):
+            if self.steps or self._stack or name not in (OPTIMIZER, BACKWARD):
                 return False
             self.thread = threading.get_ident()  # the main thread does not train
-        if self.inside or (self._stack and name == OPTIMIZER):
+        if self.inside:
             return False
         try:
-            now = perf_counter()
-            if self._stack and not self._closure:
+            if self._stack and not self._stepping(step or sys._getframe()):
                 self._stack.clear()  # a step() that raised never reported its end
+            if self._stack and (name == OPTIMIZER or not self._closure):
+                return False
+            now = perf_counter()
             if self._stack:
                 self._interrupt(now)
             else:
@@ -100,7 +105,7 @@ class Phases:
             self._stack.append((name, key))
             self._since, self._begin_mark = now, self._mark and self._mark()
             if name == OPTIMIZER:
-                self._closure = closure
+                self._step, self._closure = step and (id(step), step.f_code), closure
             self.inside = name != OPTIMIZER
         except Exception:
             self._on_fault()
@@ -124,8 +129,20 @@ class Phases:
     def _marks(self):
         return (self._begin_mark, self._mark()) if self._begin_mark else None
 
-    def busy(self) -> bool:
-        return bool(self._stack)
+    def _stepping(self, frame) -> bool:
+        """Whether the optimizer's step() that began last still runs: it is a caller of `frame`.
+
+        Its frame is known by id and code, because a reference would keep its arguments alive, and ids are reused.
+        """
+        while (frame := frame.f_back) is not None:
+            if (id(frame), frame.f_code) == self._step:
+                return True
+        return False
+
+    def leave_step(self, frame):
+        """Ends the phase of a step() by its frame, if it began one."""
+        if self._stack and self._stack[-1][0] == OPTIMIZER and self._step == (id(frame), frame.f_code):
+            self.leave()
 
     def leave(self, key=None, exhausted=False):
         """Ends the phase that `enter` began."""
@@ -345,21 +362,17 @@ class Hooks:
 
     def _optimizer(self):
         phases, compiling = self.phases, torch.compiler.is_compiling
-        entered = []  # for each running step(), whether it is a phase
 
         def before(optimizer, args, kwargs):
             if compiling():
                 return
-            if not phases.busy():
-                entered.clear()  # of a step() that raised
             closure = len(args) > 1 or bool(kwargs)
-            entered.append(phases.enter(OPTIMIZER, id(optimizer), closure))
-            if not entered[-1]:
+            if not phases.enter(OPTIMIZER, id(optimizer), sys._getframe(1), closure):
                 phases.steps_within(id(optimizer))
 
         def after(optimizer, args, kwargs):
-            if not compiling() and entered and entered.pop():
-                phases.leave()
+            if not compiling():
+                phases.leave_step(sys._getframe(1))
 
         return before, after
 

@@ -1,6 +1,7 @@
 """Under torch.compile hfnn's plain ops give way to Inductor, without a graph break."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import native
+from hfnn.ops import OPS
 
 CASES = {
     "layer_norm": lambda x: hfnn.functional.layer_norm(x, (64,), prefer="memory"),
@@ -27,6 +29,15 @@ def test_fullgraph(name, dynamic):
     y = compiled(x)
     y.sum().backward()
     torch.testing.assert_close(y, CASES[name](x))
+
+
+def test_the_first_call_of_an_op_may_be_compiled():
+    torch._dynamo.reset()
+    x = torch.randn(8, 64)
+    for op in OPS.values():
+        unused = dataclasses.replace(op)
+        compiled = torch.compile(lambda x, op=unused: (x + 1, op.select(x)), fullgraph=True, backend="eager")
+        assert compiled(x)[1] is None, op.name
 
 
 def test_a_module_compiles_and_runs_eagerly_alike():
@@ -94,3 +105,23 @@ def test_modes_and_options_reach_inductor(mode, options, monkeypatch):
     (patches,) = given
     assert patches.pop("custom_partitioner_fn") is not None
     assert patches == (list_mode_options(mode) if mode else {}) | (options or {})
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "bogus"}, {"options": {"bogus": 1}}, {"options": {"max_autotune": "yes"}}])
+def test_wrong_modes_and_options_are_told_of_as_by_inductor(wrong):
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.compile(model, **wrong)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as ours:
+        torch.compile(model, backend="hfnn", **wrong)(x)
+    assert f"RuntimeError: {theirs.value}" in str(ours.value)
+
+
+def test_a_captured_model_compiles_with_fullgraph():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    captured, x = hfnn.convert(copy.deepcopy(model), capture=True), torch.randn(2, 4)
+    compiled = torch.compile(captured, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(captured(x), model(x))
+    assert sum(vars(captured)["_hfnn_capture"].counts.values()) == 1, "the compiled call is not counted"

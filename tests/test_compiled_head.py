@@ -121,6 +121,27 @@ def test_what_else_is_done_to_logits_leaves_them(calls, between):
     assert not calls
 
 
+@pytest.mark.parametrize(
+    "dtypes, fits",
+    [
+        ((torch.float32, torch.bfloat16, torch.float32), False),
+        ((torch.float64, torch.float32, torch.float64), False),
+        ((torch.bfloat16, torch.float32, torch.bfloat16, torch.float32), True),
+    ],
+)
+def test_casts_in_between_that_round_leave_logits(calls, dtypes, fits):
+    def run(x, weight, labels):
+        logits = nn.functional.linear(x, weight)
+        for dtype in dtypes[1:]:
+            logits = logits.to(dtype)
+        return nn.functional.cross_entropy(logits, labels)
+
+    given = torch.randn(8, 16, dtype=dtypes[0]), torch.randn(37, 16, dtype=dtypes[0]), torch.randint(37, (8,))
+    found, wanted = torch.compile(run, backend="hfnn_eager")(*given), run(*given)
+    assert bool(calls) == fits and found.dtype is wanted.dtype
+    assert fits or torch.equal(found, wanted)
+
+
 def test_what_is_written_to_after_the_product_leaves_logits(calls):
     """The operator would read the new values."""
 

@@ -28,7 +28,7 @@ from hfnn.capture.outputs import Unfit
 from hfnn.capture.pair import HELD, Pair, Pool
 from hfnn.capture.watch import HostDraws, Snapshot, autocast_state, foreign_hooks
 from hfnn.core import kernel
-from hfnn.core.context import context
+from hfnn.core.context import compiling, context
 from hfnn.core.kernel import log
 from hfnn.deferred.logits import Deferred
 from hfnn.memory.peak import tensors as tensors_of
@@ -391,6 +391,8 @@ def _class(plain: type) -> type:
 
         @functools.wraps(plain.forward)
         def forward(self, *args, **kwargs):
+            if compiling():  # Dynamo cannot take the lock of a Capture
+                return plain.forward(self, *args, **kwargs)
             return vars(self)["_hfnn_capture"](self, plain.forward, args, kwargs)
 
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}

@@ -10,10 +10,10 @@ from hfnn.compiled.partition import Partitioner, partition
 
 def hfnn(graph: torch.fx.GraphModule, inputs, mode: str | None = None, options: dict | None = None):
     """For `torch.compile(model, backend="hfnn")`. mode and options: as for the backend "inductor"."""
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": Partitioner()}
+    checked = torch._TorchCompileInductorWrapper(mode, options, dynamic=None).config  # RuntimeError for unknown ones
+    patches = {**checked, "custom_partitioner_fn": Partitioner()}
     return _around(graph, inputs, lambda g, given: compile_fx(g, given, config_patches=patches))
 
 

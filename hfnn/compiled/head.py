@@ -67,7 +67,7 @@ def _replace(graph: fx.Graph, loss: fx.Node) -> dict | None:
     product, output = chain[-1], next(iter(graph.find_nodes(op="output")))
     hidden, weight, bias = _given(product)
     values = [_value(n) for n in (hidden, weight, bias, target, options["weight"])]
-    if not _fits(_value(product), _value(logits), values) or options["reduce"] is not None:
+    if not _fits([_value(n) for n in chain], values) or options["reduce"] is not None:
         return None
     places = {i for i, n in enumerate(output.args[0]) if n is product}
     others = {user for node in chain for user in node.users} - {*chain, loss, output}
@@ -117,10 +117,13 @@ def _value(node):
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
-def _fits(product, logits, values) -> bool:
-    """Whether the operator computes what the graph does."""
+def _fits(chain, values) -> bool:
+    """Whether the operator computes what the graph does. chain: the values of `_chain`."""
     hidden, weight, _, target, class_weight = values
-    if any(v is None for v in (product, logits, hidden, weight, target)):
+    if any(v is None for v in (*chain, hidden, weight, target)):
+        return False
+    logits, product = chain[0], chain[-1]
+    if any(v.dtype not in (product.dtype, logits.dtype) for v in chain):  # a cast in between may round
         return False
     if class_weight is not None and class_weight.dtype is not logits.dtype:  # torch's op raises, or autocast casts both
         return False

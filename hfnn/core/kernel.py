@@ -237,14 +237,19 @@ class Op:
     modules: dict = field(default_factory=dict)  # torch's class -> the room's
     sums: bool = False  # whether its results are sums over rows or columns, for the accuracy rule
     likes: dict = field(default_factory=dict)  # forms in which modules without parameters compute it: name -> options
+    # passes(x, prefer): whether torch's own op runs without further checks. Not a cached property, whose lock (up to
+    # Python 3.11) Dynamo cannot compile.
+    passes: Callable[..., bool] = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def passes(self) -> Callable[[torch.Tensor, str], bool]:
-        """`passes(x, prefer)`: whether torch's own op runs without further checks.
+    def __post_init__(self):
+        object.__setattr__(self, "passes", self._make_passes())
 
-        It runs while Dynamo compiles, because Inductor fuses these ops better, and for small inputs, where host time
-        decides. This is the whole cost of hfnn in a small call. So it is a closure, because an attribute look-up counts
-        here.
+    def _make_passes(self) -> Callable[..., bool]:
+        """`passes`.
+
+        torch's op runs while Dynamo compiles, because Inductor fuses these ops better, and for small inputs, where host
+        time decides. This is the whole cost of hfnn in a small call. So it is a closure, because an attribute look-up
+        counts here.
         """
         floors = self.floors
         lowest = {prefer: min(both) for prefer, both in floors.items()}

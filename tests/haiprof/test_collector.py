@@ -280,6 +280,35 @@ def test_started_by_the_environment_with_workers_and_forks(tmp_path):
     assert not list(tmp_path.glob("*.sock"))
 
 
+PROCESS = """
+import multiprocessing, os, torch
+
+def train(rank, steps):
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "3"
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(4)).sum().backward(); optimizer.step()
+
+if __name__ == "__main__":
+    for rank, before in ((0, 0), (1, 4)):
+        if before:
+            train(2, before)
+        child = multiprocessing.get_context("fork").Process(target=train, args=(rank, 5 + rank))
+        child.start()
+        child.join()
+"""
+
+
+def test_a_forked_process_of_multiprocessing_has_its_steps(tmp_path):
+    """It ends by os._exit, whether its parent has trained before or not."""
+    env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROCESS], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    ends = {run["run"]["rank"]: [end["steps"] for end in run["end"]] for run in record.load(tmp_path)}
+    assert ends == {0: [5], 1: [6], 2: [4]}
+
+
 OFF = """
 import sys, time
 from importlib.metadata import entry_points

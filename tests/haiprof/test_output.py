@@ -174,6 +174,22 @@ def played(seconds, n=10, rank=0, size=1, **more):
     return {"run": head, "stem": "nowhere", "steps": [warm, line], **more}
 
 
+def test_a_run_that_leaves_nothing_does_not_report_an_earlier_one(capfd, profile, tmp_path):
+    for path in profile.glob("*.jsonl"):
+        shutil.copy2(path, tmp_path)
+    assert command.main(["run", "--out", str(tmp_path), "--", sys.executable, "-c", ""]) == 1
+    out, err = capfd.readouterr()
+    assert "left nothing in" in err and not out
+
+
+def test_a_run_that_writes_to_the_folder_of_an_earlier_one_is_reported(capfd, profile, tmp_path):
+    (path,) = profile.glob("*.jsonl")
+    shutil.copy2(path, tmp_path)
+    again = f"import shutil; shutil.copyfile({str(path)!r}, {str(tmp_path / path.name)!r})"
+    assert command.main(["run", "--out", str(tmp_path), "--", sys.executable, "-c", again]) == 0
+    assert "report.html" in capfd.readouterr().out
+
+
 def test_two_runs_side_by_side(capsys, profile):
     a = verdict.judge([played({"data": 0.05, "forward": 0.1, "backward": 0.2})])
     b = verdict.judge([played({"data": 0.01, "forward": 0.1, "backward": 0.19})])
