@@ -119,7 +119,7 @@ HFNN_INLINE T gradient(T dy, T kept, const Options<T>& o) {
     const T bend = 4 * (m.e * m.share) * ((1 + m.e) * m.share);
     return dy * (m.w * m.share + kept * (kept > kMishEnd<T> ? 0 : bend));
   }
-  if constexpr (kKind == kHardswish) return dy * (kept >= 3 ? 1 : kept <= -3 ? 0 : kept * T(1 / 3.0) + T(0.5));
+  if constexpr (kKind == kHardswish) return kept <= -3 ? 0 : dy * (kept >= 3 ? 1 : kept * T(1 / 3.0) + T(0.5));
   if constexpr (kKind == kReluSquared) return kept <= 0 ? 0 : dy * (2 * kept);
   const T e = exp_minus(T(kQuick) * kept), s = 1 / (1 + e), rest = kept > 0 ? e * s : 1 - s;  // without cancellation
   return dy * (s + kept * s * (T(kQuick) * rest));

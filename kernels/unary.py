@@ -167,7 +167,7 @@ def _gradient(dy, kept, a, b, c, limit, KIND: tl.constexpr, CHEAP: tl.constexpr)
         return dy * (w * share + kept * tl.where(kept > 20.0, 0.0, bend))
     elif KIND == HARDSWISH:
         inner = kept * 0.33333333 + 0.5
-        return dy * tl.where(kept >= 3.0, 1.0, tl.where(kept <= -3.0, 0.0, inner))
+        return tl.where(kept <= -3.0, 0.0, dy * tl.where(kept >= 3.0, 1.0, inner))
     elif KIND == RELU_SQUARED:
         return tl.where(kept <= 0, 0.0, dy * (2.0 * kept))
     else:

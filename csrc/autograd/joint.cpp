@@ -51,7 +51,9 @@ struct JointRoom : Room {
   bool may_pass(const variable_list& dys) const {
     if (at::GradMode::is_enabled() || !wanted(0)) return false;
     for (const Tensor& dy : dys)
-      if (!dy.defined() || !dy.unsafeGetTensorImpl()->has_storage() || dy._is_zerotensor() || dy.is_neg()) return false;
+      if (!dy.defined() || !dy.unsafeGetTensorImpl()->has_storage() || dy._is_zerotensor() || dy.is_neg() ||
+          dy._fw_grad(0).defined())
+        return false;
     // If anybody else holds a view or a node, they might ask for its gradient, or add to it in another order than
     // torch.
     for (const auto& [node, edges] : between) {

@@ -1,6 +1,8 @@
 #include "room.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/_fw_primal.h>
+#include <ATen/ops/_make_dual.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -379,18 +381,38 @@ void Room::forget() {
   std::swap(before, shared_);
 }
 
+// Materialises zeros without memory (forward AD, second derivatives) and lazily negated tensors.
+static Tensor in_memory(const Tensor& dy) {
+  const Tensor y = dy._is_zerotensor() ? dy.clone() : dy;
+  return y.is_neg() ? y.resolve_neg() : y;
+}
+
 variable_list Room::apply(variable_list&& dys) {
-  Tensor dy = dys[0];
-  if (!dy.defined()) return variable_list(num_outputs());
-  // Zero tensors without memory (forward AD, second derivatives), and tensors with a lazy negation.
-  if (dy._is_zerotensor()) dy = dy.clone();
-  if (dy.is_neg()) dy = dy.resolve_neg();
+  if (!dys[0].defined()) return variable_list(num_outputs());
+  const Tensor dy = in_memory(dys[0]);
   if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
   for (Kept& input : kept())
     if (input.hooked_) clear_at_the_end();
+  if (dy._fw_grad(0).defined()) return with_tangents(dy);
   if (at::GradMode::is_enabled()) return differentiable(dy);
   at::AutoDispatchBelowADInplaceOrView below;
   return gradients(dy);
+}
+
+variable_list Room::one(const Tensor& dy) {
+  if (at::GradMode::is_enabled()) return differentiable(dy);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return one_of_many(dy);
+}
+
+// Forward AD of backward. Gradients are linear in dy, so their tangents are the gradients of dy's tangent.
+variable_list Room::with_tangents(const Tensor& dy) {
+  Batch batch(kept());
+  variable_list found = one(dy._fw_primal(0));
+  const variable_list tangents = one(in_memory(dy._fw_grad(0)));
+  for (size_t i = 0; i < found.size(); ++i)
+    if (found[i].defined()) found[i] = at::_make_dual(found[i], tangents[i], 0);
+  return found;
 }
 
 void Room::release_variables() {
@@ -452,10 +474,7 @@ variable_list Room::apply_with_saved(const variable_list& dys, torch::dynamo::au
 variable_list Room::batched(const Tensor& dy) {
   pybind11::gil_scoped_acquire gil;
   auto one = py::cpp_function([this](const Tensor& each) {
-    variable_list found = at::GradMode::is_enabled() ? differentiable(each) : [&] {
-      at::AutoDispatchBelowADInplaceOrView below;
-      return one_of_many(each);
-    }();
+    variable_list found = this->one(each);
     py::tuple out(found.size());
     for (size_t i = 0; i < found.size(); ++i) out[i] = found[i].defined() ? py::cast(found[i]) : py::none();
     return out;

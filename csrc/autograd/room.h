@@ -152,7 +152,9 @@ class Room : public Node {
 
  private:
   friend class Kept;
+  variable_list one(const Tensor& dy);
   variable_list batched(const Tensor& dy);
+  variable_list with_tangents(const Tensor& dy);
   void clear_at_the_end();
   void forget();
 

@@ -14,8 +14,8 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 
 def is_plain(x) -> bool:
-    """Whether x is a tensor that rooms accept: no subclass except FakeTensor."""
-    return type(x) in PLAIN
+    """Whether x is a tensor that rooms accept: no subclass except FakeTensor, and not lazily negated."""
+    return type(x) in PLAIN and not x.is_neg()
 
 
 def context(*tensors: torch.Tensor | None) -> str | None:
@@ -33,6 +33,8 @@ def context(*tensors: torch.Tensor | None) -> str | None:
             return f"takes torch.Tensor and torch.nn.Parameter, got {type(x).__name__}"
         if x is not None and _wrapped(x):
             return "takes no tensor that a functorch transform left behind"
+        if x is not None and x.is_neg():  # a view of what a conjugate holds: its memory has the other sign
+            return "takes no lazily negated tensor: resolve_neg() makes one that it takes"
     return None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
 _is_zeros, _is_negated = torch.Tensor._is_zerotensor, torch.Tensor.is_neg
@@ -54,12 +55,29 @@ def _one_by_one(backward, ctx, grads):
             return _of_many(backward, ctx, grads)
         if type(dy) is torch.Tensor and (_is_zeros(dy) or _is_negated(dy)):
             return _one_by_one(backward, ctx, [_in_memory(g) if type(g) is torch.Tensor else g for g in grads])
+    if forward_ad._current_level >= 0:
+        return _with_tangents(backward, ctx, grads)
     return backward(ctx, *grads)
 
 
 def _in_memory(dy):
     """Materialises zeros without memory and lazily negated tensors, for kernels."""
     return dy.clone() if _is_zeros(dy) else dy.resolve_neg()
+
+
+def _with_tangents(backward, ctx, grads):
+    """Forward AD of backward: gradients are linear in dy, so their tangents are the gradients of dy's tangent."""
+    duals = [(None, None) if dy is None else forward_ad.unpack_dual(dy) for dy in grads]
+    if all(tangent is None for _, tangent in duals):
+        return backward(ctx, *grads)
+    tangents = [
+        dy if dy is None else dy.new_zeros(dy.shape) if tangent is None else _in_memory(tangent)
+        for dy, tangent in duals
+    ]
+    context = _Context(ctx)
+    found = [backward(context, *each) for each in ([dy for dy, _ in duals], tangents)]
+    found = [each if isinstance(each, tuple) else (each,) for each in found]
+    return tuple(dx if dx is None else forward_ad.make_dual(dx, tangent) for dx, tangent in zip(*found, strict=True))
 
 
 class _Context:

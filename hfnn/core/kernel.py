@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from hfnn.core import native
-from hfnn.core.context import PLAIN, Tensor, compiling, context, is_plain, mixture
+from hfnn.core.context import PLAIN, Tensor, compiling, context, mixture
 
 log = logging.getLogger("hfnn")
 
@@ -331,7 +331,7 @@ class Op:
         """torch's own op will run: an error if a kernel was requested, a log message otherwise."""
         if _forced is not None:
             raise NoKernel(self.explain(x, cols, out, why))
-        if is_plain(x):
+        if type(x) in PLAIN:
             log_once(self, why or self.explain(x, cols, out), x.dtype)
 
     def explain(self, x, cols: int = 0, out=None, why: str | None = None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfnn.core import native
-from hfnn.core.context import is_plain
+from hfnn.core.context import PLAIN
 from hfnn.memory.peak import tensors
 
 # Used instead of an op, for tensors in no graph that the result leads to.
@@ -143,7 +143,7 @@ def packed(node) -> Iterator[SavedTensor]:
 def set_aside(node, seen: set[int]) -> Iterator[tuple[int, int]]:
     """(storage, bytes) of tensors that a node holds as attributes; those in `seen` are skipped, the others added."""
     for tensor in tensors(getattr(node, "__dict__", None)):
-        if not is_plain(tensor) or tensor.is_meta:  # no memory of its own
+        if type(tensor) not in PLAIN or tensor.is_meta:  # no memory of its own
             continue
         key = storage_of(tensor)
         if key not in seen:

@@ -186,18 +186,28 @@ def rows(x):
 
 
 def unrows(dx_RC, x):
-    """x_RC's gradient in the shape of x."""
+    """x_RC's gradient in the shape of x. torch's is contiguous, whatever x is."""
     if x.dim() <= 2:
         return dx_RC.view(x.shape)
-    return dx_RC.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
+    dx = dx_RC.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
+    return dx.new_empty(x.shape).copy_(dx)
 
 
 def _target(target, x):
-    """Classes as (R,), probabilities as (R, C), in the dtype of x or float32."""
+    """Classes as (R,), probabilities as (R, C), in the dtype of x or in that of the sums."""
     if not target.is_floating_point():
         return target.contiguous().view(-1)
     target_RC = rows(target)
-    return target_RC if target.dtype in (x.dtype, torch.float32) else target_RC.to(statistics_dtype(x))
+    return target_RC if target.dtype is x.dtype else target_RC.to(statistics_dtype(x))
+
+
+def _out_dtype(x, target, weight):
+    """The dtype that torch's op returns: for probabilities, that of their product with logarithms and weights."""
+    dtype = OP.out_dtype(x)
+    if target.is_floating_point():
+        for factor in (target, weight):
+            dtype = dtype if factor is None else torch.promote_types(dtype, factor.dtype)
+    return dtype
 
 
 def _shaped(loss_R, x):
@@ -213,6 +223,8 @@ def _fits(x, target, weight, smoothing, reduction, prefer) -> bool:
         return False
     if target.is_floating_point():
         if target.shape != x.shape or target.requires_grad:
+            return False
+        if target.dtype is torch.float64 and x.dtype is not torch.float64:  # the loss is float64
             return False
     elif target.dtype is not torch.int64 or target.shape != (x.shape[:1] if x.dim() > 1 else ()) + x.shape[2:]:
         return False
@@ -256,13 +268,13 @@ def cross_entropy(
     if kernel is not None and _fits(input, target, weight, label_smoothing, reduction, prefer):
         options = (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale), float(softcap or 0))
         weight = None if weight is None else weight.detach().contiguous()
-        out_dtype = OP.out_dtype(input)
+        out_dtype = _out_dtype(input, target, weight)
         if torch.is_grad_enabled():
             return _CrossEntropy.apply(input, target, weight, options, reduction, out_dtype, kernel)
         return _forward(input, target, weight, options, reduction, out_dtype, kernel)[0]
     if extras:
         options = (ignore_index, label_smoothing, z_loss, logit_scale, softcap)
-        return _formula(target, weight, options, reduction, OP.out_dtype(input))(input)
+        return _formula(target, weight, options, reduction, _out_dtype(input, target, weight))(input)
     return nn.functional.cross_entropy(
         input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )

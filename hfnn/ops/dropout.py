@@ -139,6 +139,7 @@ def _in_python(input, p, prefer):
     kernel = None if _passes(input, prefer) else OP.select(input, prefer=prefer)
     if kernel is None or (input.is_cuda and ambiguous(input)):  # torch's result may be channels last or not
         return None
+    p = float(p)  # torch takes a tensor, too
     seed, offset, pair = philox_seed(input)
     if torch.is_grad_enabled():
         return _Dropout.apply(input, p, seed, offset, pair, kernel, None)

@@ -167,11 +167,11 @@ def _in_python(input, normalized_shape, weight, bias, eps, prefer):
 
 
 def fits(x, normalized_shape, *parameters) -> bool:
-    """Whether the shapes agree; if not, torch's own op raises."""
+    """Whether the shapes agree, and parameters are contiguous; if not, torch's own op runs, or raises."""
     shape = tuple(normalized_shape)
     if not shape or 0 in shape or x.shape[-len(shape) :] != shape:
         return False
-    return all(p is None or p.shape == shape for p in parameters)
+    return all(p is None or (p.shape == shape and p.is_contiguous()) for p in parameters)
 
 
 def fused(x, weight, bias, eps, out, prefer):

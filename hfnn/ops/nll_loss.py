@@ -81,6 +81,17 @@ class _NLLLoss(Function):
         return many(dy, x, target, weight, *ctx.rest, total), *nothing
 
 
+def _fits(x, target) -> bool:
+    """Whether there is an aten function for the dimensions; otherwise torch's own function runs, or raises.
+
+    It also runs without elements: its result and its gradient have other strides.
+    """
+    dims = x.dim()
+    if dims not in (1, 2, 4) or target.dim() != dims - 1 or not x.numel():
+        return False
+    return dims == 1 or target.size(0) == x.size(0)  # aten compares the others, with torch's errors
+
+
 def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
     """`torch.nn.functional.nll_loss`, which does not keep its input for backward.
 
@@ -90,7 +101,7 @@ def nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, r
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     plain = torch.is_grad_enabled() and not compiling() and forced() != "torch" and reduction in _REDUCTIONS
-    if plain and input.dim() in (1, 2, 4) and input.requires_grad and context(input, target, weight) is None:
+    if plain and input.requires_grad and context(input, target, weight) is None and _fits(input, target):
         autocast = autocasting(input)
         x = input.float() if autocast and input.dtype.itemsize < 4 else input
         return _NLLLoss.apply(x, link_before(x), target, weight, _REDUCTIONS[reduction], ignore_index)[0]

@@ -1,5 +1,7 @@
 """Attention for any sizes and layouts."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +29,7 @@ from .attention_cases import (
     run,
 )
 
+F = torch.nn.functional
 names = pytest.mark.parametrize("name", NAMES)
 AROUND = ((1, 1), (1, 127), (127, 1), (127, 129), (129, 127), (129, 129))
 
@@ -275,3 +278,49 @@ def test_more_than_2_31_elements():
         whole = attention(query=q, key=k, value=k, attn_mask=bias, softcap=5.0)
         tail = attention(query=q[:, :, -128:], key=k, value=k, attn_mask=bias[:, :, -128:], softcap=5.0)
     assert torch.equal(whole[:, :, -128:], tail)
+
+
+def call(function, q, k, v, mask, **options):
+    """(the result, the gradients of what requires them)."""
+    o = function(q, k, v, mask, **options)
+    wanted = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
+    return o, *(torch.autograd.grad(o.sum(), wanted) if wanted else ())
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("order", [(-3, -2), (-2, -3)], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("leading", [(), (6,), (2, 6), (2, 2, 6)], ids=str)
+@pytest.mark.parametrize("mask", [None, "boolean", "bias"])
+def test_strides_where_torch_runs_its_math_backend(mask, leading, order, grad):
+    """On the CPU: with dropout, a mask that requires a gradient, or other than four dimensions."""
+    for p, causal, gqa in itertools.product((0.0, 0.3), (False, True), (False, True)):
+        if (causal and mask) or (gqa and not leading) or (len(leading) == 2 and not p and mask != "bias"):
+            continue
+        query = torch.randn(*leading, 32, 24)
+        if leading:
+            query = query.movedim(order[0], order[1]).contiguous().movedim(order[1], order[0])
+        key = query[..., : 2 if gqa else 6, :, :] if leading else query
+        q, k, v = (x.clone().requires_grad_(grad) for x in (query, key, key))
+        if mask is None:
+            pairs = None
+        else:
+            pairs = torch.randn(32, 32).requires_grad_() if mask == "bias" else torch.randn(32, 32) > -1
+        options = {"dropout_p": p, "is_causal": causal, "enable_gqa": gqa}
+        stock = call(F.scaled_dot_product_attention, q, k, v, pairs, **options)
+        with hfnn.use("cpp"):
+            ours = call(hfnn.functional.scaled_dot_product_attention, q, k, v, pairs, **options)
+        assert [x.stride() for x in ours] == [x.stride() for x in stock], options
+
+
+# torch's flash backend on the CPU accepts both.
+@pytest.mark.parametrize("mask, p", [("boolean", 0.5), ("numbers", 0.5), ("bias", 0.0), ("bias", 0.5)])
+def test_a_mask_and_is_causal_exclude_each_other_as_in_torch(mask, p):
+    q = torch.randn(2, 4, 16, 8)
+    pairs = torch.randn(16, 16) > -1 if mask == "boolean" else torch.randn(16, 16).requires_grad_(mask == "bias")
+    for function, options in (
+        (F.scaled_dot_product_attention, {}),
+        (hfnn.functional.scaled_dot_product_attention, {"prefer": "memory"}),
+    ):
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
+            function(q, q, q, pairs, p, True, **options)
+    hfnn.functional.scaled_dot_product_attention(q, q, q, pairs, p, True, window=(3, None))  # an option of ours

@@ -181,7 +181,52 @@ def test_probabilities_that_want_a_gradient_are_torchs():
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_channels_last_needs_no_copy():
+def both(x, target, weight=None, **options):
+    """((loss, gradient), or the error) of stock and of ours."""
+    found = []
+    for fn, more in ((F.cross_entropy, {}), (hfnn.functional.cross_entropy, {"prefer": "memory"})):
+        x = x.detach().requires_grad_()
+        loss = fn(x, target, weight, **options, **more)
+        found.append((loss, torch.autograd.grad(loss.sum(), x)[0]))
+    return found
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_dtype_with_probabilities_of_another_dtype(dtype, low):
+    x = torch.randn(8, 30).to(dtype)
+    halves = {torch.bfloat16, torch.float16}
+    for other, weight in itertools.product((*DTYPES, torch.float64), (None, torch.float32, dtype)):
+        target, weight = torch.randn(8, 30).softmax(-1).to(other), None if weight is None else torch.rand(30).to(weight)
+        coarse = {dtype, other, low, None if weight is None else weight.dtype} & halves
+        for reduction, smoothing in itertools.product(("none", "mean", "sum"), (0.0, 0.1)):
+            with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+                stock, ours = both(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+            for got, want in zip(ours, stock, strict=True):
+                assert got.dtype is want.dtype and got.stride() == want.stride()
+                # torch rounds a smoothed target to its dtype.
+                torch.testing.assert_close(got, want, **({"rtol": 0.03, "atol": 3e-3} if coarse else {}))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided", "of size 1"])
+@pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
+def test_strides_of_the_gradient(layout, soft):
+    shape = (2, 16, 1, 8) if layout == "of size 1" else (2, 16, 6, 8)
+    x, target = example(shape, torch.float32, "cpu", soft)
+    x = x.detach()
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "strided":
+        x = x.transpose(2, 3).contiguous().transpose(2, 3)
+    for logits, classes in ((x, target), (x.flatten(2), target.flatten(2 if soft else 1))):
+        for reduction in ("mean", "none"):
+            stock, ours = both(logits, classes, reduction=reduction)
+            assert ours[0].grad_fn.name().startswith("_CrossEntropy")
+            for got, want in zip(ours, stock, strict=True):
+                assert got.stride() == want.stride(), (layout, soft, reduction, got.dim())
+
+
+def test_channels_last_logits_are_not_copied():
     x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     target = torch.randint(16, (2, 8, 8))
     with hfnn.use("cpp"):

@@ -75,3 +75,12 @@ def test_eval_and_limits(device):
             dropout(x, p)
     y = x.clone()
     assert dropout(y, inplace=True) is y and not torch.equal(x, y)
+
+
+def test_p_may_be_a_tensor():
+    x = torch.ones(64, 64)
+    for function in (torch.nn.functional.dropout, hfnn.functional.dropout):
+        options = {} if function is torch.nn.functional.dropout else {"prefer": "memory"}
+        y = function(x.clone().requires_grad_(), torch.tensor(0.25), True, **options)
+        assert set(y.unique().tolist()) == {0, torch.tensor(1 / 0.75).item()}
+        assert torch.equal(torch.autograd.grad(y.sum(), y.grad_fn.next_functions[0][0].variable)[0], y)

@@ -30,7 +30,7 @@ def test_bits_of_torch(shape, reduction, weighted):
     for _ in range(2):  # a retained graph
         (got,) = torch.autograd.grad(y, x, dy, retain_graph=True)
         torch.testing.assert_close(got, torch.autograd.grad(want, x, dy, retain_graph=True)[0], rtol=0, atol=0)
-    if len(shape) != 3:
+    if len(shape) != 3 and x.numel():
         assert y.grad_fn.name().startswith("_NLLLoss"), "torch's own op ran"
 
 
@@ -52,3 +52,20 @@ def test_module_autocast_and_second_derivative():
     module = hfnn.convert(torch.nn.NLLLoss(weight=torch.rand(7).double(), reduction="sum"))
     assert type(module) is hfnn.NLLLoss
     torch.testing.assert_close(module(x, target), F.nll_loss(x, target, module.weight, reduction="sum"))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (0, 7), (3, 7, 2, 4), (0, 7, 2, 4), (3, 7, 0, 4)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_strides_and_errors_of_torch(shape, reduction):
+    """Also without elements, and for targets of other shapes and dtypes."""
+    sizes = ((), (1,), (5,), (4,), (0,), (5, 1), (3, 2, 4), (3, 4, 2), (0, 2, 4), (3, 0, 4))
+    for size, dtype in itertools.product(sizes, (torch.int64, torch.int32)):
+        found = []
+        for fn in (F.nll_loss, hfnn.functional.nll_loss):
+            x = torch.zeros(shape, requires_grad=True)
+            try:
+                y = fn(x, torch.zeros(size, dtype=dtype), reduction=reduction)
+                found.append((y.stride(), torch.autograd.grad(y.sum(), x)[0].stride()))
+            except (RuntimeError, ValueError, IndexError) as error:
+                found.append((type(error), str(error)))
+        assert found[0] == found[1], (size, dtype)

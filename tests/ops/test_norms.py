@@ -131,3 +131,12 @@ def test_weights_frozen_after_forward(name, device):
         weight.requires_grad_()
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_transposed_weight_is_torchs():
+    x, weight = torch.randn(4, 16, 8, requires_grad=True), torch.randn(8, 16).t().requires_grad_()
+    ours = hfnn.functional.layer_norm(x, (16, 8), weight, prefer="memory")
+    stock = torch.nn.functional.layer_norm(x, (16, 8), weight)
+    assert torch.equal(ours, stock)
+    for got, want in zip(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (ours, stock)), strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride()

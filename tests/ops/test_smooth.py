@@ -210,6 +210,19 @@ def test_slopes_at_kinks(name, kinks, dtype, kernel, device):
 
 @kernels
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("cotangent", [INF, NAN])
+def test_hardswish_passes_nothing_below_its_kink(cotangent, dtype, kernel, device):
+    """Not even an infinity, as in torch."""
+    x = torch.tensor([-INF, -4.0, -3.0, -2.0, 0.0, 2.0, 3.0, 4.0] * 20, dtype=dtype, device=device, requires_grad=True)
+    with hfnn.use(kernel):
+        y = hfnn.functional.hardswish(x)
+    got, want = (torch.autograd.grad(z.sum(), x, z.new_tensor(cotangent))[0] for z in (y, op("hardswish").torch(x)))
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
+    assert not got[x <= -3].any()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_saturated_unit_has_no_gradient(dtype, kernel, device):
     """selu's limit is no 16-bit number: the rounding of y must not give a slope."""
     x = torch.full((40,), -200.0, dtype=dtype, device=device, requires_grad=True)

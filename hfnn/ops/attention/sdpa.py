@@ -47,13 +47,16 @@ _joint = native.call("joint")  # csrc/autograd/joint.cpp: views of one product, 
 
 
 class _Attention(Function):
-    """(o, lse). bias and sinks are separate, because they may require gradients."""
+    """(o, lse). bias and sinks are separate, because they may require gradients. math_dims: `_math_dims`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel):
+    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel, math_dims):
         batch, heads, queries, _ = query.shape
         fresh = query.new_empty if tensors.starts_q is None else query.new_zeros  # rows of no sequence stay 0
-        o = fresh((batch, queries, heads, value.shape[-1])).transpose(1, 2)
+        if math_dims:
+            o = fresh((batch, heads, queries, value.shape[-1]))
+        else:
+            o = fresh((batch, queries, heads, value.shape[-1])).transpose(1, 2)
         statistics = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, queries), -math.inf, dtype=statistics, device=query.device)
         bits, tiles, slopes, bounds, starts_q, starts_k = tensors
@@ -63,7 +66,7 @@ class _Attention(Function):
             *numbers, pair, kernel.queue(query),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors)
-        ctx.numbers, ctx.formula, ctx.kernel = numbers, formula, kernel
+        ctx.numbers, ctx.formula, ctx.kernel, ctx.math_dims = numbers, formula, kernel, math_dims
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -75,7 +78,17 @@ class _Attention(Function):
             grads = _again(ctx.formula, inputs, needs, dout, dlse, ctx.numbers)
         else:
             grads = _gradients(inputs, needs, o, lse, dout, dlse, Tensors(*rest), ctx.numbers, pair, ctx.kernel)
-        return *grads, None, None, None, None, None
+            if ctx.math_dims:
+                grads = _as_of_math(ctx.math_dims, query.shape[1], *grads)
+        return *grads, None, None, None, None, None, None
+
+
+def _as_of_math(dims, heads, dq, dk, dv, dbias, dsinks):
+    """The gradients with the strides that torch's math backend returns."""
+    dq, dk, dv = (x if x is None else x.contiguous() for x in (dq, dk, dv))
+    if dk is not None and dims > 2 and dk.shape[1] == heads:
+        dk = dk.mT.contiguous().mT
+    return dq, dk, dv, dbias, dsinks
 
 
 def _expanded(bias, query, key):
@@ -194,10 +207,13 @@ def scaled_dot_product_attention(
 
 def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str):
     """(o, lse), or None if torch's own op must run or raise."""
+    if ordinary and asked.is_causal and asked.attn_mask is not None:
+        return None
     leading = query.shape[:-3]
     dtype = _dtype(query)
     q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
-    asked = asked._replace(attn_mask=_mask_in_four(asked.attn_mask, leading, q, k))
+    mask, *numbers = (None if x is None else x.resolve_neg() for x in (asked.attn_mask, asked.alibi, asked.sinks))
+    asked = asked._replace(attn_mask=_mask_in_four(mask, leading, q, k), alibi=numbers[0], sinks=numbers[1])
     problem = asked.problem(q, k, v) if query.dim() == key.dim() == value.dim() >= 2 else "of different dimensions"
     if problem is not None:
         if ordinary:
@@ -206,8 +222,14 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str)
     kernel = _select(asked, q, k, v, ordinary, prefer)
     if kernel is None and ordinary and asked.dropout_p != 1:
         return None
-    o, lse = _compute(asked, q, k, v, kernel)
+    o, lse = _compute(asked, q, k, v, kernel, _math_dims(asked, query) if ordinary else 0)
     return o.reshape(*query.shape[:-1], o.shape[-1]), lse.reshape(query.shape[:-1])
+
+
+def _math_dims(asked, query) -> int:
+    """query's dimensions if torch's own op would run its math backend on the CPU, whose strides differ; else 0."""
+    bias = asked.attn_mask is not None and asked.attn_mask.requires_grad
+    return query.dim() if query.is_cpu and (bias or asked.dropout_p > 0 or query.dim() != 4) else 0
 
 
 def _select(asked, query, key, value, ordinary, prefer):
@@ -221,7 +243,7 @@ def _select(asked, query, key, value, ordinary, prefer):
     return OP.select(query, key, value, row=row, out=query.dtype, prefer=prefer if ordinary else "memory")
 
 
-def _compute(asked, query, key, value, kernel):
+def _compute(asked, query, key, value, kernel, math_dims):
     settings = asked.for_reference()
     if kernel is None:
         return reference(query, key, value, asked.attn_mask, sinks=asked.sinks, return_lse=True, **settings)
@@ -238,7 +260,7 @@ def _compute(asked, query, key, value, kernel):
         seed, offset, pair = dropout.philox_seed(query, counters)
         numbers = numbers._replace(threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
     return _Attention.apply(
-        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel
+        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel, math_dims
     )
 
 
