@@ -1,7 +1,8 @@
 """The engine of all patterns: what a proof is, how it is made, and how long it is kept.
 
 A pattern gives a module's clone (probe.py), inputs and a definition. `check` compares the clone's own forward with the
-definition, output and gradients, and checks that it depends only on its input. `Proofs` keeps the result for all
+definition, output and gradients, and checks that it depends only on its input. The inputs cannot have every size and
+every dtype, so a forward is refused that limits values or looks at them (`watched`). `Proofs` keeps the result for all
 modules of the class with the same reads.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
@@ -103,22 +106,27 @@ def check(
     dtype: torch.dtype | None = None,
     off: Callable = lambda given, wanted: error(given, wanted).l2,
     names: tuple[str, ...] = ("the input",),
+    limits: bool = False,
 ) -> None:
     """Raises Differs if a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
 
     Output and gradients of the inputs (`names`) and all parameters may differ from those of the definition in float64
     by at most `within`, measured by `off`; the default is `bound` of the first input's dtype. wide=False: the
     definition is computed in the clone's dtypes. dtype: of the output, if it matters. setting: a description of the
-    case.
+    case. limits: whether the forward may limit values, because the definition does and the inputs are large enough.
+    Raises Refusal for what `watched` refuses, and for a forward that writes to its input.
     """
     own, parts, within = type(clone).forward, nn.Module(), bound(inputs[0].dtype) if within is None else within
     parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
     copied = copy.deepcopy(parts).double() if wide else parts
     y, *grads = _run(own, clone, inputs)
     want, *wanted = _run(definition, copied, [_widened(x) for x in inputs] if wide else inputs)
+    versions = [x._version for x in inputs]
     with torch.no_grad():
         torch.default_generator.manual_seed(0)
         again, empty = own(clone, *inputs), own(clone, *(x[:0] for x in inputs))
+    if versions != [x._version for x in inputs]:
+        raise Differs("its forward writes to its input")
     if probe.changes(clone):
         raise Differs("its forward changes attributes of the module")
     if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, y[:0].shape):
@@ -131,16 +139,80 @@ def check(
         distance = float("inf") if given is None else off(given, exact)
         if not distance <= within:
             raise Differs(f"{name} off by {distance:.1e} in L2 norm ({setting})")
+    watched(own, clone, *_leaves(inputs), limits=limits)
+    with torch.no_grad():
+        watched(own, clone, *inputs, limits=limits)
+
+
+# Operations whose result is their argument's value or a bound, by their names without a trailing "_".
+_LIMITS = frozenset((
+    "clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink",
+    "minimum", "maximum", "fmin", "fmax", "min", "max", "amin", "amax", "aminmax", "nan_to_num", "where", "masked_fill",
+))  # fmt: skip
+_READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr))
+
+
+class _Limits(TorchDispatchMode):
+    """Raises Refusal for operations that limit floats, or whose results are not floats: tests, indices, numbers."""
+
+    def __init__(self, limits):
+        super().__init__()
+        self.limits = limits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if any(map(_is_float, _each((*args, *kwargs.values())))):
+            name = func._schema.name.removeprefix("aten::").removesuffix("_")
+            if name in _LIMITS and not self.limits:
+                raise Refusal(f"its forward calls {name}, which the sizes of the probe's values may not show")
+            if name != "native_dropout" and not all(map(_is_float, _each([found]))):
+                raise Refusal(f"its forward looks at values ({name.removeprefix('_')})")
+        return found
+
+
+class _Numbers(TorchFunctionMode):
+    """Raises Refusal for calls that copy a tensor's values past the dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _READS:
+            raise Refusal(f"its forward looks at values ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+def watched(function: Callable, *args, limits: bool = False):
+    """function(*args); raises Refusal if it limits floating-point values (unless `limits`) or depends on tests of
+    them: then it may be another function for larger values, or for NaN.
+    """
+    with _Numbers(), _Limits(limits):
+        return function(*args)
+
+
+def _each(values):
+    """The values, and those of lists and tuples among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _each(value)
+        elif value is not None:
+            yield value
+
+
+def _is_float(x) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _widened(x):
     return x.double() if x.is_floating_point() else x
 
 
+def _leaves(inputs):
+    return [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+
+
 def _run(function, module, inputs):
     """(output, gradients of the floating inputs and of all parameters)"""
     torch.default_generator.manual_seed(0)  # only the CPU's: torch.manual_seed would also seed all GPUs
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    leaves = _leaves(inputs)
     y = function(module, *leaves)
     if not isinstance(y, torch.Tensor):
         raise Differs(f"its forward returns a {type(y).__name__}")
