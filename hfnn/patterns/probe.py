@@ -123,7 +123,7 @@ class Notes:
                 self.attributes[name] = _of_note(own[name], name)
                 if isinstance(own[name], CONTAINERS):
                     self.paths[name,] = self.attributes[name]
-        elif not any(name in part for part in (module._parameters, module._buffers, module._modules)):
+        elif all(part.get(name) is None for part in (module._parameters, module._buffers, module._modules)):
             where = next((base for base in self.cls.__mro__ if name in vars(base)), None)
             if where is None or not where.__module__.startswith(("torch.", "builtins")):
                 self.attributes[name] = frozen(ABSENT)

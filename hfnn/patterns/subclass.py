@@ -91,6 +91,22 @@ class Proved(Converted):
             lapse(self, f"its attribute {name} was deleted")
         super().__delattr__(name)
 
+    def add_module(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().add_module(name, *args, **kwargs)
+
+    def register_parameter(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().register_parameter(name, *args, **kwargs)
+
+    def register_buffer(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().register_buffer(name, *args, **kwargs)
+
+    def _hfnn_registers(self, name):
+        if name in self._hfnn_reads:
+            lapse(self, f"{name} was registered")
+
 
 def _again(original, room, like, *args):
     cls = make_subclass(original, room, like)
