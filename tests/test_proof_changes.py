@@ -1,6 +1,11 @@
 """What a proof does not read of its module: subclasses of parts, parts added later, names of the forward's file."""
 
 import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +14,7 @@ from torch import nn
 import hfnn
 from hfnn.patterns.subclass import is_converted
 
-from .test_proof_limits import INNER, WIDTH, Norm, check_same
+from .test_proof_limits import INNER, WIDTH, Gated, Norm, check_same
 
 
 class SwishBeta(nn.SiLU):
@@ -140,3 +145,203 @@ def test_parameters_and_buffers_that_come_later(name, register):
     for module in (stock, ours):
         getattr(module, register)(name, nn.Parameter(torch.full((WIDTH,), 2.0)))
     check_same(stock, ours, torch.randn(6, WIDTH))
+
+
+SCALE, SEEN, FLAGS, TUPLE, COUNT = 1.0, [], {"on": False}, (1.0, [2.0]), 0
+SETTINGS = ModuleType("settings")
+SETTINGS.scale = 1.0
+
+
+class Globals:
+    scale = 1.0
+
+
+def half(x):
+    return x * SCALE * 0.5
+
+
+def of_scale(x):
+    return x * SCALE
+
+
+def of_helper(x):
+    return half(x) * 2
+
+
+def of_class(x):
+    return x * Globals.scale
+
+
+def of_module(x):
+    return x * SETTINGS.scale
+
+
+def of_later(x):
+    return x * LATER if "LATER" in globals() else x  # noqa: F821
+
+
+def of_list(x):
+    SEEN.append(1)
+    return x
+
+
+def of_flag(x):
+    return x * 2 if FLAGS["on"] else x
+
+
+def of_tuple(x):
+    return x * TUPLE[0]
+
+
+def counts(x):
+    global COUNT
+    COUNT += 1
+    return x
+
+
+def counts_of_class(x):
+    Globals.count = 1
+    return x
+
+
+def enclosed():
+    scale = 1.0
+
+    def of_enclosed(x):
+        return x * scale
+
+    def assign(value):
+        nonlocal scale
+        scale = value
+
+    return of_enclosed, assign
+
+
+of_enclosed, assign = enclosed()
+# function of a forward -> (whether its module is proved, what changes later)
+OUTSIDE = {
+    of_scale: (True, lambda patch: patch.setitem(globals(), "SCALE", 2.0)),
+    of_helper: (True, lambda patch: patch.setitem(globals(), "half", lambda x: x * 0)),
+    half: (False, lambda patch: None),
+    of_class: (True, lambda patch: patch.setattr(Globals, "scale", 2.0)),
+    of_module: (True, lambda patch: patch.setattr(SETTINGS, "scale", 2.0)),
+    of_later: (True, lambda patch: patch.setitem(globals(), "LATER", 2.0)),
+    of_enclosed: (True, lambda patch: assign(2.0)),
+    of_list: (False, lambda patch: None),
+    of_flag: (False, lambda patch: patch.setitem(FLAGS, "on", True)),
+    of_tuple: (False, lambda patch: None),
+    counts: (False, lambda patch: None),
+    counts_of_class: (False, lambda patch: None),
+}
+
+
+class Hooked(nn.Module):
+    """Calls a function of the file; in a class of its own for each."""
+
+    def __init_subclass__(cls, function, base):
+        own = base.forward
+
+        def forward(self, x):
+            return function(own(self, x))
+
+        cls.forward = forward
+
+
+def hooked(function, base):
+    return type(base)("Norm", (Hooked, base), {}, function=function, base=base)
+
+
+@pytest.mark.parametrize("base", [Norm, Gated], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("function", OUTSIDE, ids=lambda f: f.__name__)
+def test_names_outside_of_the_module(function, base, monkeypatch):
+    torch.manual_seed(0)
+    proved, change = OUTSIDE[function]
+    stock = hooked(function, base)()
+    ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
+    assert (
+        getattr(type(ours), "_hfnn_like", None) is not None and "inside" not in str(type(ours)._hfnn_like)
+    ) == proved
+    x = torch.randn(6, WIDTH)
+    with monkeypatch.context() as patch:
+        for _ in range(2):
+            SEEN.clear()
+            check_same(stock, ours, x)
+            assert len(SEEN) in (0, 2)
+            change(patch)
+        check_same(stock, hfnn.convert(copy.deepcopy(stock), prefer="memory"), x)
+        check_same(stock, hfnn.convert(ours, prefer="memory"), x)
+    assign(1.0)
+
+
+class Scheduled:
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self):
+        return self.scale
+
+
+class ByDefault:
+    scale = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+
+
+HELD = {
+    "callable": (Scheduled, lambda held: held(), lambda held: setattr(held, "scale", 2.0)),
+    "a default of its class": (ByDefault, lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
+    "slots": (Slots, lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
+    "array": (lambda: bytearray(b"1"), lambda held: float(held), lambda held: held.__setitem__(0, ord("2"))),
+    "list": (lambda: [Scheduled()], lambda held: held[0].scale, lambda held: setattr(held[0], "scale", 2.0)),
+    "dict": (lambda: {"a": Scheduled()}, lambda held: held["a"]() * 1, lambda held: setattr(held["a"], "scale", 2.0)),
+    "method": (lambda: Scheduled().__call__, lambda held: held(), lambda held: setattr(held.__self__, "scale", 2.0)),
+}
+
+
+class HoldingNorm(Norm):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.held = kind, HELD[kind][0]()
+
+    def forward(self, x):
+        return super().forward(x) * self.read(self.held)
+
+    def read(self, held):
+        if self.kind in ("callable", "method"):
+            return held()
+        if self.kind == "array":
+            return float(held)
+        return (held[0] if self.kind == "list" else held["a"] if self.kind == "dict" else held).scale
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_values_that_change_in_place(kind):
+    torch.manual_seed(0)
+    stock = HoldingNorm(kind)
+    ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
+    assert is_converted(ours) == (kind in ("callable", "a default of its class"))
+    x = torch.randn(6, WIDTH)
+    check_same(stock, ours, x)
+    for module in (stock, ours):
+        HELD[kind][2](module.held)
+    check_same(stock, ours, x)
+
+
+class ScaledNorm(Norm):
+    def forward(self, x):
+        return super().forward(x) * SCALE
+
+
+def test_a_module_that_reads_globals_is_copied_pickled_and_collected():
+    ours = hfnn.convert(ScaledNorm(), prefer="memory")
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(other) is type(ours)
+    cls = hooked(of_enclosed, Norm)
+    module, gone = hfnn.convert(cls(), prefer="memory"), weakref.ref(cls)
+    assert is_converted(module)
+    del cls, module
+    gc.collect()
+    assert gone() is None

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
 from hfnn.patterns import probe
+from hfnn.patterns.names import outside
 from hfnn.patterns.probe import NOTHING, Reads, Refusal, of_class
 from hfnn.testing import error
 
@@ -64,8 +65,9 @@ class Proofs:
         An exception becomes a refusal whose reason begins with `but`.
         """
         cls = type(module)
-        for known, reads, methods, found in self._known.get(cls, ()):
-            if known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods):
+        for known, reads, methods, names, found in self._known.get(cls, ()):
+            same = known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods)
+            if same and (not names or _have(cls, reads.methods, names)):
                 return found
         notes = probe.Notes(module)
         with seclusion():
@@ -73,10 +75,16 @@ class Proofs:
                 found = prove(notes)
             except Exception as why:  # this runs the author's code: whatever it raises is a reason
                 found = Refusal(but + reason(why))
-        reads = notes.reads()
+        reads, names = notes.reads(), []
+        if isinstance(found, Match):
+            try:
+                names = [(name, _same(value)) for _, name, value in outside(cls, reads.methods)]
+                reads = replace(reads, names=tuple(name for name, _ in names))
+            except Refusal as why:
+                found = Refusal(but + str(why))
         methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
         found = replace(found, reads=reads) if isinstance(found, Match) else found
-        self._known.setdefault(cls, []).append((key, reads, methods, found))
+        self._known.setdefault(cls, []).append((key, reads, methods, names, found))
         return found
 
 
@@ -84,12 +92,23 @@ def reason(why: Exception) -> str:
     return str(why) if isinstance(why, Refusal) else f"its forward raises on the probe: {why}"
 
 
+def _have(cls, methods, names) -> bool:
+    """Whether the names that a class's code reads have the values of the proof."""
+    try:
+        read = outside(cls, methods)
+    except Refusal:
+        return False
+    return [name for _, name, _ in read] == [name for name, _ in names] and all(
+        same(value) for (_, _, value), (_, same) in zip(read, names, strict=True)
+    )
+
+
 def _same(value) -> Callable:
-    """Whether it is this value. A function is held weakly, because it holds its class."""
+    """Whether it is this value. Functions and classes are held weakly, because they hold the module's class."""
     if isinstance(value, property):
         same = _same(value.fget)
         return lambda other: isinstance(other, property) and same(other.fget)
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, (types.FunctionType, type)):
         held = weakref.ref(value)
         return lambda other: other is held()
     return lambda other: other is value
