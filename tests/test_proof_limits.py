@@ -3,8 +3,11 @@
 Modules with such code run it, converted or not.
 """
 
+import abc
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -264,3 +267,85 @@ def test_limits_of_experts_and_of_a_network_of_transformers():
             nn.init.normal_(p, std=0.1)
         ours = hfnn.convert(copy.deepcopy(module), prefer="memory")
         torch.testing.assert_close(ours(*inputs), module(*inputs), rtol=1e-4, atol=1e-2)
+
+
+class DropsAtRandom(Gated):
+    def forward(self, x):
+        if self.training and self.draw() < 0.5:
+            return x * 0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.random, lambda: torch.rand(()).item()])
+def test_convert_draws_nothing_and_a_forward_that_draws_is_left_alone(draw):
+    stock = type("Drops", (DropsAtRandom,), {"draw": lambda self: draw()})()
+    ours = copy.deepcopy(stock)
+
+    def drawn():
+        return random.random(), numpy.random.random(), torch.rand(()).item()
+
+    def seed():
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+
+    seed()
+    wanted = drawn()
+    seed()
+    hfnn.convert(ours, prefer="memory")
+    assert drawn() == wanted
+    x, dropped = torch.randn(6, WIDTH), []
+    for module in (stock, ours):
+        seed()
+        dropped.append([bool((module(x) == 0).all()) for _ in range(20)])
+    assert dropped[0] == dropped[1] and any(dropped[0])
+
+
+CLASSES = {}
+
+
+class Once(type):
+    """Refuses a second class of a name."""
+
+    def __new__(cls, name, bases, members):
+        made = super().__new__(cls, name, bases, members)
+        if CLASSES.setdefault(name, made) is not made:
+            raise ValueError(f"{name} is there already")
+        return made
+
+
+class Last(abc.ABCMeta):
+    """Registers the last class of a name."""
+
+    def __init__(cls, name, bases, members):
+        super().__init__(name, bases, members)
+        CLASSES[name] = cls
+
+
+class Refusing(nn.LayerNorm):
+    def __init_subclass__(cls):
+        raise RuntimeError("final")
+
+
+class OnceNorm(nn.LayerNorm, metaclass=Once):
+    pass
+
+
+class LastNorm(nn.LayerNorm, metaclass=Last):
+    pass
+
+
+class OnceRMSNorm(Norm, metaclass=Once):
+    pass
+
+
+class LastGated(Gated, metaclass=Last):
+    pass
+
+
+@pytest.mark.parametrize("cls", [OnceNorm, LastNorm, OnceRMSNorm, LastGated, Refusing], ids=lambda cls: cls.__name__)
+def test_a_metaclass_of_the_author_does_not_see_our_classes(cls):
+    known = dict(CLASSES)
+    stock = cls(WIDTH) if issubclass(cls, nn.LayerNorm) else cls()
+    ours = hfnn.convert(nn.Sequential(copy.deepcopy(stock), nn.Linear(WIDTH, WIDTH)), prefer="memory")
+    assert is_converted(ours[0]) and is_converted(ours[1]) and known == CLASSES
+    assert type(type(ours[0])) is type(cls) and isinstance(ours[0], cls) and not isinstance(stock, type(ours[0]))
+    check_same(stock, ours[0], torch.randn(6, WIDTH))

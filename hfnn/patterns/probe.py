@@ -180,6 +180,13 @@ class _Watched:
         return get(self, name)
 
 
+def new_class(cls: type, name: str, bases: tuple, members: dict) -> type:
+    """A class with the metaclass of `cls`, whose own code does not run: it may register classes, or refuse them."""
+    meta = type(cls)
+    known = next(base for base in meta.__mro__ if base.__module__ in ("builtins", "abc", "typing"))
+    return known.__new__(meta, name, bases, members)
+
+
 # By the id of the class that each derives from.
 _watched_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
@@ -194,10 +201,10 @@ def _watched(cls: type, state: dict, note: Callable):
         if made is None:
             in_python = isinstance(cls.__getattribute__, types.FunctionType)
             bases = (_NoHook, cls, _Watched) if in_python else (_NoHook, _Watched, cls)
-            made = type(cls)(cls.__name__, bases, {"__module__": cls.__module__})
+            made = new_class(cls, cls.__name__, bases, {"__module__": cls.__module__})
             _watched_classes[id(cls)] = made
         found = made.__new__(made) if issubclass(cls, types.SimpleNamespace) else object.__new__(made)
-    except TypeError as error:
+    except Exception as error:  # this runs the author's code
         raise Refusal(f"{cls.__name__} cannot be derived from: {error}") from None
     vars(found).update({**state, _NOTES: note})
     return found

@@ -9,6 +9,8 @@ modules of the class with the same reads.
 import contextlib
 import copy
 import inspect
+import random
+import sys
 import types
 import warnings
 import weakref
@@ -72,7 +74,8 @@ class Proofs:
         notes = probe.Notes(module)
         with seclusion():
             try:
-                found = prove(notes)
+                with _other_generators():
+                    found = prove(notes)
             except Exception as why:  # this runs the author's code: whatever it raises is a reason
                 found = Refusal(but + reason(why))
         reads, names = notes.reads(), []
@@ -249,6 +252,24 @@ def arguments(cls: type) -> int | None:
         return None
     needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return None if any(p.kind is p.KEYWORD_ONLY for p in needed) else len(needed)
+
+
+@contextlib.contextmanager
+def _other_generators():
+    """Restores the generators of Python and of numpy; raises Refusal if something drew from them."""
+    numpy = sys.modules.get("numpy")
+    before, of_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    seen = repr(of_numpy)
+    try:
+        yield
+    finally:
+        moved = random.getstate() != before
+        random.setstate(before)
+        if numpy is not None:
+            moved = moved or repr(numpy.random.get_state(legacy=False)) != seen
+            numpy.random.set_state(of_numpy)
+        if moved:
+            raise Refusal("its forward draws random numbers from Python or numpy")
 
 
 @contextlib.contextmanager

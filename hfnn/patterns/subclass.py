@@ -19,7 +19,7 @@ from hfnn import ops
 from hfnn.core.context import compiling
 from hfnn.core.kernel import log
 from hfnn.patterns.names import outside
-from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
+from hfnn.patterns.probe import ABSENT, NOTHING, frozen, new_class, of_class
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op, from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
@@ -123,8 +123,8 @@ def make_subclass(original: type, room: type, like=None) -> type:
     """The subclass of `original` whose forward is that of `room`. It keeps the name, for code that identifies classes
     by name.
 
-    `like` tells where the room finds its numbers in a module of this class (hfnn/patterns), if needed. Raises TypeError
-    if the class cannot be subclassed.
+    `like` tells where the room finds its numbers in a module of this class (hfnn/patterns), if needed. Raises what
+    subclassing the class raises.
     """
     reads = getattr(like, "reads", NOTHING)
     own = (name for name in COMPUTE if hasattr(original, name) and name not in reads.methods)
@@ -147,7 +147,7 @@ def make_subclass(original: type, room: type, like=None) -> type:
         "_hfnn_dtypes": {},  # cache of hfnn/patterns/lookalike.py
     }
     base = Proved if reads.attributes else Converted
-    made = _made[key] = type(original)(original.__name__, (base, room, original), members)
+    made = _made[key] = new_class(original, original.__name__, (base, room, original), members)
     return made
 
 
