@@ -41,6 +41,7 @@ PRODUCTS = {
 # Activations that lookalike.py has proved: (op, form) -> f.
 FORMS = {("silu", ""): "silu", ("gelu", "erf form"): "gelu", ("gelu", "tanh form"): "gelu_tanh"}
 TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
+_EXACT = {ROOMS[torch_class]: torch_class for torch_class in TORCH}
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,14 @@ def function_of(part) -> str | None:
     """Which of GATES a module is, by its class: torch's, one that inherits from it how it is called, or one proved by
     lookalike.py and swapped by `convert`."""
     cls = type(part)
+    base = _EXACT.get(cls) or _base(part, cls)
+    if base is None or isinstance(base, str):
+        return base
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(part.approximate) if base is nn.GELU else TORCH[base]
+
+
+def _base(part, cls) -> type | str | None:
+    """The class of TORCH that another class is called like, or the activation that was proved."""
     if cls.__call__ is not nn.Module.__call__:
         return None
     like = getattr(cls, "_hfnn_like", None)
@@ -246,9 +255,7 @@ def function_of(part) -> str | None:
         return _form(like) if part._hfnn_holds() else None
     cls = original(cls) or cls
     base = next((base for base in cls.__mro__ if base in TORCH), None)
-    if base is None or cls.forward not in (FORWARDS[base][0], ROOMS[base].forward):
-        return None
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(part.approximate) if base is nn.GELU else TORCH[base]
+    return base if base is not None and cls.forward in (FORWARDS[base][0], ROOMS[base].forward) else None
 
 
 def likeness(part) -> str | None:

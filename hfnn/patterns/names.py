@@ -19,6 +19,7 @@ from hfnn.patterns.probe import ABSENT, VALUES, Refusal, of_class
 
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, torch.jit.ScriptFunction)
 _FIXED = (*VALUES, *_FUNCTIONS, types.FunctionType, types.ModuleType, range, slice, frozenset)
+_REGISTRIES = "transformers.activations"  # file of the classes of tables that are filled once
 _ASSIGN, _ASSIGN_ENCLOSING = ("STORE_GLOBAL", "DELETE_GLOBAL"), ("STORE_DEREF", "DELETE_DEREF")
 _NOT_FOLLOWED = "torch", "hfnn", "math", "numpy"
 
@@ -111,7 +112,11 @@ def _check(value, name: str) -> None:
         parts = value
     elif isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, _FIXED) or isinstance(getattr(value, "__wrapped__", None), Callable):
+    elif (
+        isinstance(value, _FIXED)
+        or isinstance(getattr(value, "__wrapped__", None), Callable)
+        or type(value).__module__ == _REGISTRIES
+    ):
         return
     else:
         raise Refusal(f"its forward reads {name}, a {type(value).__name__} outside of the module, which may change")
