@@ -221,7 +221,7 @@ def examine(site: Site) -> Verdict:
     if placed is not None:
         cls, room = placed
         why = _obstacle(site, room)
-        return Verdict(make_subclass(cls, room, None)) if why is None else Verdict(None, why)
+        return Verdict(None, why) if why is not None else _subclass(cls, room, None)
     if is_converted(module):
         return Verdict(None, "converted already")
     base, room = _room(cls)
@@ -238,9 +238,13 @@ def examine(site: Site) -> Verdict:
         return Verdict(None, why)
     if cls in ROOMS:
         return Verdict(room)
+    return _subclass(cls, room, like)
+
+
+def _subclass(cls: type, room: type, like: Match | None) -> Verdict:
     try:
         return Verdict(make_subclass(cls, room, like))
-    except TypeError as error:
+    except Exception as error:  # this runs the author's code
         return Verdict(None, f"its class cannot be derived from: {error}")
 
 

@@ -9,7 +9,7 @@ module's `_apply_gate`, which is replaced by ours if it is the standard one. "ea
 gated product is not kept.
 
 Recognised by these names, then proved: on a small instance, both `_apply_gate` and the loop are compared with the
-formula, in float64 and in bfloat16, output and gradients.
+formula, in float64 and in both 16-bit formats, output and gradients.
 """
 
 import functools
@@ -28,7 +28,7 @@ from hfnn.ops.linear import linear
 from hfnn.patterns import probe
 from hfnn.patterns.feed_forward import PRODUCTS, function_of, likeness
 from hfnn.patterns.probe import Refusal
-from hfnn.patterns.proof import Match, Proofs, bound, check
+from hfnn.patterns.proof import Match, Proofs, bound, check, watched
 from hfnn.testing import error
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP = 4, 16, 24, 12, 2
@@ -195,20 +195,20 @@ def _kind(module) -> str | None:
 
 
 def _prove(module, notes, f) -> Experts:
-    for dtype in (torch.float64, torch.bfloat16):
-        clone, x, index, weight = _small(module, notes, dtype)
+    for dtype, factor in ((torch.float64, 1.0), (torch.bfloat16, 1.0), (torch.float64, 1e3), (torch.float16, 1.0)):
+        clone, x, index, weight = _small(module, notes, dtype, factor)
         setting = f"against the formula, {dtype}"
         formula = functools.partial(_formula, f)
         check(clone, (x, index, weight), formula, setting, names=("the input", "the weights"))
         packed = torch.cat([x, x * 0.5, x + 1], 1)
         gate, up = packed.double().chunk(2, -1)
-        off = error(type(clone)._apply_gate(clone, packed), GATES[f].reference(gate) * up).l2
+        off = error(watched(type(clone)._apply_gate, clone, packed), GATES[f].reference(gate) * up).l2
         if not off <= bound(dtype):
             raise Refusal(f"its product is off by {off:.1e} in L2 norm ({dtype})")
     return Experts(f)
 
 
-def _small(module, notes, dtype):
+def _small(module, notes, dtype, factor):
     """(an instance with few and small experts, and its arguments)"""
     generator = torch.Generator("cpu").manual_seed(3)
 
@@ -227,7 +227,7 @@ def _small(module, notes, dtype):
     clone = probe.clone(module, notes, module.training, parameters, parts, changed)
     # One expert without tokens.
     index = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(1)[:, :TOP]
-    return clone, draw(TOKENS, HIDDEN), index, draw(TOKENS, TOP)
+    return clone, draw(TOKENS, HIDDEN, scale=factor), index, draw(TOKENS, TOP)
 
 
 def _formula(f, module, x_TH, index_TK, weight_TK):

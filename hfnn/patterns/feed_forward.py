@@ -14,7 +14,7 @@ needs no new forward, except for relu followed by a dropout. `settings` are the 
 parts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from hfnn.ops.mlp import MLP, GatedMLP
 from hfnn.patterns import lookalike, traced
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import EXACT, Differs, Match, Proofs, arguments, reason
+from hfnn.patterns.subclass import FORWARDS, ROOMS, original
 from hfnn.patterns.traced import Activation, Map, Other
 
 # f -> the op named in the report.
@@ -40,13 +41,15 @@ PRODUCTS = {
 # Activations that lookalike.py has proved: (op, form) -> f.
 FORMS = {("silu", ""): "silu", ("gelu", "erf form"): "gelu", ("gelu", "tanh form"): "gelu_tanh"}
 TORCH = {nn.SiLU: "silu", nn.GELU: "gelu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
+_EXACT = {ROOMS[torch_class]: torch_class for torch_class in TORCH}
 
 
 @dataclass(frozen=True)
 class FeedForward(Match):
     """How a module computes. f: of GATES; gated: f(gate) * up, else only f; first: the maps of x, (gate, up),
     (gate_up,) if packed, or (fc1,); down: the last map, or None; act: the activation's module, or None if the module's
-    own code computes it; middle, last: modules called on the input and on the output of the last map.
+    own code computes it; middle, last: modules called on the input and on the output of the last map; names: of all
+    parts, in their order.
     """
 
     f: str
@@ -57,6 +60,7 @@ class FeedForward(Match):
     middle: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     gate_first: bool = True
+    names: tuple[str, ...] = ()
 
     @property
     def mixin(self):
@@ -112,8 +116,10 @@ class ReluDropout:
 
     def forward(self, *args, **kwargs):
         like, parts = self._hfnn_like, self._modules
+        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like):
+            return super().forward(*args, **kwargs)
         drop = parts[like.middle[0]]
-        if len(args) != 1 or kwargs or not is_plain(args[0]) or not _open(self, like) or not is_bare(drop):
+        if not is_bare(drop):
             return super().forward(*args, **kwargs)
         y = relu_dropout.relu_dropout(parts[like.first[0]](args[0]), drop.p, drop.training, prefer=self.prefer)
         y = parts[like.down](y)
@@ -123,11 +129,12 @@ class ReluDropout:
 
 
 def _open(module, like) -> bool:
-    """Whether the activation may be computed without its module, and the class's own code need not change dtypes."""
+    """Whether the parts are those of the proof, the activation may be computed without its module, and the class's own
+    code need not change dtypes."""
     parts = module._modules
-    if compiling() or (
-        like.act is not None and (not is_bare(parts[like.act]) or function_of(parts[like.act]) != like.f)
-    ):
+    if compiling() or tuple(parts) != like.names or None in parts.values():
+        return False
+    if like.act is not None and (not is_bare(parts[like.act]) or function_of(parts[like.act]) != like.f):
         return False
     if like.down is None:
         return True
@@ -172,6 +179,8 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
     like = getattr(type(module), "_hfnn_like", None)
     like = like if isinstance(like, FeedForward) else read(module)
     parts = module._modules
+    if isinstance(like, FeedForward) and tuple(parts) != like.names:  # changed after it was converted
+        return {}
     if not isinstance(like, FeedForward):
         return {part: {"keep": "output"} for part in parts.values() if isinstance(part, nn.ReLU) and _has_pair(parts)}
     if like.gated or (like.f != "relu" and like.act is not None):
@@ -228,20 +237,30 @@ def _kind(part) -> Activation | Other | None:
 
 
 def function_of(part) -> str | None:
-    """Which of GATES a module is, by its class: torch's, or one proved by lookalike.py and swapped by `convert`."""
-    like = getattr(type(part), "_hfnn_like", None)
+    """Which of GATES a module is, by its class: torch's, one that inherits from it how it is called, or one proved by
+    lookalike.py and swapped by `convert`."""
+    cls = type(part)
+    base = _EXACT.get(cls) or _base(part, cls)
+    if base is None or isinstance(base, str):
+        return base
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(part.approximate) if base is nn.GELU else TORCH[base]
+
+
+def _base(part, cls) -> type | str | None:
+    """The class of TORCH that another class is called like, or the activation that was proved."""
+    if cls.__call__ is not nn.Module.__call__:
+        return None
+    like = getattr(cls, "_hfnn_like", None)
     if like is not None:
         return _form(like) if part._hfnn_holds() else None
-    for cls in type(part).__mro__:
-        if cls in TORCH:
-            form = TORCH[cls]
-            return {"none": "gelu", "tanh": "gelu_tanh"}.get(part.approximate) if cls is nn.GELU else form
-    return None
+    cls = original(cls) or cls
+    base = next((base for base in cls.__mro__ if base in TORCH), None)
+    return base if base is not None and cls.forward in (FORWARDS[base][0], ROOMS[base].forward) else None
 
 
 def likeness(part) -> str | None:
     """Which of GATES a module implements itself, before `convert` swaps it."""
-    return _form(lookalike.recognise(part))
+    return _form(lookalike.recognise(part)) if type(part).__call__ is nn.Module.__call__ else None
 
 
 def _form(like) -> str | None:
@@ -257,7 +276,7 @@ def _prove(module, notes, kinds) -> FeedForward | None:
         for like in _readings(module, notes, kinds):
             try:
                 traced.check_all(module, notes, kinds, lambda parts, x, like=like: like.compute(parts, x, like.exact))
-                return like
+                return replace(like, names=tuple(kinds))
             except Differs as difference:
                 why = difference
     except Exception as error:

@@ -1,8 +1,8 @@
 """Linear maps written out by an author: FalconLinear's `x @ weight.T`, + bias.
 
 Recognised by a weight of two dimensions, then proved: a clone with other widths is compared with `x W^T + b`, output
-and gradients, to the last digits in float64 and within rounding in float32 and bfloat16. Its result under autocast must
-have the dtype of torch's.
+and gradients, to the last digits in float64 and within rounding in float32, bfloat16 and float16. Its result under
+autocast must have the dtype of torch's.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ _proofs = Proofs()
 
 
 def _prove(module, notes, bias) -> OwnLinear:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for training in (True, False):
             generator = torch.Generator("cpu").manual_seed(int(training))
             shapes = [(2, 3, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)]

@@ -34,12 +34,13 @@ class Refusal(Exception):
 class Reads:
     """What a forward read of its module. attributes: of the instance, by name, with their values; paths: of objects
     that it holds, as (("config", "hidden_act"), value), and of the instance's own lists, dicts and sets; methods: the
-    names that it used of the class.
+    names that it used of the class; names: those that the class's code reads outside of the module (names.py).
     """
 
     attributes: tuple[tuple[str, object], ...] = ()
     paths: tuple[tuple[tuple[str, ...], object], ...] = ()
     methods: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __hash__(self):  # values need not be hashable
         return hash((tuple(name for name, _ in self.attributes), tuple(path for path, _ in self.paths), self.methods))
@@ -80,7 +81,9 @@ class _Itself:
     __hash__ = object.__hash__
 
 
-_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum, type)
+# Values that do not change.
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum, type)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, torch.jit.ScriptFunction)
 
 
 def frozen(value):
@@ -95,13 +98,39 @@ def frozen(value):
         return type(value), tuple((name, frozen(each)) for name, each in value.items())
     if isinstance(value, set):
         return type(value), frozenset(value)
-    return (type(value), value) if isinstance(value, _VALUES) else (type(value), _Itself(value))
+    return (type(value), value) if isinstance(value, VALUES) else (type(value), _Itself(value))
 
 
 def _of_note(value, name: str):
     if isinstance(value, torch.Tensor):
         raise Refusal(f"its forward reads {name}, a tensor that is no parameter, which may be written to")
+    if not _is_comparable(value) and not _is_plain_object(value):
+        raise Refusal(f"its forward reads {name}, a {type(value).__name__}, whose changes would not be seen")
     return frozen(value)
+
+
+def _is_comparable(value) -> bool:
+    """Whether `frozen` of a value changes if the value does."""
+    if isinstance(value, functools.partial):
+        return all(map(_is_comparable, (value.func, value.args, value.keywords)))
+    if isinstance(value, (*VALUES, *_FUNCTIONS, range, slice)):
+        return True
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, (nn.Module, type))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_comparable, value))
+    return isinstance(value, dict) and all(map(_is_comparable, value.values()))
+
+
+def _is_plain_object(value) -> bool:
+    """Whether reads of its attributes can be recorded (`_of_path`): the value has nothing but attributes."""
+    if isinstance(value, (nn.Module, *CONTAINERS, tuple)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__basicsize__ <= _Plain.__basicsize__ or isinstance(value, types.SimpleNamespace)
+
+
+class _Plain:
+    pass
 
 
 class Notes:
@@ -123,7 +152,7 @@ class Notes:
                 self.attributes[name] = _of_note(own[name], name)
                 if isinstance(own[name], CONTAINERS):
                     self.paths[name,] = self.attributes[name]
-        elif not any(name in part for part in (module._parameters, module._buffers, module._modules)):
+        elif all(part.get(name) is None for part in (module._parameters, module._buffers, module._modules)):
             where = next((base for base in self.cls.__mro__ if name in vars(base)), None)
             if where is None or not where.__module__.startswith(("torch.", "builtins")):
                 self.attributes[name] = frozen(ABSENT)
@@ -151,6 +180,13 @@ class _Watched:
         return get(self, name)
 
 
+def new_class(cls: type, name: str, bases: tuple, members: dict) -> type:
+    """A class with the metaclass of `cls`, whose own code does not run: it may register classes, or refuse them."""
+    meta = type(cls)
+    known = next(base for base in meta.__mro__ if base.__module__ in ("builtins", "abc", "typing"))
+    return known.__new__(meta, name, bases, members)
+
+
 # By the id of the class that each derives from.
 _watched_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
@@ -165,10 +201,10 @@ def _watched(cls: type, state: dict, note: Callable):
         if made is None:
             in_python = isinstance(cls.__getattribute__, types.FunctionType)
             bases = (_NoHook, cls, _Watched) if in_python else (_NoHook, _Watched, cls)
-            made = type(cls)(cls.__name__, bases, {"__module__": cls.__module__})
+            made = new_class(cls, cls.__name__, bases, {"__module__": cls.__module__})
             _watched_classes[id(cls)] = made
         found = made.__new__(made) if issubclass(cls, types.SimpleNamespace) else object.__new__(made)
-    except TypeError as error:
+    except Exception as error:  # this runs the author's code
         raise Refusal(f"{cls.__name__} cannot be derived from: {error}") from None
     vars(found).update({**state, _NOTES: note})
     return found
@@ -185,15 +221,17 @@ def _copied(value, name: str, clone, notes: Notes):
 
 def _is_shared(value) -> bool:
     """Whether a clone may share the module's value: immutable values, and values that are no plain objects."""
-    return isinstance(value, (*_VALUES, nn.Module, torch.Tensor)) or callable(value) or not hasattr(value, "__dict__")
+    return isinstance(value, (nn.Module, torch.Tensor)) or _is_comparable(value) or not _is_plain_object(value)
 
 
 def _of_path(value, path: tuple[str, ...], notes: Notes):
     """A watched copy of an object that the module holds by a path."""
 
     def note(watched, state, name):
-        if name not in state and any(name in vars(base) for base in type(watched).__mro__):
-            return  # of its class
+        if name not in state:
+            of_its_class = next((vars(base)[name] for base in type(watched).__mro__ if name in vars(base)), ABSENT)
+            if of_its_class is not ABSENT and not isinstance(of_its_class, VALUES):
+                return
         there, here = vars(value).get(name, ABSENT), (*path, name)
         notes.paths[here] = _of_note(there, ".".join(here))
         if name not in state or state[name] is not there:
@@ -278,9 +316,7 @@ def _differ(value, made) -> bool:
     own, now = vars(value), {name: each for name, each in vars(made).items() if name != _NOTES}
     return own.keys() != now.keys() or any(
         own[name] is not now[name]
-        and (
-            own[name] != now[name] if isinstance(own[name], (*CONTAINERS, *_VALUES)) else _differ(own[name], now[name])
-        )
+        and (own[name] != now[name] if isinstance(own[name], (*CONTAINERS, *VALUES)) else _differ(own[name], now[name]))
         for name in own
     )
 

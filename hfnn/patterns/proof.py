@@ -1,13 +1,16 @@
 """The engine of all patterns: what a proof is, how it is made, and how long it is kept.
 
 A pattern gives a module's clone (probe.py), inputs and a definition. `check` compares the clone's own forward with the
-definition, output and gradients, and checks that it depends only on its input. `Proofs` keeps the result for all
+definition, output and gradients, and checks that it depends only on its input. The inputs cannot have every size and
+every dtype, so a forward is refused that limits values or looks at them (`watched`). `Proofs` keeps the result for all
 modules of the class with the same reads.
 """
 
 import contextlib
 import copy
 import inspect
+import random
+import sys
 import types
 import warnings
 import weakref
@@ -16,10 +19,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfnn.core.kernel import forcing
 from hfnn.patch import unrouted
 from hfnn.patterns import probe
+from hfnn.patterns.names import outside
 from hfnn.patterns.probe import NOTHING, Reads, Refusal, of_class
 from hfnn.testing import error
 
@@ -61,19 +67,27 @@ class Proofs:
         An exception becomes a refusal whose reason begins with `but`.
         """
         cls = type(module)
-        for known, reads, methods, found in self._known.get(cls, ()):
-            if known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods):
+        for known, reads, methods, names, found in self._known.get(cls, ()):
+            same = known == key and reads.match(module) and all(m(of_class(cls, n)) for n, m in methods)
+            if same and (not names or _have(cls, reads.methods, names)):
                 return found
         notes = probe.Notes(module)
         with seclusion():
             try:
-                found = prove(notes)
+                with _other_generators():
+                    found = prove(notes)
             except Exception as why:  # this runs the author's code: whatever it raises is a reason
                 found = Refusal(but + reason(why))
-        reads = notes.reads()
+        reads, names = notes.reads(), []
+        if isinstance(found, Match):
+            try:
+                names = [(name, _same(value)) for _, name, value in outside(cls, reads.methods)]
+                reads = replace(reads, names=tuple(name for name, _ in names))
+            except Refusal as why:
+                found = Refusal(but + str(why))
         methods = [(name, _same(of_class(cls, name))) for name in ("forward", *reads.methods)]
         found = replace(found, reads=reads) if isinstance(found, Match) else found
-        self._known.setdefault(cls, []).append((key, reads, methods, found))
+        self._known.setdefault(cls, []).append((key, reads, methods, names, found))
         return found
 
 
@@ -81,12 +95,23 @@ def reason(why: Exception) -> str:
     return str(why) if isinstance(why, Refusal) else f"its forward raises on the probe: {why}"
 
 
+def _have(cls, methods, names) -> bool:
+    """Whether the names that a class's code reads have the values of the proof."""
+    try:
+        read = outside(cls, methods)
+    except Refusal:
+        return False
+    return [name for _, name, _ in read] == [name for name, _ in names] and all(
+        same(value) for (_, _, value), (_, same) in zip(read, names, strict=True)
+    )
+
+
 def _same(value) -> Callable:
-    """Whether it is this value. A function is held weakly, because it holds its class."""
+    """Whether it is this value. Functions and classes are held weakly, because they hold the module's class."""
     if isinstance(value, property):
         same = _same(value.fget)
         return lambda other: isinstance(other, property) and same(other.fget)
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, (types.FunctionType, type)):
         held = weakref.ref(value)
         return lambda other: other is held()
     return lambda other: other is value
@@ -103,22 +128,27 @@ def check(
     dtype: torch.dtype | None = None,
     off: Callable = lambda given, wanted: error(given, wanted).l2,
     names: tuple[str, ...] = ("the input",),
+    limits: bool = False,
 ) -> None:
     """Raises Differs if a clone's forward is not `definition(module, *inputs)`, whose module has the clone's parts.
 
     Output and gradients of the inputs (`names`) and all parameters may differ from those of the definition in float64
     by at most `within`, measured by `off`; the default is `bound` of the first input's dtype. wide=False: the
     definition is computed in the clone's dtypes. dtype: of the output, if it matters. setting: a description of the
-    case.
+    case. limits: whether the forward may limit values, because the definition does and the inputs are large enough.
+    Raises Refusal for what `watched` refuses, and for a forward that writes to its input.
     """
     own, parts, within = type(clone).forward, nn.Module(), bound(inputs[0].dtype) if within is None else within
     parts.training, parts._parameters, parts._modules = clone.training, dict(clone._parameters), dict(clone._modules)
     copied = copy.deepcopy(parts).double() if wide else parts
     y, *grads = _run(own, clone, inputs)
     want, *wanted = _run(definition, copied, [_widened(x) for x in inputs] if wide else inputs)
+    versions = [x._version for x in inputs]
     with torch.no_grad():
         torch.default_generator.manual_seed(0)
         again, empty = own(clone, *inputs), own(clone, *(x[:0] for x in inputs))
+    if versions != [x._version for x in inputs]:
+        raise Differs("its forward writes to its input")
     if probe.changes(clone):
         raise Differs("its forward changes attributes of the module")
     if not torch.equal(again, y) or (empty.dtype, empty.shape) != (y.dtype, y[:0].shape):
@@ -131,16 +161,80 @@ def check(
         distance = float("inf") if given is None else off(given, exact)
         if not distance <= within:
             raise Differs(f"{name} off by {distance:.1e} in L2 norm ({setting})")
+    watched(own, clone, *_leaves(inputs), limits=limits)
+    with torch.no_grad():
+        watched(own, clone, *inputs, limits=limits)
+
+
+# Operations whose result is their argument's value or a bound, by their names without a trailing "_".
+_LIMITS = frozenset((
+    "clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink",
+    "minimum", "maximum", "fmin", "fmax", "min", "max", "amin", "amax", "aminmax", "nan_to_num", "where", "masked_fill",
+))  # fmt: skip
+_READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr))
+
+
+class _Limits(TorchDispatchMode):
+    """Raises Refusal for operations that limit floats, or whose results are not floats: tests, indices, numbers."""
+
+    def __init__(self, limits):
+        super().__init__()
+        self.limits = limits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if any(map(_is_float, _each((*args, *kwargs.values())))):
+            name = func._schema.name.removeprefix("aten::").removesuffix("_")
+            if name in _LIMITS and not self.limits:
+                raise Refusal(f"its forward calls {name}, which the sizes of the probe's values may not show")
+            if name != "native_dropout" and not all(map(_is_float, _each([found]))):
+                raise Refusal(f"its forward looks at values ({name.removeprefix('_')})")
+        return found
+
+
+class _Numbers(TorchFunctionMode):
+    """Raises Refusal for calls that copy a tensor's values past the dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _READS:
+            raise Refusal(f"its forward looks at values ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+def watched(function: Callable, *args, limits: bool = False):
+    """function(*args); raises Refusal if it limits floating-point values (unless `limits`) or depends on tests of
+    them: then it may be another function for larger values, or for NaN.
+    """
+    with _Numbers(), _Limits(limits):
+        return function(*args)
+
+
+def _each(values):
+    """The values, and those of lists and tuples among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _each(value)
+        elif value is not None:
+            yield value
+
+
+def _is_float(x) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _widened(x):
     return x.double() if x.is_floating_point() else x
 
 
+def _leaves(inputs):
+    return [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+
+
 def _run(function, module, inputs):
     """(output, gradients of the floating inputs and of all parameters)"""
     torch.default_generator.manual_seed(0)  # only the CPU's: torch.manual_seed would also seed all GPUs
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    leaves = _leaves(inputs)
     y = function(module, *leaves)
     if not isinstance(y, torch.Tensor):
         raise Differs(f"its forward returns a {type(y).__name__}")
@@ -158,6 +252,24 @@ def arguments(cls: type) -> int | None:
         return None
     needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return None if any(p.kind is p.KEYWORD_ONLY for p in needed) else len(needed)
+
+
+@contextlib.contextmanager
+def _other_generators():
+    """Restores the generators of Python and of numpy; raises Refusal if something drew from them."""
+    numpy = sys.modules.get("numpy")
+    before, of_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    seen = repr(of_numpy)
+    try:
+        yield
+    finally:
+        moved = random.getstate() != before
+        random.setstate(before)
+        if numpy is not None:
+            moved = moved or repr(numpy.random.get_state(legacy=False)) != seen
+            numpy.random.set_state(of_numpy)
+        if moved:
+            raise Refusal("its forward draws random numbers from Python or numpy")
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ everything that it adds: the module's class becomes a subclass of it whose `forw
 here, once for each (original, room, like). It is pickled as these three, so a new process makes it again.
 
 A swapped module returns permanently to its class's own forward if something that the swap depends on changes: the
-class's forward, or values that a proof read (`like.reads`, hfnn/patterns/probe.py). Writes past `setattr`, into
-`vars(module)`, are not seen.
+class's forward, or values that a proof read (`like.reads`, hfnn/patterns/probe.py and names.py). Writes past `setattr`,
+into `vars(module)`, are not seen.
 """
 
 import copyreg
@@ -18,7 +18,8 @@ from torch import nn
 from hfnn import ops
 from hfnn.core.context import compiling
 from hfnn.core.kernel import log
-from hfnn.patterns.probe import ABSENT, NOTHING, frozen, of_class
+from hfnn.patterns.names import outside
+from hfnn.patterns.probe import ABSENT, NOTHING, frozen, new_class, of_class
 
 # torch's class -> the room's, the room's -> torch's, the room's -> its op, from the index of ops.
 ROOMS = {torch_class: room for op in ops.ALL for torch_class, room in op.modules.items()}
@@ -91,6 +92,22 @@ class Proved(Converted):
             lapse(self, f"its attribute {name} was deleted")
         super().__delattr__(name)
 
+    def add_module(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().add_module(name, *args, **kwargs)
+
+    def register_parameter(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().register_parameter(name, *args, **kwargs)
+
+    def register_buffer(self, name, *args, **kwargs):
+        self._hfnn_registers(name)
+        super().register_buffer(name, *args, **kwargs)
+
+    def _hfnn_registers(self, name):
+        if name in self._hfnn_reads:
+            lapse(self, f"{name} was registered")
+
 
 def _again(original, room, like, *args):
     cls = make_subclass(original, room, like)
@@ -106,17 +123,18 @@ def make_subclass(original: type, room: type, like=None) -> type:
     """The subclass of `original` whose forward is that of `room`. It keeps the name, for code that identifies classes
     by name.
 
-    `like` tells where the room finds its numbers in a module of this class (hfnn/patterns), if needed. Raises TypeError
-    if the class cannot be subclassed.
+    `like` tells where the room finds its numbers in a module of this class (hfnn/patterns), if needed. Raises what
+    subclassing the class raises.
     """
     reads = getattr(like, "reads", NOTHING)
     own = (name for name in COMPUTE if hasattr(original, name) and name not in reads.methods)
     held = [(name, of_class(original, name)) for name in (*own, *reads.methods)]
-    key = id(original), room, like, *(id(value) for _, value in held)
+    names = outside(original, reads.methods) if reads.names else []
+    key = id(original), room, like, *(id(value) for _, value in held), *(id(value) for _, _, value in names)
     found = _made.get(key)
     if found is not None:
         return found
-    names = {
+    members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -124,17 +142,18 @@ def make_subclass(original: type, room: type, like=None) -> type:
         "_hfnn_room": room,
         "_hfnn_like": like,
         "_hfnn_held": held,
+        "_hfnn_names": names,
         "_hfnn_reads": dict(reads.attributes),
         "_hfnn_dtypes": {},  # cache of hfnn/patterns/lookalike.py
     }
     base = Proved if reads.attributes else Converted
-    made = _made[key] = type(original)(original.__name__, (base, room, original), names)
+    made = _made[key] = new_class(original, original.__name__, (base, room, original), members)
     return made
 
 
 def _while_it_holds(cls: type):
     """The forward of cls, while the original's forward and the values behind the proof are unchanged."""
-    original, forward, held = cls._hfnn_original, cls.forward, cls._hfnn_held
+    original, forward, held, names = cls._hfnn_original, cls.forward, cls._hfnn_held, cls._hfnn_names
     reads = getattr(cls._hfnn_like, "reads", NOTHING)
     moved = reads.moved if reads.paths else None
 
@@ -142,6 +161,9 @@ def _while_it_holds(cls: type):
         for name, value in held:
             if getattr(original, name, ABSENT) is not value and of_class(original, name) is not value:
                 lapse(self, f"{name} of its class was replaced")
+        for where, name, value in names:
+            if where.get(name, ABSENT) is not value:
+                lapse(self, f"{name}, which its class reads, was assigned")
         if moved is not None and (path := moved(self)):
             lapse(self, f"its {'.'.join(path)} was set")
 

@@ -15,7 +15,12 @@ from hfnn.patterns import probe
 from hfnn.patterns.proof import check
 
 HIDDEN, INPUT, OUTPUT = 24, 16, 20
-DTYPES = torch.float64, torch.float32, torch.bfloat16
+# (dtype, training, factor of the inputs). Large inputs show limits, for example of a clamped gate.
+CASES = (
+    *itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16), (True, False), (1.5,)),
+    *((dtype, False, 1e4) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+    (torch.float16, False, 30.0),
+)
 
 
 @dataclass(frozen=True)
@@ -124,13 +129,13 @@ def _part(part, kind, sizes, dtype, generator):
     return made
 
 
-def drawn(clone, kinds, dtype, dims, seed):
-    """An input for a small instance."""
+def drawn(clone, kinds, dtype, dims, seed, factor=1.5):
+    """An input for a small instance, with values of about `factor`."""
     width = next(part.in_features for part in clone._modules.values() if isinstance(part, _Map))
     if len([kind for kind in kinds.values() if isinstance(kind, Map)]) > 1:
         width = widths(kinds)[_inputs(kinds)]
     shape = {2: (6, width), 3: (2, 3, width), 4: (1, 2, 3, width)}[dims]
-    x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64) * 1.5
+    x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64) * factor
     return x.to(dtype)
 
 
@@ -143,8 +148,8 @@ def _inputs(kinds) -> int:
 
 def check_all(module, notes, kinds, compute) -> None:
     """Raises Differs if the module's own code is not `compute(parts, x)`, the definition."""
-    for number, (dtype, training) in enumerate(itertools.product(DTYPES, (True, False))):
+    for number, (dtype, training, factor) in enumerate(CASES):
         clone, _ = small(module, notes, kinds, dtype, training, number)
-        x = drawn(clone, kinds, dtype, 2 + number % 3, number)
-        setting = f"{dtype}, {'training' if training else 'eval'}"
+        x = drawn(clone, kinds, dtype, 2 + number % 3, number, factor)
+        setting = f"{dtype}, {'training' if training else 'eval'}, inputs times {factor:g}"
         check(clone, (x,), lambda wide, x: compute(wide._modules, x), setting, dtype=dtype)
