@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
 from hfnn.core.ask import ask, may_ask
-from hfnn.core.context import capturing, compiling
+from hfnn.core.context import capturing, compiling, uncompiled
 from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
 
@@ -125,6 +125,7 @@ class Mask(torch.Tensor):
             return tuple(self.shape)
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if len(args) == 1 and type(args[0]) is Mask and not kwargs:
             name = name_of(func)
@@ -137,6 +138,7 @@ class Mask(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(Mask, Mask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)

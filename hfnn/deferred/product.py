@@ -3,14 +3,19 @@
 Logits may be read after an optimizer step, and must still be those of their forward. So before a step, `keep` copies
 the weight that the step will write to, if unread logits of it are still held. If the logits are smaller, it computes
 them instead.
+
+Inside a checkpoint, or another region whose hooks save tensors, logits that were made outside of it are read at once:
+the recomputation must find the same operations. Their own graph is saved without those hooks, as in forward.
 """
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfnn.core.context import compiling
@@ -21,6 +26,8 @@ _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the weights of a "
     "language model's head have changed since its logits were made (an optimizer step ran?)"
 )
+# The innermost hooks that saved tensors go to, or None.
+saving_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 _unread: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # products by id
 _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id and version of the weight
 
@@ -28,12 +35,14 @@ _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id an
 class Product:
     """The linear map behind a Deferred and everything that was derived from it, its `members`.
 
-    dtype: the dtype in which torch multiplies; grad: whether grad mode was on; readers: the unread gradients.
+    dtype: the dtype in which torch multiplies; grad: whether grad mode was on; readers: the unread gradients;
+    hooks: those of saved tensors in forward.
     """
 
     def __init__(self, hidden, weight, bias, dtype, grad, compact, prefer):
         self.hidden, self.weight, self.bias, self.dtype, self.grad = hidden, weight, bias, dtype, grad
         self.compact, self.prefer, self.device = compact, prefer, hidden.device
+        self.hooks = saving_hooks()
         self.members: list[weakref.ref] = []
         self.readers: list[weakref.ref] = []
         self._marks: list[tuple] = []
@@ -127,7 +136,9 @@ class Product:
         """Every living member. A view stays a view of its tensor, whatever is written."""
         self.check()
         members, self.members = [ref() for ref in self.members], []
-        with torch.inference_mode(False):
+        same = saving_hooks() == self.hooks
+        saving = contextlib.nullcontext() if same else saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.inference_mode(False), saving:
             for member in members:
                 if member is not None:
                     member._compute()
