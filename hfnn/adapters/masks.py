@@ -106,10 +106,13 @@ class Mask(torch.Tensor):
     def of(shape, dtype, device, given: dict, make: Callable) -> "Mask":
         """given: the mask as arguments of `hfnn.functional.scaled_dot_product_attention`."""
         mask = torch.Tensor._make_wrapper_subclass(Mask, shape, dtype=dtype, device=device)
-        mask._given, mask._make, mask._dense = given, make, None
+        mask._given, mask._make, mask._dense, mask._made = given, make, None, 0
         return mask
 
     def arguments(self) -> dict:
+        """The mask as arguments of `hfnn.functional.scaled_dot_product_attention`: a user may have written to it."""
+        if self._dense is not None and self._dense._version != self._made:
+            return {"attn_mask": self._dense}
         return dict(self._given)
 
     def dense(self) -> torch.Tensor:
@@ -118,6 +121,7 @@ class Mask(torch.Tensor):
             with torch.no_grad():
                 made = self._make()
             self._dense, self._make = made.expand(*self._shape()), None
+            self._made = self._dense._version
         return self._dense
 
     def _shape(self):
