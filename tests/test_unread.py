@@ -216,6 +216,26 @@ def test_read_after_a_step(given, name, tokens):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@pytest.mark.parametrize("scale", [1.5, 1.0])
+def test_written_to_as_data(given, what, transposed, scale):
+    """A write to `.data` raises no version: an average of weights for evaluation, or a step by hand."""
+    hidden, weight, bias = given
+    if transposed:
+        weight = weight.detach().t().contiguous().t().requires_grad_()
+    weight.data[0, 0] = bias.data[0] = float("nan")  # NaN is no change
+    x = defer(hidden, weight, bias)
+    {"weight": weight, "bias": bias}[what].data.mul_(scale)
+    if scale == 1:
+        assert x.argmax(-1).shape == (ROWS, SEQ)
+        return
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        x.argmax(-1)
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        x.numpy(force=True)
+
+
 def test_in_backward(given):
     weight = nn.Parameter(given[1].detach().clone())
     optimizer = hfnn.optim.SGD([weight], lr=1.0)

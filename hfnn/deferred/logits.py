@@ -93,6 +93,7 @@ class Epilogue:
     def logits(self) -> torch.Tensor:
         """The numbers, and in grad mode their graph."""
         product = self.product
+        product.check(numbers=True)
         return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*product.given()))
 
     def like(self) -> torch.Tensor:
