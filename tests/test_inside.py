@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as remat
 
 import hfnn
 from hfnn.convert import NO_OP
@@ -98,6 +99,28 @@ class Checkpoints(nn.Module):
         return F.gelu(x)
 
 
+class ByAnotherName(Checkpoints):
+    def forward(self, x):
+        x = remat(self.inner, x, use_reentrant=False)
+        x = remat(lambda x: F.dropout(x, 0.5), x, use_reentrant=False)
+        return F.gelu(x)
+
+
+class ByAttribute(Checkpoints):
+    """What calls its functions is not in its code, nor in its file."""
+
+    def __init__(self):
+        super().__init__()
+        self.run = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x):
+        def block(x):
+            return F.dropout(x, 0.5)
+
+        x = self.run(block, self.run(lambda x: F.dropout(x, 0.5), x))
+        return F.gelu(self.run(self.inner, self.run(helper, x, 0.5, True)))
+
+
 def checkpointed(function):
     @functools.wraps(function)
     def run(self, x):
@@ -108,6 +131,20 @@ def checkpointed(function):
 
 class Wrapped(nn.Module):
     @checkpointed
+    def forward(self, x):
+        return F.dropout(x, 0.5)
+
+
+def wrapped_again(function):
+    @functools.wraps(function)
+    def run(self, x):
+        return remat(function, self, x, use_reentrant=False)
+
+    return run
+
+
+class WrappedAgain(nn.Module):
+    @wrapped_again
     def forward(self, x):
         return F.dropout(x, 0.5)
 
@@ -128,6 +165,8 @@ RECOGNISED = {
     ByLambda: ("hfnn silu inside", "called in forward", {"_SiLUBackward"}),
     Outer: ("hfnn silu inside", "called in forward", {"_SiLUBackward", "_GELUBackward", "_DropoutBackward"}),
     Checkpoints: ("hfnn gelu inside", "called in forward", {"_GELUBackward"}),
+    ByAnotherName: ("hfnn gelu inside", "called in forward", {"_GELUBackward"}),
+    ByAttribute: ("hfnn gelu inside", "called in forward", {"_GELUBackward"}),
     OfTorch: ("hfnn layer_norm inside", "called in forward", {"_LayerNormBackward"}),
 }
 
@@ -153,14 +192,16 @@ def test_recognised(cls, restored):
 
 def test_not_recognised():
     assert hfnn.report(hfnn.convert(Pads())).rows[0].why == NO_OP
-    assert "checkpoints it" in hfnn.report(hfnn.convert(Wrapped())).rows[0].why
+    for cls in (Wrapped, WrappedAgain):
+        assert "checkpoints it" in hfnn.report(hfnn.convert(cls())).rows[0].why
     assert hfnn.report(nn.Sequential(nn.Flatten())).rows[0].to is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_within_and_around(use_reentrant):
     """Backward recomputes with the same functions, whether the checkpoint is around the module or in its code."""
-    for module in (hfnn.convert(Layer(), prefer="memory"), hfnn.convert(Checkpoints(), prefer="memory")):
+    for cls in (Layer, Checkpoints, ByAnotherName, ByAttribute):
+        module = hfnn.convert(cls(), prefer="memory")
         results = []
         for again in (True, False):
             module.zero_grad()

@@ -254,6 +254,29 @@ def test_a_users_mask_may_be_filled_anew(kinds, ran):
     assert ran["forward"] == 4
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+def test_a_hook_writes_to_the_mask(kind, implementation, ran):
+    """Attention knock-out: from the second layer on, a token does not see another."""
+
+    def knock_out(module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        if mask is not None:  # transformers makes none for sdpa without padding
+            mask[:, :, 8, 7] = False if mask.dtype is torch.bool else torch.finfo(mask.dtype).min
+
+    stock = build("llama", attn_implementation=implementation)
+    ours = hfnn.convert(build("llama", attn_implementation=implementation))
+    given, found = inputs("llama", kind), []
+    for model in (stock, ours):
+        before = model(**given).logits[given["attention_mask"].bool()]
+        handle = model.model.layers[1].self_attn.register_forward_pre_hook(knock_out, with_kwargs=True)
+        found.append(model(**given).logits[given["attention_mask"].bool()])
+        handle.remove()
+        assert (found[-1] - before).abs().max() > 1e-4 or (kind, implementation) == ("none", "sdpa")
+    assert ran
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "what"), [("holes", "_pack"), ("right", "_bound"), ("own", "_pack")])
 def test_all_layers_share_what_is_made_of_a_mask(kind, what, ran, monkeypatch):
     made, make = [], getattr(room_mask, what)

@@ -243,6 +243,25 @@ def test_rotary(converted_under, monkeypatch):
     assert rotary.calls(type(transformers.CohereModel(cohere).layers[0].self_attn)) is None
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_another_sdpa(padded, monkeypatch):
+    """A function that the user registers as "sdpa" runs, before and after conversion."""
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    own, called = functions["sdpa"], []
+
+    def mine(module, query, *args, **options):
+        called.append(type(module).__name__)
+        return own(module, query * 2, *args, **options)
+
+    stock, given = build("llama"), inputs("llama", "left" if padded else "none")
+    model = hfnn.convert(copy.deepcopy(stock))
+    monkeypatch.setitem(functions, "sdpa", mine)
+    wanted = stock(**given).logits
+    assert len(called) == 2
+    torch.testing.assert_close(model(**given).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert len(called) == 4
+
+
 def test_by_name():
     """Registered under transformers' own interface: a model can be built with this name."""
     for name in ("llama", "gemma2"):

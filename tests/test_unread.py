@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn.deferred.graph import Gradient
@@ -152,6 +153,25 @@ def test_inputs_of_backward(given):
     same(given, backwards)
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_detached_as_a_leaf(given, read):
+    """As a reentrant checkpoint does."""
+
+    def leaf(x, seen):
+        y = x.detach()
+        if read:
+            seen.append(y + 1)
+        y.requires_grad_().register_hook(lambda grad: seen.append(grad + 0))
+        seen.append(torch.autograd.grad(loss_of(y * 2), y)[0])
+        y.exp().mean().backward()
+        y.retain_grad()
+        seen.append(y.grad)
+        x.backward(y.grad)
+
+    seen, _ = same(given, leaf)
+    assert len(seen) == 4 + read
+
+
 def test_unused(given):
     x, z = defer(*given), defer(*given)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
@@ -194,6 +214,26 @@ def test_read_after_a_step(given, name, tokens):
             optimizer.step(closure)
         results.append([x + 0 for x in outputs])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@pytest.mark.parametrize("scale", [1.5, 1.0])
+def test_written_to_as_data(given, what, transposed, scale):
+    """A write to `.data` raises no version: an average of weights for evaluation, or a step by hand."""
+    hidden, weight, bias = given
+    if transposed:
+        weight = weight.detach().t().contiguous().t().requires_grad_()
+    weight.data[0, 0] = bias.data[0] = float("nan")  # NaN is no change
+    x = defer(hidden, weight, bias)
+    {"weight": weight, "bias": bias}[what].data.mul_(scale)
+    if scale == 1:
+        assert x.argmax(-1).shape == (ROWS, SEQ)
+        return
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        x.argmax(-1)
+    with pytest.raises(RuntimeError, match="the weights have changed since"):
+        x.numpy(force=True)
 
 
 def test_in_backward(given):
@@ -260,6 +300,70 @@ def test_released(given, read):
     assert not any(ref() for ref in refs)
     assert torch.UntypedStorage._expired(storage)
     torch.UntypedStorage._free_weak_ref(storage)
+
+
+def capped(x):
+    return (x / 3).tanh() * 3
+
+
+CHECKPOINTED = {
+    "read": lambda x: x.float().logsumexp(-1).square().mean(),
+    "loss": loss_of,
+    "capped": lambda x: loss_of(capped(shifted(x))),
+    "chosen": lambda x: loss_of(x[torch.arange(x.shape[:-1].numel()).view(x.shape[:-1]) % 3 > 0]),
+    "both": lambda x: capped(x).exp().mean() + loss_of(x),
+}
+
+
+@pytest.mark.parametrize("read", ["never", "before", "after"])
+@pytest.mark.parametrize("first", [shifted, capped])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpoint_of_logits(given, name, reentrant, first, read):
+    def checkpointed(x, seen):
+        y = first(x)
+        if read == "before":
+            seen.append(x.argmax(-1))
+        loss = checkpoint(CHECKPOINTED[name], y, use_reentrant=reentrant)
+        if read == "after":
+            seen.append(y.argmax(-1))
+        seen.append(loss.detach())
+        loss.backward()
+
+    same(given, checkpointed)
+
+
+def test_checkpoint_around_logits(given):
+    """A product inside the region is not read there, as without a checkpoint."""
+    found = []
+
+    def region(*given):
+        found.append(defer(*given))
+        return loss_of(shifted(found[-1]))
+
+    checkpoint(region, *given, use_reentrant=False).backward()
+    assert len(found) == 2 and all(x._value is None for x in found)
+
+
+COMPILED = {
+    **{name: CHECKPOINTED[name] for name in ("read", "loss", "both")},
+    "written to": lambda x: x.mul_(2).square().mean(),
+    "a view": lambda x: x.view(-1, VOCABULARY)[1:].square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_that_reads(given, name, recwarn):
+    """Dynamo compiles the user's code, not ours."""
+
+    def compiled(x, seen):
+        torch._dynamo.reset()
+        loss = torch.compile(COMPILED[name], backend="eager")(x)
+        seen += [loss.detach(), x.detach() + 0]
+        loss.backward()
+
+    same(given, compiled)
+    assert not [w for w in recwarn if "Dynamo" in str(w.message)]
 
 
 def test_type(given):

@@ -11,6 +11,7 @@ bias that requires a gradient (hfnn/adapters/masks.py). In compiled code, for a 
 are requested, the model's previous implementation runs with its usual mask.
 """
 
+import functools
 import inspect
 import sys
 from dataclasses import dataclass
@@ -231,7 +232,7 @@ def _plain(module, query, key, value, attention_mask, options):
     if attention_mask is not None or compiling() or type(query) is not torch.Tensor or forced() is not None:
         return None
     config = module.__dict__.get("config")
-    if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa":
+    if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa" or _is_replaced():
         return None
     if any(value is not None and name not in _PLAIN_OPTIONS for name, value in options.items()):
         return None
@@ -259,11 +260,26 @@ def _sdpa():
     return views.modeling().ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
+@functools.cache
+def _registered():
+    """The tables in which transformers looks up attention, and its own "sdpa"."""
+    found, own = views.modeling().ALL_ATTENTION_FUNCTIONS, sys.modules["transformers.integrations.sdpa_attention"]
+    return found._local_mapping, found._global_mapping, own.sdpa_attention_forward
+
+
+def _is_replaced() -> bool:
+    """Whether the user registered another function as "sdpa". Every layer asks, so without transformers' own code."""
+    local, everywhere, own = _registered()
+    return (local.get("sdpa") or everywhere["sdpa"]) is not own
+
+
 def _is_usual(module, base, query, attention_mask, options) -> bool:
     """Whether the model's previous implementation runs without further checks."""
     if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
+        return True
+    if base == "sdpa" and _is_replaced() and not views.by_name(getattr(module, "config", None)):
         return True
     special = options.get("softcap") is not None or options.get("s_aux") is not None
     if base == "sdpa" and special:  # requested by name; otherwise sdpa raises or warns

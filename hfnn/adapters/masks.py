@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn.adapters import views
 from hfnn.core.ask import ask, may_ask
-from hfnn.core.context import capturing, compiling
+from hfnn.core.context import capturing, compiling, uncompiled
 from hfnn.deferred.recorded import METADATA, name_of
 from hfnn.ops.attention.mask import own
 
@@ -106,10 +106,13 @@ class Mask(torch.Tensor):
     def of(shape, dtype, device, given: dict, make: Callable) -> "Mask":
         """given: the mask as arguments of `hfnn.functional.scaled_dot_product_attention`."""
         mask = torch.Tensor._make_wrapper_subclass(Mask, shape, dtype=dtype, device=device)
-        mask._given, mask._make, mask._dense = given, make, None
+        mask._given, mask._make, mask._dense, mask._made = given, make, None, 0
         return mask
 
     def arguments(self) -> dict:
+        """The mask as arguments of `hfnn.functional.scaled_dot_product_attention`: a user may have written to it."""
+        if self._dense is not None and self._dense._version != self._made:
+            return {"attn_mask": self._dense}
         return dict(self._given)
 
     def dense(self) -> torch.Tensor:
@@ -118,6 +121,7 @@ class Mask(torch.Tensor):
             with torch.no_grad():
                 made = self._make()
             self._dense, self._make = made.expand(*self._shape()), None
+            self._made = self._dense._version
         return self._dense
 
     def _shape(self):
@@ -125,6 +129,7 @@ class Mask(torch.Tensor):
             return tuple(self.shape)
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if len(args) == 1 and type(args[0]) is Mask and not kwargs:
             name = name_of(func)
@@ -137,6 +142,7 @@ class Mask(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(Mask, Mask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)

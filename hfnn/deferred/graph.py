@@ -15,7 +15,7 @@ import weakref
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hfnn.core.context import context
+from hfnn.core.context import context, uncompiled
 from hfnn.core.function import Function
 from hfnn.deferred.recorded import METADATA, name_of
 
@@ -171,6 +171,7 @@ class Gradient(torch.Tensor):
         return self._value
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if args and type(args[0]) is Gradient and name_of(func) in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -178,6 +179,7 @@ class Gradient(torch.Tensor):
         return _on_values(func, args, kwargs)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.add.Tensor and not kwargs and all(type(x) is Gradient and x.parts for x in args):
             a, b = args

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map_only
 
 from hfnn import functional
 from hfnn.core import kernel
-from hfnn.core.context import autocasting, context
+from hfnn.core.context import autocasting, context, uncompiled
 from hfnn.deferred.graph import ComputedLogits, DeferredLoss, Logits, Step, computed
-from hfnn.deferred.product import Product
+from hfnn.deferred.product import Product, saving_hooks
 from hfnn.deferred.recorded import CROSS_ENTROPY, GRAPH, HANDLERS, METADATA, PLAIN, name_of, ways
 from hfnn.ops import cross_entropy
 from hfnn.ops.head import no_autocast, product_dtype
@@ -93,6 +93,7 @@ class Epilogue:
     def logits(self) -> torch.Tensor:
         """The numbers, and in grad mode their graph."""
         product = self.product
+        product.check(numbers=True)
         return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*product.given()))
 
     def like(self) -> torch.Tensor:
@@ -192,6 +193,7 @@ class Deferred(torch.Tensor):
         return y
 
     @classmethod
+    @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _ENGINE:
@@ -205,13 +207,14 @@ class Deferred(torch.Tensor):
             if name in METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if name in HANDLERS and not args[0]._adopted():
+            if name in HANDLERS and not args[0]._adopted() and saving_hooks() == args[0]._plan.product.hooks:
                 result = HANDLERS[name](args[0], func, args[1:], kwargs)
                 if result is not None:
                     return result
         return _on_values(func, args, kwargs)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # C++ code arrives here, below autograd, where no graph can be made: the graph of `_Logits` is already in use.
         bare = functools.partial(Deferred._bare, mutable=func._schema.is_mutable)

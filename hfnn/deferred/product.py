@@ -3,17 +3,22 @@
 Logits may be read after an optimizer step, and must still be those of their forward. So before a step, `keep` copies
 the weight that the step will write to, if unread logits of it are still held. If the logits are smaller, it computes
 them instead.
+
+Inside a checkpoint, or another region whose hooks save tensors, logits that were made outside of it are read at once:
+the recomputation must find the same operations. Their own graph is saved without those hooks, as in forward.
 """
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hfnn.core.context import compiling
+from hfnn.core.context import capturing, compiling
 from hfnn.deferred.graph import again, keeps_graph
 from hfnn.ops.head import no_autocast
 
@@ -21,6 +26,8 @@ _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the weights of a "
     "language model's head have changed since its logits were made (an optimizer step ran?)"
 )
+# The innermost hooks that saved tensors go to, or None.
+saving_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 _unread: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # products by id
 _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id and version of the weight
 
@@ -28,17 +35,21 @@ _copies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by id an
 class Product:
     """The linear map behind a Deferred and everything that was derived from it, its `members`.
 
-    dtype: the dtype in which torch multiplies; grad: whether grad mode was on; readers: the unread gradients.
+    dtype: the dtype in which torch multiplies; grad: whether grad mode was on; readers: the unread gradients;
+    hooks: those of saved tensors in forward.
     """
 
     def __init__(self, hidden, weight, bias, dtype, grad, compact, prefer):
         self.hidden, self.weight, self.bias, self.dtype, self.grad = hidden, weight, bias, dtype, grad
         self.compact, self.prefer, self.device = compact, prefer, hidden.device
+        self.hooks = saving_hooks()
         self.members: list[weakref.ref] = []
         self.readers: list[weakref.ref] = []
         self._marks: list[tuple] = []
         self._kept: dict[int, torch.Tensor] = {}
         self._inner: Callable = lambda: None
+        # A write to `.data` leaves no other trace. Reading logits compares these numbers, a loss does not.
+        self._samples = [(t, _sample(t)) for t in (weight, bias) if t is not None]
         self.watch(hidden, weight, bias)
         _unread[id(self)] = self
 
@@ -46,17 +57,18 @@ class Product:
         """Remember the present state of these tensors: `check` raises once they have changed."""
         self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
 
-    def check(self) -> None:
+    def check(self, numbers: bool = False) -> None:
+        """Raises RuntimeError if a source has changed. numbers: also by a write to `.data`; waits for the device."""
         for t, version, pointer in self._marks:
             if id(t) in self._kept:
                 continue
             gone = t.numel() and not t.untyped_storage().nbytes()
             if gone or (t._version, t.data_ptr()) != (version, pointer):
-                raise RuntimeError(
-                    "these logits were not computed in forward (the loss needs none) and cannot be computed now: "
-                    + ("a weight was resharded" if gone else "the weights have changed")
-                    + " since (by no optimizer's step?). Read output.logits between forward and the change."
-                )
+                raise _changed("a weight was resharded" if gone else "the weights have changed")
+        if numbers and not capturing():
+            for t, sample in self._samples:
+                if id(t) not in self._kept and not _equal(_sample(t), sample):
+                    raise _changed("the weights have changed")
 
     def keep(self, written: set[int]) -> None:
         """Call before the tensors with these ids are written to: logits that may still be read keep their values.
@@ -125,9 +137,11 @@ class Product:
 
     def compute(self) -> None:
         """Every living member. A view stays a view of its tensor, whatever is written."""
-        self.check()
+        self.check(numbers=True)
         members, self.members = [ref() for ref in self.members], []
-        with torch.inference_mode(False):
+        same = saving_hooks() == self.hooks
+        saving = contextlib.nullcontext() if same else saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.inference_mode(False), saving:
             for member in members:
                 if member is not None:
                     member._compute()
@@ -147,6 +161,26 @@ class Inner:
         if not keeps_graph():
             self._graph = None
         return graph
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"these logits were not computed in forward (the loss needs none) and cannot be computed now: {what} since "
+        "(by no optimizer's step?). Read output.logits between forward and the change."
+    )
+
+
+def _sample(t) -> torch.Tensor:
+    """A copy of about 64 numbers of t, from all of its rows and columns if its memory is contiguous; else of rows."""
+    if not t.is_contiguous():
+        return t.detach()[:: len(t) // 64 + 1].clone()
+    step = t.numel() // 64 | 1  # odd, so the columns change
+    return t.detach().view(-1)[::step].clone()
+
+
+def _equal(a, b) -> bool:
+    """Whether all numbers are equal, or both are NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _ids(t) -> set[int]:

@@ -198,7 +198,14 @@ def ways(x) -> tuple[bool, torch.Tensor | None]:
     """
     if x._value is None or x._value.grad_fn is x._node is not None:
         return True, None
+    if _is_own_leaf(x._value):
+        return False, x._value
     return x._node is None and x._value.grad_fn is x._made_by, x._value
+
+
+def _is_own_leaf(value) -> bool:
+    """Whether the user made a leaf of detached logits, by `requires_grad_`."""
+    return value.requires_grad and value.is_leaf
 
 
 def _graph(name):
@@ -234,7 +241,7 @@ def _retain_grad(x):
 
 @_graph("grad")
 def _grad(x):
-    found = [t for t in (x._value,) if t is not None and t.retains_grad]
+    found = [t for t in (x._value,) if t is not None and (t.retains_grad or _is_own_leaf(t))]
     grads = [t.grad for t in found]
     if not found or _below(torch.Tensor.retains_grad.__get__, x):
         grads.append(_below(torch.Tensor.grad.__get__, x))

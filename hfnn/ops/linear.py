@@ -193,6 +193,8 @@ _native = native.call("linear", FLOORS)
 
 
 def _gains(input, recompute, prefer) -> bool:
+    if not isinstance(input, torch.Tensor):
+        return False  # torch's own op raises
     return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
 
 

@@ -122,17 +122,71 @@ def calls(cls: type) -> Calls | str | None:
 
 def _names_uncalled(function) -> str | None:
     """Why a function may not get a routed one: it may compare it, look it up, or keep it."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
+    tree = _tree(function)
+    if tree is None:
         return f"the source of {function.__name__} is not there to be read"
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and id(node) not in called:
-            owner = _module(node.value, function)
-            if owner is not None and (owner, node.attr) in PLACES:
-                return f"{function.__name__} names {ast.unparse(node)} without calling it"
+    for node in _uncalled(tree):
+        owner = _module(node.value, function) if isinstance(node, ast.Attribute) else None
+        if owner is not None and (owner, node.attr) in PLACES:
+            return f"{function.__name__} names {ast.unparse(node)} without calling it"
     return None
+
+
+def _tree(function) -> ast.AST | None:
+    """The syntax tree of a function, or None if its source is not there to be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return None
+
+
+def _uncalled(tree: ast.AST) -> list[ast.Name | ast.Attribute]:
+    """The names in a function's code, and chains of attributes, that are not just called."""
+    called = {id(call.func) for call in _calls_in(tree)}
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute) and id(node) not in called]
+
+
+def _only_calls(function, name: str) -> bool:
+    """Whether a function calls the helper of this name, and does not pass it on: others may call it again in backward.
+
+    Functions of the file may be passed on, but not to what an instance holds: transformers passes eager attention to
+    the look-up of attention.
+    """
+    tree = _tree(function)
+    if tree is None:
+        return False
+    used = [node for node in _uncalled(tree) if ast.unparse(node) == name]
+    if "." in name:
+        return not used
+    own = f"{function.__code__.co_varnames[0]}." if function.__code__.co_varnames else "."
+    held = [call for call in _calls_in(tree) if ast.unparse(call.func).startswith(own)]
+    return not any(node in _given(call) for call in held for node in used)
+
+
+def _calls_in(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    """The arguments of a call."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _passes_inner(function) -> bool:
+    """Whether a function passes a function that it defines to another one, which may call it again in backward."""
+    if not any(isinstance(constant, types.CodeType) for constant in function.__code__.co_consts):
+        return False
+    tree = _tree(function)
+    if tree is None:
+        return True
+    inner = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            inner.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            inner.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    given = [x for call in _calls_in(tree) for x in _given(call)]
+    return any(isinstance(x, ast.Lambda) or (isinstance(x, ast.Name) and x.id in inner) for x in given)
 
 
 def _module(node, function) -> types.ModuleType | None:
@@ -165,13 +219,25 @@ def _wrappers(function) -> Iterator[types.FunctionType]:
 
 
 def _checkpoints(function) -> bool:
-    """Whether a function seems to checkpoint parts of its own code."""
-    return any(_CHECKPOINT.search(name) for code in _nested(function.__code__) for name in code.co_names)
+    """Whether a function seems to checkpoint parts of its own code: by the names in it, or by what they refer to."""
+    names = {name for code in _nested(function.__code__) for name in code.co_names}
+    values = [function.__globals__.get(name) for name in names]
+    values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return any(map(_CHECKPOINT.search, names)) or any(map(_is_checkpoint, values))
+
+
+def _is_checkpoint(value) -> bool:
+    """Whether this is torch's or another function that checkpoints, under any name."""
+    value = value.func if isinstance(value, functools.partial) else value
+    if not isinstance(value, types.FunctionType):
+        return False
+    return value.__module__ == "torch.utils.checkpoint" or _CHECKPOINT.search(value.__name__) is not None
 
 
 def _codes(function) -> tuple[types.CodeType, ...]:
-    """The code of a function, and of the functions inside it unless they are checkpointed."""
-    return (function.__code__,) if _checkpoints(function) else tuple(_nested(function.__code__))
+    """The code of a function, and of the functions inside it unless they are checkpointed or passed to others."""
+    alone = _checkpoints(function) or _passes_inner(function)
+    return (function.__code__,) if alone else tuple(_nested(function.__code__))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -185,15 +251,15 @@ def _collect(function, cls, depth: int, found: dict) -> None:
     """Adds to `found` the places that a function looks up, and those of its helpers."""
     found[function] = set()
     for code in _codes(function):
-        for thing in _looked_up(code, function, cls):
+        for thing, name in _looked_up(code, function, cls):
             if isinstance(thing, Place):
                 found[function].add(thing)
-            elif depth and thing not in found and not _checkpoints(thing):
+            elif depth and thing not in found and not _checkpoints(thing) and _only_calls(function, name):
                 _collect(thing, cls, depth - 1, found)
 
 
-def _looked_up(code, function, cls) -> Iterator[Place | types.FunctionType]:
-    """Places and helpers in the order in which the code names them: `F.gelu`, `helper`, `self.helper`."""
+def _looked_up(code, function, cls) -> Iterator[tuple[Place | types.FunctionType, str]]:
+    """Places and helpers with their names, in the order of the code: `F.gelu`, `helper`, `self.helper`."""
     first = function.__code__.co_varnames[:1]
     value = None  # value of the name or chain of attributes so far
     for instruction in dis.get_instructions(code):
@@ -202,15 +268,15 @@ def _looked_up(code, function, cls) -> Iterator[Place | types.FunctionType]:
             value = function.__globals__.get(name)
             helper = _helper(value, function)
             if helper is not None:
-                yield helper
+                yield helper, name
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             place = PLACES.get((value, name)) if isinstance(value, types.ModuleType) else None
             if place is not None:
-                yield place
+                yield place, name
             elif value is _SELF:
                 helper = _helper(inspect.getattr_static(cls, name, None), function)
                 if helper is not None:
-                    yield helper
+                    yield helper, f"{first[0]}.{name}"
             value = getattr(value, name, None) if isinstance(value, types.ModuleType) else None
         elif instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             last = name[-1] if isinstance(name, tuple) else name  # newer Pythons load two at once

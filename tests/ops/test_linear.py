@@ -304,3 +304,17 @@ def test_a_weight_that_no_gradient_needs_may_change(device):
         return torch.autograd.grad(y.float().square().sum(), weight)
 
     assert same(step(linear), step(torch.nn.functional.linear))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wrong", [None, [1.0], 1.5])
+def test_what_is_no_tensor(wrong, recompute):
+    """torch's own error."""
+    module = hfnn.Linear(4, 4)
+    module.recompute = recompute
+    errors = []
+    for forward in (functools.partial(torch.nn.Linear.forward, module), module):
+        with pytest.raises(TypeError) as raised:
+            forward(wrong)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1] and "must be Tensor" in errors[0]
