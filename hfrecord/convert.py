@@ -30,6 +30,7 @@ COMMIT = 256 << 20  # bytes of records between two commits
 @dataclass
 class Source:
     """`read(begin, end)`: the records of these units. schema: of the records. chunk: number of units read at once.
+    origin: what tells this source from others, for the manifest of its records.
 
     It is pickled to other processes, including `read`.
     """
@@ -38,6 +39,7 @@ class Source:
     units: int
     read: Callable[[int, int], Iterator]
     chunk: int = 32
+    origin: dict | None = None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -249,19 +251,22 @@ def source(path, format: str | None = None, length: int = 1024, tokenizer: str |
         raise FileNotFoundError(f"{path}: no such file")
     if length < 1:
         raise ValueError(f"a length of {length}: give 1 or more tokens")
-    more = {"tokens": (length,), "documents": (length, tokenizer)}.get(format, ())
-    return FORMATS[format](path, *more)
+    options = {"tokens": {"length": length}, "documents": {"length": length, "tokenizer": tokenizer}}.get(format, {})
+    found = FORMATS[format](path, **options)
+    size = sum(file.stat().st_size for file in (_files(path) if path.is_dir() else [path]))
+    found.origin = {"path": str(path.resolve()), "format": format, "units": found.units, "bytes": size, **options}
+    return found
 
 
 def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, progress=lambda units: None) -> int:
     """Appends the missing part of a source to the data set `out`; returns its number of records.
 
-    jobs: processes that read and encode. progress: called with the number of written units.
+    jobs: processes that read and encode. progress: called with the number of written units. Raises ValueError if `out`
+    has records of another source, or of this one before it changed.
     """
     options = {"part_bytes": part_bytes, "compression": compression, "append": True}
     with DatasetWriter(os.fspath(out), source.schema, **options) as writer:
-        # A writer that did not record its progress has made one record per unit.
-        done, since = len(writer) if writer.source is None else writer.source, 0
+        done, since = _done(out, writer, source), 0
         progress(done)
         for end, records in _chunks(source, writer.packer, done, jobs):
             for data, codec in records:
@@ -274,6 +279,21 @@ def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, pro
                 since = 0
         writer.commit(done)
         return len(writer)
+
+
+def _done(out, writer: DatasetWriter, source: Source) -> int:
+    """How many units of this source are in the records of `out`."""
+    if not len(writer) and not writer.source:
+        writer.origin = source.origin
+        return 0
+    if writer.source is None:
+        raise ValueError(f"{out} has records of no conversion: give another folder")
+    was, now = writer.origin, source.origin
+    if was and now and was != now:  # earlier versions kept none
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        changes = "; ".join(f"{name} {was.get(name)}, now {now.get(name)}" for name in names)
+        raise ValueError(f"{out} holds records of another source ({changes}): give another folder")
+    return writer.source
 
 
 def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[tuple[int, list]]:

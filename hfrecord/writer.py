@@ -191,7 +191,8 @@ class DatasetWriter:
 
     folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
     Other arguments are those of FileWriter. Committed records are durable: the manifest is replaced after the files.
-    `source` is a number passed to the last commit, such as the number of documents in the records.
+    `source` is a number passed to the last commit, such as the number of documents in the records. `origin` is a dict
+    for JSON that says where they come from, or None; a commit writes it.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
@@ -202,7 +203,7 @@ class DatasetWriter:
         if (there and not append) or (not there and any(self.folder.glob("part-*.?fr"))):
             raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
         manifest = Manifest.load(folder) if there else Manifest(folder, [])
-        self._counts, self.source = manifest.counts.tolist(), manifest.source
+        self._counts, self.source, self.origin = manifest.counts.tolist(), manifest.source, manifest.origin
         if not there:
             manifest.save()  # from here on only the manifest decides which files count
         self._writer = self._next(self._counts.pop() if self._counts else None)
@@ -239,7 +240,8 @@ class DatasetWriter:
         """Makes everything written durable, and visible to readers that open the folder from now on."""
         self.source = self.source if source is None else source
         self._writer.commit()
-        Manifest(self.folder, [*self._counts, len(self._writer)], source=self.source).save()
+        counts = [*self._counts, len(self._writer)]
+        Manifest(self.folder, counts, source=self.source, origin=self.origin).save()
 
     def close(self) -> None:
         self.commit()

@@ -54,6 +54,40 @@ def _cut(records):
     return (record if record["name"] < "class1/" else 1 / 0 for record in records)
 
 
+def test_another_source_does_not_go_on_in_the_same_folder(tmp_path, capsys):
+    """As many units, fewer, more, the same file when it has grown, and another length; the same source goes on."""
+    for name, units in (("a", 3), ("b", 3), ("c", 2), ("d", 5)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(units)))
+    out, first = str(tmp_path / "out"), tmp_path / "a.jsonl"
+    assert main(["convert", str(first), out]) == 0 == main(["convert", str(first), out])
+    whole = hfrecord.FileReader(out)[:]
+    for other in ("b", "c", "d"):
+        assert main(["convert", str(tmp_path / f"{other}.jsonl"), out]) == 2
+        said = capsys.readouterr().err
+        assert "out holds records of another source" in said and "a.jsonl" in said and f"{other}.jsonl" in said
+    documents = ["convert", str(first), str(tmp_path / "documents"), "--format", "documents", "--length"]
+    assert main([*documents, "8"]) == 0 == main([*documents, "8"]) and main([*documents, "9"]) == 2
+    assert "(length 8, now 9): give another folder" in capsys.readouterr().err
+    with first.open("a") as file:
+        file.write("{}\n")
+    assert main(["convert", str(first), out]) == 2 and "units 3, now 4" in capsys.readouterr().err
+    assert hfrecord.FileReader(out)[:] == whole and len(whole) == 3
+
+
+def test_a_data_set_of_no_conversion_and_one_of_an_older_version(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n" * 4)
+    source = convert.source(tmp_path / "a.jsonl")
+    with hfrecord.DatasetWriter(tmp_path / "own", source.schema) as writer:
+        writer.write({"json": 1})
+    with pytest.raises(ValueError, match="own has records of no conversion"):
+        convert.write(tmp_path / "own", source)
+    with hfrecord.DatasetWriter(tmp_path / "old", source.schema) as writer:  # which kept no origin
+        writer.write({"json": 1})
+        writer.commit(1)
+    assert convert.write(tmp_path / "old", source) == 4 == convert.write(tmp_path / "old", source)
+    assert hfrecord.FileReader(tmp_path / "old")[0] == {"json": 1}
+
+
 def test_what_is_written_does_not_depend_on_the_number_of_processes(folder, tmp_path, monkeypatch):
     for name, jobs in (("one", "1"), ("three", "3")):
         command = ["pack", str(folder), str(tmp_path / name), "--part-bytes", "5000", "--compression", "zstd"]
