@@ -40,6 +40,28 @@ class Packer:
         return Packer, (self._path, self._meta)
 
 
+class _Lock:
+    """A descriptor `fd` of a file or folder that no other writer has open; raises RecordError if one has."""
+
+    def __init__(self, path, flags: int):
+        self.fd, self._pid = -1, os.getpid()
+        self.fd = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RecordError(path, "another writer has it open: close that one") from None
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            if os.getpid() == self._pid:  # forked processes have the lock, too: they do not end it, nor keep it
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
+
+
 class FileWriter:
     """Appends records to a file of hfrecord's own format: `write(record)`, `commit()`, `close()`, which commits.
 
@@ -71,13 +93,10 @@ class FileWriter:
                 raise ValueError(f"{self.path} has {name} {self.meta.get(name)!r}, given was {value!r}: leave it out")
 
     def _open(self, keep: int | None) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self._lock = _Lock(self.path, os.O_RDWR)
+        self._fd = self._lock.fd
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             old = File(self.path, records=keep)
-        except BlockingIOError:
-            self.abandon()
-            raise RecordError(self.path, "another writer has it open: close that one") from None
         except BaseException:
             self.abandon()
             raise
@@ -153,8 +172,8 @@ class FileWriter:
     def abandon(self) -> None:
         """Closes the file in the state of the last commit."""
         if self._fd >= 0:
-            os.close(self._fd)
             self._fd = -1
+            self._lock.close()
 
     __del__ = abandon
 
@@ -190,15 +209,24 @@ class DatasetWriter:
     """Writes a folder of files of about `part_bytes`, and their manifest: `write(record)`, `commit()`, `close()`.
 
     folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
-    Other arguments are those of FileWriter. Committed records are durable: the manifest is replaced after the files.
-    `source` is a number passed to the last commit, such as the number of documents in the records. `origin` is a dict
-    for JSON that says where they come from, or None; a commit writes it.
+    RecordError if another writer has it open. Other arguments are those of FileWriter. Committed records are durable:
+    the manifest is replaced after the files. `source` is a number passed to the last commit, such as the number of
+    documents in the records. `origin` is a dict for JSON that says where they come from, or None; a commit writes it.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
         self.folder, self.part_bytes = Path(folder), part_bytes
         self._options = {"schema": schema, **options}
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _Lock(self.folder, os.O_RDONLY)
+        try:
+            self._begin(append)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, append: bool) -> None:
+        folder = self.folder
         there = Manifest.path(folder).exists()
         if (there and not append) or (not there and any(self.folder.glob("part-*.?fr"))):
             raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
@@ -244,12 +272,15 @@ class DatasetWriter:
         Manifest(self.folder, counts, source=self.source, origin=self.origin).save()
 
     def close(self) -> None:
-        self.commit()
-        self._writer.close()
+        if self._lock.fd >= 0:
+            self.commit()
+            self._writer.close()
+            self._lock.close()
 
     def abandon(self) -> None:
         """Closes the files in the state of the last commit."""
         self._writer.abandon()
+        self._lock.close()
 
     __enter__, __exit__ = FileWriter.__enter__, FileWriter.__exit__
 

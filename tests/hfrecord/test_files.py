@@ -1,6 +1,6 @@
 """Normal use of hfrecord's files: writing, appending, reading by all kinds of indices, schemas, processes.
 
-tests/fuzz/records.py has random programs, test_damage.py damage, test_ffr.py FFRecord's files.
+tests/fuzz/records.py has random programs, test_damage.py damage, test_locks.py locks, test_ffr.py FFRecord's files.
 """
 
 import concurrent.futures
