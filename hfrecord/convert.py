@@ -30,7 +30,8 @@ COMMIT = 256 << 20  # bytes of records between two commits
 @dataclass
 class Source:
     """`read(begin, end)`: the records of these units. schema: of the records. chunk: number of units read at once.
-    origin: what tells this source from others, for the manifest of its records.
+    encoded: whether they are bytes already, as the schema encodes them. origin: what tells this source from others, for
+    the manifest of its records.
 
     It is pickled to other processes, including `read`.
     """
@@ -39,6 +40,7 @@ class Source:
     units: int
     read: Callable[[int, int], Iterator]
     chunk: int = 32
+    encoded: bool = False
     origin: dict | None = None
 
 
@@ -224,11 +226,12 @@ def _tokenizer(name: str):
 def _records(path: Path) -> Source:
     """Record files, including FFRecord's."""
     reader = FileReader(path)
-    return Source(reader.schema and reader.schema.fields, len(reader), functools.partial(_read_records, reader))
+    schema = reader.schema and reader.schema.fields
+    return Source(schema, len(reader), functools.partial(_read_records, reader), encoded=True)
 
 
 def _read_records(reader, begin, end):
-    return reader[begin:end]
+    return reader.read(range(begin, end))
 
 
 FORMATS: dict[str, Callable] = {
@@ -319,7 +322,8 @@ def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[t
 
 
 def _packed(source: Source, packer: Packer, begin: int, end: int) -> list[tuple[bytes, int]]:
-    return [packer(record) for record in source.read(begin, end)]
+    pack = packer.compressed if source.encoded else packer
+    return [pack(record) for record in source.read(begin, end)]
 
 
 _work: tuple = ()  # of a process that converts: source and packer

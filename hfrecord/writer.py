@@ -29,7 +29,12 @@ class Packer:
             self._compressor = optional("zstandard").ZstdCompressor(level=LEVEL, dict_data=packed, write_checksum=False)
 
     def __call__(self, record) -> tuple[bytes, int]:
-        data = bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        return self.compressed(
+            bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        )
+
+    def compressed(self, data: bytes) -> tuple[bytes, int]:
+        """A record that is encoded already."""
         if self._compressor is not None:
             packed = self._compressor.compress(data)
             if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):

@@ -167,6 +167,24 @@ def test_formats(folder, tmp_path):
     assert labels == {"image": "image", "label": "int64"}
 
 
+def test_records_are_copied_as_they_are(tmp_path):
+    """An image is not encoded again: a CMYK image, which has no PNG, and bytes that are no image."""
+    image, buffer = pytest.importorskip("PIL.Image"), io.BytesIO()
+    exif = image.Exif()
+    exif[0x0112] = 6
+    image.new("CMYK", (8, 8)).save(buffer, "JPEG", exif=exif)
+    records = [{"n": i, "image": data} for i, data in enumerate([buffer.getvalue(), b"no image"] * 20)]
+    with hfrecord.DatasetWriter(tmp_path / "a", {"n": "int64", "image": "image"}, part_bytes=5000) as writer:
+        for record in records:
+            writer.write(record)
+    before = hfrecord.FileReader(tmp_path / "a").read(range(40))
+    for name, options in {"b": [], "c": ["--compression", "zstd"], "d": ["--jobs", "2"]}.items():
+        assert main(["convert", str(tmp_path / "a"), str(tmp_path / name), "--format", "hfr", *options]) == 0
+        found = hfrecord.FileReader(tmp_path / name)
+        assert found.read(range(40)) == before and found[0]["image"].getexif()[0x0112] == 6
+    assert hfrecord.FileReader(tmp_path / "c").sizes().sum() < sum(map(len, before))
+
+
 def _table():
     import pyarrow
 
