@@ -25,6 +25,7 @@ from hfrecord.schema import optional
 from hfrecord.writer import DatasetWriter, Packer
 
 COMMIT = 256 << 20  # bytes of records between two commits
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # names of torchvision's images
 
 
 @dataclass
@@ -59,9 +60,18 @@ def _read_folder(path, names, begin, end):
 
 
 def _images(path: Path) -> Source:
-    """As torchvision's ImageFolder: classes are the folders, in the order of their names."""
+    """As torchvision's ImageFolder: classes are the folders, in the order of their names; other files are left out."""
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    files = [(str(file), label) for label, name in enumerate(classes) for file in _files(path / name)]
+    if not classes:
+        raise ValueError(f"{path}: no folder of a class")
+    files = []
+    for label, name in enumerate(classes):
+        folders = sorted(os.walk(path / name, followlinks=True))
+        found = [os.path.join(at, file) for at, _, names in folders for file in sorted(names)]
+        found = [file for file in found if file.lower().endswith(IMAGES)]
+        if not found:
+            raise ValueError(f"{path}: no image in the folder of a class, {name}: remove it")
+        files += [(file, label) for file in found]
     return Source({"image": "image", "label": "int64"}, len(files), functools.partial(_read_images, files))
 
 
@@ -80,6 +90,8 @@ def _tar(path: Path) -> Source:
             for member, _, field in parts:
                 if member.issparse():
                     raise ValueError(f"{path}: {member.name} is a sparse file: pack it as a whole one")
+                if field in places:
+                    raise ValueError(f"{path}: {member.name} is there twice")
                 places[field] = member.offset_data, member.size
             samples.append((key, places))
             fields = fields or places.keys()

@@ -162,9 +162,6 @@ def test_formats(folder, tmp_path):
     assert [record["x"].tolist() for record in found["a.npy"]] == np.arange(12).reshape(4, 3).tolist()
     assert found["a.tar"] == [{"key": f"d/{i}", "cls": bytes(i), "jpg": bytes(i)} for i in range(3)]
     assert found["a.ffr"] == [b"x"] and [record["json"] for record in found["a.parquet"]] == [{"a": 1}, {"a": 2}]
-    assert main(["convert", str(folder), str(tmp_path / "images"), "--format", "images"]) == 0
-    labels = hfrecord.FileReader(tmp_path / "images").schema.fields
-    assert labels == {"image": "image", "label": "int64"}
 
 
 def test_records_are_copied_as_they_are(tmp_path):
@@ -183,6 +180,38 @@ def test_records_are_copied_as_they_are(tmp_path):
         found = hfrecord.FileReader(tmp_path / name)
         assert found.read(range(40)) == before and found[0]["image"].getexif()[0x0112] == 6
     assert hfrecord.FileReader(tmp_path / "c").sizes().sum() < sum(map(len, before))
+
+
+def test_images_are_those_of_torchvisions_imagefolder(tmp_path, capsys):
+    names = ["cat/z.JPG", "cat/a.jpeg", "cat/sub/b.webp", "cat/.DS_Store", "cat/notes.txt", "dog/c.png", "list.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "d.bmp").write_bytes(b"linked")
+    (tmp_path / "in" / "dog" / "more").symlink_to(tmp_path / "linked")
+    command = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "images"]
+    assert main(command) == 0
+    reader = hfrecord.FileReader(tmp_path / "out")
+    assert reader.schema.fields == {"image": "image", "label": "int64"}
+    expected = [(b"cat/a.jpeg", 0), (b"cat/z.JPG", 0), (b"cat/sub/b.webp", 0), (b"dog/c.png", 1), (b"linked", 1)]
+    assert [(data[8:-8], data[-8]) for data in reader.read(range(len(reader)))] == expected
+    (tmp_path / "in" / ".ipynb_checkpoints").mkdir()
+    assert main(command) == 2 and "no image in the folder of a class, .ipynb_checkpoints" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "linked"), str(tmp_path / "no"), "--format", "images"]) == 2
+    assert "linked: no folder of a class" in capsys.readouterr().err
+    folders = pytest.importorskip("torchvision.datasets")
+    (tmp_path / "in" / ".ipynb_checkpoints").rmdir()
+    samples = folders.ImageFolder(tmp_path / "in").samples
+    assert [(Path(file).read_bytes(), label) for file, label in samples] == expected
+
+
+def test_a_member_that_is_twice_in_a_sample_of_a_tar_is_an_error(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("a.txt", "a.txt", "b.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match=r"a.tar: a.txt is there twice"):
+        convert.source(tmp_path / "a.tar")
 
 
 def _table():
