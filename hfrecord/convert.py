@@ -25,11 +25,14 @@ from hfrecord.schema import optional
 from hfrecord.writer import DatasetWriter, Packer
 
 COMMIT = 256 << 20  # bytes of records between two commits
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # names of torchvision's images
 
 
 @dataclass
 class Source:
     """`read(begin, end)`: the records of these units. schema: of the records. chunk: number of units read at once.
+    encoded: whether they are bytes already, as the schema encodes them. origin: what tells this source from others, for
+    the manifest of its records.
 
     It is pickled to other processes, including `read`.
     """
@@ -38,6 +41,8 @@ class Source:
     units: int
     read: Callable[[int, int], Iterator]
     chunk: int = 32
+    encoded: bool = False
+    origin: dict | None = None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -55,9 +60,18 @@ def _read_folder(path, names, begin, end):
 
 
 def _images(path: Path) -> Source:
-    """As torchvision's ImageFolder: classes are the folders, in the order of their names."""
+    """As torchvision's ImageFolder: classes are the folders, in the order of their names; other files are left out."""
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    files = [(str(file), label) for label, name in enumerate(classes) for file in _files(path / name)]
+    if not classes:
+        raise ValueError(f"{path}: no folder of a class")
+    files = []
+    for label, name in enumerate(classes):
+        folders = sorted(os.walk(path / name, followlinks=True))
+        found = [os.path.join(at, file) for at, _, names in folders for file in sorted(names)]
+        found = [file for file in found if file.lower().endswith(IMAGES)]
+        if not found:
+            raise ValueError(f"{path}: no image in the folder of a class, {name}: remove it")
+        files += [(file, label) for file in found]
     return Source({"image": "image", "label": "int64"}, len(files), functools.partial(_read_images, files))
 
 
@@ -76,6 +90,8 @@ def _tar(path: Path) -> Source:
             for member, _, field in parts:
                 if member.issparse():
                     raise ValueError(f"{path}: {member.name} is a sparse file: pack it as a whole one")
+                if field in places:
+                    raise ValueError(f"{path}: {member.name} is there twice")
                 places[field] = member.offset_data, member.size
             samples.append((key, places))
             fields = fields or places.keys()
@@ -222,11 +238,12 @@ def _tokenizer(name: str):
 def _records(path: Path) -> Source:
     """Record files, including FFRecord's."""
     reader = FileReader(path)
-    return Source(reader.schema and reader.schema.fields, len(reader), functools.partial(_read_records, reader))
+    schema = reader.schema and reader.schema.fields
+    return Source(schema, len(reader), functools.partial(_read_records, reader), encoded=True)
 
 
 def _read_records(reader, begin, end):
-    return reader[begin:end]
+    return reader.read(range(begin, end))
 
 
 FORMATS: dict[str, Callable] = {
@@ -249,19 +266,22 @@ def source(path, format: str | None = None, length: int = 1024, tokenizer: str |
         raise FileNotFoundError(f"{path}: no such file")
     if length < 1:
         raise ValueError(f"a length of {length}: give 1 or more tokens")
-    more = {"tokens": (length,), "documents": (length, tokenizer)}.get(format, ())
-    return FORMATS[format](path, *more)
+    options = {"tokens": {"length": length}, "documents": {"length": length, "tokenizer": tokenizer}}.get(format, {})
+    found = FORMATS[format](path, **options)
+    size = sum(file.stat().st_size for file in (_files(path) if path.is_dir() else [path]))
+    found.origin = {"path": str(path.resolve()), "format": format, "units": found.units, "bytes": size, **options}
+    return found
 
 
 def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, progress=lambda units: None) -> int:
     """Appends the missing part of a source to the data set `out`; returns its number of records.
 
-    jobs: processes that read and encode. progress: called with the number of written units.
+    jobs: processes that read and encode. progress: called with the number of written units. Raises ValueError if `out`
+    has records of another source, or of this one before it changed.
     """
     options = {"part_bytes": part_bytes, "compression": compression, "append": True}
     with DatasetWriter(os.fspath(out), source.schema, **options) as writer:
-        # A writer that did not record its progress has made one record per unit.
-        done, since = len(writer) if writer.source is None else writer.source, 0
+        done, since = _done(out, writer, source), 0
         progress(done)
         for end, records in _chunks(source, writer.packer, done, jobs):
             for data, codec in records:
@@ -274,6 +294,21 @@ def write(out, source: Source, part_bytes=1 << 30, compression=None, jobs=1, pro
                 since = 0
         writer.commit(done)
         return len(writer)
+
+
+def _done(out, writer: DatasetWriter, source: Source) -> int:
+    """How many units of this source are in the records of `out`."""
+    if not len(writer) and not writer.source:
+        writer.origin = source.origin
+        return 0
+    if writer.source is None:
+        raise ValueError(f"{out} has records of no conversion: give another folder")
+    was, now = writer.origin, source.origin
+    if was and now and was != now:  # earlier versions kept none
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        changes = "; ".join(f"{name} {was.get(name)}, now {now.get(name)}" for name in names)
+        raise ValueError(f"{out} holds records of another source ({changes}): give another folder")
+    return writer.source
 
 
 def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[tuple[int, list]]:
@@ -299,7 +334,8 @@ def _chunks(source: Source, packer: Packer, begin: int, jobs: int) -> Iterator[t
 
 
 def _packed(source: Source, packer: Packer, begin: int, end: int) -> list[tuple[bytes, int]]:
-    return [packer(record) for record in source.read(begin, end)]
+    pack = packer.compressed if source.encoded else packer
+    return [pack(record) for record in source.read(begin, end)]
 
 
 _work: tuple = ()  # of a process that converts: source and packer

@@ -49,9 +49,10 @@ class DataLoader(torch.utils.data.DataLoader):
         loader = hfrecord.DataLoader(dataset, batch_size=64, num_workers=4, seed=0)
         loader.load_state_dict(state)  # resumes in the middle of an epoch, on any number of ranks and workers
 
-    The state counts the batches that the loop has received, not those that workers have prefetched. dataset: a Dataset,
-    or paths for one. seed, shuffle, window, mix, rank, world_size, tail: as in ElasticSampler. options: of torch's
-    class.
+    The state counts the batches that the loop has received, not those that workers have prefetched. The epoch moves
+    when a loop ends: after a `break` the next loop begins where that one began, unless `load_state_dict` or `set_epoch`
+    says otherwise. A batch whose transform raises counts if the loop goes on. dataset: a Dataset, or paths for one.
+    seed, shuffle, window, mix, rank, world_size, tail: as in ElasticSampler. options: of torch's class.
     """
 
     def __init__(self, dataset, batch_size: int = 1, *, num_workers: int = 0, **options):
@@ -59,27 +60,56 @@ class DataLoader(torch.utils.data.DataLoader):
         dataset = Dataset(dataset) if paths else dataset
         names = ("seed", "shuffle", "window", "mix", "rank", "world_size", "tail")
         own = {name: options.pop(name) for name in names if name in options}
-        self._received = 0
         sampler = ElasticSampler(dataset, batch_size, **own)
         super().__init__(dataset, batch_sampler=sampler, num_workers=num_workers, **options)
 
     def __iter__(self) -> Iterator:
-        self._received = 0
-        for batch in super().__iter__():
-            self._received += 1
-            yield batch
-        self._received = len(self.batch_sampler.data)  # all, even if other ranks have one more batch
+        return _Iterator(self)
+
+    def _prefetched(self) -> Iterator:
+        """torch's iterator; the sampler counts none of its batches."""
+        self.batch_sampler._counts = False
+        try:
+            return super().__iter__()
+        finally:
+            self.batch_sampler._counts = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
+        """Sets the epoch of the next iteration; a different epoch than the present one starts from its beginning."""
         self.batch_sampler.set_epoch(epoch)
-        self._received = 0
 
     def state_dict(self) -> dict:
         """Everything that a run must keep: a dict of integers."""
-        return self.batch_sampler.state_dict(self._received)
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Resumes after the batches of a state."""
         self.batch_sampler.load_state_dict(state)
-        self._received = 0
+
+
+class _Iterator:
+    """torch's iterator of a DataLoader, which tells the sampler what the loop has received."""
+
+    def __init__(self, loader: DataLoader):
+        self._sampler, self._number = loader.batch_sampler, 0
+        self._at = self._sampler.epoch, self._sampler.consumed
+        self._batches = loader._prefetched()
+
+    def __iter__(self):
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self):
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._sampler._ended(self._at)
+            raise
+        except Exception:
+            self._number += 1  # the next one follows; until then a state says that it is to be read again
+            raise
+        self._number += 1
+        self._sampler._received(self._at, self._number)
+        return batch

@@ -22,11 +22,11 @@ MOST = 1 << 48  # maximum number of records of a file
 class Manifest(Sequence):
     """The paths of a folder's files, with `counts`, int64 (files,): the records of each.
 
-    source: how much of the source is in the records, if their writer has recorded it.
+    source: how much of the source is in the records, if their writer has recorded it. origin: which source it is.
     """
 
-    def __init__(self, folder, counts, suffix: str = ".hfr", source: int | None = None):
-        self.folder, self.suffix, self.source = os.fspath(folder), suffix, source
+    def __init__(self, folder, counts, suffix: str = ".hfr", source: int | None = None, origin: dict | None = None):
+        self.folder, self.suffix, self.source, self.origin = os.fspath(folder), suffix, source, origin
         self.counts = np.asarray(counts, np.int64)
 
     @staticmethod
@@ -42,6 +42,7 @@ class Manifest(Sequence):
     def save(self) -> None:
         body = {"version": 1, "suffix": self.suffix, "records": self.counts.tolist()}
         body |= {} if self.source is None else {"source": self.source}
+        body |= {} if self.origin is None else {"origin": self.origin}
         text = json.dumps({**body, "crc32": _crc(body)}, separators=(",", ":"))
         replace(self.path(self.folder), text.encode())
 
@@ -61,7 +62,10 @@ class Manifest(Sequence):
         source = body.get("source")
         if source is not None and not (type(source) is int and 0 <= source <= MOST):
             raise RecordError(path, f"source {source!r}: not a number")
-        return cls(folder, counts, suffix, source)
+        origin = body.get("origin")
+        if origin is not None and not isinstance(origin, dict):
+            raise RecordError(path, f"origin {origin!r}: not a JSON object")
+        return cls(folder, counts, suffix, source, origin)
 
 
 def part(number: int, suffix: str = ".hfr") -> str:

@@ -103,8 +103,9 @@ class ElasticSampler:
     ranks get what is left, and some may have one batch less.
 
     An iteration begins at `consumed`, and the next epoch follows after its end. The state refers to the returned
-    batches. Workers of a DataLoader prefetch, so pass `state_dict` the number of batches that were trained on, or use
-    hfrecord.DataLoader. Raises ValueError for a rank outside the world, and for a state of other data.
+    batches. Workers of a DataLoader prefetch, so pass `state_dict` the number of batches that were trained on, and call
+    `set_epoch` after a loop that was left by `break`; or use hfrecord.DataLoader, which needs neither. Raises
+    ValueError for a rank outside the world, and for a state of other data.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ElasticSampler:
             raise ValueError(f"rank={self.rank} of world_size={self.world_size}: give a rank from 0 to world_size - 1")
         self.epoch = self.consumed = 0  # where the next iteration begins
         self._given, self._at = 0, (0, 0)  # batches of the last iteration, and its start
+        self._counts = True  # whether an iteration counts its batches; False: hfrecord.DataLoader does
         Permutation(self.records, window=window, mix=mix)
 
     @property
@@ -146,7 +148,7 @@ class ElasticSampler:
         """Sets the epoch of the next iteration; a different epoch than the present one starts from its beginning."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
-            self._at, self._given = (epoch, 0), 0
+        self._at, self._given = (self.epoch, self.consumed), 0
 
     def indices(self, epoch: int, places) -> np.ndarray:
         """Records at these positions of an epoch's order, which wraps around: int64."""
@@ -156,13 +158,25 @@ class ElasticSampler:
         return Permutation(self.records, self.seed, epoch, self.window, self.mix)(places)
 
     def __iter__(self) -> Iterator:
-        epoch, begin = self.epoch, self.consumed
-        self._at, self._given = (epoch, begin), 0
-        for item in self._ahead(self._items(epoch, begin)):
-            self._given += 1
+        at = self.epoch, self.consumed
+        self._received(at, 0)
+        items = self._ahead(self._items(*at))
+        return self._counted(at, items) if self._counts else items
+
+    def _counted(self, at: tuple[int, int], items: Iterator) -> Iterator:
+        for number, item in enumerate(items, 1):
+            self._received(at, number)
             yield item
-        self.epoch, self.consumed = epoch + 1, 0
-        self._given = self.records  # all, also where other ranks have a batch more
+        self._ended(at)
+
+    def _received(self, at: tuple[int, int], batches: int) -> None:
+        """The state is that after so many batches of the iteration that began `at` (epoch, consumed)."""
+        self._at, self._given = at, batches
+
+    def _ended(self, at: tuple[int, int]) -> None:
+        self._received(at, self.records)  # all, also where other ranks have a batch more
+        if (self.epoch, self.consumed) == at:  # nobody has set another one meanwhile
+            self.epoch, self.consumed = at[0] + 1, 0
 
     def _items(self, epoch: int, begin: int) -> Iterator:
         own, size = self._own(begin), self.batch_size or 1

@@ -124,8 +124,13 @@ class _Array:
             shape = ",".join("?" if size is None else str(size) for size in self.shape)
             given = f"{given.dtype}{list(given.shape)}"
             raise ValueError(f"field {self.name!r} takes {self.dtype.name}[{shape}], got {given}")
-        cast = given.astype(self.dtype, order="C", copy=False)
-        if whole and given.dtype != self.dtype and not np.array_equal(cast, given):
+        with np.errstate(over="ignore"):
+            cast = given.astype(self.dtype, order="C", copy=False)
+        if whole:
+            beyond = given.dtype != self.dtype and not np.array_equal(cast, given)
+        else:  # infinity itself is a value
+            beyond = not np.can_cast(given.dtype, self.dtype) and (np.isfinite(given) & ~np.isfinite(cast)).any()
+        if beyond:
             raise ValueError(f"field {self.name!r} takes {self.dtype.name}, got values beyond it")
         sizes = [size for size, known in zip(given.shape, self.shape, strict=True) if known is None]
         return struct.pack(f"<{self._free}Q", *sizes) + cast.tobytes()

@@ -29,7 +29,12 @@ class Packer:
             self._compressor = optional("zstandard").ZstdCompressor(level=LEVEL, dict_data=packed, write_checksum=False)
 
     def __call__(self, record) -> tuple[bytes, int]:
-        data = bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        return self.compressed(
+            bytes(memoryview(record).cast("B")) if self.schema is None else self.schema.encode(record)
+        )
+
+    def compressed(self, data: bytes) -> tuple[bytes, int]:
+        """A record that is encoded already."""
         if self._compressor is not None:
             packed = self._compressor.compress(data)
             if len(packed) < len(data) <= max(SMALL, LARGEST_RATIO * len(packed)):
@@ -38,6 +43,28 @@ class Packer:
 
     def __reduce__(self):
         return Packer, (self._path, self._meta)
+
+
+class _Lock:
+    """A descriptor `fd` of a file or folder that no other writer has open; raises RecordError if one has."""
+
+    def __init__(self, path, flags: int):
+        self.fd, self._pid = -1, os.getpid()
+        self.fd = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RecordError(path, "another writer has it open: close that one") from None
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            if os.getpid() == self._pid:  # forked processes have the lock, too: they do not end it, nor keep it
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
 
 
 class FileWriter:
@@ -71,13 +98,10 @@ class FileWriter:
                 raise ValueError(f"{self.path} has {name} {self.meta.get(name)!r}, given was {value!r}: leave it out")
 
     def _open(self, keep: int | None) -> None:
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self._lock = _Lock(self.path, os.O_RDWR)
+        self._fd = self._lock.fd
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             old = File(self.path, records=keep)
-        except BlockingIOError:
-            self.abandon()
-            raise RecordError(self.path, "another writer has it open: close that one") from None
         except BaseException:
             self.abandon()
             raise
@@ -153,8 +177,8 @@ class FileWriter:
     def abandon(self) -> None:
         """Closes the file in the state of the last commit."""
         if self._fd >= 0:
-            os.close(self._fd)
             self._fd = -1
+            self._lock.close()
 
     __del__ = abandon
 
@@ -190,19 +214,29 @@ class DatasetWriter:
     """Writes a folder of files of about `part_bytes`, and their manifest: `write(record)`, `commit()`, `close()`.
 
     folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
-    Other arguments are those of FileWriter. Committed records are durable: the manifest is replaced after the files.
-    `source` is a number passed to the last commit, such as the number of documents in the records.
+    RecordError if another writer has it open. Other arguments are those of FileWriter. Committed records are durable:
+    the manifest is replaced after the files. `source` is a number passed to the last commit, such as the number of
+    documents in the records. `origin` is a dict for JSON that says where they come from, or None; a commit writes it.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
         self.folder, self.part_bytes = Path(folder), part_bytes
         self._options = {"schema": schema, **options}
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _Lock(self.folder, os.O_RDONLY)
+        try:
+            self._begin(append)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _begin(self, append: bool) -> None:
+        folder = self.folder
         there = Manifest.path(folder).exists()
         if (there and not append) or (not there and any(self.folder.glob("part-*.?fr"))):
             raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
         manifest = Manifest.load(folder) if there else Manifest(folder, [])
-        self._counts, self.source = manifest.counts.tolist(), manifest.source
+        self._counts, self.source, self.origin = manifest.counts.tolist(), manifest.source, manifest.origin
         if not there:
             manifest.save()  # from here on only the manifest decides which files count
         self._writer = self._next(self._counts.pop() if self._counts else None)
@@ -239,15 +273,19 @@ class DatasetWriter:
         """Makes everything written durable, and visible to readers that open the folder from now on."""
         self.source = self.source if source is None else source
         self._writer.commit()
-        Manifest(self.folder, [*self._counts, len(self._writer)], source=self.source).save()
+        counts = [*self._counts, len(self._writer)]
+        Manifest(self.folder, counts, source=self.source, origin=self.origin).save()
 
     def close(self) -> None:
-        self.commit()
-        self._writer.close()
+        if self._lock.fd >= 0:
+            self.commit()
+            self._writer.close()
+            self._lock.close()
 
     def abandon(self) -> None:
         """Closes the files in the state of the last commit."""
         self._writer.abandon()
+        self._lock.close()
 
     __enter__, __exit__ = FileWriter.__enter__, FileWriter.__exit__
 

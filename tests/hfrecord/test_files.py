@@ -1,6 +1,6 @@
 """Normal use of hfrecord's files: writing, appending, reading by all kinds of indices, schemas, processes.
 
-tests/fuzz/records.py has random programs, test_damage.py damage, test_ffr.py FFRecord's files.
+tests/fuzz/records.py has random programs, test_damage.py damage, test_locks.py locks, test_ffr.py FFRecord's files.
 """
 
 import concurrent.futures
@@ -196,6 +196,17 @@ def test_schema(tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             schema.encode(record | wrong)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "complex64"])
+def test_numbers_beyond_a_float_are_an_error(kind):
+    schema, largest = hfrecord.Schema({"x": f"{kind}[?]"}), float(np.finfo(kind).max)
+    for values in ([1.0, largest], [np.inf, -np.inf, np.nan], [65504]):
+        found = schema.decode(schema.encode({"x": np.array(values)}))["x"]
+        assert np.array_equal(found, np.array(values, kind), equal_nan=True)
+    for values in ([0.0, 2 * largest], [-1e300, np.nan], *([[70000]] if kind == "float16" else [])):
+        with pytest.raises(ValueError, match=f"'x' takes {kind}, got values beyond it"):
+            schema.encode({"x": values})
 
 
 @pytest.mark.parametrize("kind", ["object", "float33", "int8[", "int8[a]", "O", 5, None, "U10", "int8[?"])

@@ -54,6 +54,40 @@ def _cut(records):
     return (record if record["name"] < "class1/" else 1 / 0 for record in records)
 
 
+def test_another_source_does_not_go_on_in_the_same_folder(tmp_path, capsys):
+    """As many units, fewer, more, the same file when it has grown, and another length; the same source goes on."""
+    for name, units in (("a", 3), ("b", 3), ("c", 2), ("d", 5)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(units)))
+    out, first = str(tmp_path / "out"), tmp_path / "a.jsonl"
+    assert main(["convert", str(first), out]) == 0 == main(["convert", str(first), out])
+    whole = hfrecord.FileReader(out)[:]
+    for other in ("b", "c", "d"):
+        assert main(["convert", str(tmp_path / f"{other}.jsonl"), out]) == 2
+        said = capsys.readouterr().err
+        assert "out holds records of another source" in said and "a.jsonl" in said and f"{other}.jsonl" in said
+    documents = ["convert", str(first), str(tmp_path / "documents"), "--format", "documents", "--length"]
+    assert main([*documents, "8"]) == 0 == main([*documents, "8"]) and main([*documents, "9"]) == 2
+    assert "(length 8, now 9): give another folder" in capsys.readouterr().err
+    with first.open("a") as file:
+        file.write("{}\n")
+    assert main(["convert", str(first), out]) == 2 and "units 3, now 4" in capsys.readouterr().err
+    assert hfrecord.FileReader(out)[:] == whole and len(whole) == 3
+
+
+def test_a_data_set_of_no_conversion_and_one_of_an_older_version(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n" * 4)
+    source = convert.source(tmp_path / "a.jsonl")
+    with hfrecord.DatasetWriter(tmp_path / "own", source.schema) as writer:
+        writer.write({"json": 1})
+    with pytest.raises(ValueError, match="own has records of no conversion"):
+        convert.write(tmp_path / "own", source)
+    with hfrecord.DatasetWriter(tmp_path / "old", source.schema) as writer:  # which kept no origin
+        writer.write({"json": 1})
+        writer.commit(1)
+    assert convert.write(tmp_path / "old", source) == 4 == convert.write(tmp_path / "old", source)
+    assert hfrecord.FileReader(tmp_path / "old")[0] == {"json": 1}
+
+
 def test_what_is_written_does_not_depend_on_the_number_of_processes(folder, tmp_path, monkeypatch):
     for name, jobs in (("one", "1"), ("three", "3")):
         command = ["pack", str(folder), str(tmp_path / name), "--part-bytes", "5000", "--compression", "zstd"]
@@ -128,9 +162,56 @@ def test_formats(folder, tmp_path):
     assert [record["x"].tolist() for record in found["a.npy"]] == np.arange(12).reshape(4, 3).tolist()
     assert found["a.tar"] == [{"key": f"d/{i}", "cls": bytes(i), "jpg": bytes(i)} for i in range(3)]
     assert found["a.ffr"] == [b"x"] and [record["json"] for record in found["a.parquet"]] == [{"a": 1}, {"a": 2}]
-    assert main(["convert", str(folder), str(tmp_path / "images"), "--format", "images"]) == 0
-    labels = hfrecord.FileReader(tmp_path / "images").schema.fields
-    assert labels == {"image": "image", "label": "int64"}
+
+
+def test_records_are_copied_as_they_are(tmp_path):
+    """An image is not encoded again: a CMYK image, which has no PNG, and bytes that are no image."""
+    image, buffer = pytest.importorskip("PIL.Image"), io.BytesIO()
+    exif = image.Exif()
+    exif[0x0112] = 6
+    image.new("CMYK", (8, 8)).save(buffer, "JPEG", exif=exif)
+    records = [{"n": i, "image": data} for i, data in enumerate([buffer.getvalue(), b"no image"] * 20)]
+    with hfrecord.DatasetWriter(tmp_path / "a", {"n": "int64", "image": "image"}, part_bytes=5000) as writer:
+        for record in records:
+            writer.write(record)
+    before = hfrecord.FileReader(tmp_path / "a").read(range(40))
+    for name, options in {"b": [], "c": ["--compression", "zstd"], "d": ["--jobs", "2"]}.items():
+        assert main(["convert", str(tmp_path / "a"), str(tmp_path / name), "--format", "hfr", *options]) == 0
+        found = hfrecord.FileReader(tmp_path / name)
+        assert found.read(range(40)) == before and found[0]["image"].getexif()[0x0112] == 6
+    assert hfrecord.FileReader(tmp_path / "c").sizes().sum() < sum(map(len, before))
+
+
+def test_images_are_those_of_torchvisions_imagefolder(tmp_path, capsys):
+    names = ["cat/z.JPG", "cat/a.jpeg", "cat/sub/b.webp", "cat/.DS_Store", "cat/notes.txt", "dog/c.png", "list.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "d.bmp").write_bytes(b"linked")
+    (tmp_path / "in" / "dog" / "more").symlink_to(tmp_path / "linked")
+    command = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "images"]
+    assert main(command) == 0
+    reader = hfrecord.FileReader(tmp_path / "out")
+    assert reader.schema.fields == {"image": "image", "label": "int64"}
+    expected = [(b"cat/a.jpeg", 0), (b"cat/z.JPG", 0), (b"cat/sub/b.webp", 0), (b"dog/c.png", 1), (b"linked", 1)]
+    assert [(data[8:-8], data[-8]) for data in reader.read(range(len(reader)))] == expected
+    (tmp_path / "in" / ".ipynb_checkpoints").mkdir()
+    assert main(command) == 2 and "no image in the folder of a class, .ipynb_checkpoints" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "linked"), str(tmp_path / "no"), "--format", "images"]) == 2
+    assert "linked: no folder of a class" in capsys.readouterr().err
+    folders = pytest.importorskip("torchvision.datasets")
+    (tmp_path / "in" / ".ipynb_checkpoints").rmdir()
+    samples = folders.ImageFolder(tmp_path / "in").samples
+    assert [(Path(file).read_bytes(), label) for file, label in samples] == expected
+
+
+def test_a_member_that_is_twice_in_a_sample_of_a_tar_is_an_error(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("a.txt", "a.txt", "b.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match=r"a.tar: a.txt is there twice"):
+        convert.source(tmp_path / "a.tar")
 
 
 def _table():
