@@ -115,6 +115,60 @@ def evaluated(rank, size):
     loss_of(model, ids(rank, 1)).backward()
 
 
+def used_directly(rank, size):
+    """A loss that also depends on sharded parameters themselves: before the forward, after it, or in another loss."""
+    squares, total = (lambda p: p.pow(2).sum().full_tensor()), (lambda p: p.full_tensor().sum())
+    # The gradient of a DTensor's sum is replicated, which fully_shard cannot add to a sharded one.
+    for terms in ((squares, squares), (total, total), (lambda p: whole(p.sum()), total)):
+        for early in (True, False):
+            models = FSDP(net()), torchs(net())
+            for step in range(2):
+                for made, term in zip(models, terms, strict=True):
+                    held = list(made.parameters())  # fully_shard has whole ones after forward
+                    extra = sum(map(term, held)) if early else 0
+                    loss = loss_of(made, ids(rank, step)) + extra
+                    (loss if early else loss + sum(map(term, held))).backward()
+                    if step == 0:
+                        made.zero_grad()
+                    else:
+                        sum(map(term, held)).backward()
+                check_gradients(*models)
+    model = FSDP(net())
+    sum(whole(p.sum()) for p in model.parameters()).backward()
+    count = sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), torch.tensor(float(count)).sqrt())
+
+
+def one_at_a_time(rank, size):
+    """Losses of different parameters of a unit; gradients that the user took do not change later."""
+
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.parts = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5)])
+
+        def forward(self, x):
+            return [part(x).square().sum() for part in self.parts]
+
+    x = torch.full((2, 3), 1.0 + rank)
+    taken = []
+    for made in (FSDP(Choice(), units=[]), torchs(Choice(), blocks=[])):
+        first, second = made(x)
+        first.backward(retain_graph=True)
+        second.backward(retain_graph=True)
+        kept = [p.grad for p in made.parameters()]
+        next(made.parameters()).grad = None
+        first.backward(retain_graph=True)
+        kept += [p.grad for p in made.parameters()]
+        made.zero_grad()
+        second.backward(retain_graph=True)
+        first.backward()
+        taken.append([*kept, *(p.grad for p in made.parameters())])
+    for got, want in zip(*taken, strict=True):
+        torch.testing.assert_close(whole(got), whole(want), rtol=1e-6, atol=0)
+
+
 def again(rank, size):
     """Two backwards of one forward, each averaged; a first forward in inference mode."""
     model, reference = FSDP(net()), torchs(net())
