@@ -180,6 +180,14 @@ class FSDP(nn.Module):
         finally:
             self._engine.sync = before
 
+    def constant_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters do not change from one forward to the next, so those still gathered are used again.
+
+        Outside, every forward gathers, because shards may have been written to through `.data`, numpy or a collective.
+        With zero=1 or 2 a loop that only evaluates gathers once in it. Writes inside are seen at its end at the latest.
+        """
+        return self._engine.constant()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 

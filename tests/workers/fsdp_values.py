@@ -115,6 +115,59 @@ def evaluated(rank, size):
     loss_of(model, ids(rank, 1)).backward()
 
 
+def written(rank, size):
+    """Writes that leave no trace in version counters, and writes to whole parameters inside forward, which are lost."""
+
+    class Halving(nn.Linear):
+        halves = False
+
+        def forward(self, x):
+            if self.halves:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return super().forward(x)
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Halving(4, 8), nn.Tanh(), Halving(8, 2))
+
+    x = torch.ones(1, 4)
+    ways = (
+        lambda p: p.data.mul_(2),
+        lambda p: dist.all_reduce(p.detach().to_local()),
+        lambda p: p.detach().to_local().numpy().__imul__(0.5),
+        lambda p: p.data.to_local().mul_(3),
+    )
+    for zero, units in ((1, nn.Linear), (2, nn.Linear), (3, nn.Linear), (3, [])):
+        made = make()
+        model, reference = FSDP(made, zero=zero, units=units), torchs(make(), blocks=[])
+        for evaluating in (True, False):
+            for write in ways:
+                for m in (model, reference):
+                    if evaluating:
+                        with torch.no_grad():
+                            m(x)
+                        reference.reshard()  # its root would be stale
+                    else:
+                        m(x).sum().backward()
+                        m.zero_grad()
+                    for p in m.parameters():
+                        write(p)
+                with torch.no_grad():
+                    assert torch.equal(model(x), reference(x))
+                reference.reshard()
+        with model.constant_parameters(), torch.no_grad():
+            before = model(x)
+            if zero < 3:  # nothing is gathered, as the user promised not to write
+                next(model.parameters()).data.mul_(2)
+                assert torch.equal(model(x), before)
+                next(model.parameters()).data.mul_(0.5)
+        made[0].halves = made[2].halves = True
+        with torch.no_grad():
+            first = model(x)
+            assert not torch.equal(first, before) and torch.equal(model(x), first)
+
+
 def used_directly(rank, size):
     """A loss that also depends on sharded parameters themselves: before the forward, after it, or in another loss."""
     squares, total = (lambda p: p.pow(2).sum().full_tensor()), (lambda p: p.full_tensor().sum())
