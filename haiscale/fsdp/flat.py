@@ -147,9 +147,13 @@ class Flat(Layout):
     @torch.no_grad()
     def write(self, p: Parameter, whole: Tensor) -> None:
         """Copies this rank's rows from a whole tensor."""
+        self.copy_rows(p, whole, p.local)
+
+    @torch.no_grad()
+    def copy_rows(self, p: Parameter, whole: Tensor, into: Tensor) -> None:
         if p.rows:
             chunk = -(-p.shape[0] // self.size)
-            p.local.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
+            into.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
 
     @torch.no_grad()
     def adopt(self) -> None:

@@ -225,7 +225,13 @@ class FSDP(nn.Module):
     def state_dict(self, *args, **kwargs) -> dict:
         """The module's state dict: names without "module.", parameters as DTensors. `full_state_dict` has whole
         ones."""
-        return self.module.state_dict(*args, **kwargs)
+        found = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        if prefix:  # inside another model, whose load_state_dict looks for versions under the names of modules here
+            versions = found._metadata
+            inside = [key for key in versions if key == prefix[:-1] or key.startswith(prefix)]
+            versions.update({f"{prefix}module{key[len(prefix) - 1 :]}": versions[key] for key in inside})
+        return found
 
     def full_state_dict(self, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
         """The state dict of the unwrapped model with whole tensors; {} on other ranks if rank0_only.
@@ -237,6 +243,15 @@ class FSDP(nn.Module):
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
         """Loads a state dict of either kind: each rank takes its rows of whole tensors."""
         return full.load_state_dict(self, state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
+        """Called by the load_state_dict of a model around this one: names there are without "module."."""
+        mine = self.module.state_dict(keep_vars=True)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            inside = name[len(prefix) :]
+            value = state_dict.pop(name)
+            state_dict[f"{prefix}module.{inside}"] = full.rows_of(self, mine.get(inside), value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 FullyShardedDataParallel = FSDP

@@ -48,8 +48,53 @@ def states(rank, size):
                 assert not isinstance(p, DTensor) and torch.equal(p, q)
                 p.data.sub_(1)
         assert torch.equal(model(batch), other_minus_one(other)(batch))
-    with pytest.raises(ValueError, match=r"lacks.*norm"):
-        model.load_state_dict({name: value for name, value in other.state_dict().items() if name != "norm.weight"})
+    lacking = {name: value for name, value in other.state_dict().items() if name != "norm.weight"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "norm.weight"'):
+        model.load_state_dict(lacking)
+    assert model.load_state_dict({**lacking, "more": 1}, strict=False) == (["norm.weight"], ["more"])
+
+
+class Migrating(nn.Module):
+    """Its scale is saved squared since version 2, and its weight had another name."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(20.0).reshape(5, 4))
+        self.register_buffer("scale", torch.tensor([4.0]))
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state, prefix, *rest):
+        if prefix + "old" in state:
+            state[prefix + "weight"] = state.pop(prefix + "old")
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if (metadata.get("version") or 1) < 2 and prefix + "scale" in state:
+            state[prefix + "scale"] = state[prefix + "scale"] ** 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def migrated(rank, size):
+    """load_state_dict with versions and hooks of modules, as torch's, and inside an outer model."""
+    model = FSDP(Migrating())
+    for state in (model.state_dict(), model.full_state_dict(rank0_only=False), Migrating().state_dict()):
+        model.load_state_dict(state)
+        assert model.module.scale == 4
+    model.load_state_dict({"old": torch.ones(5, 4), "scale": torch.tensor([3.0])})
+    assert model.module.scale == 9 and (whole(model.module.weight) == 1).all()
+    outer = nn.Sequential(FSDP(Migrating()), nn.Linear(2, 2))
+    outer.load_state_dict(outer.state_dict())
+    assert outer[0].module.scale == 4
+    state = {"0.weight": torch.ones(5, 4), "0.scale": torch.tensor([3.0]), **nn.Linear(2, 2).state_dict(prefix="1.")}
+    outer.load_state_dict(state)
+    assert outer[0].module.scale == 9 and (whole(outer[0].module.weight) == 1).all()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        outer.load_state_dict({**state, "0.weight": torch.ones(6, 4)})
+    state["0.old"] = 2 * model.state_dict()["weight"]
+    del state["0.weight"]
+    outer.load_state_dict(state)
+    assert (whole(outer[0].module.weight) == 2).all()
 
 
 def other_minus_one(model):
