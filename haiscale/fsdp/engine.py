@@ -20,6 +20,7 @@ A gather into a slot starts after all kernels that read the slot have been launc
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from haiscale.fsdp.methods import Mixing
 from haiscale.fsdp.reduce import Reductions
@@ -97,7 +99,7 @@ class Engine:
         if self.forward_prefetch and not self._in_backward:
             self._prefetch(self._upcoming(unit))
         if self.cast_inputs is not None:
-            return _cast(args, self.cast_inputs), _cast(kwargs, self.cast_inputs)
+            return cast(args, self.cast_inputs), cast(kwargs, self.cast_inputs)
         return None
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output):
@@ -408,12 +410,16 @@ def tensors(nest) -> Iterator[Tensor]:
             yield from tensors(getattr(nest, field.name))
 
 
-def _cast(nest, dtype: torch.dtype):
-    """The same, with its floating-point tensors in `dtype`."""
-    if isinstance(nest, Tensor):
-        return nest.to(dtype) if nest.is_floating_point() and nest.dtype is not dtype else nest
-    if type(nest) in (list, tuple):
-        return type(nest)(_cast(part, dtype) for part in nest)
-    if type(nest) is dict:
-        return {key: _cast(part, dtype) for key, part in nest.items()}
-    return nest
+def cast(nest, dtype: torch.dtype):
+    """The same, with its floating-point tensors in `dtype`; containers with such tensors are copied."""
+
+    def one(leaf):
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype is not dtype else leaf
+        if isinstance(leaf, collections.abc.MutableMapping):  # one that torch's pytree does not know
+            leaf = copy.copy(leaf)
+            for key, value in list(leaf.items()):
+                leaf[key] = cast(value, dtype)
+        return leaf
+
+    return tree_map(one, nest)

@@ -116,16 +116,3 @@ class RowsOnly(TorchFunctionMode):
             flat.write(p, args[1])
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def cast(nest, dtype: torch.dtype):
-    """A model's result, with its floating-point tensors in `dtype`."""
-    if isinstance(nest, Tensor):
-        return nest.to(dtype) if nest.is_floating_point() else nest
-    if isinstance(nest, collections.abc.MutableMapping):
-        for key, value in list(nest.items()):
-            nest[key] = cast(value, dtype)
-        return nest
-    if type(nest) in (list, tuple):
-        return type(nest)(cast(part, dtype) for part in nest)
-    return nest

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from haiscale import checks
 from haiscale.fsdp import clip, deferred, full, memory, methods, options, step, uneven
-from haiscale.fsdp.engine import Engine, in_graph_task
+from haiscale.fsdp.engine import Engine, cast, in_graph_task
 from haiscale.fsdp.flat import Flat
 from haiscale.fsdp.reduce import Reductions, bytes_needed
 from haiscale.fsdp.unit import Unit, is_fake
@@ -133,7 +133,7 @@ class FSDP(nn.Module):
                 self._engine.reset()
             raise
         dtype = self.precision.output_dtype
-        return output if dtype is None else full.cast(output, dtype)
+        return output if dtype is None else cast(output, dtype)
 
     def __getattr__(self, name: str):
         """Other attributes are the module's; methods are called as described in `haiscale.fsdp.methods`."""
@@ -161,6 +161,12 @@ class FSDP(nn.Module):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else fn(buffer)
         return self
+
+    def __deepcopy__(self, memo: dict):
+        raise TypeError(
+            "an FSDP cannot be copied, as its ranks share communication: copy the model before it is wrapped, or load "
+            "full_state_dict() into another"
+        )
 
     @property
     def units(self) -> list[Unit]:

@@ -1,11 +1,14 @@
 """Cases for reading and writing values other than by training: see fsdp.py."""
 
+import collections
 import copy
+import typing
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import (
+    DEVICE,
     Block,
     Net,
     check_gradients,
@@ -16,6 +19,8 @@ from fsdp_models import (
     whole,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from haiscale.fsdp import FSDP
@@ -265,6 +270,46 @@ def one_at_a_time(rank, size):
         taken.append([*kept, *(p.grad for p in made.parameters())])
     for got, want in zip(*taken, strict=True):
         torch.testing.assert_close(whole(got), whole(want), rtol=1e-6, atol=0)
+
+
+class Pair(typing.NamedTuple):
+    first: torch.Tensor
+    second: object
+
+
+def containers(rank, size):
+    """Mixed precision casts what is in named tuples and ordered dicts, as fully_shard does, and the user's own dicts
+    are left alone."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.kept = nn.Linear(4, 4), collections.UserDict()
+
+        def forward(self, pair, given):
+            y = self.layer(pair.first) + self.layer(given["x"]) + self.layer(pair.second[0])
+            self.kept["y"] = y
+            return Pair(y, collections.OrderedDict(y=y, n=3)), {"y": [y]}, self.kept
+
+    half, x, model = torch.bfloat16, torch.ones(2, 4), Model()
+    ours = FSDP(model, mixed_precision=(half, torch.float32, torch.float32))
+    policy = MixedPrecisionPolicy(half, torch.float32, torch.float32)
+    reference = fully_shard(Model(), mesh=init_device_mesh(DEVICE, (size,)), mp_policy=policy)
+    found = []
+    for made in (ours, reference):
+        pair, values, _ = made(Pair(x, [x]), collections.OrderedDict(x=x))
+        assert type(pair) is Pair and type(pair.second) is collections.OrderedDict and pair.second["n"] == 3
+        found.append([pair.first, pair.second["y"], values["y"][0]])
+        assert all(y.dtype is torch.float32 for y in found[-1])
+        assert model.kept["y"].dtype is half
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert ours(Pair(x, [x]), {"x": x})[2]["y"].dtype is torch.float32  # a mapping that pytrees do not know
+
+
+def copied(rank, size):
+    with pytest.raises(TypeError, match="an FSDP cannot be copied"):
+        copy.deepcopy(FSDP(net()))
 
 
 def again(rank, size):
