@@ -63,8 +63,9 @@ def save(
     with earlier steps are removed. async_: only copies everything to the host and returns a future; a thread does the
     rest while training continues. The next save or load waits for it, and raises its error.
 
-    ValueError: invalid arguments. RuntimeError: a rank could not write; the message names it, and earlier checkpoints
-    are unchanged. Errors of the backend for ranks that died or hang are raised unchanged.
+    ValueError: invalid arguments, or a parameter that is in two optimizers. RuntimeError: a rank could not write; the
+    message names it, and earlier checkpoints are unchanged. Errors of the backend for ranks that died or hang are
+    raised unchanged.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"step={step!r} is not accepted: give the number of steps taken, an integer from 0")
@@ -72,8 +73,8 @@ def save(
         raise ValueError(f"keep={keep} is not accepted: give how many checkpoints are to be left, at least 1")
     _finish_pending()
     ranks = _Ranks(process_group)
-    entries = _entries(model, optimizer, copy=async_)
-    entries[f"extra.{ranks.rank}"] = {"step": step, "ranks": ranks.size, "random": _random_state(), "extra": extra}
+    mine = {"step": step, "ranks": ranks.size, "random": _random_state(), "extra": extra}
+    entries = _entries(model, optimizer, {f"extra.{ranks.rank}": mine}, copy=async_)
     if not async_:
         return _write(Path(folder), step, entries, keep, ranks)
     global _pending
@@ -108,7 +109,7 @@ def load(
     parameters = dict(states.named_shards(model)) if optimizer is not None else {}
     optimizers = states.as_list(optimizer)
     names = {id(tensor): name for name, tensor in parameters.items()}
-    owned = [states.owned_names(o, names) for o in optimizers]
+    owned = states.owned_by_each(optimizers, names)
     groups = _read_groups(path, saved, ranks) if optimizers else []
     _check(path, targets, saved, owned if optimizers else None, groups, ranks)
     kept = states.wanted_states((n for of in owned for group in of for n in group), parameters, saved)
@@ -156,13 +157,15 @@ def on_signal(*numbers: int, process_group: dist.ProcessGroup | None = None) -> 
 # Writing
 
 
-def _entries(model: nn.Module, optimizer: Optimizers, copy: bool) -> dict[str, object]:
-    """Everything that this rank has to write, by key: Pieces, and objects to pickle."""
+def _entries(model: nn.Module, optimizer: Optimizers, extra: dict, copy: bool) -> dict[str, object]:
+    """Everything that this rank has to write, by key: Pieces, and objects to pickle. copy: as they are now."""
     tensors = dict(states.named_shards(model))
     found = {f"model.{name}": tensor for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    for one in states.as_list(optimizer):
-        found.update(states.optimizer_entries(one, names))
+    optimizers = states.as_list(optimizer)
+    for one, owned in zip(optimizers, states.owned_by_each(optimizers, names), strict=True):
+        found.update(states.optimizer_entries(one, owned))
+    found.update(extra)
     for key, value in found.items():
         if isinstance(value, torch.Tensor):
             if value.is_meta:
@@ -171,6 +174,8 @@ def _entries(model: nn.Module, optimizer: Optimizers, copy: bool) -> dict[str, o
             found[key] = states.Piece(value, is_buffer)
             if copy:
                 found[key].copy()
+        elif copy:
+            found[key] = states.Pickled(value)
     if copy and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return found

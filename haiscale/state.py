@@ -7,6 +7,7 @@ persistent buffers, tied ones once under their first name. If it keeps copies of
 """
 
 import dataclasses
+import io
 import zlib
 from collections.abc import Iterable, Iterator
 
@@ -65,6 +66,22 @@ class Piece:
         return [WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 
+class Pickled:
+    """An object as it is now, pickled as torch.save does, or the error of that, which the write raises."""
+
+    def __init__(self, value):
+        self._data, self._error = io.BytesIO(), None
+        try:
+            torch.save(value, self._data)
+        except Exception as error:
+            self._error = error
+
+    def data(self) -> io.BytesIO:
+        if self._error is not None:
+            raise self._error
+        return self._data
+
+
 class WritePlanner(DefaultSavePlanner):
     """torch's planner, for Pieces. Each replica writes a part of the common data. Buffers, which may differ if every
     rank has its own batches, are those of the first rank, as in DDP."""
@@ -87,6 +104,9 @@ class WritePlanner(DefaultSavePlanner):
     def lookup_object(self, index):
         value = self.state_dict[index.fqn]
         return value.tensor if isinstance(value, Piece) else value
+
+    def transform_object(self, write_item, object):
+        return object.data() if isinstance(object, Pickled) else super().transform_object(write_item, object)
 
 
 class ReadPlanner(DefaultLoadPlanner):
@@ -159,10 +179,27 @@ def owned_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list
     return found
 
 
-def optimizer_entries(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, object]]:
-    """(key, value) of everything that an optimizer keeps: states, and the options of its groups with their names."""
+def owned_by_each(optimizers: list[torch.optim.Optimizer], names: dict[int, str]) -> list[list[list[str]]]:
+    """`owned_names` of each. ValueError: two have the same parameter, so their states would have the same names."""
+    found, owner = [], {}
+    for optimizer in optimizers:
+        found.append(owned_names(optimizer, names))
+        for name in (name for group in found[-1] for name in group):
+            other = owner.setdefault(name, optimizer)
+            if other is not optimizer:
+                raise ValueError(
+                    f"{name} is in two optimizers, {type(other).__name__} and {type(optimizer).__name__}: save and "
+                    "load one of them, and keep the other's state_dict() as an extra"
+                )
+    return found
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer, of_groups: list[list[str]]) -> Iterator[tuple[str, object]]:
+    """(key, value) of everything that an optimizer keeps: states, and the options of its groups with their names.
+
+    of_groups: the names of the parameters of each group."""
     packed = optimizer.state_dict()
-    for owned, group in zip(owned_names(optimizer, names), packed["param_groups"], strict=True):
+    for owned, group in zip(of_groups, packed["param_groups"], strict=True):
         if not owned:
             continue
         options = {key: value for key, value in group.items() if key != "params"}
@@ -176,14 +213,15 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
 def wanted_states(owned: Iterable[str], parameters: dict[str, Tensor], saved: dict) -> dict[str, dict[str, object]]:
     """For each named parameter, its saved states, as empty tensors to read into, or None for values that are not
     tensors. saved: the checkpoint's description of every key."""
-    keys: dict[str, list[str]] = {}
-    for key in saved:
-        if key.startswith("optimizer."):
-            keys.setdefault(key[len("optimizer.") :].rpartition(".")[0], []).append(key)
-    found = {}
-    for name in owned:
-        states = {key.rpartition(".")[2]: saved[key] for key in keys.get(name, ())}
-        found[name] = {key: _to_read_into(entry, parameters[name]) for key, entry in states.items()}
+    found = {name: {} for name in owned}
+    for full, entry in saved.items():
+        kind, _, rest = full.partition(".")
+        if kind == "optimizer":
+            # Names and keys may both have dots; no name is another's beginning, because a module is no parameter.
+            dots = (at for at, character in enumerate(rest) if character == ".")
+            at = next((at for at in dots if rest[:at] in found), None)
+            if at is not None:
+                found[rest[:at]][rest[at + 1 :]] = _to_read_into(entry, parameters[rest[:at]])
     return found
 
 

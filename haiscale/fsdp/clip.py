@@ -15,7 +15,11 @@ def clip_grad_norm_(model, max_norm: float, norm_type: float) -> Tensor:
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not accepted: give a positive number or inf")
-    gradients = [p.grad for p in model.module.parameters() if p.grad is not None]
+    with_gradient = [p for p in model.module.parameters() if p.grad is not None]
+    for p in with_gradient:
+        if isinstance(p, DTensor) and p.grad.placements != p.placements:  # autograd's, of a parameter used directly
+            p.grad = p.grad.redistribute(placements=p.placements)
+    gradients = [p.grad for p in with_gradient]
     local = {sharded: [] for sharded in (True, False)}
     for gradient in gradients:
         is_sharded = isinstance(gradient, DTensor)

@@ -19,6 +19,8 @@ A gather into a slot starts after all kernels that read the slot have been launc
 """
 
 import collections
+import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from haiscale.fsdp.methods import Mixing
 from haiscale.fsdp.reduce import Reductions
@@ -53,6 +56,7 @@ class Engine:
         self._running: list[tuple[Unit, Count]] = []  # running forwards, and autograd's count when they began
         self._mixing: Mixing | None = None  # set while a method runs
         self._paused = False
+        self._constant = False  # whether parameters stay as they are from one forward to the next
         self._backward: dict[Unit, Count] = {}  # units in backward, the outermost first, as above
         self._in_backward = False
         self._outside = 0  # the number of forwards around this backward, as in a method
@@ -83,16 +87,19 @@ class Engine:
             self._paused = self._mixing.pause()
         if in_graph_task():  # a checkpoint's recomputation
             self._recompute(unit)
-        elif unit is self.root:
-            self._start()
         else:
-            self._began.append(unit)
+            if len(self._running) == 1 and not self._constant:
+                self._suspect(unit)
+            if unit is self.root:
+                self._start()
+            else:
+                self._began.append(unit)
         self._need(unit)
         unit.swap_in()
         if self.forward_prefetch and not self._in_backward:
             self._prefetch(self._upcoming(unit))
         if self.cast_inputs is not None:
-            return _cast(args, self.cast_inputs), _cast(kwargs, self.cast_inputs)
+            return cast(args, self.cast_inputs), cast(kwargs, self.cast_inputs)
         return None
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output):
@@ -137,6 +144,10 @@ class Engine:
         """A method of the root's module, which is treated as a forward of the root."""
         if self._mixing is not None:  # called by another method
             return method(*args, **kwargs)
+        with self.constant():
+            return self._call(method, args, kwargs)
+
+    def _call(self, method: Callable, args: tuple, kwargs: dict):
         whole = {id(p.sharded): p.whole for p in self.root.parameters}
 
         def of_root(sharded: Tensor) -> Tensor:
@@ -170,6 +181,23 @@ class Engine:
         if self._began:
             self._last = self._began
         self._began, self._ended, self._at = [], [], 0
+
+    @contextlib.contextmanager
+    def constant(self) -> Iterator[None]:
+        """Parameters do not change inside the block, so a forward may use those that the last one has gathered."""
+        before, self._constant = self._constant, True
+        if not before:
+            self._suspect(self.root)
+        try:
+            yield
+        finally:
+            self._constant = before
+
+    def _suspect(self, outermost: Unit) -> None:
+        """A forward by the user begins: before it, code may have written through `.data`, numpy or a collective, which
+        torch does not count, or to whole parameters inside the last forward. So everything is gathered again."""
+        for unit in self.units:
+            unit.suspect |= unit is outermost or outermost is self.root or outermost in unit.around
 
     def _upcoming(self, unit: Unit) -> list[Unit]:
         """The units that ran after this one in the last forward."""
@@ -382,12 +410,16 @@ def tensors(nest) -> Iterator[Tensor]:
             yield from tensors(getattr(nest, field.name))
 
 
-def _cast(nest, dtype: torch.dtype):
-    """The same, with its floating-point tensors in `dtype`."""
-    if isinstance(nest, Tensor):
-        return nest.to(dtype) if nest.is_floating_point() and nest.dtype is not dtype else nest
-    if type(nest) in (list, tuple):
-        return type(nest)(_cast(part, dtype) for part in nest)
-    if type(nest) is dict:
-        return {key: _cast(part, dtype) for key, part in nest.items()}
-    return nest
+def cast(nest, dtype: torch.dtype):
+    """The same, with its floating-point tensors in `dtype`; containers with such tensors are copied."""
+
+    def one(leaf):
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype is not dtype else leaf
+        if isinstance(leaf, collections.abc.MutableMapping):  # one that torch's pytree does not know
+            leaf = copy.copy(leaf)
+            for key, value in list(leaf.items()):
+                leaf[key] = cast(value, dtype)
+        return leaf
+
+    return tree_map(one, nest)

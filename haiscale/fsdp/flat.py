@@ -115,6 +115,7 @@ class Flat(Layout):
         self.mesh = mesh
         self.shard = self.new()
         self.grad: Tensor | None = None  # gradient of the shard; the `.grad` of the sharded parameters are views of it
+        self.granted: set[Parameter] = set()  # whose `.grad` is, or was, a view of this `grad`
         self.kept: Tensor | None = None  # accumulated whole gradients of the parameters `kept_of`
         self.kept_of: set[Parameter] = set()
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
@@ -146,9 +147,13 @@ class Flat(Layout):
     @torch.no_grad()
     def write(self, p: Parameter, whole: Tensor) -> None:
         """Copies this rank's rows from a whole tensor."""
+        self.copy_rows(p, whole, p.local)
+
+    @torch.no_grad()
+    def copy_rows(self, p: Parameter, whole: Tensor, into: Tensor) -> None:
         if p.rows:
             chunk = -(-p.shape[0] // self.size)
-            p.local.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
+            into.copy_(whole[self.rank * chunk : self.rank * chunk + p.rows])
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -174,22 +179,53 @@ class Flat(Layout):
     def attach(self, done: list[Parameter], values: Tensor, divisor: int) -> None:
         """Adds averaged gradients, in the layout of the shard, to the `.grad` of the sharded parameters.
 
-        values may be `self.grad` itself, written by the reduction: then nothing is copied.
+        values may be `self.grad` itself, written by the reduction: then nothing is copied. Autograd adds the gradients
+        of sharded parameters that a loss uses directly, possibly while the reduction runs.
         """
+        parts = [values[p.start : p.start + self._local_numel(p)] for p in done]
         if divisor != 1:
-            values.div_(divisor)
+            torch._foreach_div_(parts, divisor)  # self.grad has gradients of other parameters too
         if values is not self.grad:
-            fresh = self.first(done)
-            if self.grad is None:
-                self.grad = self.new()
-            if fresh and len(done) == len(self.trained()):
-                self.grad.copy_(values, non_blocking=True)
+            into = self.make_grad()
+            if self.writable(done) and len(done) == len(self.trained()):
+                into.copy_(values, non_blocking=True)
+                parts = [into[p.start : p.start + self._local_numel(p)] for p in done]
             else:
-                self._add(done, values.to(self.grad.device))
-        for p in done:
-            if p.sharded.grad is None:
-                view = self.grad[p.start : p.start + self._local_numel(p)].view(p.rows, *p.shape[1:])
+                parts = [self._part(p, part.to(into.device)) for p, part in zip(done, parts, strict=True)]
+        for p, part in zip(done, parts, strict=True):
+            present = None if p.sharded.grad is None else self._rows_of(p.sharded.grad, p)
+            if present is None or values is self.grad:
+                view = part.view(p.rows, *p.shape[1:])
+                if present is not None:
+                    view.add_(present)
+                    p.sharded.grad = None
                 p.sharded.grad = DTensor(view, p.sharded._spec, requires_grad=False)
+                self.granted.add(p)
+            else:
+                present.add_(part.view(present.shape))
+
+    def _part(self, p: Parameter, averaged: Tensor) -> Tensor:
+        """A new gradient in its place in `self.grad`, unless a user may hold another there."""
+        if p.sharded.grad is None and self.writable([p]):
+            place = self.grad[p.start : p.start + self._local_numel(p)]
+            return place.copy_(averaged)
+        return averaged.to(self.dtype) if p.sharded.grad is None else averaged
+
+    def _rows_of(self, gradient: DTensor, p: Parameter) -> Tensor:
+        """This rank's rows; autograd's own gradients may have another placement."""
+        if gradient.placements != p.sharded.placements:
+            gradient = p.sharded.grad = gradient.redistribute(placements=p.sharded.placements)
+        return gradient._local_tensor
+
+    def make_grad(self) -> Tensor:
+        if self.grad is None:
+            self.grad, self.granted = self.new(), set()
+        return self.grad
+
+    def writable(self, done: list[Parameter]) -> bool:
+        """Whether nobody reads these parameters' places in `self.grad`. On the host, gradients are not kept for a user
+        who took them."""
+        return self.first(done) and (self.host or self.grad is None or self.granted.isdisjoint(done))
 
     def let_go(self) -> None:
         """Frees the gradient's memory on the device if it is no longer any `.grad`; backward creates it anew."""
@@ -204,11 +240,3 @@ class Flat(Layout):
     def first(self, done: list[Parameter]) -> bool:
         """Whether none of the parameters has a gradient."""
         return all(p.sharded.grad is None for p in done)
-
-    def _add(self, done: list[Parameter], values: Tensor) -> None:
-        for p in done:
-            at = slice(p.start, p.start + self._local_numel(p))
-            if p.sharded.grad is None:
-                self.grad[at] = values[at]
-            else:
-                p.sharded.grad._local_tensor.view(-1).add_(values[at])

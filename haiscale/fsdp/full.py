@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
+from torch.overrides import TorchFunctionMode
 
 from haiscale.fsdp.unit import all_gather
 
@@ -68,9 +68,11 @@ def _whole(model, sharded: DTensor) -> Tensor:
 
 
 def state_dict(model, rank0_only: bool, cpu: bool) -> dict[str, Tensor]:
-    found, keep = {}, not rank0_only or torch.distributed.get_rank() == 0
+    found, keep = collections.OrderedDict(), not rank0_only or torch.distributed.get_rank() == 0
     whole: dict[int, Tensor] = {}  # a tied one is gathered, and kept, once
-    for name, value in model.module.state_dict(keep_vars=True).items():
+    state = model.module.state_dict(keep_vars=True)
+    found._metadata = state._metadata  # the versions of modules
+    for name, value in state.items():
         if id(value) not in whole:
             tensor = _whole(model, value) if isinstance(value, DTensor) else value
             tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
@@ -80,46 +82,37 @@ def state_dict(model, rank0_only: bool, cpu: bool) -> dict[str, Tensor]:
     return found
 
 
-@torch.no_grad()
 def load_state_dict(model, given: dict, strict: bool, assign: bool):
     if assign:
         raise ValueError(
             "assign=True is not accepted: optimizers hold the sharded parameters; values are copied into them"
         )
-    parameters = {}
-    for unit in model.units:
-        for flat in unit.flats:
-            parameters.update((id(p.sharded), (flat, p)) for p in flat.parameters)
-    rest, unknown = {}, []
-    mine = model.module.state_dict(keep_vars=True)
-    for name, value in given.items():
-        flat, p = parameters.get(id(mine.get(name)), (None, None))
-        if p is None:
-            (rest.__setitem__(name, value) if name in mine else unknown.append(name))
-        elif tuple(value.shape) != tuple(p.shape):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)} in the state dict and {tuple(p.shape)} in the model"
-            )
-        elif isinstance(value, DTensor):
-            p.sharded.copy_(value)
-        else:
-            flat.write(p, value)
-    model.module.load_state_dict(rest, strict=False)
+    with RowsOnly(model):
+        found = model.module.load_state_dict(given, strict)
     model.shards_loaded()
-    missing = [name for name in mine if name not in given]
-    if strict and (missing or unknown):
-        raise ValueError(f"the state dict lacks {missing or 'nothing'}, and the model has no {unknown or 'more'}")
-    return _IncompatibleKeys(missing, unknown)
+    return found
 
 
-def cast(nest, dtype: torch.dtype):
-    """A model's result, with its floating-point tensors in `dtype`."""
-    if isinstance(nest, Tensor):
-        return nest.to(dtype) if nest.is_floating_point() else nest
-    if isinstance(nest, collections.abc.MutableMapping):
-        for key, value in list(nest.items()):
-            nest[key] = cast(value, dtype)
-        return nest
-    if type(nest) in (list, tuple):
-        return type(nest)(cast(part, dtype) for part in nest)
-    return nest
+def rows_of(model, sharded, value):
+    """A whole tensor as a DTensor like the sharded parameter; anything else unchanged."""
+    if not isinstance(sharded, DTensor) or isinstance(value, DTensor) or getattr(value, "shape", None) != sharded.shape:
+        return value
+    found = torch.empty_like(sharded.detach())
+    (flat, p) = next((f, p) for unit in model.units for f in unit.flats for p in f.parameters if p.sharded is sharded)
+    flat.copy_rows(p, value, found._local_tensor)
+    return found
+
+
+class RowsOnly(TorchFunctionMode):
+    """A context in which copying a whole tensor to a sharded parameter copies this rank's rows."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._of = {id(p.sharded): (flat, p) for unit in model.units for flat in unit.flats for p in flat.parameters}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.copy_ and id(args[0]) in self._of and not isinstance(args[1], DTensor):
+            flat, p = self._of[id(args[0])]
+            flat.write(p, args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -79,8 +79,9 @@ class Reductions:
         else:
             done, inputs = [p for p, _ in gradients], self._inputs(flat, gradients)
         alone = self.replicas is None or len(done) == len(flat.trained())
-        if flat.first(done) and alone and flat.reduce_dtype is flat.dtype and not flat.host:
-            flat.grad = values = flat.new() if flat.grad is None else flat.grad
+        flat.let_go()
+        if flat.writable(done) and alone and flat.reduce_dtype is flat.dtype and not flat.host:
+            values = flat.make_grad()
         else:
             values = torch.empty(flat.length, dtype=flat.reduce_dtype, device=flat.device)
         outputs = [values[p.start : p.start + p.count] for p in done]

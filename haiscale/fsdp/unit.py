@@ -51,6 +51,7 @@ class Unit:
         self.name, self.modules, self.flats = name, modules, flats
         self.private = private  # has its own slot, never used by other parameters
         self.running, self.swapped, self.stamp = 0, False, None
+        self.suspect = False  # shards may have been written to in a way that leaves no trace
         self.works: list[dist.Work] = []
         self.slot: Slot | None = None
         self.around: set[Unit] = set()  # units around this one
@@ -83,7 +84,7 @@ class Unit:
 
     def is_fresh(self) -> bool:
         """Whether the slot holds, or is receiving, the present values of the shards."""
-        return self.slot.unit is self and self.stamp == self._stamp()
+        return self.slot.unit is self and not self.suspect and self.stamp == self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
         """Changes when shards are written to, by torch's ops or by an optimizer's kernels, which torch cannot see."""
@@ -96,7 +97,7 @@ class Unit:
         if holder is not None:
             holder.wait()
             holder._set_version(_ABSENT)
-        self.slot.unit, before, self.stamp = self, self.stamp, self._stamp()
+        self.slot.unit, before, self.stamp, self.suspect = self, self.stamp, self._stamp(), False
         self.version += self.stamp != before  # a backward that needs the old values fails, as it does without shards
         self._set_version(self.version)
         for flat, cast, inputs, outputs in self._calls:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from haiscale import checks
 from haiscale.fsdp import clip, deferred, full, memory, methods, options, step, uneven
-from haiscale.fsdp.engine import Engine, in_graph_task
+from haiscale.fsdp.engine import Engine, cast, in_graph_task
 from haiscale.fsdp.flat import Flat
 from haiscale.fsdp.reduce import Reductions, bytes_needed
 from haiscale.fsdp.unit import Unit, is_fake
@@ -133,7 +133,7 @@ class FSDP(nn.Module):
                 self._engine.reset()
             raise
         dtype = self.precision.output_dtype
-        return output if dtype is None else full.cast(output, dtype)
+        return output if dtype is None else cast(output, dtype)
 
     def __getattr__(self, name: str):
         """Other attributes are the module's; methods are called as described in `haiscale.fsdp.methods`."""
@@ -162,6 +162,12 @@ class FSDP(nn.Module):
                 module._buffers[name] = buffer if buffer is None else fn(buffer)
         return self
 
+    def __deepcopy__(self, memo: dict):
+        raise TypeError(
+            "an FSDP cannot be copied, as its ranks share communication: copy the model before it is wrapped, or load "
+            "full_state_dict() into another"
+        )
+
     @property
     def units(self) -> list[Unit]:
         """The units; the first is the root."""
@@ -179,6 +185,14 @@ class FSDP(nn.Module):
             yield
         finally:
             self._engine.sync = before
+
+    def constant_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters do not change from one forward to the next, so those still gathered are used again.
+
+        Outside, every forward gathers, because shards may have been written to through `.data`, numpy or a collective.
+        With zero=1 or 2 a loop that only evaluates gathers once in it. Writes inside are seen at its end at the latest.
+        """
+        return self._engine.constant()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
@@ -217,7 +231,13 @@ class FSDP(nn.Module):
     def state_dict(self, *args, **kwargs) -> dict:
         """The module's state dict: names without "module.", parameters as DTensors. `full_state_dict` has whole
         ones."""
-        return self.module.state_dict(*args, **kwargs)
+        found = self.module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        if prefix:  # inside another model, whose load_state_dict looks for versions under the names of modules here
+            versions = found._metadata
+            inside = [key for key in versions if key == prefix[:-1] or key.startswith(prefix)]
+            versions.update({f"{prefix}module{key[len(prefix) - 1 :]}": versions[key] for key in inside})
+        return found
 
     def full_state_dict(self, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
         """The state dict of the unwrapped model with whole tensors; {} on other ranks if rank0_only.
@@ -229,6 +249,15 @@ class FSDP(nn.Module):
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False):
         """Loads a state dict of either kind: each rank takes its rows of whole tensors."""
         return full.load_state_dict(self, state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest) -> None:
+        """Called by the load_state_dict of a model around this one: names there are without "module."."""
+        mine = self.module.state_dict(keep_vars=True)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            inside = name[len(prefix) :]
+            value = state_dict.pop(name)
+            state_dict[f"{prefix}module.{inside}"] = full.rows_of(self, mine.get(inside), value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 FullyShardedDataParallel = FSDP

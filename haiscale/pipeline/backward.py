@@ -105,13 +105,29 @@ class Weights:
         if roots:
             self._add(roots, gradients, parameters)
         held, self.held = [(p, dp) for p, dp in self.held if dp is not None], []
-        whole([get_gradient_edge(p) for p, _ in held], [dp for _, dp in held])
+        with _without_hooks([p for p, _ in held]):
+            whole([get_gradient_edge(p) for p, _ in held], [dp for _, dp in held])
 
     def _add(self, roots, gradients, parameters):
         if self._hold:
             self.held += zip(parameters, torch.autograd.grad(roots, parameters, gradients), strict=True)
         else:
             torch.autograd.backward(roots, gradients, inputs=parameters)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[Tensor]) -> Iterator[None]:
+    """The gradients of these come from torch.autograd.grad, which has run the parameters' hooks."""
+    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in aside:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, those in aside:
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(those | added)
 
 
 @torch.no_grad()

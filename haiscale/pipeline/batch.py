@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def split(values: tuple, microbatches: int, what: str) -> list[tuple]:
@@ -43,7 +44,5 @@ def join(outputs: list):
 
 
 def detached(y):
-    """An output without its graph."""
-    if isinstance(y, Tensor):
-        return y.detach()
-    return tuple(map(detached, y)) if type(y) is tuple else y
+    """An output without its graph: tensors, also in tuples, lists, dicts and whatever else torch's pytree knows."""
+    return tree_map_only(Tensor, Tensor.detach, y)

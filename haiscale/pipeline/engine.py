@@ -106,8 +106,12 @@ class Engine:
                 module.set_requires_gradient_sync(False)
         run = {FORWARD: self._forward, BACKWARD: self._backward, INPUT: self._backward, WEIGHT: self._weight}
         self.clock.begin()
-        for action in schedule.orders[self.rank]:
-            run[action.kind](action)
+        with contextlib.ExitStack() as stack:
+            for module in self.modules.values():
+                if isinstance(module, FSDP):
+                    stack.enter_context(module.constant_parameters())
+            for action in schedule.orders[self.rank]:
+                run[action.kind](action)
         for sender in self._senders.values():
             sender.finish()
         self.work = None  # the caller owns its outputs

@@ -15,7 +15,7 @@ from engine import NOISES, Fuzzer, Known, Log, Raised, first_difference, relativ
 
 STEPS = {
     "train": 10, "two_forwards": 1, "two_losses": 0.7, "evaluate": 1.2, "forward_only": 0.7, "gradient_of_input": 0.7,
-    "caught": 0.6, "save_and_load": 0.8, "freeze": 0.5,
+    "caught": 0.6, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8,
 }  # fmt: skip
 _fault, _last = None, (None, None, {})
 
@@ -67,7 +67,8 @@ def _reentrant(program) -> bool:
 
 def draw_step(rng, program) -> tuple:
     name = models.choose(rng, STEPS)
-    if (name == "freeze" and program["wrapper"] == "ddp") or (name == "gradient_of_input" and _reentrant(program)):
+    of_shards = name in ("freeze", "regularised", "write") and program["wrapper"] == "ddp"
+    if of_shards or (name == "gradient_of_input" and _reentrant(program)):
         name = "train"  # torch refuses the others
     if name == "train":
         micro = rng.choice((1, 1, 2, 3))
@@ -78,6 +79,10 @@ def draw_step(rng, program) -> tuple:
         return "save_and_load", rng.choice((None, 0.5))
     if name == "freeze":
         return "freeze", rng.randrange(20)
+    if name == "regularised":
+        return "regularised", rng.choice(("before", "after"))
+    if name == "write":
+        return "write", rng.choice(("data", "local", "numpy"))
     return (name,)
 
 

@@ -49,6 +49,18 @@ def _not_reduced(real):
     return attach
 
 
+def _average_lost(real):
+    """Where autograd has written `.grad` during the reduction."""
+
+    def attach(self, done, values, divisor):
+        for p in done:
+            if values is self.grad and p.sharded.grad is not None:
+                values[p.start : p.start + p.count] = 0
+        real(self, done, values, divisor)
+
+    return attach
+
+
 def _reduced_twice(real):
     def begin(self, flat, gradients, keeping):
         real(self, flat, [(p, g * 2 if len(p.places) > 1 else g) for p, g in gradients], keeping)
@@ -154,7 +166,8 @@ FAULTS = {
     "fsdp: a norm of a part": _replaced(clip, "_power", _local_norm),
     "fsdp: zeros for what is unused": _replaced(engine.Engine, "_reduce", _zeros_for_nothing),
     "fsdp: a part not loaded": _replaced(flats.Flat, "write", _first_rows_only),
-    "fsdp: state of before the load": _replaced(wrapper.FSDP, "shards_loaded", lambda real: lambda self: None),
+    "fsdp: writes without a trace": _replaced(engine.Engine, "_suspect", lambda real: lambda self, outermost: None),
+    "fsdp: an average lost": _replaced(flats.Flat, "attach", _average_lost),
     "fsdp: exceptions not forgotten": _replaced(engine.Engine, "reset", lambda real: lambda self: None),
     "ddp: buffers not sent": _replaced(buffers.Buffers, "synchronise", lambda real: lambda self, source=0: False),
     "ddp: no_sync ignored": _replaced(reducer.Reducer, "arm", _ddp_sync_ignored),

@@ -12,7 +12,7 @@ import wrappers_models as models
 from engine import Log
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,6 +77,9 @@ class Session:
     def visible(self, p):
         return p.grad
 
+    def reshard(self) -> None:
+        """Whole parameters are gathered anew, where a wrapper leaves this to the user after an evaluation."""
+
 
 class Ours(Session):
     def wrap(self):
@@ -129,6 +132,11 @@ class Stock(Session):
         else:
             with contextlib.nullcontext() if sync else self.wrapped.no_sync():
                 yield
+
+    def reshard(self):
+        for module in self.wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def clip(self, norm):
         total = nn.utils.clip_grad_norm_(self.held, norm)

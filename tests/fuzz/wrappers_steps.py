@@ -2,9 +2,11 @@
 
 import contextlib
 
+import numpy as np
 import torch
 import wrappers_models as models
 from engine import Raised
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -128,6 +130,35 @@ class Steps:
         self.look()
         self.update()
 
+    def regularised(self, when):
+        """A loss that also uses the parameters themselves, before or after the forward."""
+
+        def extra():
+            terms = [p.pow(2).sum() for p in self.session.parameters().values() if p.requires_grad]
+            return sum(term.full_tensor() if isinstance(term, DTensor) else term for term in terms)
+
+        with self.session.syncing(True):
+            first = extra() if when == "before" else 0
+            loss = self.loss(self.forward()) + first
+            self.backward(loss if when == "before" else loss + extra(), True)
+        self.look()
+        self.update()
+
+    def write(self, how):
+        """Writes to parameters that version counters do not show, between two evaluations."""
+        self.evaluate("no_grad")
+        self.session.reshard()
+        for p in self.session.parameters().values():
+            local = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            if how == "data":
+                p.data.mul_(0.5)
+            elif how == "local":
+                local.data.mul_(0.5)
+            else:
+                np.multiply(local.numpy(), 0.5, out=local.numpy())
+        self.look("value")
+        self.evaluate("no_grad")
+
     def evaluate(self, how):
         context = torch.inference_mode if how == "inference" else torch.no_grad
         if how == "eval":
@@ -135,7 +166,7 @@ class Steps:
         with context(), self.session.syncing(True):
             output = self.session.wrapped(self.batch())
         self.session.wrapped.train()
-        self.log.tensor(f"output {self.i}", models.main_of(output).detach().clone())
+        self.log.tensor(f"output {self.i}.{self.calls}", models.main_of(output).detach().clone())
 
     def forward_only(self):
         with self.session.syncing(True):

@@ -157,3 +157,26 @@ def test_counted_gradients_come_once_and_at_the_end():
     assert not counts
     weights.run()
     assert sorted(counts) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_hooks_of_parameters_run_once(name, hold):
+    """Each once per backward, on the whole gradient; what they return counts. So do they in the backwards after it."""
+    torch.manual_seed(0)
+    build, _ = PARTS[name]
+    model, x = build(), torch.randn(5, 6)
+    other, calls = copy.deepcopy(model), []
+    for m in (model, other):
+        for at, p in enumerate(m.parameters()):
+            p.register_hook(lambda g, at=at, mine=m is model: calls.append((mine, at)) or g * 2)
+            p.register_hook(lambda g: g + 1)
+    for _ in range(2):
+        calls.clear()
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        y = other(inputs[0])
+        y.backward(torch.ones_like(y))
+        backward.split(backward.edges([model(inputs[1])]), [torch.ones_like(y)], [inputs[1]], hold).run()
+        assert sorted(calls) == [(mine, at) for mine in (False, True) for at in range(len([*model.parameters()]))]
+        for p, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.grad, expected.grad)

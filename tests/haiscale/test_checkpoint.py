@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -256,6 +257,69 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="weight is on the meta device"):
         checkpoint.save(tmp_path, nn.Linear(2, 2, device="meta"), step=1)
     assert not names(tmp_path)
+
+
+class Noting(torch.optim.SGD):
+    """Keeps a history, in a list, under a name with a dot."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("norms.of.steps", []).append(p.detach().norm())
+
+
+def stepped_once(model):
+    optimizer = Noting(model.parameters(), lr=torch.tensor(0.5))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_what_training_changes_later_is_saved_as_it_was(tmp_path, monkeypatch, async_):
+    """Extras, a learning rate that is a tensor, and tensors nested in states."""
+    model = nn.Linear(2, 2)
+    optimizer, log, best = stepped_once(model), ["step 1"], {"loss": torch.ones(1)}
+    norms = [norm.clone() for norm in optimizer.state[model.weight]["norms.of.steps"]]
+    gate, write = threading.Event(), checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", lambda *given: (gate.wait(30 * async_), write(*given))[1])
+    saving = checkpoint.save(tmp_path, model, optimizer, step=1, async_=async_, log=log, best=best)
+    log.append("step 2")
+    best["loss"].zero_()
+    optimizer.param_groups[0]["lr"].zero_()
+    optimizer.state[model.weight]["norms.of.steps"][0].zero_()
+    gate.set()
+    if async_:
+        saving.result(60)
+    other = nn.Linear(2, 2)
+    fresh = Noting(other.parameters(), lr=torch.tensor(0.1))
+    extra = checkpoint.load(tmp_path, other, fresh)
+    assert extra == {"step": 1, "log": ["step 1"], "best": {"loss": torch.ones(1)}}
+    assert fresh.param_groups[0]["lr"] == 0.5
+    assert fresh.state[other.weight]["norms.of.steps"] == norms and norms[0] > 0
+
+
+def test_what_cannot_be_pickled_is_an_error_of_the_save(tmp_path):
+    future = checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, async_=True, log=threading.Lock())
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: cannot pickle"):
+        future.result(60)
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: cannot pickle"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
+    assert not names(tmp_path) or checkpoint.latest(tmp_path) is None
+
+
+def test_a_parameter_of_two_optimizers_is_refused(tmp_path):
+    """Their states would have the same keys."""
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters()), torch.optim.Adam([model.bias])]
+    with pytest.raises(ValueError, match=r"bias is in two optimizers, SGD and Adam: save"):
+        checkpoint.save(tmp_path, model, optimizers, step=1)
+    assert not names(tmp_path)
+    checkpoint.save(tmp_path, model, optimizers[0], step=1)
+    with pytest.raises(ValueError, match=r"bias is in two optimizers, SGD and Adam: save"):
+        checkpoint.load(tmp_path, model, optimizers)
 
 
 def test_optimizers_that_do_not_fit(tmp_path):

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from torch.utils._pytree import tree_leaves
+
+from haiscale.pipeline import batch
 
 WORKER = Path(__file__).parents[1] / "workers" / "pipeline.py"
 FAULTS = WORKER.with_name("pipeline_faults.py")
@@ -33,6 +36,16 @@ def check(results, size, least):
     assert len(here) >= size * least
     wrong = [f"{name}: {what}" for name, what in here if what]
     assert not wrong, "\n".join(wrong)
+
+
+def test_outputs_have_no_graph():
+    """Nor do those in tuples, lists and dicts; the model's own containers are left alone."""
+    y = torch.ones(2, requires_grad=True) * 2
+    given = {"y": y, "all": [y, (y, 3, None)], "named": torch.return_types.max((y, y))}
+    found = batch.detached(given)
+    assert not any(leaf.requires_grad for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
+    assert [*map(type, tree_leaves(found))] == [*map(type, tree_leaves(given))]
+    assert given["y"] is y and given["all"][0] is y and found["all"][1][1:] == (3, None)
 
 
 @pytest.mark.rest

@@ -49,6 +49,8 @@ TWO = {
     },
     **{name: getattr(fsdp_methods, name) for name in ("methods", "generates", "own_hands")},
     **{name: getattr(values, name) for name in ("states", "meta", "sent", "evaluated", "again", "assigned", "offload")},
+    **{name: getattr(values, name) for name in ("used_directly", "one_at_a_time", "written", "migrated")},
+    **{name: getattr(values, name) for name in ("containers", "copied")},
 }  # fmt: skip
 FOUR = {
     "zero3_of_four": versus.plain,
