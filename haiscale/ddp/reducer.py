@@ -59,6 +59,7 @@ class Reducer:
         self.defer = False  # averages are waited for in the next forward, by `settle`
         self.fault: BaseException | None = None
         self.sync = False  # whether the next backward averages
+        self.owed = False  # whether it does if it is of an earlier forward, from before `no_sync`
         self.used = [False] * len(parameters)  # if lenient: which had a gradient here since the last average
         self.ending: weakref.ref | None = None  # what calls `_end` at the end of the backward in progress
         self.begins = {again: _hook(self, again) for again in (False, True)}
@@ -84,18 +85,19 @@ class Reducer:
         if self.fault is not None:
             raise self.fault
         self._check_finished()
-        earlier = self.sync and self.arrivals.expecting and not any(self.arrivals.counts)
+        earlier = self.owed or (self.sync and self.arrivals.expecting and not any(self.arrivals.counts))
         for p in self.frozen:
             if p.requires_grad:
                 raise ValueError(
                     f"{checks.me()}: {checks.path(self.module, p)} needs a gradient now, and did not when the model "
                     "was wrapped, so it would not be averaged: wrap the model again after unfreezing"
                 )
-        self.arm(sync or earlier)  # as in torch, if the backward of an earlier forward is still to average
+        self.arm(sync)
+        self.owed = earlier and not sync
 
     def arm(self, sync: bool) -> None:
         """Sets whether the next backward averages; no gradient has arrived so far."""
-        self.sync, self.next = sync, 0
+        self.sync, self.owed, self.next = sync, False, 0
         self.arrivals.arm()
         for bucket in self.buckets or ():
             bucket.done = False
@@ -128,6 +130,11 @@ class Reducer:
 
         again: gradients are averaged even if a backward of the same forward has averaged all.
         """
+        if again and self.owed:
+            if self.arrivals.begun:
+                self.sync, self.owed = True, False  # a backward of both forwards
+            else:
+                self.arm(True)
         if again and self.sync:
             self.arrivals.expecting = True
         if not self.arrivals.begun:
