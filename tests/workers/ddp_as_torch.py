@@ -204,6 +204,11 @@ def no_sync_between(wrap, rank):
         b.sum().backward()
         found.append(grads(net))
         model.zero_grad()
+        a = model(inputs(rank))
+        with model.no_sync():
+            (model(inputs(rank, 3)).sum() + a.sum()).backward()
+        found.append(grads(net))
+        model.zero_grad()
     return found
 
 
