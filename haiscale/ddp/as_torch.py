@@ -1,5 +1,7 @@
 """The wrapper that `haiscale.auto` creates instead of torch's, with further attributes of torch's wrapper."""
 
+import weakref
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -24,9 +26,15 @@ class DistributedDataParallel(wrapper.DDP):
     given: torch's arguments by name.
     """
 
+    dim, broadcast_bucket_size = 0, 250 * 2**20
+
     def __init__(self, agree, given):
         object.__setattr__(self, "_agree", agree)
         super().__init__(**{"gradient_as_bucket_view": False, **given})
+        self.device_type, self.mixed_precision = self.device.type, given.get("mixed_precision")
+        self.is_multi_device_module = len({p.device for p in self.module.parameters()}) > 1
+        cap = given.get("bucket_cap_mb")
+        self.bucket_bytes_cap = int((25 if cap is None else cap) * 2**20)
 
     def _connect(self, *how):
         if self.__dict__.pop("_agree")() != "":
@@ -43,7 +51,12 @@ class DistributedDataParallel(wrapper.DDP):
         super()._set_up(parameters)
         self.reducer.frozen = []
         # Used by torch.distributed.pipelining before the last microbatch's backward; forwards are in no_sync there.
-        self.reducer.prepare_for_backward = lambda outputs: self.reducer.arm(True)
+        reducer = weakref.proxy(self.reducer)
+        self.reducer.prepare_for_backward = lambda outputs: reducer.arm(True)
+
+    @property
+    def modules_buffers(self):
+        return self._synced.all()
 
     def _set_static_graph(self):
         """The deprecated form of static_graph=True, before the first forward."""

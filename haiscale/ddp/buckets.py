@@ -12,7 +12,7 @@ from torch import Tensor
 
 from haiscale.ddp import arrivals
 
-ALIGNMENT = 64  # bytes, for each gradient in its buffer
+ALIGNMENT = 64  # bytes, for each gradient in its buffer, unless communication hooks read that
 CODES = torch.float8_e4m3fn  # as `wire_dtype`: gradients are only sent in it, and averaged in their own dtype
 
 
@@ -44,26 +44,35 @@ class Bucket:
             if missing:
                 torch._foreach_zero_(missing)
         for p, dtype in zip(self.parameters, self.dtypes, strict=True):
-            if p.grad is not None and p.grad.dtype != dtype:
+            if p.grad is not None and p.dtype != dtype:
                 p.grad = None  # until `release`, when the parameter has its original dtype again
 
-    def release(self, attach: bool, has_gradient: Sequence[bool] | None = None) -> None:
+    def release(self, attach: bool, ranks: int, has_gradient: Sequence[bool] | None = None) -> None:
         """Gives the averages to the parameters: as views, or copied into their gradients.
 
-        has_gradient, by parameter index: if False and there was no gradient, there is none afterwards.
+        has_gradient, by parameter index: if False and there was no gradient, there is none afterwards. ranks: their
+        number. A gradient with a graph keeps it, scaled to this rank's share of the average.
         """
         targets, sources = [], []
         for place, p, view, dtype in zip(self.places, self.parameters, self.views, self.dtypes, strict=True):
             if p.grad is view or not p.requires_grad:
                 continue
-            if p.grad is None and has_gradient is not None and not has_gradient[place]:
+            grad = p.grad
+            if grad is None:
+                if has_gradient is not None and not has_gradient[place]:
+                    continue
+                kind = dtype_of(p, None) if p.dtype == dtype else dtype
+                if not attach or kind != view.dtype:
+                    grad = p.grad = torch.empty_like(p, dtype=kind, requires_grad=False)
+            elif grad.requires_grad:  # of create_graph=True
+                share = grad / ranks
+                share.detach().copy_(view)
+                grad.copy_(share)
                 continue
-            if attach:
+            if attach and (grad is None or grad.dtype == view.dtype):
                 p.grad = view
                 continue
-            if p.grad is None:
-                p.grad = torch.empty_like(p, dtype=dtype)
-            targets.append(p.grad)
+            targets.append(grad)
             sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -73,12 +82,14 @@ class Flat:
     """The buffer of all gradients of one device and dtype; `order`: the indices of its parameters.
 
     error: the accumulated rounding error per element; None if it is not kept. It belongs to its element, however the
-    buffer is divided.
+    buffer is divided. packed: there are no gaps between gradients.
     """
 
-    def __init__(self, order: list[int], parameters: list[Tensor], dtype: torch.dtype, feedback: bool = False):
+    def __init__(
+        self, order: list[int], parameters: list[Tensor], dtype: torch.dtype, feedback: bool = False, packed=False
+    ):
         self.order, self.parameters = order, [parameters[i] for i in order]
-        step = max(1, ALIGNMENT // dtype.itemsize)
+        step = 1 if packed else max(1, ALIGNMENT // dtype.itemsize)
         self.offsets = [0]
         for p in self.parameters:
             self.offsets.append(self.offsets[-1] + -(-p.numel() // step) * step)
@@ -110,16 +121,16 @@ class Flat:
 
 
 def flats(
-    order: list[int], parameters: list[Tensor], wire_dtype: torch.dtype | None, feedback: bool = False
+    order: list[int], parameters: list[Tensor], wire_dtype: torch.dtype | None, feedback=False, packed=False
 ) -> list[Flat]:
     """The buffers of all parameters, in the order given; `wire_dtype`: of all floating-point ones, if not their own.
 
-    feedback: they keep the rounding error of transfers.
+    feedback: they keep the rounding error of transfers. packed: they have no gaps.
     """
     kinds: dict[tuple, list[int]] = {}
     for i in order:
         kinds.setdefault((parameters[i].device, dtype_of(parameters[i], wire_dtype)), []).append(i)
-    return [Flat(places, parameters, dtype, feedback) for (_, dtype), places in kinds.items()]
+    return [Flat(places, parameters, dtype, feedback, packed) for (_, dtype), places in kinds.items()]
 
 
 def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
@@ -129,7 +140,9 @@ def nbytes(parameters: list[Tensor], wire_dtype: torch.dtype | None) -> int:
 
 def dtype_of(p: Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter's gradient is averaged."""
-    return wire_dtype if wire_dtype not in (None, CODES) and p.dtype.is_floating_point else p.dtype
+    if wire_dtype not in (None, CODES) and p.dtype.is_floating_point:
+        return wire_dtype
+    return getattr(p, "grad_dtype", None) or p.dtype
 
 
 def cut(buffers: list[Flat], order: list[int], full_bytes: int, used: Sequence[bool]) -> list[Bucket]:

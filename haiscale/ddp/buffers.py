@@ -4,8 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from haiscale import checks
-
 MESSAGE = 256 << 20  # bytes that are sent at a time, or one tensor
 ALIGNMENT = 16  # bytes, for each tensor in a message
 
@@ -45,46 +43,35 @@ def _broadcast(tensors, size, device, group, source):
 
 
 class Buffers:
-    """The buffers of a module, broadcast before a forward if any rank has written to one since the last broadcast."""
+    """The buffers of a module, whatever buffers it has at the time.
+
+    They are broadcast before every forward, as in torch: no counter tells of writes to `buffer.data`.
+    """
 
     def __init__(self, module: nn.Module, ignored: set[str], group: dist.ProcessGroup):
-        self.group = group
-        # A walk through all modules at each forward would cost as much as a few layers.
-        self.places = [
-            (part, name)
-            for prefix, part in module.named_modules()
-            for name in part._buffers
-            if (f"{prefix}.{name}" if prefix else name) not in ignored
-        ]
-        self.device = checks.host_device(group)
-        self.seen: list[tuple[Tensor, int]] = self._state()
+        self.module, self.ignored, self.group = module, ignored, group
+        self._find()
+
+    def _find(self):
+        """Walks through all modules, which at each forward would cost as much as a few layers."""
+        named = list(self.module.named_modules())
+        self.parts, self.places = [part for _, part in named], []
+        for prefix, part in named:
+            names = (name for name in part._buffers if (f"{prefix}.{name}" if prefix else name) not in self.ignored)
+            self.places += [(part, name) for name in names]
+        self.contents = self._contents()
+
+    def _contents(self):
+        """The names of buffers and the modules, in which a change of the structure shows."""
+        return [one for part in self.parts for one in (*part._buffers, *part._modules.values())]
 
     def all(self) -> list[Tensor]:
-        """The present buffers, shared ones once: a module may replace its buffers."""
+        """The present buffers, shared ones once: a module may replace its buffers, and get more."""
+        if self._contents() != self.contents:
+            self._find()
         buffers = (part._buffers.get(name) for part, name in self.places)
         return list({id(buffer): buffer for buffer in buffers if buffer is not None}.values())
 
-    def synchronise(self, source: int = 0) -> bool:
-        """Whether they were broadcast, from the group's rank `source`."""
-        state = self._state()
-        if not state:
-            return False
-        same = len(state) == len(self.seen) and all(
-            a is b and version is not None and version == before
-            for (a, version), (b, before) in zip(state, self.seen, strict=True)
-        )
-        # One byte tells whether any buffer has changed on any rank. If this would wait for a GPU, broadcasting is
-        # cheaper.
-        if self.device.type == "cpu" and not self._any(not same):
-            return False
-        broadcast([buffer for buffer, _ in state], self.group, source)
-        self.seen = self._state()
-        return True
-
-    def _any(self, changed):
-        vote = torch.tensor([changed], dtype=torch.uint8)
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group)
-        return bool(vote.item())
-
-    def _state(self):
-        return [(buffer, None if buffer.is_inference() else buffer._version) for buffer in self.all()]
+    def synchronise(self, source: int = 0) -> None:
+        """Gives them the values of the group's rank `source`."""
+        broadcast(self.all(), self.group, source)

@@ -20,7 +20,7 @@ class GradBucket:
         return self._index == self._count - 1
 
     def buffer(self) -> Tensor:
-        """All gradients of this rank, flat, with zeros between them for alignment."""
+        """All gradients of this rank, flat, without gaps."""
         return self._flat
 
     def set_buffer(self, buffer: Tensor) -> None:

@@ -9,7 +9,8 @@ parameter gets in one backward (several under reentrant checkpoints), and, if pa
 Nothing is averaged before its end; buckets exist only then.
 
 An average of averages is the average. So a second backward of the same forward can average again the gradients that it
-added to.
+added to. Other backwards after that, as of the unwrapped module, are local: gradients are expected from a forward until
+all have been averaged, and again from a gradient of that forward's output.
 
 After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -58,6 +59,10 @@ class Reducer:
         self.defer = False  # averages are waited for in the next forward, by `settle`
         self.fault: BaseException | None = None
         self.sync = False  # whether the next backward averages
+        self.owed = False  # whether it does if it is of an earlier forward, from before `no_sync`
+        self.used = [False] * len(parameters)  # if lenient: which had a gradient here since the last average
+        self.ending: weakref.ref | None = None  # what calls `_end` at the end of the backward in progress
+        self.begins = {again: _hook(self, again) for again in (False, True)}
         self.next = 0  # the next bucket to start
         self.lock = threading.Lock()  # each device has its own thread in backward
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -80,6 +85,7 @@ class Reducer:
         if self.fault is not None:
             raise self.fault
         self._check_finished()
+        earlier = self.owed or (self.sync and self.arrivals.expecting and not any(self.arrivals.counts))
         for p in self.frozen:
             if p.requires_grad:
                 raise ValueError(
@@ -87,10 +93,11 @@ class Reducer:
                     "was wrapped, so it would not be averaged: wrap the model again after unfreezing"
                 )
         self.arm(sync)
+        self.owed = earlier and not sync
 
     def arm(self, sync: bool) -> None:
         """Sets whether the next backward averages; no gradient has arrived so far."""
-        self.sync, self.next = sync, 0
+        self.sync, self.owed, self.next = sync, False, 0
         self.arrivals.arm()
         for bucket in self.buckets or ():
             bucket.done = False
@@ -118,15 +125,26 @@ class Reducer:
 
     # Backward
 
-    def begin(self, gradient=None) -> None:
-        """Called in a backward: registers `_end` for its end. As a hook of an output, for the end of the outermost
-        backward."""
+    def begin(self, again: bool) -> None:
+        """Called by a hook of an output: registers `_end` for the end of the outermost backward.
+
+        again: gradients are averaged even if a backward of the same forward has averaged all.
+        """
+        if again and self.owed:
+            if self.arrivals.begun:
+                self.sync, self.owed = True, False  # a backward of both forwards
+            else:
+                self.arm(True)
+        if again and self.sync:
+            self.arrivals.expecting = True
         if not self.arrivals.begun:
             self.arrivals.begun = True
             self._queue_end()
 
     def _queue_end(self):
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        end = _weakly(self._end)
+        self.ending = weakref.ref(end, _ended(weakref.ref(self)))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _late(self, i):
         """Parameter i got a gradient that no average will include."""
@@ -156,11 +174,17 @@ class Reducer:
 
     def _end(self):
         """The end of a backward."""
-        self.arrivals.begun, counts = False, self.arrivals.counts
-        if not any(counts):
+        self.arrivals.begun = False
+        if self.arrivals.expecting:
+            self.arrivals.finish()
+        counts = self.arrivals.counts
+        if not self.arrivals.expecting or not any(counts):
             return  # from torch.autograd.grad, which does not change .grad
         if self.restore is not None:
             self.restore()
+        if self.lenient:
+            came = [bool(count) and p.grad is not None for count, p in zip(counts, self.parameters, strict=True)]
+            self.used = [a or b for a, b in zip(self.used, came, strict=True)]
         if not self.sync:
             for index, bucket in enumerate(self.buckets or ()):
                 if self.attach and self.arrivals.is_dirty(index) and all(p.grad is not None for p in bucket.parameters):
@@ -171,17 +195,33 @@ class Reducer:
             if not (self.lenient or whole):
                 return  # another backward of this forward may provide the rest; otherwise the next forward raises
             self._build(counts)
+        kept = {} if all(counts) or self.defer else self._unused()
         for index, bucket in enumerate(self.buckets):
             if bucket.work is None and self._due(index, bucket, counts):
                 self._launch(index)
         if self.wire is not None:
             with self._noting_faults():
                 self.wire.flush()
-        has_gradient = self._vote() if self.lenient and not self.static else None
+        has_gradient = self._vote(self.used) if self.lenient and not self.static else None
         if not self.defer:
             self.settle(has_gradient)
+        with torch.no_grad():
+            for i, grad in kept.items():
+                if has_gradient is None or not has_gradient[i]:
+                    self.parameters[i].grad.copy_(grad)
         if all(bucket.done for bucket in self.buckets):
+            self.arrivals.expecting, self.used = False, [False] * len(self.parameters)
             self._stepped()
+
+    def _unused(self):
+        """Copies of older gradients that must not change, by parameter: of frozen ones, and of those that no rank may
+        have used."""
+        may = self.lenient and not self.static
+        return {
+            i: p.grad.detach().clone()
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None and ((may and not self.used[i]) or not p.requires_grad)
+        }
 
     def _due(self, index, bucket, counts):
         if self.lenient:
@@ -207,7 +247,7 @@ class Reducer:
         count = len(self.parameters)
         order = sorted(range(count), key=lambda i: ready.get(i, count))
         numbers = torch.tensor([*order, len(ready), *self.sizes.numbers()], device=self.device)
-        used = self._vote() if self.static else None
+        used = self._vote(self.used) if self.static else None
         with self._noting_faults():
             if self.wire_dtype == CODES:
                 self.wire = Wire(self.group, CODES, host_groups(self.group))
@@ -222,7 +262,20 @@ class Reducer:
         if used is not None:
             self.order = [i for i in self.order if used[i]]
         self.expected = [max(1, count) for count in counts]
-        self.flats = flats(self.order, self.parameters, self.wire_dtype, self.feedback)
+        self._lay_out()
+
+    def use_hook(self, hook: Callable, state: object) -> None:
+        """From now on averages are made by the communication hook."""
+        self.settle()
+        self.hook = hook, state
+        if self.buckets is not None:
+            self._lay_out()
+            for bucket in self.buckets:
+                bucket.done = True
+
+    def _lay_out(self):
+        packed = self.hook is not None
+        self.flats = flats(self.order, self.parameters, self.wire_dtype, self.feedback, packed)
         self._cut()
 
     def _cut(self):
@@ -231,9 +284,8 @@ class Reducer:
         numbers = {i: index for index, bucket in enumerate(self.buckets) for i in bucket.places}
         self.arrivals.watch([numbers.get(i, -1) for i in range(len(self.parameters))], self.expected)
 
-    def _vote(self, mine: list[bool] | None = None) -> list[bool]:
-        """Which parameters have a gradient on some rank."""
-        mine = [p.grad is not None for p in self.parameters] if mine is None else mine
+    def _vote(self, mine: list[bool]) -> list[bool]:
+        """Which parameters got a gradient on some rank."""
         votes = torch.tensor(mine, dtype=torch.uint8, device=self.device)
         with self._noting_faults():
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
@@ -281,7 +333,7 @@ class Reducer:
                     bucket.flat.copy_(result.view(-1))
             bucket.work = None
             self.arrivals.run(index, False)
-            bucket.release(self.attach, has_gradient)
+            bucket.release(self.attach, self.size, has_gradient)
             settled.append(bucket)
         return settled
 
@@ -331,6 +383,23 @@ class Reducer:
                 names = "; ".join(checks.path(self.module, self.parameters[i]) for i in places[:NAMES])
                 lines.append(f"  {what}: {len(places)}: {names}{'; ...' if len(places) > NAMES else ''}")
         return lines
+
+
+def _hook(reducer, again):
+    """A hook of outputs, which may outlive the reducer, and be saved without it."""
+    begin = _weakly(reducer.begin)
+    return torch.utils.hooks.unserializable_hook(lambda gradient: begin(again))
+
+
+def _ended(reducer):
+    """Called when a backward has ended or raised, and forgot what it would have called at its end."""
+
+    def gone(ending):
+        found = reducer()
+        if found is not None and found.ending is ending:
+            found.arrivals.begun = False
+
+    return gone
 
 
 def _weakly(method):

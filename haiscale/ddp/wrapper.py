@@ -161,7 +161,8 @@ class DDP(nn.Module, Joinable):
         self._synchronise_buffers()
         if self._join_config.enable:
             live = join.Live(self.process_group, self.require_backward_grad_sync, live=True)
-            self.reducer.authority = lambda: join.common_rank(self.process_group, True)
+            group = self.process_group
+            self.reducer.authority = lambda: join.common_rank(group, True)
             self.reducer.contributors = None if self._divide_by_initial else lambda: live.read()[1]
         if self.device_ids:
             device = torch.device(self.device.type, self.device_ids[0])
@@ -186,7 +187,7 @@ class DDP(nn.Module, Joinable):
         for tensor in outputs:
             # Unread logits of hfnn must not be computed for this: the first gradient is early enough.
             if type(tensor) is Tensor and tensor.grad_fn is not None:
-                tensor.register_hook(self.reducer.begin)
+                tensor.register_hook(self.reducer.begins[self.require_backward_grad_sync])
         if self._narrow and not outputs:
             self._narrow.restore()  # no backward will
         return output
@@ -262,8 +263,8 @@ class DDP(nn.Module, Joinable):
             raise ValueError(f"hook must be callable with a state and a bucket, got {type(hook).__name__}")
         if self.reducer.hook is not None:
             raise ValueError("a model takes one communication hook, and has one already")
-        self.reducer.hook = hook, state
         self.reducer.sizes.fix("a default: a hook may keep something for each bucket")
+        self.reducer.use_hook(hook, state)
 
     # Checkpoints
 
@@ -301,12 +302,12 @@ class DDP(nn.Module, Joinable):
             between = " between hosts" if self.reducer.wire and self.reducer.wire.hosts else ""
             kind += f" from float8_e4m3fn on the wire{between}{' with error feedback' * self.error_feedback}"
         views = "views of buckets" if self.reducer.attach else "copied from and to buckets"
-        changing = "broadcast before a forward when some rank has changed some"
+        sent = "broadcast before a forward" if self.broadcast_buffers else "left alone"
         return "\n".join([
             f"DDP of {type(self.module).__name__}, {size} ranks of {backend}",
             f"  gradients: {len(parameters)}, {total:.3g} MiB, averaged in {kind}; {views}",
             *self.reducer.explain(),
-            f"  buffers: {len(self._synced.all())}, {changing if self.broadcast_buffers else 'left alone'}",
+            f"  buffers: {len(self._synced.all())}, {sent}",
         ])  # fmt: skip
 
     # Copies

@@ -13,9 +13,10 @@ import wrappers_models as models
 import wrappers_pool as pool
 from engine import NOISES, Fuzzer, Known, Log, Raised, first_difference, relative_error
 
+DDP_STEPS = {"plain_backward": 0.7, "late_hooks": 0.4, "write_buffers": 0.5}
 STEPS = {
     "train": 10, "two_forwards": 1, "two_losses": 0.7, "evaluate": 1.2, "forward_only": 0.7, "gradient_of_input": 0.7,
-    "caught": 0.6, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8,
+    "caught": 0.6, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8, **DDP_STEPS,
 }  # fmt: skip
 _fault, _last = None, (None, None, {})
 
@@ -70,6 +71,8 @@ def draw_step(rng, program) -> tuple:
     of_shards = name in ("freeze", "regularised", "write") and program["wrapper"] == "ddp"
     if of_shards or (name == "gradient_of_input" and _reentrant(program)):
         name = "train"  # torch refuses the others
+    if name in DDP_STEPS and program["wrapper"] != "ddp":
+        name = "train"
     if name == "train":
         micro = rng.choice((1, 1, 2, 3))
         return "train", micro, micro > 1 and rng.random() < 0.6, rng.choice((None, None, 0.1))
@@ -77,6 +80,8 @@ def draw_step(rng, program) -> tuple:
         return "evaluate", rng.choice(("no_grad", "eval") if program["mixed"] else ("no_grad", "inference", "eval"))
     if name == "save_and_load":
         return "save_and_load", rng.choice((None, 0.5))
+    if name == "late_hooks":
+        return "late_hooks", rng.choice((0.5, 2))
     if name == "freeze":
         return "freeze", rng.randrange(20)
     if name == "regularised":

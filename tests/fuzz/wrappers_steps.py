@@ -206,6 +206,33 @@ class Steps:
             self.session.load(changed)
             self.look("value")
 
+    def plain_backward(self):
+        """After a step, a backward of the module itself: local."""
+        with self.session.syncing(True):
+            self.backward(self.loss(self.forward()), True)
+        self.look()
+        loss = self.loss(self.session.model(self.batch()))
+        if loss.requires_grad:
+            loss.backward()
+        self.look()
+        self.session.optimizer.zero_grad(set_to_none=self.program["set_to_none"])
+
+    def late_hooks(self, scale):
+        """Registered after wrapping, they change gradients before the average."""
+
+        def change(p):
+            p.grad.mul_(scale + self.rank)
+
+        for p in self.session.parameters().values():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(change)
+
+    def write_buffers(self):
+        """In a way that no counter tells."""
+        for buffer in self.session.model.buffers():
+            if buffer.is_floating_point():
+                buffer.data.add_(self.rank + 1)
+
     def freeze(self, which):
         """From now on a parameter is not trained."""
         parameters = list(self.session.parameters().values())

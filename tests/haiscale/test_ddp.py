@@ -172,10 +172,9 @@ def test_communication_hooks(found):
         assert result["threes"]
 
 
-def test_buffers_are_broadcast_when_changed(found):
-    """No broadcast if none changed; one if rank 1 alone changed one; one per forward after a change."""
+def test_buffers_are_broadcast_before_each_forward(found):
     for result in of(found, "buffers"):
-        assert result == {"unchanged": 0, "restored": True, "once": 1, "changing": 2}
+        assert result == {"restored": True, "sent": 3, "silent": 0}
 
 
 def test_compiled(found):

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "torch/backend.h"
@@ -19,6 +21,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   Arrivals(size_t parameters, py::function begin, py::function whole, py::function late);
   py::object hook(size_t parameter);  // for register_post_accumulate_grad_hook; does not keep this object alive
   void arrived(size_t parameter);
+  void finish();
   void watch(std::vector<int> bucket_of, std::vector<int> expected);
   void arm();
   void clean(size_t bucket) { dirty_.at(bucket) = false; }
@@ -28,13 +31,16 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   const std::vector<int>& counts() const { return counts_; }
   const std::vector<size_t>& order() const { return order_; }
 
-  bool begun = false;
+  bool begun = false, expecting = true;
 
  private:
+  void track(size_t parameter);
+
   const py::function begin_, whole_, late_;
   std::vector<int> counts_, bucket_of_, expected_, size_, waiting_;  // the first three are indexed by parameter
   std::vector<bool> dirty_, running_;
   std::vector<size_t> order_;
+  std::vector<std::pair<std::thread::id, size_t>> latest_;  // parameters whose other hooks may still run, by thread
 };
 
 namespace {
@@ -73,22 +79,41 @@ py::object Arrivals::hook(size_t parameter) {
 
 // The GIL serializes the calls from several autograd threads.
 void Arrivals::arrived(size_t parameter) {
+  if (!expecting) return;
   if (!begun) {
     begun = true;
     begin_();
   }
-  const int count = ++counts_[parameter];
-  if (bucket_of_.empty()) {
-    order_.push_back(parameter);
-    return;
+  const auto thread = std::this_thread::get_id();
+  const auto before = std::find_if(latest_.begin(), latest_.end(), [&](auto& one) { return one.first == thread; });
+  if (before != latest_.end()) {
+    const size_t previous = before->second;
+    latest_.erase(before);
+    track(previous);
   }
+  ++counts_[parameter];
+  if (bucket_of_.empty())
+    order_.push_back(parameter);
+  else
+    latest_.emplace_back(thread, parameter);
+}
+
+void Arrivals::track(size_t parameter) {
   const int bucket = bucket_of_[parameter];
   if (bucket < 0 || running_[bucket]) {
     late_(parameter);
     return;
   }
   dirty_[bucket] = true;
-  if (count == expected_[parameter] && --waiting_[bucket] == 0) whole_(bucket);
+  if (counts_[parameter] == expected_[parameter] && --waiting_[bucket] == 0) whole_(bucket);
+}
+
+void Arrivals::finish() {
+  while (!latest_.empty()) {
+    const size_t parameter = latest_.front().second;
+    latest_.erase(latest_.begin());
+    track(parameter);
+  }
 }
 
 void Arrivals::watch(std::vector<int> bucket_of, std::vector<int> expected) {
@@ -99,10 +124,12 @@ void Arrivals::watch(std::vector<int> bucket_of, std::vector<int> expected) {
     if (bucket >= 0) ++size_[bucket];
   waiting_ = size_;
   dirty_.assign(buckets, false), running_.assign(buckets, false);
+  latest_.clear();
 }
 
 void Arrivals::arm() {
-  begun = false;
+  begun = false, expecting = true;
+  latest_.clear();
   std::fill(counts_.begin(), counts_.end(), 0);
   order_.clear();
   waiting_ = size_;
@@ -123,11 +150,13 @@ void collect(const std::vector<at::Tensor>& parameters, const std::vector<at::Te
   const c10::NoGradGuard no_grad;
   if (!away.empty()) at::_foreach_copy_(away, grads);
   if (!missing.empty()) at::_foreach_zero_(missing);
-  for (const size_t i : places) {
-    if (parameters[i].scalar_type() == views[i].scalar_type())
-      parameters[i].mutable_grad() = views[i];
-    else
-      parameters[i].mutable_grad().reset();
+  for (size_t k = 0; k < places.size(); ++k) {
+    const auto& parameter = parameters[places[k]];
+    if (grads[k].scalar_type() != away[k].scalar_type()) {
+      if (parameter.scalar_type() != away[k].scalar_type()) parameter.mutable_grad().reset();
+    } else if (!grads[k].requires_grad()) {
+      parameter.mutable_grad() = away[k];
+    }
   }
 }
 
@@ -135,6 +164,7 @@ void bind_arrivals(py::module_& m) {
   py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
       .def(py::init<size_t, py::function, py::function, py::function>())
       .def("hook", &Arrivals::hook)
+      .def("finish", &Arrivals::finish)
       .def("watch", &Arrivals::watch)
       .def("arm", &Arrivals::arm)
       .def("clean", &Arrivals::clean)
@@ -142,6 +172,7 @@ void bind_arrivals(py::module_& m) {
       .def("is_whole", &Arrivals::is_whole)
       .def("is_dirty", &Arrivals::is_dirty)
       .def_readwrite("begun", &Arrivals::begun)
+      .def_readwrite("expecting", &Arrivals::expecting)
       .def_property_readonly("counts", &Arrivals::counts)
       .def_property_readonly("order", &Arrivals::order);
   m.def("collect", &collect);
