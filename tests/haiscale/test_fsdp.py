@@ -23,7 +23,7 @@ def check(results, least):
 
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path):
-    check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=240), 41)
+    check(ranks.run(WORKERS / "fsdp.py", "cases", 2, tmp_path, timeout=300), 41)
 
 
 @pytest.mark.rest
