@@ -13,7 +13,7 @@ import wrappers_models as models
 import wrappers_pool as pool
 from engine import NOISES, Fuzzer, Known, Log, Raised, first_difference, relative_error
 
-DDP_STEPS = {"plain_backward": 0.7, "late_hooks": 0.4, "write_buffers": 0.5}
+DDP_STEPS = {"plain_backward": 0.7, "late_hooks": 0.8, "write_buffers": 0.7}
 STEPS = {
     "train": 10, "two_forwards": 1, "two_losses": 0.7, "evaluate": 1.2, "forward_only": 0.7, "gradient_of_input": 0.7,
     "caught": 0.6, "save_and_load": 0.8, "freeze": 0.5, "regularised": 0.8, "write": 0.8, **DDP_STEPS,
