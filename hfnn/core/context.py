@@ -25,8 +25,9 @@ def uncompiled(function):
 
 
 def is_plain(x) -> bool:
-    """Whether x is a tensor that rooms accept: no subclass except FakeTensor, and not lazily negated."""
-    return type(x) in PLAIN and not x.is_neg()
+    """Whether x is a tensor that rooms accept: no subclass except FakeTensor, and not lazily negated (of which Dynamo
+    has no tensors)."""
+    return type(x) in PLAIN and (torch.compiler.is_compiling() or not x.is_neg())
 
 
 def context(*tensors: torch.Tensor | None) -> str | None:
