@@ -62,7 +62,8 @@ static void look_up(const Call& call, const int64_t* row, Coefficients& k) {
   k.root = 1 / std::sqrt(1 - std::pow(k.beta2, step));
 }
 
-// m + share (g - m) as torch's lerp computes it: from the nearer end, so that little is left of an m that goes away.
+// m + share (g - m) as torch's lerp computes it: from the end that has the larger share. Otherwise a large m that
+// should nearly vanish would cancel the bits of g.
 template <class W>
 struct Lerp {
   bool from_m;
@@ -71,7 +72,7 @@ struct Lerp {
   HFNN_INLINE W operator()(W m, W g) const { return (from_m ? m : g) + share * (g - m); }
 };
 
-// g with weight decay. Without decay an infinite p changes nothing.
+// g with coupled weight decay. Without decay, an infinite p must not make g NaN.
 template <class W>
 HFNN_INLINE W decayed(W g, W coupled, W p) {
   return coupled != 0 ? g + coupled * p : g;

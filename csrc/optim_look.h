@@ -18,7 +18,7 @@ class Look {
  public:
   explicit Look(size_t tensors) : layouts_(8 * tensors + kMost) {}
 
-  // False if it cannot be read.
+  // Adds a tensor, or None as -1. False if it cannot be read.
   bool add(PyObject* x, int64_t& address) {
     int64_t *first = room(), *end = first;
     if (x == Py_None) {
@@ -86,7 +86,7 @@ inline bool add_state(const py::dict& state, bool written, Look& found, std::vec
   PyObject *key, *value;
   for (Py_ssize_t place = 0; PyDict_Next(state.ptr(), &place, &key, &value);) {
     if (!PyObject_TypeCheck(value, tensor)) {
-      found.number(-2);
+      found.number(-2);  // no tensor
       continue;
     }
     at.emplace_back();
@@ -118,7 +118,7 @@ inline py::object look(const py::list& params, const std::optional<py::list>& gr
   for (size_t i = 0; i < states.size(); ++i) {
     PyObject* state = PyList_GET_ITEM(states.ptr(), i);
     if (!PyDict_Check(state))
-      found.number(-3);
+      found.number(-3);  // no state
     else if (!add_state(py::reinterpret_borrow<py::dict>(state), i < chosen.size() && chosen[i], found, at, written))
       return py::none();
   }

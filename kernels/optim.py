@@ -223,7 +223,7 @@ def _store_parameter(
 
 @triton.jit
 def _lerp(m, g, share, rest):
-    """m + share (g - m), from the nearer end as torch's lerp; rest: 1 - share."""
+    """m + share (g - m), from the end that has the larger share as torch's lerp does; rest: 1 - share."""
     return tl.fma(tl.where(share < 0.5, share, -rest), g - m, tl.where(share < 0.5, m, g))
 
 

@@ -97,13 +97,12 @@ CASES = {
         ("dropout", "activation_dropout"), ("attention_dropout",), copies=3 * 2,
     ),
     # Its attention has a trainable bias, with which torch's own op would keep the probabilities. Three attentions, five
-    # norms and two products of ReLU and dropout. On the CPU its result has the strides of torch's math backend, and one
-    # of the next products keeps a copy of it.
+    # norms and two products of ReLU and dropout.
     "t5": Case(
         "T5ForConditionalGeneration", "T5Config", ("num_layers", "num_decoder_layers"), 3 * (6 + 2) + 5 * 2 + 2 * 8, 5,
         {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 4 * WIDTH, "num_heads": HEADS, "vocab_size": VOCABULARY}
         | {"decoder_start_token_id": 0, "use_cache": False},
-        ("dropout_rate",), copies=2,
+        ("dropout_rate",),
     ),
 }  # fmt: skip
 

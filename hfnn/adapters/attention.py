@@ -217,7 +217,7 @@ def attention(module, query, key, value, attention_mask=None, **options):
     batch = query.shape[0]
     if "cu_seqlens" in given and batch > 1:
         query, key, value = (masks.flattened(x) for x in (query, key, value))
-    out = room.scaled_dot_product_attention(
+    out = room.in_rows(
         query, key, value, enable_gqa=query.shape[1] != key.shape[1], prefer=getattr(module, "prefer", "auto"), **given
     )
     out = out.transpose(1, 2)

@@ -44,16 +44,8 @@ def look_in_python(params: list[Tensor], grads: list[Tensor | None] | None, stat
     if False in plain:
         odd = [(x.shape, x.stride()) for x, contiguous in zip(there, plain, strict=True) if not contiguous]
     sizes, absent = [len(state) if isinstance(state, dict) else -1 for state in states], [x is None for x in kept]
-    layouts = (
-        list(map(id, params)),
-        which,
-        sizes,
-        absent,
-        list(map(_dtype, there)),
-        list(map(_shape, there)),
-        plain,
-        odd,
-    )
+    kinds = list(map(_dtype, there)), list(map(_shape, there)), plain, odd
+    layouts = list(map(id, params)), which, sizes, absent, kinds
     return array("q", addresses[:n] + addresses[end:]).tobytes(), array("q", moving).tobytes(), layouts, written
 
 

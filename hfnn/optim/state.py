@@ -102,12 +102,12 @@ class States:
             if low and value.numel() == _codes(x.numel(), format):
                 return
             if value.numel() not in {_codes(x.numel(), each) for each in formats.LOW}:
-                raise RuntimeError(
-                    f"{name} has {value.numel()} codes, which is not what a parameter of {x.numel()} has"
-                )
+                raise RuntimeError(f"{name} has {value.numel()} codes, which does not fit {x.numel()} elements")
             value = self._decoded(x, state, name)
-        elif _fits(name, value, x) and not low and value.dtype is format and order(local(value)) == order(x):
-            return
+        else:
+            _check_shape(name, value, x)
+            if not low and value.dtype is format and order(local(value)) == order(x):
+                return
         value = like(local(value), x)
         if low:
             state[name], state[name + "_scale"] = formats.encode(flat(value.float()), format, signed)
@@ -267,18 +267,17 @@ def _wrap(p: Tensor, x: Tensor) -> Tensor:
     return DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def _fits(name: str, value: Tensor, x: Tensor) -> bool:
-    """True. Raises RuntimeError, as torch's step does, if a state has not the shape of its parameter."""
+def _check_shape(name: str, value: Tensor, x: Tensor) -> None:
+    """Raises RuntimeError, as torch's step does, if a state has not the shape of its parameter."""
     if local(value).shape != x.shape:
         raise RuntimeError(
             f"The size of {name} {tuple(local(value).shape)} must match the size of its parameter {tuple(x.shape)}"
         )
-    return True
 
 
 def _like(p: Tensor, name: str, value: Tensor) -> Tensor:
     """value, the state `name` of p, copied if its memory layout differs from p's."""
-    _fits(name, value, local(p))
+    _check_shape(name, value, local(p))
     return value if order(local(value)) == order(local(p)) else _wrap(p, like(local(value), local(p)))
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import hfnn
 from hfnn import testing
+from hfnn.ops.attention import in_rows
 from hfnn.ops.attention.reference import reference
 
 from .attention_cases import (
@@ -324,3 +325,13 @@ def test_a_mask_and_is_causal_exclude_each_other_as_in_torch(mask, p):
         with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
             function(q, q, q, pairs, p, True, **options)
     hfnn.functional.scaled_dot_product_attention(q, q, q, pairs, p, True, window=(3, None))  # an option of ours
+
+
+@pytest.mark.parametrize("p, biased", [(0.0, True), (0.5, False)])
+def test_within_a_module_the_next_product_needs_no_copy(p, biased):
+    """Also where torch's own op has another memory order."""
+    q = torch.randn(2, 4, 32, 16, requires_grad=True)
+    bias = torch.randn(32, 32, requires_grad=True) if biased else None
+    with hfnn.use("cpp"):
+        assert in_rows(q, q, q, bias, p, prefer="auto").transpose(1, 2).is_contiguous()
+        assert not hfnn.functional.scaled_dot_product_attention(q, q, q, bias, p).transpose(1, 2).is_contiguous()

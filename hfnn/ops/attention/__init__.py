@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T) v without a matrix of scores (csrc/attention.h)."""
 
 from hfnn.ops.attention.multihead import MultiheadAttention
-from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
+from hfnn.ops.attention.sdpa import OP, in_rows, scaled_dot_product_attention
 from hfnn.ops.attention.transformer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
@@ -9,5 +9,6 @@ __all__ = [
     "MultiheadAttention",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "in_rows",
     "scaled_dot_product_attention",
 ]

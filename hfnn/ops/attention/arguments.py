@@ -37,18 +37,18 @@ class Tensors(NamedTuple):
 class Arguments(NamedTuple):
     """The given options besides query, key and value."""
 
-    attn_mask: torch.Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    alibi: torch.Tensor | None
-    sinks: torch.Tensor | None
-    lengths: torch.Tensor | None
-    offset: int
-    cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    offset: int = 0
+    cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def ordinary(self) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from hfnn.core.context import autocasting, compiling, context
 from hfnn.core.kernel import forced
-from hfnn.ops.attention.sdpa import OP, scaled_dot_product_attention
+from hfnn.ops.attention.sdpa import OP, in_rows
 from hfnn.ops.linear import linear
 
 
@@ -130,9 +130,9 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
     mask = _merged(module, q.shape[0], key_padding_mask, None if is_causal else attn_mask, extra)
     dropped = module.dropout if module.training else 0.0
     if is_causal and mask is not None:
-        y = scaled_dot_product_attention(q, k, v, mask, dropped, window=(None, 0), prefer=module.prefer)
+        y = in_rows(q, k, v, mask, dropped, window=(None, 0), prefer=module.prefer)
     else:
-        y = scaled_dot_product_attention(q, k, v, mask, dropped, is_causal, prefer=module.prefer)
+        y = in_rows(q, k, v, mask, dropped, is_causal, prefer=module.prefer)
     del q, k, v
     out, prefer = module.out_proj, module.prefer
     y = linear(y.transpose(1, 2).flatten(2), out.weight, out.bias, prefer=prefer, exact=module.exact)  # (B, T, E)

@@ -191,24 +191,36 @@ def scaled_dot_product_attention(
     asked = Arguments(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
     )
-    ordinary = asked.ordinary and not return_lse
-    joint = None if compiling() else _joint(query, key, value)
-    if joint is not None and joint is not NotImplemented:
-        query, key, value = joint
-    if ordinary and suffices(query, attn_mask, dropout_p, prefer):
-        if attn_mask is None:
-            return backends.plain(query, key, value, dropout_p, is_causal, scale, enable_gqa)
-        return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    found = _attention(asked, query, key, value, ordinary, prefer)
-    if found is None:
-        return _torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    found = _run(asked, query, key, value, asked.ordinary and not return_lse, prefer, True)
     return found if return_lse else found[0]
 
 
-def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str):
+def in_rows(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, prefer, **options):
+    """`scaled_dot_product_attention` within a module. The result is (B, T, H, E) in memory, whatever torch's order is:
+    the module's next product reads it without a copy. attn_mask and is_causal do not exclude each other."""
+    asked = Arguments(attn_mask, dropout_p, is_causal, **options)
+    return _run(asked, query, key, value, asked.ordinary, prefer, False)[0]
+
+
+def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_torch: bool):
+    """(o, lse); lse is None if torch's own op runs. ordinary: whether torch's own op can; as_torch: whether an ordinary
+    call has torch's strides and refusals."""
+    joint = None if compiling() else _joint(query, key, value)
+    if joint is not None and joint is not NotImplemented:
+        query, key, value = joint
+    mask, p, causal, scale, gqa = asked[:5]
+    if ordinary and suffices(query, mask, p, prefer):
+        if mask is None:
+            return backends.plain(query, key, value, p, causal, scale, gqa), None
+    elif not (ordinary and as_torch and causal and mask is not None):
+        found = _attention(asked, query, key, value, ordinary, prefer, as_torch)
+        if found is not None:
+            return found
+    return _torch(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa), None
+
+
+def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_torch: bool):
     """(o, lse), or None if torch's own op must run or raise."""
-    if ordinary and asked.is_causal and asked.attn_mask is not None:
-        return None
     leading = query.shape[:-3]
     dtype = _dtype(query)
     q, k, v = (_rows(_four(x).to(dtype if x.is_floating_point() else x.dtype)) for x in (query, key, value))
@@ -222,7 +234,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str)
     kernel = _select(asked, q, k, v, ordinary, prefer)
     if kernel is None and ordinary and asked.dropout_p != 1:
         return None
-    o, lse = _compute(asked, q, k, v, kernel, _math_dims(asked, query) if ordinary else 0)
+    o, lse = _compute(asked, q, k, v, kernel, _math_dims(asked, query) if ordinary and as_torch else 0)
     return o.reshape(*query.shape[:-1], o.shape[-1]), lse.reshape(query.shape[:-1])
 
 
