@@ -54,6 +54,7 @@ def draw(rng) -> dict:
         ),
         "optimizer": rng.random() < 0.5,
         "loss": rng.choice(LOSSES) if rng.random() < 0.7 else rng.choice(CRITERIA),
+        "probabilities": rng.random() < 0.3,  # as the target of a cross entropy
         "model": models.draw(rng, layout, 2, rng.choice((1, 2, 3, 4, 5))),
         "steps": [],
     }
@@ -160,7 +161,7 @@ EXPECTED = """
     prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
     layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
-    layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
+    layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended, layer limited_mlp,
     layer functional, layer where, layer viewed, layer moved, layer written, layer probe, layer cast,
     layer parametrised,
     layer softmax, layer rms_norm, layer layer_norm, layer rms_norm_like, layer activation, inplace activation,

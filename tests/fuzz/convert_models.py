@@ -81,6 +81,10 @@ def _activation(name, inplace):
     return getattr(nn, name)(*ACTIVATIONS[name], **({"inplace": True} if inplace else {}))
 
 
+def _gate(name):
+    return own.SwishBeta() if name == "SwishBeta" else getattr(nn, name)()
+
+
 def _draw_activation(rng, tree, layout):
     name = rng.choice(list(ACTIVATIONS))
     return name, name in INPLACE and rng.random() < 0.35
@@ -195,7 +199,8 @@ LAYERS = {
         lambda D, name, inplace, p: own.MLP(D, _activation(name, inplace), p),
         lambda rng, tree, to: (*_draw_activation(rng, tree, to), rng.choice((0.0, 0.0, 0.5))),
     ),
-    "gated_mlp": Layer(LAST, 1.5, lambda D, name: own.GatedMLP(D, getattr(nn, name)()), _choose(GATES)),
+    "gated_mlp": Layer(LAST, 1.5, lambda D, name: own.GatedMLP(D, _gate(name)), _choose((*GATES, "SwishBeta"))),
+    "limited_mlp": Layer(LAST, 1, lambda D, name: own.LimitedMLP(D, _gate(name)), _choose(GATES)),
     "attention": Layer(("sequence",), 2, own.Attention, _choose(own.Attention.HOW)),
     "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
     "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),

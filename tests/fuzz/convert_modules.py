@@ -22,7 +22,19 @@ class Model(nn.Module):
 class Functional(nn.Module):
     """Calls torch's functions in its forward."""
 
-    NAMES = ("gelu", "silu", "relu", "softmax", "layer_norm", "dropout", "tanh", "leaky_relu", "elu", "inplace")
+    NAMES = (
+        "gelu",
+        "silu",
+        "relu",
+        "softmax",
+        "layer_norm",
+        "dropout",
+        "tanh",
+        "leaky_relu",
+        "elu",
+        "inplace",
+        "negated",
+    )
 
     def __init__(self, name):
         super().__init__()
@@ -47,6 +59,8 @@ class Functional(nn.Module):
             return F.leaky_relu(x, 0.1)
         if self.name == "elu":
             return F.elu(x)
+        if self.name == "negated":  # the imaginary part of a conjugate is negated when it is read
+            return F.gelu(torch.complex(x, -x).conj().imag)
         return F.silu(x * 1, inplace=True)
 
 
@@ -172,6 +186,21 @@ class GatedMLP(nn.Module):
         return self.down_proj(y) * self.config.factor * self.factor
 
 
+class SwishBeta(nn.SiLU):
+    """A subclass of torch's activation that computes something else."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(2 * x)
+
+
+class LimitedMLP(GatedMLP):
+    """A gated network that limits its gates, whose inputs are large enough for that."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(200 * x), self.up_proj(200 * x)
+        return self.down_proj(self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10))
+
+
 class BlockEnd(nn.Module):
     """LayerNorm(dropout(dense(x)) + residual), as at the end of BERT's blocks."""
 
@@ -188,10 +217,11 @@ class BlockEnd(nn.Module):
 class Attention(nn.Module):
     """q, k, v of one input; scores by torch's function, or masked and normalised by hand."""
 
-    HOW = ("sdpa", "causal", "mask", "hand")
+    HOW = ("sdpa", "causal", "mask", "hand", "bias", "mask and causal")
 
     def __init__(self, width, how):
         super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16, 16)) if how == "bias" else None
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
         self.how = how
         self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
@@ -205,6 +235,11 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.how == "mask":
             y = F.scaled_dot_product_attention(q, k, v, mask)
+        elif self.how == "mask and causal":
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+        elif self.how == "bias":
+            y = F.scaled_dot_product_attention(q, k, v, self.bias[: x.shape[-2], : x.shape[-2]])
+            y = y.view(-1).view(y.shape)  # an error unless it is contiguous
         else:
             scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, torch.finfo(q.dtype).min)
             y = F.softmax(scores, -1) @ v

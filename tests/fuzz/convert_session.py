@@ -187,7 +187,9 @@ class Session(Changes):
         if kind in CRITERIA and y.shape == self.shape():
             features_last = y.movedim(1, -1) if self.program["layout"] in models.FIRST else y
             rows = features_last.flatten(0, -2)
-            if kind in ("CrossEntropyLoss", "NLLLoss"):
+            if kind == "CrossEntropyLoss" and self.program["probabilities"]:  # float32, whatever the logits are
+                target = torch.rand(rows.shape, generator=self.draws).softmax(-1)
+            elif kind in ("CrossEntropyLoss", "NLLLoss"):
                 target = torch.randint(0, rows.shape[-1], rows.shape[:1], generator=self.draws)
             else:
                 target = torch.rand(rows.shape, generator=self.draws).to(y.dtype)

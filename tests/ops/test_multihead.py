@@ -338,9 +338,10 @@ def test_compiled_is_torchs():
     assert compiled(ours, x).equal(compiled(theirs, x))
 
 
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 5), (5, 1)])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_strides_are_torchs(batch_first):
-    x = torch.randn(3, 5, 16)
+def test_strides_are_torchs(batch_first, sizes):
+    x = torch.randn(*sizes, 16)
     module = nn.MultiheadAttention(16, 4, batch_first=batch_first)
     want = module(x, x, x, need_weights=False)[0]
     y = hfnn.convert(module, prefer="memory")(x, x, x, need_weights=False)[0]

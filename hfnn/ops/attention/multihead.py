@@ -140,7 +140,7 @@ def _attend(module, query, key, value, key_padding_mask, attn_mask, is_causal):
         return y.squeeze(0)
     # Transposed to torch's order, (T, B, E), after the product. So the product keeps attention's own result, not a
     # copy.
-    y = y.transpose(0, 1).contiguous()
+    y = y.transpose(0, 1).flatten(0, 1).unflatten(0, (-1, y.shape[0]))  # torch's strides also for one sequence
     return y.transpose(0, 1) if module.batch_first else y
 
 
