@@ -200,7 +200,9 @@ LAYERS = {
         lambda rng, tree, to: (*_draw_activation(rng, tree, to), rng.choice((0.0, 0.0, 0.5))),
     ),
     "gated_mlp": Layer(LAST, 1.5, lambda D, name: own.GatedMLP(D, _gate(name)), _choose((*GATES, "SwishBeta"))),
-    "limited_mlp": Layer(LAST, 1, lambda D, name: own.LimitedMLP(D, _gate(name)), _choose(GATES)),
+    "limited_mlp": Layer(
+        LAST, 1, lambda D, name: nn.Sequential(own.Times(200), own.LimitedMLP(D, _gate(name))), _choose(GATES)
+    ),
     "attention": Layer(("sequence",), 2, own.Attention, _choose(own.Attention.HOW)),
     "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
     "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),

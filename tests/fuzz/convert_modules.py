@@ -194,11 +194,20 @@ class SwishBeta(nn.SiLU):
 
 
 class LimitedMLP(GatedMLP):
-    """A gated network that limits its gates, whose inputs are large enough for that."""
+    """A gated network that limits its gates, which small inputs do not show."""
 
     def forward(self, x):
-        gate, up = self.gate_proj(200 * x), self.up_proj(200 * x)
-        return self.down_proj(self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10))
+        gate, up = self.gate_proj(x).clamp(max=10), self.up_proj(x).clamp(-10, 10)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
 
 
 class BlockEnd(nn.Module):

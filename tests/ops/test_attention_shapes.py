@@ -335,3 +335,15 @@ def test_within_a_module_the_next_product_needs_no_copy(p, biased):
     with hfnn.use("cpp"):
         assert in_rows(q, q, q, bias, p, prefer="auto").transpose(1, 2).is_contiguous()
         assert not hfnn.functional.scaled_dot_product_attention(q, q, q, bias, p).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_strides_of_a_bias_that_requires_a_gradient_in_no_grad_mode(mode):
+    """torch has a kernel for that, which returns the query's strides."""
+    q, bias = torch.randn(2, 4, 32, 16), torch.randn(32, 32, requires_grad=True)
+    for x in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        with mode():
+            want = F.scaled_dot_product_attention(x, x, x, bias)
+            assert (
+                hfnn.functional.scaled_dot_product_attention(x, x, x, bias, prefer="memory").stride() == want.stride()
+            )

@@ -139,8 +139,8 @@ def _rows(x):
 
 
 def suffices(query, attn_mask, dropout_p, prefer) -> bool:
-    """Whether torch's op is as fast and keeps as little. It has no kernel for a mask that requires a gradient; on the
-    CPU none for dropout; and on CUDA none that reads a mask that is not expanded.
+    """Whether torch's op is as fast and keeps as little. It has no kernel for a mask that requires a gradient (on the
+    CPU it has in no-grad mode); on the CPU none for dropout; and on CUDA none that reads a mask that is not expanded.
     """
     if forced() is not None:
         return forced() == "torch"
@@ -150,7 +150,7 @@ def suffices(query, attn_mask, dropout_p, prefer) -> bool:
         return True
     if attn_mask is None:
         return query.is_cuda or not dropout_p
-    if attn_mask.requires_grad or dropout_p:
+    if (attn_mask.requires_grad and (query.is_cuda or torch.is_grad_enabled())) or dropout_p:
         return False
     return not query.is_cuda or _dtype(query) not in _HALVES
 
@@ -240,7 +240,7 @@ def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str,
 
 def _math_dims(asked, query) -> int:
     """query's dimensions if torch's own op would run its math backend on the CPU, whose strides differ; else 0."""
-    bias = asked.attn_mask is not None and asked.attn_mask.requires_grad
+    bias = asked.attn_mask is not None and asked.attn_mask.requires_grad and torch.is_grad_enabled()
     return query.dim() if query.is_cpu and (bias or asked.dropout_p > 0 or query.dim() != 4) else 0
 
 
