@@ -160,9 +160,11 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     m, eager = masking(), views.base(others.get("config")) == "eager"
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     function = m.causal_mask_function if mask_function is None else mask_function
-    makes = m.sdpa_mask if not eager else _added if capturing() else m.eager_mask
+    traced = compiling() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    # Dynamo cannot trace `capturing`.
+    makes = m.sdpa_mask if not eager else m.eager_mask if traced or not capturing() else _added
     make = functools.partial(makes, *sizes, mask_function=function, attention_mask=attention_mask, **others)
-    if compiling() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if traced:
         return make()
     if others.get("use_vmap") or q_length == 1:
         return make()

@@ -74,20 +74,20 @@ OP = _op(
     "group_norm",
     lambda input, num_groups, *args, **how: F.group_norm(input, num_groups, *args, **how),
     1 << 62,
-    ((4, 6), (2, 3, 769), (3, 6, 6, 7), (3, 64, 4, 4), (2, 12, 20, 21)),
+    ((4, 12), (2, 3, 769), (3, 6, 6, 7), (3, 64, 4, 4), (2, 12, 20, 21)),
     tuple((*shape, form) for shape in _BENCH for form in ("first", "last")),
-    small=(3, 8),
+    small=(3, 12),
 )
 ACT = _op(
     "group_norm_act",
     _in_torch,
     1 << 19,
     (
-        (4, 6, "silu"), (2, 3, 769, "silu"), (3, 6, 6, 7, "silu"), (4, 6, 5, "relu"), (4, 6, 5, 7, "hardswish"),
+        (4, 12, "silu"), (2, 3, 769, "silu"), (3, 6, 6, 7, "silu"), (4, 6, 5, "relu"), (4, 6, 5, 7, "hardswish"),
         (4, 6, 5, "leaky_relu"), (4, 6, 5, "relu6"),
     ),
     tuple((*shape, form) for shape in _BENCH for form in ("silu", "silu_last")),
-    small=(3, 8, "silu"),
+    small=(3, 12, "silu"),
 )  # fmt: skip
 OPS = OP, ACT
 _passes = OP.passes
