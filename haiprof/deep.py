@@ -80,12 +80,12 @@ class Window:
         """Ends it, from any thread; recorded data stays."""
         if self._collector.window is self:
             self._collector.window = None
+            self._stop.set()  # first: what follows is no part of a step
             if self._profiler is not None:
                 try:
                     self._profiler.stop()
                 except Exception as error:
                     self._error, self._profiler = error, None
-            self._stop.set()
             self._over.set()
 
     def wait(self, seconds) -> list[str]:

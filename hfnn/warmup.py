@@ -53,7 +53,8 @@ def warm(op: Op, kernel: Kernel, widths, dtypes, device: str = "cuda", rows: int
         for dtype, params in dict.fromkeys((d, p) for d in dtypes for p in (d, torch.float32)):
             for case in cases(op, rows, width):
                 try:
-                    with use(kernel.name):
+                    # Without autocast torch refuses parameters of another dtype in some ops.
+                    with use(kernel.name), torch.autocast(device, dtype, params is not dtype):
                         step(op, case, dtype, params, device)
                     runs += 1
                 except NoKernel:  # outside its limits: it will not run in training either

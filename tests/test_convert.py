@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 import hfnn
 from hfnn.convert import examine, sites
+from hfnn.core import native
 
 SWAPS = {cls: getattr(hfnn, cls.__name__) for cls in (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.Dropout, nn.Linear)}
 
@@ -306,6 +307,17 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def _rooms_in_python(node) -> set[str]:
+    found, seen, left = set(), set(), [node]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {node.name()} if getattr(node, "_forward_cls", type).__module__.startswith("hfnn") else set()
+            left += [below for below, _ in node.next_functions]
+    return found
+
+
 def test_fully_shard_after_convert(one_rank):
     plain, m = model(), model()
     m.load_state_dict(plain.state_dict())
@@ -314,13 +326,31 @@ def test_fully_shard_after_convert(one_rank):
         fully_shard(block, mesh=one_rank)
     hfnn.recipe.counter.reset()
     x = torch.randn(4, 32, requires_grad=True)
-    m(x).square().sum().backward()
+    y = m(x)
+    if native.extension is not None:
+        assert not _rooms_in_python(y.grad_fn)
+    y.square().sum().backward()
     plain(x).square().sum().backward()
     assert hfnn.recipe.counter.taken == 4
     assert_close([p.grad.full_tensor() for p in m.parameters()], [p.grad for p in plain.parameters()])
     assert len(hfnn.report(m).swapped) == 14 and not hfnn.report(m).left
     with pytest.raises(ValueError, match=r"cannot revert FSDP.*undo that first"):
         hfnn.revert(m)
+
+
+@pytest.mark.skipif(native.extension is None, reason="rooms in Python do not see it")
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_writes_to_parameters_beside_fully_shard(one_rank, name):
+    """Copies are kept instead of them, but a write is an error still."""
+    sharded = fully_shard(nn.Linear(4, 4), mesh=one_rank)
+    norm = hfnn.LayerNorm(32)
+    norm.prefer = "memory"
+    y = norm(torch.randn(64, 32))
+    with torch.no_grad():
+        getattr(norm, name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    del sharded
 
 
 def test_only_and_skip():

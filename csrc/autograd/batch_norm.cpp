@@ -197,7 +197,7 @@ static bool read(const BatchNormTable& table, PyObject* const* args, BatchNormCa
     if (t->dim() != 1 || t->size(0) != x.size(1) || !t->is_contiguous() || t->device() != x.device()) return false;
     if (statistics && (t->scalar_type() != like || t->requires_grad())) return false;
   }
-  if (!goes_with(x, {call.weight, call.bias}) || sharded_parameters()) return false;
+  if (!goes_with(x, {call.weight, call.bias})) return false;
   return !residual.defined() || (residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type() &&
                                  residual.device() == x.device() && call.kind <= table.piecewise);
 }
@@ -309,13 +309,13 @@ static PyObject* batch_norm(PyObject* self, PyObject* const* args, Py_ssize_t co
   if (grad) {
     auto node = make_node<BatchNormRoom>();
     node->inputs[BatchNormRoom::kX].take_or_save(x);
-    node->inputs[BatchNormRoom::kWeight].save(*call.weight, is_parameter(args[3]));
+    keep_parameter(node->inputs[BatchNormRoom::kWeight], *call.weight, is_parameter(args[3]), &Kept::save);
     // Without an activation, only rebuilding y reads the bias, so it may be written to before backward.
     Kept& bias = node->inputs[BatchNormRoom::kBias];
     if (call.kind) {
-      bias.save(*call.bias, is_parameter(args[4]));
+      keep_parameter(bias, *call.bias, is_parameter(args[4]), &Kept::save);
     } else if (!call.residual->defined()) {
-      bias.hold(*call.bias, is_parameter(args[4]));
+      keep_parameter(bias, *call.bias, is_parameter(args[4]), &Kept::hold);
     }
     node->inputs[BatchNormRoom::kMean].save(mean, true);
     node->inputs[BatchNormRoom::kRstd].save(rstd, true);

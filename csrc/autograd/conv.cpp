@@ -186,7 +186,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   if (!asked || !at::GradMode::is_enabled() || !(frozen || Kept::takes(*x) || (autocast && large)))
     return THPVariable_Wrap(torchs());
   const ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(device.type()) : x->scalar_type();
-  bool casts = false, fits = x->dim() == table.dims + 2 && given->dim() == table.dims + 2 && !sharded_parameters();
+  bool casts = false, fits = x->dim() == table.dims + 2 && given->dim() == table.dims + 2;
   for (const Tensor* t : {x, given, bias}) {
     if (!t->defined()) continue;
     fits = fits && at::isFloatingType(t->scalar_type()) && t->device() == device && !t->is_inference() &&

@@ -196,8 +196,8 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
     casts = casts || t->scalar_type() != dtype;
   }
   if (casts && !autocast) Py_RETURN_NONE;  // torch's op raises an error
-  if (sharded_parameters()) Py_RETURN_NOTIMPLEMENTED;
-  const bool recompute = args[3] == Py_True && x->requires_grad();  // only if x is in the graph
+  // Only if x is in the graph. A weight that may be resharded would have to be copied.
+  const bool recompute = args[3] == Py_True && x->requires_grad() && !sharded_parameters();
   const bool to_weight = given->requires_grad();
   const bool grad = x->requires_grad() || to_weight || (bias->defined() && bias->requires_grad());
   auto node = grad ? make_node<LinearRoom>() : nullptr;

@@ -155,7 +155,7 @@ static bool read(const NormTable& table, const Tensor& x, PyObject* const* args,
   if (call.cols == 0 || (!table.centre && x.dim() > 3 && !in_rows(x))) return false;
   for (const Tensor* p : {call.weight, call.bias})
     if (p->defined() && (p->sizes() != shape || !p->is_contiguous())) return false;
-  if (!goes_with(x, {call.weight, call.bias}) || sharded_parameters()) return false;
+  if (!goes_with(x, {call.weight, call.bias})) return false;
   const double least =
       x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
   call.eps = args[3] == Py_None ? least : PyFloat_AS_DOUBLE(args[3]);
@@ -192,8 +192,8 @@ static Tensor normed(NormTable& table, const NormKernel* kernel, const Tensor& x
     node->dims = call.dims;
     node->cols = call.cols;
     if (!taken) node->inputs[0].save(x);  // after `forward` has filled a sum, because a hook may copy it
-    node->inputs[1].save(*call.weight, call.parameters[0]);
-    node->inputs[2].save(*call.bias, call.parameters[1]);
+    keep_parameter(node->inputs[1], *call.weight, call.parameters[0], &Kept::save);
+    keep_parameter(node->inputs[2], *call.bias, call.parameters[1], &Kept::save);
     node->inputs[3].save(mean, true);
     node->inputs[4].save(rstd, true);
     node->finish(node, y, ag::collect_next_edges(x, *call.weight, *call.bias), true);

@@ -127,6 +127,12 @@ void Kept::hold(const Tensor& x, bool source) {
   data_ = impl_->data();
 }
 
+void Kept::copy_of(const Tensor& x) {
+  if (x.is_inference()) return;
+  mark_ = Mark(x);
+  copied_ = true;
+}
+
 bool Kept::intact() const {
   if (!defined_) return true;
   return mark_.holds() && (!impl_ || impl_->data() == data_) && (!producer_ || producer_->intact());
@@ -231,7 +237,11 @@ Tensor Kept::found(ScalarType dtype) {
     if (!intact()) throw_written_to(held_.options(), held_.sizes(), {}, mark_);
     return held_;
   }
-  if (!taken()) return unpack();
+  if (!taken()) {
+    const Tensor x = unpack();
+    if (copied_ && !mark_.holds()) throw_written_to(x.options(), x.sizes(), {}, mark_);
+    return x;
+  }
   if (token_) return of_token("tensor", dtype, std::nullopt);
   checked(dtype);
   return producer_->rebuild(*this, dtype, true);

@@ -68,6 +68,8 @@ class Kept {
   // Keeps a tensor that only rebuilding y reads: no hook sees it, and it may be written to before the room's own
   // backward.
   void hold(const Tensor& x, bool source = false);
+  // What it keeps is a copy of x: from now on, x must not be written to.
+  void copy_of(const Tensor& x);
   void take_or_save(const Tensor& x) {
     if (!x.defined() || !take(x)) save(x);
   }
@@ -108,7 +110,7 @@ class Kept {
   Tensor unpacked_;  // made by hooks, which run once per backward
   int unpacked_in_ = -1, served_in_ = -1;
   ScalarType dtype_ = ScalarType::Undefined;
-  bool defined_ = false, source_ = false, hooked_ = false, released_ = false;
+  bool defined_ = false, source_ = false, hooked_ = false, released_ = false, copied_ = false;
 };
 
 class Room : public Node {

@@ -5,12 +5,19 @@
 
 namespace hfnn::node {
 
-// Whether parameters of this process may be resharded. Rooms in Python then keep copies for their recipes.
+// Whether parameters of this process may be resharded: their memory is then freed or reused before backward.
 bool sharded_parameters();
 // Whether a CUDA graph is being captured on x's stream. Random numbers are then drawn on the device.
 bool capturing(const Tensor& x);
 inline bool is_parameter(PyObject* argument) {
   return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
+}
+// Keeps a weight or bias, in the grad mode of the forward. keep: Kept::save or Kept::hold. A parameter that may be
+// resharded is copied, because a consumer may rebuild y when the parameter's memory is gone.
+inline void keep_parameter(Kept& kept, const Tensor& p, bool parameter, void (Kept::*keep)(const Tensor&, bool)) {
+  const bool copies = p.defined() && parameter && sharded_parameters();
+  (kept.*keep)(copies ? p.clone() : p, parameter);
+  if (copies) kept.copy_of(p);
 }
 
 struct DropoutKernel {

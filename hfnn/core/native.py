@@ -2,8 +2,7 @@
 
 `extension` is the module, or None if it is missing; `why` then has the reason. A room first makes its call there. The
 call returns the result; None, if torch's own op must run (the input is below the size limit); or NotImplemented, if the
-room in Python must run: for a tracer, a transform, a subclass of Tensor, parameters that may be resharded, or without
-the extension.
+room in Python must run: for a tracer, a transform, a subclass of Tensor, or without the extension.
 """
 
 import importlib

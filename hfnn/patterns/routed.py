@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import textwrap
+import tokenize
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def _tree(function) -> ast.AST | None:
     """The syntax tree of a function, or None if its source is not there to be read."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
+    except (OSError, SyntaxError, tokenize.TokenError):  # the last from another file's text
         return None
 
 

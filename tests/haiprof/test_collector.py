@@ -268,9 +268,13 @@ os.wait()
 """
 
 
+# Where torch sees a GPU, it refuses a backward in a process that was forked after one.
+ON_THE_CPU = {"HAIPROF": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def test_started_by_the_environment_with_workers_and_forks(tmp_path):
     """`import torch` alone starts it; a loader's workers leave no files; a forked child has its own."""
-    env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **ON_THE_CPU, "HAIPROF_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", FORKED], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     runs = [json.loads(path.read_text().splitlines()[0]) for path in sorted(tmp_path.glob("*.jsonl"))]
@@ -302,7 +306,7 @@ if __name__ == "__main__":
 
 def test_a_forked_process_of_multiprocessing_has_its_steps(tmp_path):
     """It ends by os._exit, whether its parent has trained before or not."""
-    env = {**os.environ, "HAIPROF": "1", "HAIPROF_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **ON_THE_CPU, "HAIPROF_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROCESS], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     ends = {run["run"]["rank"]: [end["steps"] for end in run["end"]] for run in record.load(tmp_path)}

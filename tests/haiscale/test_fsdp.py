@@ -39,7 +39,7 @@ def test_on_four_ranks_and_predicted(tmp_path):
     [
         "zero1 zero2 zero3 zero3_mixed low_reduction untied",
         "accumulate_mixed clipped unused frozen in_backward",
-        "gpt2 llama llama_converted",
+        "gpt2 gpt2_converted llama llama_converted norms_alone",
         "checkpoints offload states again",
     ],
 )

@@ -12,6 +12,7 @@ from fsdp_models import (
     BF16,
     DEVICE,
     FP32,
+    VOCABULARY,
     WIDTH,
     Block,
     check_gradients,
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hfnn
+from hfnn.core import recipe
 from haiscale.fsdp import FSDP, CPUOffload, ShardingStrategy
 from haiscale.fsdp.predict import Live, measure
 
@@ -77,6 +79,30 @@ def twice(rank, size):
             m.zero_grad()
             m(x).square().mean().backward()
         check_gradients(model, alone)
+
+
+def norms_alone(rank, size):
+    """Converted; the layer after a norm rebuilds its output when the norm's own parameters are gone."""
+
+    def images():
+        torch.manual_seed(0)
+        parts = [(nn.Conv2d(5, 5, 3), nn.BatchNorm2d(5), act()) for act in (nn.ReLU, nn.SiLU, nn.Identity)]
+        return nn.Sequential(*sum(parts, ()), nn.Flatten(), nn.Linear(20, VOCABULARY)).to(DEVICE)
+
+    def of_images(model, batch):
+        x = torch.randn(12, 5, 8, 8, generator=torch.Generator().manual_seed(int(batch.sum()))).to(DEVICE)
+        return nn.functional.cross_entropy(model(x), batch[0])
+
+    for made, loss in ((lambda: net(tied=False), loss_of), (images, of_images)):
+        alone, model = (hfnn.convert(made(), prefer="memory") for _ in range(2))
+        model = FSDP(model, units=(nn.LayerNorm, nn.Linear, nn.BatchNorm2d, nn.Conv2d))
+        for step in range(3):
+            recipe.counter.reset()
+            for m in (model, alone):
+                m.zero_grad()
+                loss(m, ids(0, step)).backward()
+                assert recipe.counter.taken
+            check_gradients(model, alone)
 
 
 def in_backward(rank, size):
