@@ -113,7 +113,8 @@ def bench_script(monkeypatch, tmp_path):
             status = main.script.main([*arguments, *common])
             return status, [row for p in tmp_path.glob("*.csv") for row in csv.DictReader(p.read_text().splitlines())]
 
-        for path in (pathlib.Path(__file__).parents[1] / "bench").glob("*.py"):  # a fuzzer's module may have the same name
+        # A fuzzer's module may have the same name.
+        for path in (pathlib.Path(__file__).parents[1] / "bench").glob("*.py"):
             if path.stem == name or getattr(sys.modules.get(path.stem), "__file__", str(path)) != str(path):
                 monkeypatch.delitem(sys.modules, path.stem, raising=False)
         main.script = importlib.import_module(name)

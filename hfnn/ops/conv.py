@@ -7,8 +7,9 @@ are bitwise equal to torch's. Only what is kept for backward differs. If the inp
 its sources are kept instead. If the weight is frozen, nothing of the input is kept, because torch's backward then reads
 only its sizes and strides. Under autocast, the weight's cast is made again in backward instead of kept.
 
-The node exists only in C++ (csrc/autograd/conv.cpp). Without it the convolution is torch's. On a GPU it is also torch's for inputs of less than 2^23 elements, except with prefer="memory", because
-rebuilding costs host time that a small step would wait for.
+The node exists only in C++ (csrc/autograd/conv.cpp). Without it the convolution is torch's. On a GPU it is also torch's
+for inputs of less than 2^23 elements, except with prefer="memory", because rebuilding costs host time that a small step
+would wait for.
 """
 
 import functools

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from haiprof import collector as collector_module
-from haiprof import control, record, trace, verdict
+from haiprof import control, deep, record, trace, verdict
 from haiprof.collector import Collector
 from haiprof.counters import Counters
 from haiprof.phases import Hooks, Phases
@@ -355,3 +356,18 @@ def test_sockets_have_short_addresses_whatever_their_folder(tmp_path):
     assert not control.sockets(str(folder))
     server.thread.join(20)
     assert not server.thread.is_alive()
+
+
+def test_the_end_of_a_deep_window_is_in_no_stack():
+    """torch.profiler takes long to stop where there is a GPU."""
+
+    def slow_stop():
+        time.sleep(0.1)
+
+    window = deep.Window(SimpleNamespace(window=None), 1, ["stacks"])
+    window.on_step()
+    window._profiler = SimpleNamespace(stop=slow_stop)
+    time.sleep(0.1)
+    window.on_step()
+    window._sampler.join()
+    assert window.stacks and not any("slow_stop" in stack for stack in window.stacks)

@@ -38,8 +38,9 @@ TWO = {
         name: getattr(versus, name)
         for name in ("buffers", "frozen", "unused", "aside", "clipped", "output", "checkpoints", "compiled")
     },
-    **{name: getattr(own, name) for name in ("dtypes", "twice", "norms_alone", "in_backward", "hooks_of_parameters", "uneven")},
+    **{name: getattr(own, name) for name in ("dtypes", "twice", "in_backward", "hooks_of_parameters", "uneven")},
     **{name: getattr(own, name) for name in ("errors", "policies", "optimizer_made_before", "sparse", "another_order")},
+    "norms_alone": own.norms_alone,
     **{
         name: getattr(outputs, name)
         for name in (
