@@ -137,7 +137,7 @@ struct BatchNormRoom : Room {
 
   variable_list gradients(const Tensor& given) override {
     const Tensor x = layout->dense(inputs[kX].get()), dy = layout->dense(given);
-    const Tensor weight = inputs[kWeight].get(), bias = kind ? inputs[kBias].get() : Tensor();
+    const Tensor weight = inputs[kWeight].own(), bias = kind ? inputs[kBias].own() : Tensor();
     const Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
     const auto& [planes, channels, size] = layout->shape;
     Tensor dx, dweight, dbias, dresidual, partials;
@@ -155,7 +155,7 @@ struct BatchNormRoom : Room {
   }
 
   variable_list differentiable(const Tensor& dy) override {
-    Tensor x = inputs[kX].get(), weight = inputs[kWeight].get(), bias = kind ? inputs[kBias].get() : Tensor();
+    Tensor x = inputs[kX].get(), weight = inputs[kWeight].own(), bias = kind ? inputs[kBias].own() : Tensor();
     Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
     pybind11::gil_scoped_acquire gil;
     return differentiated(table->second,

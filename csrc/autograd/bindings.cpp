@@ -120,7 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("enable", [](bool on) { enabled = on; }, "With False every room runs in Python.");
   m.def("set_recipes", [](bool on) { state().recipes = on; });
   m.def("set_wide_on_cpu", [](bool on) { state().wide_on_cpu = on; });
-  m.def("set_resharded", [] { resharded = true; });
+  m.def("set_resharded", [](bool on) { resharded = on; });
   m.def("counts", [] { return py::make_tuple(state().taken.load(), state().rebuilt.load()); });
   m.def("reset_counts", [] { state().taken = state().rebuilt = 0; });
 }

@@ -100,13 +100,13 @@ struct NormRoom : Room {
   }
 
   variable_list gradients(const Tensor& dy) override {
-    const Tensor x = inputs[0].get(), weight = inputs[1].get(), rstd = inputs[4].get();
+    const Tensor x = inputs[0].get(), weight = inputs[1].own(), bias = inputs[2].own(), rstd = inputs[4].get();
     const Tensor x_RC = rows(x, cols), dy_RC = rows(dy, cols);
     const bool to_x = wanted(0), to_weight = wanted(1), to_bias = wanted(2);
     Tensor dx, dweight, dbias, partials;
     if (to_x) dx = like(x_RC, x_RC.scalar_type());
     if (to_weight) dweight = at::empty_like(weight);
-    if (to_bias) dbias = at::empty_like(inputs[2].get());
+    if (to_bias) dbias = at::empty_like(bias);
     if (to_weight || to_bias)
       partials = at::empty({table->centre ? 2 : 1, kernel->partials(x_RC.size(0), cols), cols}, rstd.options());
     kernel->backward(dy_RC, x_RC, flat(weight), inputs[3].get(), rstd, dx, flat(dweight), flat(dbias), partials,
@@ -117,7 +117,7 @@ struct NormRoom : Room {
   }
 
   variable_list differentiable(const Tensor& dy) override {
-    Tensor x = inputs[0].get(), weight = inputs[1].get(), bias = inputs[2].get();
+    Tensor x = inputs[0].get(), weight = inputs[1].own(), bias = inputs[2].own();
     pybind11::gil_scoped_acquire gil;
     return differentiated(table->second, py::make_tuple(dy, py::make_tuple(wanted(0), wanted(1), wanted(2)), maybe(x),
                                                         maybe(weight), maybe(bias), dims, eps, offset));

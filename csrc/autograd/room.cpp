@@ -129,8 +129,14 @@ void Kept::hold(const Tensor& x, bool source) {
 
 void Kept::copy_of(const Tensor& x) {
   if (x.is_inference()) return;
-  mark_ = Mark(x);
+  original_ = Mark(x);
   copied_ = true;
+}
+
+Tensor Kept::own() {
+  const Tensor x = get();
+  if (copied_ && !original_.holds()) throw_written_to(x.options(), x.sizes(), {}, original_);
+  return x;
 }
 
 bool Kept::intact() const {
@@ -237,11 +243,7 @@ Tensor Kept::found(ScalarType dtype) {
     if (!intact()) throw_written_to(held_.options(), held_.sizes(), {}, mark_);
     return held_;
   }
-  if (!taken()) {
-    const Tensor x = unpack();
-    if (copied_ && !mark_.holds()) throw_written_to(x.options(), x.sizes(), {}, mark_);
-    return x;
-  }
+  if (!taken()) return unpack();
   if (token_) return of_token("tensor", dtype, std::nullopt);
   checked(dtype);
   return producer_->rebuild(*this, dtype, true);

@@ -68,8 +68,11 @@ class Kept {
   // Keeps a tensor that only rebuilding y reads: no hook sees it, and it may be written to before the room's own
   // backward.
   void hold(const Tensor& x, bool source = false);
-  // What it keeps is a copy of x: from now on, x must not be written to.
+  // What it keeps is a copy of x. Then `own` raises torch's error if x was written to; `get` does not, because while x
+  // is resharded, its version may be another one.
   void copy_of(const Tensor& x);
+  // `get`, for the room's own backward.
+  Tensor own();
   void take_or_save(const Tensor& x) {
     if (!x.defined() || !take(x)) save(x);
   }
@@ -104,8 +107,8 @@ class Kept {
   Tensor held_;
   Room* producer_ = nullptr;
   std::optional<c10::SafePyObject> token_;  // of a producer in Python
-  Mark mark_;
-  const c10::TensorImpl* impl_ = nullptr;  // the saved tensor, whose memory `x.data = ...` may exchange
+  Mark mark_, original_;                    // original_: of the tensor that was copied
+  const c10::TensorImpl* impl_ = nullptr;   // the saved tensor, whose memory `x.data = ...` may exchange
   const void* data_ = nullptr;
   Tensor unpacked_;  // made by hooks, which run once per backward
   int unpacked_in_ = -1, served_in_ = -1;

@@ -386,13 +386,13 @@ def parameters_may_be_resharded() -> bool:
     return _resharded or bool(states is not None and states._module_state_mapping)
 
 
-def parameters_are_resharded() -> None:
+def parameters_are_resharded(on: bool = True) -> None:
     """Parameters of this process take turns in shared memory, so no recipe may refer to one. Called by
     haiscale.fsdp."""
     global _resharded
-    _resharded = True
+    _resharded = on
     if native is not None:
-        native.set_resharded()
+        native.set_resharded(on)
 
 
 def _own_copy(parameter: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from haiscale.ddp.wrapper import DDP
 from haiscale.fsdp import clip, engine, full, unit, wrapper
 from haiscale.fsdp import flat as flats
 from haiscale.fsdp import reduce as reductions
+from hfnn.core import recipe
+from hfnn.core.recipe import parameters_are_resharded
 
 
 def planted(name: str | None):
@@ -148,6 +150,13 @@ def _ddp_too_early(real):
     return reset
 
 
+@contextlib.contextmanager
+def _recipes_of_parameters():
+    with mock.patch.object(recipe, "parameters_are_resharded", lambda: None):
+        parameters_are_resharded(False)
+        yield
+
+
 FAULTS = {
     "fsdp: a hook left out": _replaced(engine, "_made_since", _a_hook_left_out),
     "fsdp: hooks on what is handed on": _replaced(engine, "_made_since", _hooks_on_what_was_handed_on),
@@ -168,6 +177,7 @@ FAULTS = {
     "fsdp: a part not loaded": _replaced(flats.Flat, "write", _first_rows_only),
     "fsdp: writes without a trace": _replaced(engine.Engine, "_suspect", lambda real: lambda self, outermost: None),
     "fsdp: an average lost": _replaced(flats.Flat, "attach", _average_lost),
+    "fsdp: recipes refer to parameters": _recipes_of_parameters,
     "fsdp: exceptions not forgotten": _replaced(engine.Engine, "reset", lambda real: lambda self: None),
     "ddp: buffers not sent": _replaced(buffers.Buffers, "synchronise", lambda real: lambda self, source=0: False),
     "ddp: no_sync ignored": _replaced(reducer.Reducer, "arm", _ddp_sync_ignored),

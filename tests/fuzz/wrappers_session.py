@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import hfnn
 from haiscale.ddp import DDP
 from haiscale.fsdp import FSDP
 
@@ -50,6 +51,8 @@ class Session:
             with torch.no_grad():
                 for p in self.model.parameters():
                     p *= 1 + torch.randn_like(p) * torch.finfo(p.dtype).eps
+        if program["converted"] and isinstance(self, Ours):
+            hfnn.convert(self.model, prefer="memory")
         if program["mixed"] and in_another_order(program):
             log.coarse = BF16
         self.fsdp = program["wrapper"].startswith("zero")

@@ -31,7 +31,7 @@ TWO = {
     "gpt2": partial(versus.language, kind="gpt2", steps=50),
     "gpt2_converted": partial(versus.language, kind="gpt2", steps=6, convert=True),
     "llama": partial(versus.language, kind="llama", steps=50, precision=MIXED, clip=0.5),
-    "llama_converted": partial(versus.language, kind="llama", steps=6, convert=True),
+    "llama_converted": partial(versus.language, kind="llama", steps=6, convert=True, precision=MIXED),
     **{f"accumulate_zero{zero}": partial(versus.accumulate, zero=zero) for zero in (1, 2, 3)},
     "accumulate_mixed": partial(versus.accumulate, precision=MIXED),
     **{
