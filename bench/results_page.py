@@ -322,6 +322,7 @@ TABLES = (
         passes=("step",),
     ),
     _wrappers("Wrappers on two H200", "NVIDIA_H200-parallel", "2"),
+    _wrappers("Wrappers on two H100", "NVIDIA_H100_80GB_HBM3-parallel", "2"),
     _wrappers("Wrappers on four H100", "NVIDIA_H100_80GB_HBM3-parallel", "4"),
     _collectives(
         "NVIDIA_H200-hfreduce",
