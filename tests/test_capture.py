@@ -59,6 +59,18 @@ def test_losses_and_state_are_those_of_the_model(graphs):
     assert "captured: 1 kinds of calls, 17 replays" in " ".join(str(hfnn.report(ours)).split())
 
 
+def test_under_a_default_device(graphs):
+    """Which set_default_device sets: graphs are recorded, for each device anew."""
+    plain, ours = hfnn.convert(small()), hfnn.convert(small(), capture=True)
+    with torch.device(DEVICE):
+        assert torch.equal(steps(plain, 8), steps(ours, 8))
+    assert vars(ours)["_hfnn_capture"].counts == {"before recording": 3, "replayed": 5}
+    with torch.device("meta"):
+        model = vars(ours)["_hfnn_capture"]
+        ours(torch.ones(6, 8, device=DEVICE))
+    assert model.counts == {"before recording": 4, "replayed": 5}
+
+
 def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
     model = hfnn.convert(small().cpu(), capture=True)
     assert "the CPU has no graphs" in caplog.text

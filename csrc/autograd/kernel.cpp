@@ -8,6 +8,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -47,6 +48,24 @@ ScalarType Choices::out_dtype(const Tensor& x, PyObject* input) {
   return outs_[key] = scalar_type(out.ptr());
 }
 
+// Whether a TorchFunctionMode sees torch's calls. torch.device's own, which set_default_device leaves on, gives a
+// device to functions that make tensors, and nothing else.
+static bool observed() {
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  static PyObject *name = PyUnicode_InternFromString("torch.utils._device"), *default_device = nullptr;
+  if (!default_device) {
+    PyObject* module = PyDict_GetItem(PyImport_GetModuleDict(), name);
+    if (!module) return true;
+    default_device = py::object(py::getattr(module, "DeviceContext", py::none())).release().ptr();
+  }
+  using Modes = at::impl::PythonTorchFunctionTLS;
+  for (int64_t i = 0; i < Modes::stack_len(); ++i) {
+    PyObject* mode = Modes::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != default_device) return true;
+  }
+  return false;
+}
+
 bool plain_context(bool batched) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet odd({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Functionalize,
@@ -54,7 +73,7 @@ bool plain_context(bool batched) {
                                      DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchVmapMode});
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   return enabled && forced != 1 && !keys.included_.has_any(odd) &&
-         (batched || !keys.included_.has(DispatchKey::VmapMode)) && !at::impl::torch_function_mode_enabled() &&
+         (batched || !keys.included_.has(DispatchKey::VmapMode)) && !observed() &&
          !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -325,7 +326,9 @@ def _why_not(args, kwargs) -> str | None:
         return why
     if kernel.forced() is not None:
         return "it is called inside hfnn.use"
-    if _get_current_dispatch_mode_stack() or _get_current_function_mode_stack():
+    if _get_current_dispatch_mode_stack() or any(
+        type(m) is not DeviceContext for m in _get_current_function_mode_stack()
+    ):
         return "a mode observes torch's ops"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved tensors have hooks, as in a checkpoint or when they are offloaded"
@@ -347,6 +350,7 @@ def _switches() -> tuple:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *autocast_state(),
+        *[mode.device for mode in _get_current_function_mode_stack()],  # of torch.set_default_device
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
