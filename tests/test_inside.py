@@ -277,3 +277,16 @@ def test_compiled_module():
     torch.testing.assert_close(compiled(x), model(x))
     with MEMORY():
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_source_of_another_file(tmp_path):
+    """A class from a notebook or a page: the lines of its file are not its own, and no code at all."""
+    page = tmp_path / "page.md"
+    page.write_text("(\n" * 9)
+    code, names = (
+        "class Net(nn.Module):\n    def forward(self, x):\n        return nn.functional.dropout(x)\n",
+        {"nn": nn},
+    )
+    exec(compile(code, str(page), "exec"), {**names, "__name__": "page"}, names)
+    model = hfnn.convert(nn.Sequential(names["Net"]()))
+    assert model(torch.ones(4, 8)).shape == (4, 8)
