@@ -21,6 +21,7 @@ def drawing():
 class Function(torch.autograd.Function):
     """`apply` is in C++ and omits torch's Python code for functorch, which `context` has excluded: half the cost.
 
+    Forward calls `ctx.set_materialize_grads(False)`: without a gradient, as in some second derivatives, none is given.
     Backward may return gradients in another dtype than the inputs'; the engine casts them. For a batched gradient
     (`is_grads_batched=True`, or a backward inside `torch.func.vmap`) it is called once per element, because kernels
     need real memory. After the last one, the node frees what it keeps for recipes (hfnn/core/recipe.py).
@@ -38,7 +39,10 @@ class Function(torch.autograd.Function):
 def _whole(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def whole(ctx, *grads):
-        found = _one_by_one(backward, ctx, grads)
+        if all(dy is None for dy in grads):  # torch's nodes then give no gradients either
+            found = (None,) * len(ctx.needs_input_grad)
+        else:
+            found = _one_by_one(backward, ctx, grads)
         kept = getattr(ctx, "recipe", None)
         if kept is not None:
             kept.finish(ctx)

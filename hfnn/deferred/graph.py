@@ -92,6 +92,7 @@ class DeferredLoss(Function):
 
     @staticmethod
     def forward(ctx, plan, fused, composed, logits):
+        ctx.set_materialize_grads(False)
         product = plan.product
         with torch.enable_grad():
             given = product.leaves()
@@ -214,6 +215,7 @@ class ComputedLogits(Function):
 
     @staticmethod
     def forward(ctx, logits, value, inner):
+        ctx.set_materialize_grads(False)
         ctx.held = inner
         return value.detach()
 

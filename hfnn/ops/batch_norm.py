@@ -184,6 +184,7 @@ def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
 class _BatchNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, running, how, layout, kernel):
+        ctx.set_materialize_grads(False)
         y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
         # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
         late = None if bias is None or how[3] else recipe.Unread(bias)

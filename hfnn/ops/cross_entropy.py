@@ -130,6 +130,7 @@ def _forward(x, target, weight, options, reduction, out_dtype, kernel):
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, target, weight, options, reduction, out_dtype, kernel):
+        ctx.set_materialize_grads(False)
         loss, lse_R, slope_R, total = _forward(x, target, weight, options, reduction, out_dtype, kernel)
         ctx.save_for_backward(x, target, weight, lse_R, slope_R, total)
         ctx.options, ctx.reduction, ctx.kernel = options, reduction, kernel

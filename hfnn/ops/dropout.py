@@ -55,6 +55,7 @@ class _Dropout(Function):
     @staticmethod
     def forward(ctx, x, p, seed, offset, pair, kernel, strides):
         # Only worthwhile if x itself can be rebuilt; otherwise x would be kept instead of y, which saves nothing.
+        ctx.set_materialize_grads(False)
         token = recipe.take(x)
         if token is None:
             ctx.save_for_backward(pair)

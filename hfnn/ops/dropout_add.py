@@ -58,6 +58,7 @@ _passes = OP.passes
 class _DropoutAdd(Function):
     @staticmethod
     def forward(ctx, x, residual, p, drawn, kernel, fill):
+        ctx.set_materialize_grads(False)
         seed, offset, pair = drawn
         ctx.save_for_backward(pair)
         ctx.how, ctx.dtype = (p, seed, offset, kernel), x.dtype

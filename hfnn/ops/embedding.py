@@ -51,6 +51,7 @@ FLOORS = {"auto": WORTH_ELEMENTS, "memory": 0, "speed": float("inf")}
 class _Embedding(Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, scale_grad_by_freq):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(narrow(ids))
         ctx.how = weight.shape[0], -1 if padding_idx is None else padding_idx % weight.shape[0], scale_grad_by_freq
         return _embedding_of_torch(ids, weight, padding_idx)

@@ -39,6 +39,7 @@ def links(x, before):
 class _Flat(Function):
     @staticmethod
     def forward(ctx, dx, link):
+        ctx.set_materialize_grads(False)
         return dx.data
 
     @staticmethod

@@ -81,6 +81,7 @@ def formula(gate, up, activation: str, gate_first: bool = True):
 class _Gated(Function):
     @staticmethod
     def forward(ctx, gate, up, activation, gate_first, kernel):
+        ctx.set_materialize_grads(False)
         recipe.save(ctx, gate, up)
         ctx.how = activation, gate_first, kernel
         build = _build(*ctx.how)

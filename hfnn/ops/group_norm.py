@@ -129,6 +129,7 @@ def _compute(x, weight, bias, how, layout, last, out_dtype, kernel):
 class _GroupNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, how, layout, last, out_dtype, kernel):
+        ctx.set_materialize_grads(False)
         y, mean, rstd = _compute(x, weight, bias, how, layout, last, out_dtype, kernel)
         # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
         late = None if bias is None or how[2] else recipe.Unread(bias)

@@ -56,6 +56,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx, x, weight_OI, bias, how):
+        ctx.set_materialize_grads(False)
         token, low, dtype, recompute, wide = how
         if recompute:
             recipe.save(ctx, low if token is None else token, weight_OI, bias)

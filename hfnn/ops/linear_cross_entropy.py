@@ -302,6 +302,7 @@ def _spread(dhidden, rows: Rows, hidden):
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, token_weight, call):
+        ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
         with head.no_autocast(hidden):
             rows = _rows(target, class_weight, token_weight, call)

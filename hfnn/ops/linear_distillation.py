@@ -196,6 +196,7 @@ class _Weights:
 class _LinearDistillation(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, kept, call):
+        ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
         counted_T, total = _counted(hidden, target, call)

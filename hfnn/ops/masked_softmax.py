@@ -102,6 +102,7 @@ def _compute(x, mask, scale, shift, out, kernel):
 class _MaskedSoftmax(Function):
     @staticmethod
     def forward(ctx, x, mask, scale, shift, out, kernel):
+        ctx.set_materialize_grads(False)
         y = _compute(x, mask, scale, shift, out, kernel)
         ctx.save_for_backward(y)
         ctx.mask = mask is not None and mask.requires_grad and (mask.shape, mask.dtype)

@@ -139,6 +139,7 @@ class _GatherPooled(Function):
 
     @staticmethod
     def forward(ctx, dy, packed, geometry, layout, shape, kernel):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed)
         ctx.how = geometry, layout, shape
         return _gathered(dy, packed, geometry, layout, shape, kernel)

@@ -88,6 +88,7 @@ class _Gradient(Function):
 
     @staticmethod
     def forward(ctx, dy, flags, *how):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(flags)
         ctx.how = how
         with torch.no_grad():

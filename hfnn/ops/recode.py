@@ -168,6 +168,7 @@ class _Decoded(Function):
 
     @staticmethod
     def forward(ctx, handle, y, packed, way):
+        ctx.set_materialize_grads(False)
         return _decode(y, packed, way)
 
     @staticmethod

@@ -52,6 +52,7 @@ _passes = OP.passes
 class _ReluDropout(Function):
     @staticmethod
     def forward(ctx, x, p, drawn, kernel):
+        ctx.set_materialize_grads(False)
         y = _compute(x, p, drawn, kernel)
         ctx.save_for_backward(y)
         ctx.scale = 1 / (1 - p)

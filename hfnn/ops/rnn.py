@@ -178,6 +178,7 @@ class _Dropout(Function):
 
     @staticmethod
     def forward(ctx, x, p):
+        ctx.set_materialize_grads(False)
         noise = torch.empty_like(x).bernoulli_(1 - p)
         ctx.save_for_backward(bits.pack(noise != 0))
         ctx.p = p

@@ -48,6 +48,7 @@ OP = Op(
 class _RReLU(Function):
     @staticmethod
     def forward(ctx, x, *how):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(bits.pack(x <= 0))
         ctx.how = how
         return _compute(x, *how)

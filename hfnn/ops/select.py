@@ -72,6 +72,7 @@ class _Slope(Function):
 
     @staticmethod
     def forward(ctx, dy, codes, factors, kernel):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(codes)
         ctx.factors, ctx.kernel = factors, kernel
         return _product(dy, codes, factors, kernel)
@@ -235,6 +236,7 @@ _where, _where_passes = torch.where, WHERE.passes
 class _Where(Function):
     @staticmethod
     def forward(ctx, mask, packed, a, b):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed)
         ctx.shape = _small_shape(mask)
         return _where(mask, a, b)
@@ -298,6 +300,7 @@ _masked_fill, _masked_fill_passes = torch.masked_fill, MASKED_FILL.passes
 class _MaskedFill(Function):
     @staticmethod
     def forward(ctx, x, mask, packed, value):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed)
         ctx.shape = _small_shape(mask)
         return _masked_fill(x, mask, value)
@@ -339,6 +342,7 @@ GATHER = Op("gather", _gather, _gather, (), _gather_sample, cases=((3, 769),), r
 class _Gather(Function):
     @staticmethod
     def forward(ctx, x, dim, index):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(index)
         ctx.shape, ctx.dim = x.shape, dim
         return _gather(x, dim, index)

@@ -169,6 +169,7 @@ class Smooth(Op):
 class _KeepsOutput(Function):
     @staticmethod
     def forward(ctx, x, op, kernel):
+        ctx.set_materialize_grads(False)
         y = op.forward(x, kernel)
         ctx.save_for_backward(y)
         ctx.op, ctx.kernel = op, kernel
@@ -186,6 +187,7 @@ class _KeepsOutput(Function):
 class _KeepsInput(Function):
     @staticmethod
     def forward(ctx, x, op, numbers, out, kernel):
+        ctx.set_materialize_grads(False)
         recipe.save(ctx, x)
         ctx.op, ctx.numbers, ctx.out, ctx.kernel = op, numbers, out, kernel
         build = op.build(numbers, out, kernel)

@@ -58,6 +58,7 @@ def _compute(x, out_dtype, log, kernel):
 class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, out_dtype, log, kernel):
+        ctx.set_materialize_grads(False)
         y = _compute(x, out_dtype, log, kernel)
         ctx.save_for_backward(y)
         ctx.dtype, ctx.log, ctx.kernel = x.dtype, log, kernel

@@ -124,6 +124,7 @@ def _of_groups(x_SI, weight_EOI, offsets):
 class _OfGroups(Function):
     @staticmethod
     def forward(ctx, x_SI, weight_EOI, offsets, token):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight_EOI, offsets)
         ctx.recipe = recipe.Kept({0: token})
         return nn.functional.grouped_mm(x_SI, weight_EOI.transpose(-2, -1), offs=offsets)
@@ -149,6 +150,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx, x_TH, index):
+        ctx.set_materialize_grads(False)
         token = recipe.take(x_TH)
         recipe.save(ctx, *(() if token is not None else (x_TH,)), made=(index,))
         ctx.tokens = len(x_TH)

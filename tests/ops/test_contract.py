@@ -285,6 +285,24 @@ def test_batched_gradients(op, kernel, device, dtype, case):
 
 
 @pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
+def test_without_a_gradient_there_are_none(op, kernel, device, dtype, case):
+    """Not zeros: optimizers leave a parameter without a gradient alone."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dz):
+            return None
+
+    args, y = small(op, kernel, device, dtype)
+    found = torch.autograd.grad(Nothing.apply(y).sum(), tensors(args), allow_unused=True)
+    assert all(dx is None for dx in found)
+
+
+@pytest.mark.parametrize("op, kernel, device, dtype, case", [p for p in RAGGED if p.values[3] is torch.float32])
 def test_gradients_of_what_is_not_in_memory_as_it_is(op, kernel, device, dtype, case):
     """Zeros without memory, from second derivatives, and lazily negated tensors."""
     args, y = small(op, kernel, device, dtype)
