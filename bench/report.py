@@ -28,7 +28,7 @@ COLUMNS = (
     "pct_of_copy", "copy_gbps", "saved_bytes", "rel_error", "torch", "triton", "driver", "cuda", "commit", "threads",
 )
 # fmt: on
-KEY = ("op", "case", "dtype", "provider", "kernel", "pass")
+KEY = ("op", "case", "dtype", "provider", "kernel", "pass", "ranks")
 
 
 # Writing
@@ -138,7 +138,7 @@ def newest(path: Path, beside: str | None = None) -> list[dict]:
         rows = list(csv.DictReader(file))
     runs = {(r["date"], r["op"], r["case"]) for r in rows if r["provider"] == beside}
     rows = rows if beside is None else [r for r in rows if (r["date"], r["op"], r["case"]) in runs]
-    return list({(*(r[k] for k in KEY), r.get("ranks")): r for r in rows}.values())
+    return list({tuple(r.get(k) for k in KEY): r for r in rows}.values())
 
 
 def show(folder: Path, column: str | None, plots: bool) -> int:

@@ -39,7 +39,7 @@ class Function(torch.autograd.Function):
 def _whole(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def whole(ctx, *grads):
-        if all(dy is None for dy in grads):  # torch's nodes then give no gradients either
+        if grads[0] is None and all(dy is None for dy in grads):  # torch's nodes then give no gradients either
             found = (None,) * len(ctx.needs_input_grad)
         else:
             found = _one_by_one(backward, ctx, grads)

@@ -82,6 +82,7 @@ def local_target(target, vocabulary: int, group):
 class _LinearLogProbs(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, numbers, ignore_index, dtype, max_bytes, group, kernel):
+        ctx.set_materialize_grads(False)
         flat = target.reshape(-1)
         with head.no_autocast(hidden):
             given = head.operands(hidden, weight, bias, dtype)
@@ -103,6 +104,8 @@ class _LinearLogProbs(Function):
 
     @staticmethod
     def backward(ctx, dlog_probs, dentropy):
+        dlog_probs = torch.zeros_like(dentropy) if dlog_probs is None else dlog_probs
+        dentropy = torch.zeros_like(dlog_probs) if dentropy is None else dentropy
         hidden, weight, bias, target, lse, mean = ctx.saved_tensors
         numbers, ignore_index, dtype, max_bytes, group, kernel = ctx.rest
         needs, nothing = ctx.needs_input_grad[:3], (None,) * 7

@@ -107,6 +107,7 @@ def _tables(cos, sin, position_ids):
 class _QkNormRope(Function):
     @staticmethod
     def forward(ctx, query, key, query_weight, key_weight, cos, sin, position_ids, eps, offset, how, kernel):
+        ctx.set_materialize_grads(False)
         weights, tables = (query_weight, key_weight), (cos, sin, position_ids)
         *both, q_rstd, k_rstd = _compute(query, key, weights, tables, eps, offset, how, kernel, True)
         recipe.save(ctx, query, key, *weights, made=(*tables, q_rstd, k_rstd))
@@ -120,7 +121,10 @@ class _QkNormRope(Function):
     def backward(ctx, dquery, dkey):
         query, key, query_weight, key_weight, cos, sin, position_ids, q_rstd, k_rstd = recipe.saved(ctx)
         inputs, tables = (query, key, query_weight, key_weight), (cos, sin, position_ids)
-        needs = ctx.needs_input_grad[:4]
+        of_query, of_key = dquery is not None, dkey is not None
+        needs = [a and b for a, b in zip(ctx.needs_input_grad, (of_query, of_key) * 2, strict=False)]
+        dquery = torch.zeros_like(query, dtype=dkey.dtype) if dquery is None else dquery
+        dkey = torch.zeros_like(key, dtype=dquery.dtype) if dkey is None and key is not None else dkey
         gradients = _differentiable if torch.is_grad_enabled() else _gradients
         return *gradients(dquery, dkey, inputs, tables, (q_rstd, k_rstd), needs, *ctx.options), *(None,) * 7
 

@@ -137,7 +137,7 @@ def _tree(function) -> ast.AST | None:
     """The syntax tree of a function, or None if its source is not there to be read."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, tokenize.TokenError):  # the last from another file's text
+    except (OSError, SyntaxError, tokenize.TokenError):  # the last: the file is no code, as of a notebook
         return None
 
 

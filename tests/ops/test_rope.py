@@ -357,3 +357,16 @@ def test_compiled():
     (query, key, cos, sin), _ = rope.sample(HALVES, torch.float32, "cpu")
     compiled = torch.compile(lambda *a: hfnn.functional.rope(*a, prefer="memory"), backend="eager", fullgraph=True)
     assert all(map(torch.equal, compiled(query, key, cos, sin), rope.reference(query, key, cos, sin)))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_loss_of_queries_or_keys_alone(used, create_graph):
+    """The other's input and weight get no gradient, as from two norms."""
+    x = [torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(2)]
+    weights = [torch.randn(16, requires_grad=True) for _ in range(2)]
+    with hfnn.use("cpp"):
+        y = hfnn.functional.qk_norm_rope(*x, *weights, torch.randn(8, 16), torch.randn(8, 16))
+    assert y[0].grad_fn is y[1].grad_fn  # of one node
+    found = torch.autograd.grad(y[used].sum(), (*x, *weights), allow_unused=True, create_graph=create_graph)
+    assert [g is not None for g in found] == [used == 0, used == 1] * 2
