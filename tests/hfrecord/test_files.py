@@ -273,36 +273,6 @@ def test_a_pickled_reader_checks_as_before(path):
         assert pickle.loads(pickle.dumps(hfrecord.FileReader([path], check)))._check is check
 
 
-def test_what_is_advised_is_in_memory_before_it_is_read(tmp_path):
-    """The file is evicted from the page cache; a non-blocking read shows what was fetched."""
-    path = tmp_path / "a.hfr"
-    with hfrecord.FileWriter(path) as writer:
-        for _ in range(64):
-            writer.write(os.urandom(100_000))
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)  # pages not written yet would stay
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # before it is mapped: mapped pages would stay
-    found, buffer, number = hfrecord.FileReader(path), bytearray(1000), np.array([10])
-    offset = int(found._file(0).table.entries(np.array([10]))["offset"][0])
-
-    def cached() -> bool:
-        try:
-            return os.preadv(fd, [buffer], offset, os.RWF_NOWAIT) == 1000
-        except BlockingIOError:
-            return False
-
-    try:
-        if found._file(0).cached(number):  # asked once: asking makes newer kernels read ahead
-            assert cached()
-            pytest.skip("this file system keeps all it is given")
-        found.advise([10])
-        assert any(cached() for _ in range(1_000_000)), "advice was not taken"
-        found.read([10])
-        assert found._file(0).cached(number)
-    finally:
-        os.close(fd)
-
-
 def test_advice_is_given_in_pieces_that_linux_does_not_cut_off(tmp_path, monkeypatch):
     path, calls = tmp_path / "a.hfr", []
     monkeypatch.setattr(native, "extension", None)

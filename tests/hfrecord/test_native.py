@@ -148,32 +148,37 @@ def test_large_records_are_all_looked_at(tmp_path, size):
 
 
 @pytest.mark.parametrize("opened", ["native", "python"], indirect=True)
-def test_all_of_a_large_record_is_advised(tmp_path, opened):
+def test_records_are_all_in_memory_after_advice(tmp_path, opened):
     path = tmp_path / "a.hfr"
     with hfrecord.FileWriter(path) as writer:
-        writer.write(bytes(24 << 20))
+        for size in (24 << 20, *[1 << 20] * 15):
+            writer.write(bytes(size))
     with open(path, "rb") as file:
+        os.fsync(file.fileno())  # pages not written yet would stay
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found, size = opened(path), 24 << 20
-        if _cached(file, size) > size // 2:
+        found, size = opened(path), 39 << 20
+        pages, one = _cached(file, size), found._file(0)
+        if pages.mean() > 0.5:
             pytest.skip("this file system keeps all it is given")
-        found.advise([0])
-        end = time.monotonic() + 60
-        while _cached(file, size) < size and time.monotonic() < end:
-            time.sleep(0.01)
-        assert _cached(file, size) == size
+        # A page that is asked for is fetched too: a fast disk may have it by then, but not each time.
+        assert not all(one.cached(np.array([k])) for k in range(16))
+        end, complete = time.monotonic() + 60, False
+        while not complete and time.monotonic() < end:
+            found.advise(range(16))  # once is enough, unless something else needs the memory
+            time.sleep(0.02)
+            complete = _cached(file, size).all() and all(one.cached(np.array([k])) for k in range(16))
+        assert complete
 
 
-def _cached(file, size: int) -> int:
-    """How many of the first `size` bytes are in memory. A non-blocking read would itself start to fetch them."""
-    pages = size // mmap.PAGESIZE
-    found = np.zeros(pages, np.uint8)
+def _cached(file, size: int) -> np.ndarray:
+    """Which pages of the first `size` bytes are in memory. A non-blocking read would itself start to fetch them."""
+    found = np.zeros(size // mmap.PAGESIZE, np.uint8)
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as view:
         begin = np.frombuffer(view, np.uint8)
         address = (ctypes.c_void_p(begin.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data))
         assert ctypes.CDLL(None).mincore(*address) == 0
         del begin
-    return int((found & 1).sum()) * mmap.PAGESIZE
+    return (found & 1).astype(bool)
 
 
 @built
