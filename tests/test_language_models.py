@@ -270,7 +270,7 @@ def test_save_and_load(tmp_path):
     loaded = type(plain).from_pretrained(tmp_path)
     assert type(loaded) is type(plain) and loaded.config.architectures == ["LlamaForCausalLM"]
     torch.testing.assert_close(loaded(**batch()).loss, model(**batch()).loss)
-    assert untouched(hfnn.convert(loaded)(**batch()))
+    assert untouched(hfnn.convert(loaded, prefer="memory")(**batch()))
 
 
 def test_gradient_checkpointing():
@@ -288,7 +288,7 @@ def test_head_of_patched_torch():
     """The head is hfnn's already."""
     plain = build(CAUSAL)
     hfnn.convert(plain.lm_head)
-    assert type(plain.lm_head) is hfnn.Linear and untouched(hfnn.convert(plain)(**batch()))
+    assert type(plain.lm_head) is hfnn.Linear and untouched(hfnn.convert(plain, prefer="memory")(**batch()))
     assert type(hfnn.revert(plain).lm_head) is nn.Linear
 
 
@@ -323,7 +323,7 @@ class TestComputedAtOnce:
     def test_another_head(self):
         model = build(CAUSAL)
         model.lm_head.__class__ = OtherLinear
-        hfnn.convert(model)
+        hfnn.convert(model, prefer="memory")
         assert type(self.logits(model)) is torch.Tensor
         assert not [row for row in hfnn.report(model).swapped if row.name == ""]
 
@@ -335,7 +335,7 @@ class TestComputedAtOnce:
         assert type(self.logits(model)) is torch.Tensor
         (row,) = [row for row in hfnn.report(model).rows if row.name == ""]
         assert row.why == "never: its output embedding is not converted"
-        assert type(self.logits(hfnn.convert(model))) is Deferred
+        assert type(self.logits(hfnn.convert(model, prefer="memory"))) is Deferred
 
     def test_head_skipped(self):
         assert type(self.logits(pair(skip="lm_head")[1])) is torch.Tensor
@@ -348,6 +348,16 @@ class TestComputedAtOnce:
     def test_torch_was_asked_for(self):
         with hfnn.use("torch"):
             assert type(self.logits(pair()[1])) is torch.Tensor
+
+    def test_few(self):
+        """Fewer than linear_cross_entropy is worthwhile for: torch would make and keep them anyway."""
+        plain, model = pair(prefer="auto")
+        assert type(self.logits(model)) is torch.Tensor
+        rows = hfnn.ops.head.WORTH_LOGITS // VOCABULARY // SEQ
+        ids = torch.randint(3, VOCABULARY, (rows, SEQ))
+        assert type(model(input_ids=ids, labels=ids).logits) is torch.Tensor
+        ids = torch.randint(3, VOCABULARY, (rows + 1, SEQ))
+        assert type(model(input_ids=ids, labels=ids).logits) is Deferred
 
     def test_compiled(self):
         model = pair()[1]

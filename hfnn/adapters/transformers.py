@@ -18,6 +18,7 @@ from hfnn import ops
 from hfnn.core.context import compiling
 from hfnn.deferred.logits import defer
 from hfnn.ops import linear
+from hfnn.ops.head import passes
 
 # The names of their classes; MarianMTModel is BART under another name.
 NAMES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MarianMTModel")
@@ -54,7 +55,7 @@ class Head(linear.Linear):
     def forward(self, input):
         if not compiling():
             now = _deferring.get()
-            if now is not None and now.head is self:
+            if now is not None and now.head is self and not passes(input.shape[:-1].numel(), self.weight, now.prefer):
                 logits = defer(input, self.weight, self.bias, compact=now.compact, prefer=now.prefer)
                 if logits is not None:
                     return logits

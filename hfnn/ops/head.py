@@ -334,13 +334,17 @@ def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> N
         raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
 
 
+def passes(rows: int, weight, prefer: str) -> bool:
+    """Whether the logits of so many rows are so few that torch makes and keeps them."""
+    return rows * weight.shape[0] < WORTH_LOGITS and prefer != "memory" and forced() is None
+
+
 def choose(op: Op, input, weight, bias, target, group, prefer):
     """(kernel of `op` for the logits, dtype of the products), or None if torch's own ops must run, or raise.
 
     With a group, which torch's own ops do not support, it raises ValueError instead.
     """
-    small = target.numel() * weight.shape[0] < WORTH_LOGITS
-    if compiling() or (small and prefer != "memory" and group is None and forced() is None):
+    if compiling() or (group is None and passes(target.numel(), weight, prefer)):
         return _without(group)
     dtype = product_dtype(input)
     kernel = op.select(input, weight, bias, row=weight.shape[:1], out=dtype, prefer="memory", dtype=dtype)

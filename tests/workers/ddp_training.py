@@ -38,7 +38,7 @@ from played_graphs import played
 def language(rank, size, store, make, converted):
     """50 steps of a transformers decoder with 4 layers; GPT-2 has tied weights."""
     make = {"gpt2": gpt2, "llama": llama}[make]
-    return against_torch(lambda: hfnn.convert(make()) if converted else make(), tokens, 50, keep=False)
+    return against_torch(lambda: hfnn.convert(make(), prefer="memory") if converted else make(), tokens, 50, keep=False)
 
 
 @case
@@ -48,7 +48,7 @@ def captured(rank, size, store):
     with played():
         for wrap in (Torch, DDP):
             for capture in (False, True):
-                model = hfnn.convert(made(gpt2), capture=capture)
+                model = hfnn.convert(made(gpt2), prefer="memory", capture=capture)
                 results.append(train(wrap(model), tokens, 8, accumulate=2))
                 replays += [vars(model)["_hfnn_capture"].counts["replayed"]] if capture else []
     return {"same": all(same(results[0], other) for other in results[1:]), "replays": replays}
