@@ -158,16 +158,26 @@ struct LinearRoom : Room {
 static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
   const Tensor *weight = plain(args[1]), *bias = plain_or_none(args[2]);
   if (!x || !weight || !bias || !plain_context()) Py_RETURN_NONE;
+  const bool turned = args[5] != Py_False;
+  if (turned && (!bias->defined() || weight->dim() != 2 || x->dim() == 0 || !PyLong_Check(args[5]) ||
+                 weight->size(1) != PyLong_AsLongLong(args[5])))
+    Py_RETURN_NONE;
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
-    y = at::linear(*x, *weight, bias->defined() ? std::optional(*bias) : std::nullopt);
+    if (turned) {  // the ops of transformers' Conv1D
+      auto sizes = x->sizes().vec();
+      sizes.back() = weight->size(1);
+      y = at::addmm(*bias, x->view({-1, x->size(-1)}), *weight).view(sizes);
+    } else {
+      y = at::linear(*x, *weight, bias->defined() ? std::optional(*bias) : std::nullopt);
+    }
   }
   return THPVariable_Wrap(y);
 }
 
-// (input, weight, bias, recompute, prefer, by_columns, exact, whole): by_columns: the weight is (in, out). whole: calls
-// torch's op if there is nothing to gain.
+// (input, weight, bias, recompute, prefer, by_columns, exact, whole): by_columns: False, or the weight is (in, out) and
+// this is `out`. whole: calls torch's op if there is nothing to gain.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);
@@ -181,7 +191,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
       !(at::autocast::is_autocast_enabled(x->device().type()) && x->numel() >= table.floors[prefer]))
     return nothing();
   const Tensor *given = plain(args[1]), *bias = plain_or_none(args[2]);
-  const bool turned = args[5] == Py_True;
+  const bool turned = args[5] != Py_False;
   if (!given || !bias || given->dim() != 2 || x->dim() == 0 || x->size(-1) != given->size(turned ? 0 : 1) ||
       !plain_context())
     Py_RETURN_NOTIMPLEMENTED;

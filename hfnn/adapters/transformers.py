@@ -31,9 +31,7 @@ class Conv1D:
     prefer, recompute, exact = "auto", False, False
 
     def forward(self, x):
-        y = linear.keeping_less(
-            x, self.weight, self.bias, self.recompute, self.prefer, by_columns=True, exact=self.exact
-        )
+        y = linear.keeping_less(x, self.weight, self.bias, self.recompute, self.prefer, self.nf, self.exact)
         return super().forward(x) if y is None else y
 
 

@@ -199,11 +199,13 @@ def _gains(input, recompute, prefer) -> bool:
     return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
 
 
-def keeping_less(input, weight, bias, recompute=False, prefer="auto", by_columns=False, exact=False):
-    """`linear`, or None if there is nothing to gain. by_columns: the weight is stored as (in, out)."""
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, by_columns, exact, False)
+def keeping_less(input, weight, bias, recompute=False, prefer="auto", columns=False, exact=False):
+    """`linear`, or None if the module's own forward must run. columns: False, or, for a weight stored as (in, out), its
+    `out`; then the ops of transformers' Conv1D run here, too."""
+    whole = columns is not False
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, columns, exact, whole)
     if y is NotImplemented:
-        weight = weight.t() if by_columns else weight
+        weight = weight.t() if whole else weight
         y = _linear(input, weight, bias, recompute, prefer, exact) if _gains(input, recompute, prefer) else None
     return y
 
@@ -214,12 +216,17 @@ class Linear(nn.Linear):
     prefer, recompute, exact = "auto", False, False
 
     def forward(self, input):
-        weight, bias, recompute, prefer, exact = self.weight, self.bias, self.recompute, self.prefer, self.exact
-        # As in `linear`, without the call.
-        y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True)
-        if y is None or y is NotImplemented:
-            return linear(input, weight, bias, recompute=recompute, prefer=prefer, exact=exact)
-        return y
+        recompute, prefer, exact = self.recompute, self.prefer, self.exact
+        if not compiling():
+            try:  # `self.weight` would call Module.__getattr__
+                weight, bias = self._parameters["weight"], self._parameters["bias"]
+            except KeyError:  # parametrised or pruned, say
+                weight, bias = self.weight, self.bias
+            # As in `linear`, without the call.
+            y = _native(input, weight, bias, recompute, prefer, False, exact, True)
+            if y is not None and y is not NotImplemented:
+                return y
+        return linear(input, self.weight, self.bias, recompute=recompute, prefer=prefer, exact=exact)
 
 
 OP.modules[nn.Linear] = Linear
