@@ -97,7 +97,7 @@ OP = Op(
     "rope",
     reference,
     reference,
-    kernels=kernels("rope", 1 << 9, cuda=1 << 20),
+    kernels=kernels("rope", 1 << 12, cuda=1 << 20),
     sample=sample,
     cases=(
         (2, 4, 2, 9, 16, 16, False), (2, 3, 1, 17, 96, 96, False), (1, 4, 4, 5, 80, 32, False),
