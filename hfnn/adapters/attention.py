@@ -24,7 +24,7 @@ from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
-from hfnn.ops.attention import backends, sdpa
+from hfnn.ops.attention import sdpa
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
@@ -224,7 +224,10 @@ def attention(module, query, key, value, attention_mask=None, **options):
     return (out if out.shape[0] == batch else out.reshape(batch, -1, *out.shape[2:])).contiguous(), None
 
 
-_PLAIN_OPTIONS = frozenset(("dropout", "scaling", "is_causal", "sliding_window"))
+# Options that torch's own op does not have. Models pass others, which no attention reads: position_ids, use_cache.
+_SPECIAL = frozenset(
+    ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "cache")
+)
 
 
 def _plain(module, query, key, value, attention_mask, options):
@@ -234,16 +237,14 @@ def _plain(module, query, key, value, attention_mask, options):
     config = module.__dict__.get("config")
     if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa" or _is_replaced():
         return None
-    if any(value is not None and name not in _PLAIN_OPTIONS for name, value in options.items()):
+    if not _SPECIAL.isdisjoint(options) and any(options.get(name) is not None for name in _SPECIAL):
         return None
     causal, queries = options.get("is_causal"), query.shape[2]
     causal, dropout = getattr(module, "is_causal", True) if causal is None else causal, options.get("dropout", 0.0)
     if queries == 1 or (causal and key.shape[2] > queries) or torch._C._get_tracing_state() is not None:
         return None
-    if not sdpa.suffices(query, None, dropout, getattr(module, "prefer", "auto")):
-        return None
-    groups = query.shape[1] != key.shape[1]
-    return backends.plain(query, key, value, dropout, bool(causal), options.get("scaling"), groups)
+    groups, prefer = query.shape[1] != key.shape[1], getattr(module, "prefer", "auto")
+    return sdpa.plain(query, key, value, dropout, bool(causal), options.get("scaling"), groups, prefer)
 
 
 def _as_sdpa(options: dict) -> dict:

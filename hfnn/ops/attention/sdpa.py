@@ -142,11 +142,11 @@ def suffices(query, attn_mask, dropout_p, prefer) -> bool:
     """Whether torch's op is as fast and keeps as little. It has no kernel for a mask that requires a gradient (on the
     CPU it has in no-grad mode); on the CPU none for dropout; and on CUDA none that reads a mask that is not expanded.
     """
-    if forced() is not None:
-        return forced() == "torch"
+    if (name := forced()) is not None:
+        return name == "torch"
     if dropout_p == 1:  # its kernels multiply infinity by 0
         return False
-    if compiling() or _passes(query, prefer):
+    if _passes(query, prefer):  # also while Dynamo compiles
         return True
     if attn_mask is None:
         return query.is_cuda or not dropout_p
@@ -188,6 +188,11 @@ def scaled_dot_product_attention(
     this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
     wrong options of the list above.
     """
+    # All of them are None.
+    if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (offset or return_lse):
+        o = plain(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer)
+        if o is not None:
+            return o
     asked = Arguments(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
     )
@@ -205,18 +210,28 @@ def in_rows(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *
 def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_torch: bool):
     """(o, lse); lse is None if torch's own op runs. ordinary: whether torch's own op can; as_torch: whether an ordinary
     call has torch's strides and refusals."""
-    joint = None if compiling() else _joint(query, key, value)
-    if joint is not None and joint is not NotImplemented:
-        query, key, value = joint
     mask, p, causal, scale, gqa = asked[:5]
-    if ordinary and suffices(query, mask, p, prefer):
-        if mask is None:
-            return backends.plain(query, key, value, p, causal, scale, gqa), None
-    elif not (ordinary and as_torch and causal and mask is not None):
+    enough = ordinary and suffices(query, mask, p, prefer)
+    query, key, value = _joined(query, key, value)
+    if enough and mask is None:
+        return backends.plain(query, key, value, p, causal, scale, gqa), None
+    if not enough and not (ordinary and as_torch and causal and mask is not None):
         found = _attention(asked, query, key, value, ordinary, prefer, as_torch)
         if found is not None:
             return found
     return _torch(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa), None
+
+
+def plain(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer):
+    """torch's own op without a mask if it suffices, or None. Most calls are of this kind, and many are small."""
+    if not suffices(query, None, dropout_p, prefer):
+        return None
+    return backends.plain(*_joined(query, key, value), dropout_p, is_causal, scale, enable_gqa)
+
+
+def _joined(query, key, value):
+    found = None if compiling() else _joint(query, key, value)
+    return (query, key, value) if found is None or found is NotImplemented else found
 
 
 def _attention(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_torch: bool):
