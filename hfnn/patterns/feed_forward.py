@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hfnn.core.context import compiling, is_bare, is_plain
+from hfnn.core.kernel import forced
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
 from hfnn.ops.mlp import MLP, GatedMLP
@@ -93,10 +94,20 @@ class FeedForward(Match):
         return GATES[self.f].reference(gate) * up
 
 
+def _small(module, x) -> bool:
+    """Whether torch's own ops would compute the product between the maps of a gated network, because it is small."""
+    like, size = module._hfnn_like, x.numel() if type(x) is torch.Tensor and x.dim() else 0
+    if not size or forced() is not None:
+        return False
+    width = module._modules[like.first[0]].__dict__.get("out_features")
+    return width is not None and size // x.shape[-1] * width < like.op.floors[module.prefer][x.is_cuda]
+
+
 class Gated:
     """Mixin for a gated network: its parts unchanged, with hfnn's product between them."""
 
     prefer = "auto"
+    _hfnn_small = staticmethod(_small)
     _hfnn_when = "while its activation carries no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
