@@ -238,10 +238,12 @@ def _unhooked(part):
 
 def _own_input(program, difference):
     """Ours keeps the input itself, which is then written to; torch keeps a tensor computed from it: RMSNorm's product
-    or cast, Linear's rows of a strided input, attention's copy in another order, cross_entropy's log-probabilities."""
+    or cast, rows of a strided input of Linear or GroupNorm, attention's copy in another order, cross_entropy's
+    log-probabilities."""
     ours = native.extension is not None or _says(difference, "hfnn/ops/")  # C++ nodes leave no traceback
     strided = bool(_layers(program, "moved")) or {*program["inputs"]} != {"plain"}
-    own = ours and (_layers(program, "rms_norm", "rms_norm_like") or (strided and _layers(program, "linear", "mlp")))
+    rows = strided and _layers(program, "linear", "mlp", "group_norm")
+    own = ours and (_layers(program, "rms_norm", "rms_norm_like") or rows)
     own = own or _says(difference, "hfnn/ops/cross_entropy.py")
     texts = "modified by an inplace operation", "another view of its base has been modified inplace"
     written = _writes_in_place(program) or any(step[0] == "write" for step in program["steps"])
