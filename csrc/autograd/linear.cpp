@@ -1,4 +1,5 @@
 // Linear maps that keep a recipe of their input. hfnn/ops/linear.py describes what is torch's.
+#include <ATen/TensorUtils.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -195,6 +196,10 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (!given || !bias || given->dim() != 2 || x->dim() == 0 || x->size(-1) != given->size(turned ? 0 : 1) ||
       !plain_context())
     Py_RETURN_NOTIMPLEMENTED;
+  if (turned) {  // Conv1D's view may raise an error
+    const int64_t width = x->size(-1), sizes[] = {width ? x->numel() / width : 0, width};
+    if (!width || !at::detail::computeStride(x->sizes(), x->strides(), at::IntArrayRef(sizes))) Py_RETURN_NONE;
+  }
   const auto device = x->device();
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
   const ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(device.type()) : x->scalar_type();

@@ -205,9 +205,18 @@ def keeping_less(input, weight, bias, recompute=False, prefer="auto", columns=Fa
     whole = columns is not False
     y = None if compiling() else _native(input, weight, bias, recompute, prefer, columns, exact, whole)
     if y is NotImplemented:
-        weight = weight.t() if whole else weight
-        y = _linear(input, weight, bias, recompute, prefer, exact) if _gains(input, recompute, prefer) else None
+        gains = _gains(input, recompute, prefer) and not (whole and _refuses_view(input))
+        y = _linear(input, weight.t() if whole else weight, bias, recompute, prefer, exact) if gains else None
     return y
+
+
+def _refuses_view(x) -> bool:
+    """Whether x, as the input of a Conv1D, has no view as rows: an error of its own forward."""
+    try:
+        x.detach().view(-1, x.shape[-1])
+    except RuntimeError:
+        return True
+    return False
 
 
 class Linear(nn.Linear):
@@ -218,9 +227,10 @@ class Linear(nn.Linear):
     def forward(self, input):
         recompute, prefer, exact = self.recompute, self.prefer, self.exact
         if not compiling():
-            try:  # `self.weight` would call Module.__getattr__
-                weight, bias = self._parameters["weight"], self._parameters["bias"]
-            except KeyError:  # parametrised or pruned, say
+            own, parameters = self.__dict__, self._parameters
+            if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
+                weight, bias = parameters["weight"], parameters["bias"]  # without Module.__getattr__
+            else:  # parametrised or pruned, say
                 weight, bias = self.weight, self.bias
             # As in `linear`, without the call.
             y = _native(input, weight, bias, recompute, prefer, False, exact, True)

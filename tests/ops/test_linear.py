@@ -1,9 +1,11 @@
 """Linear under autocast, and with its product recomputed: what is kept; gradients are bitwise unchanged."""
 
+import copy
 import functools
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
@@ -318,3 +320,52 @@ def test_what_is_no_tensor(wrong, recompute):
             forward(wrong)
         errors.append(str(raised.value))
     assert errors[0] == errors[1] and "must be Tensor" in errors[0]
+
+
+@pytest.mark.parametrize("change", ["pruned", "parametrised", "shadowed", "deleted", "functional"])
+def test_the_weight_is_the_attribute(change):
+    torch.manual_seed(0)
+    stock, x, other = torch.nn.Linear(8, 8), torch.randn(3, 8), torch.nn.Parameter(torch.randn(8, 8))
+    results = []
+    for module in (stock, hfnn.convert(copy.deepcopy(torch.nn.Sequential(stock)))[0]):
+        call = module
+        if change == "pruned":
+            torch.nn.utils.prune.l1_unstructured(module, "weight", 0.5)
+        elif change == "parametrised":
+            torch.nn.utils.parametrizations.weight_norm(module)
+        elif change == "shadowed":
+            module.__dict__["weight"] = other
+        elif change == "deleted":
+            del module.weight
+            module.weight = other * 2
+        else:
+            call = functools.partial(torch.func.functional_call, module, {"weight": other})
+        results.append(call(x))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("prefer", ["auto", "memory"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 3, 8), (2, 3, 7), (3, 2, 8)])
+def test_conv1d_of_transformers(shape, prefer, autocast, grad):
+    """Its result, gradients and errors; (3, 2, 8) is transposed, which its view refuses."""
+    stock = pytest.importorskip("transformers").pytorch_utils.Conv1D(6, 8)
+    model = hfnn.convert(torch.nn.Sequential(copy.deepcopy(stock)), prefer=prefer)
+    given, results = torch.randn(shape), []
+    for module in (stock, model):
+        x = given.clone().requires_grad_()
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(grad):
+                y = module(x.transpose(0, 1) if shape[0] == 3 and len(shape) == 3 else x)
+            found = [y]
+            if grad:
+                found += torch.autograd.grad(y.float().square().sum(), [x, *module.parameters()])
+            results.append([(t.detach(), t.dtype, t.stride()) for t in found])
+        except RuntimeError as error:
+            results.append(str(error))
+    if isinstance(results[0], str) or isinstance(results[1], str):
+        assert results[0] == results[1]
+    else:
+        torch.testing.assert_close(*[[t for t, *_ in each] for each in results])
+        assert [rest for _, *rest in results[0]] == [rest for _, *rest in results[1]]
