@@ -169,7 +169,7 @@ def _while_it_holds(cls: type):
 
     cls._hfnn_look = look
 
-    # First the check for small calls, in which torch's own op would run anyway.
+    # First the check for small calls, in which torch's own op would run anyway: the op's, or the room's own.
     passes = cls._hfnn_like.op.passes if getattr(cls._hfnn_room, "_hfnn_one_input", False) else None
     small = getattr(cls._hfnn_room, "_hfnn_small", None)
 
