@@ -54,7 +54,7 @@ class Attention:
         found = rotary.calls(made._hfnn_original)
         if found is not None:
             made.forward = routed._within(made._hfnn_original.forward, found)
-            made._hfnn_when = "apply_rotary_pos_emb inside, too"
+            made._hfnn_when = f"{', '.join(dict.fromkeys(place.name for place in found.places))} inside, too"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hfnn import ops
 from hfnn.core.context import compiling
 from hfnn.deferred.logits import defer
 from hfnn.ops import linear
-from hfnn.ops.head import passes
+from hfnn.ops.head import WORTH_LOGITS, passes
 
 # The names of their classes; MarianMTModel is BART under another name.
 NAMES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "MarianMTModel")
@@ -70,7 +70,7 @@ class LanguageModel:
     def _hfnn_when(self) -> str:
         """When the op is used, for `hfnn.report`."""
         if isinstance(self.get_output_embeddings(), Head):
-            return "when labels are given; the logits are computed if they are read"
+            return f"when labels are given, from {WORTH_LOGITS} logits on, which are computed if they are read"
         return "never: its output embedding is not converted"
 
     @staticmethod
