@@ -99,7 +99,7 @@ def _small(module, x) -> bool:
     like, size = module._hfnn_like, x.numel() if type(x) is torch.Tensor and x.dim() else 0
     if not size or forced() is not None:
         return False
-    width = module._modules[like.first[0]].__dict__.get("out_features")
+    width = getattr(module._modules.get(like.first[0]), "out_features", None)
     return width is not None and size // x.shape[-1] * width < like.op.floors[module.prefer][x.is_cuda]
 
 

@@ -188,7 +188,7 @@ def scaled_dot_product_attention(
     this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
     wrong options of the list above.
     """
-    # All of them are None.
+    # If all of them are None:
     if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (offset or return_lse):
         o = plain(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer)
         if o is not None:
