@@ -4,6 +4,7 @@ A program is a dict: the tree (`convert_models.py`), the steps (`convert_session
 model and inputs are made.
 """
 
+import contextlib
 import warnings
 
 import convert_around
@@ -16,6 +17,7 @@ from convert_session import CRITERIA, LOSSES, Session
 from engine import Fuzzer, Log
 
 import hfnn
+from hfnn.core import recipe
 
 AUTOCAST = (None, None, None, None, "bfloat16", "bfloat16", "float16")
 CALLS = {
@@ -71,6 +73,8 @@ def draw(rng) -> dict:
     if first[0] == "written" or (first[0] in ("activation", "dropout") and first[-1]):
         program["input_grad"] = False  # torch refuses to write to leaves
     program["loss_in_autocast"] = rng.random() < 0.5
+    program["default_device"] = rng.random() < 0.06  # a mode, which rooms must not mind
+    program["sharded"] = rng.random() < 0.1  # as beside a sharded model: rooms keep copies of small parameters
     return program
 
 
@@ -157,7 +161,8 @@ def draw_change(rng) -> tuple:
 
 # Features that must occur in at least 2% of programs.
 EXPECTED = """
-    tokens, mixed, memory_format, input_grad, zero rows, loss criterion, loss formula, loss in autocast,
+    tokens, mixed, memory_format, input_grad, default_device, sharded, zero rows, loss criterion, loss formula,
+    loss in autocast,
     prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
     layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
@@ -176,9 +181,12 @@ EXPECTED = """
 """
 
 
+FLAGS = ("tokens", "mixed", "memory_format", "input_grad", "default_device", "sharded")
+
+
 def features(program) -> set[str]:
     found = {f"layout {program['layout']}", f"dtype {program['dtype']}", f"prefer {program['prefer']}"}
-    found |= {name for name in ("tokens", "mixed", "memory_format", "input_grad") if program[name]}
+    found |= {name for name in FLAGS if program[name]}
     found |= {f"input {layout}" for layout in program["inputs"]}
     found.add(f"loss {'criterion' if program['loss'] in CRITERIA else 'formula'}")
     found |= {"zero rows"} if program["N"] == 0 else set()
@@ -244,8 +252,13 @@ def run(program, ours, noise=0) -> Log:
     log = Log()
     torch.manual_seed(program["seed"])
     taken = hfnn.recipe.counter.taken
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        if program["default_device"]:
+            stack.enter_context(torch.device("cpu"))
+        if program["sharded"] and ours:
+            recipe.parameters_are_resharded()
+            stack.callback(recipe.parameters_are_resharded, False)
         with log.attempt("build"):
             session = Session(program, ours, noise, log)
             for at, (name, *arguments) in enumerate(program["steps"]):
