@@ -151,8 +151,8 @@ def adaptive_avg_pool3d(input, output_size, *, prefer="auto"):
 
 
 def sizes_of(x, output_size, dims) -> tuple | None:
-    """Sizes of the output; None in output_size means the size of x. Returns None if torch must handle it."""
-    if x.dim() not in (dims + 1, dims + 2):
+    """Sizes of the output; a None within output_size means the size of x. Returns None if torch must handle it."""
+    if x.dim() not in (dims + 1, dims + 2) or output_size is None:
         return None
     given = tuple(output_size) if isinstance(output_size, (tuple, list)) else (output_size,) * dims
     if len(given) != dims or not all(n is None or type(n) is int for n in given):

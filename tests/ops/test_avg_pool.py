@@ -79,7 +79,7 @@ def test_average_pools_under_autocast(name, dims, device):
 def test_errors_of_average_pools_are_torchs(name, dims, device):
     x = torch.randn(2, 3, *(9,) * dims, device=device, requires_grad=True)
     wrong = ((2,) * (dims + 1),), (2.5,), (-1,)
-    for how in wrong if name.startswith("adaptive") else (*wrong, (0,), (12,), (2, 0), (2, 1, 2)):
+    for how in (*wrong, (None,)) if name.startswith("adaptive") else (*wrong, (0,), (12,), (2, 0), (2, 1, 2)):
         errors = []
         for call in (lambda *how: ours(name, dims)(*how, prefer="memory"), torchs(name, dims)):
             with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:

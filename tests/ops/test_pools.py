@@ -243,6 +243,17 @@ def test_random_adaptive_max_pools_are_torchs(kernel, data, dtype):
     same(mine, run(torchs("adaptive_max_pool", dims), x, output))
 
 
+@pytest.mark.parametrize("dims", (1, 2, 3))
+def test_adaptive_max_pools_have_sizes(dims):
+    x = torch.randn(2, 3, *(8,) * dims)
+    for call in (
+        lambda *how: ours("adaptive_max_pool", dims)(*how, prefer="memory"),
+        torchs("adaptive_max_pool", dims),
+    ):
+        with pytest.raises(TypeError):
+            call(x, None)
+
+
 @dimensions
 def test_adaptive_max_pools_keep_codes(dims, device):
     x = torch.randn(2, 3, *(15,) * dims, device=device, requires_grad=True)
