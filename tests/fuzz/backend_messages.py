@@ -56,6 +56,7 @@ class Messages:
             for work in random.Random(self.step["seed"] - self.me).sample(works, len(works)):
                 self.api.wait(work)
             self.received(items)
+            self.show(f"{self.i} from", [w._source_rank() for w, item in zip(works, items, strict=True) if not item[2]])
 
     def batch(self, messages):
         items = self.tensors(messages)

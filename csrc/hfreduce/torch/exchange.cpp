@@ -141,7 +141,7 @@ Backend::Work Backend::recv(Tensors& tensors, int from, int tag) {
   check_root("recv", from);
   const milliseconds timeout = patience(c10d::kUnsetTimeout);
   const Start start{OpType::RECV, "hfreduce:recv", true, tensor.device()};
-  const auto body = [=, this](int&) { recv_now(tensor, from, tag, timeout); };
+  const auto body = [=, this](int& source) { source = recv_now(tensor, from, tag, timeout); };
   return begin(start, tensors, body, messages(from, kReceive, tag).get());
 }
 
