@@ -25,9 +25,11 @@ def uncompiled(function):
 
 
 def is_plain(x) -> bool:
-    """Whether x is a tensor that rooms accept: no subclass except FakeTensor, and not lazily negated (of which Dynamo
-    has no tensors)."""
-    return type(x) in PLAIN and (torch.compiler.is_compiling() or not x.is_neg())
+    """Whether x is a tensor that rooms accept: no subclass except FakeTensor, not sparse or nested, and not lazily
+    negated (of which Dynamo has no tensors)."""
+    return type(x) in PLAIN and (
+        torch.compiler.is_compiling() or not (x.is_neg() or x.is_nested or x.layout is not torch.strided)
+    )
 
 
 def context(*tensors: torch.Tensor | None) -> str | None:
@@ -47,6 +49,8 @@ def context(*tensors: torch.Tensor | None) -> str | None:
             return "takes no tensor that a functorch transform left behind"
         if x is not None and x.is_neg():  # a view of what a conjugate holds: its memory has the other sign
             return "takes no lazily negated tensor: resolve_neg() makes one that it takes"
+        if x is not None and (x.is_nested or x.layout is not torch.strided):
+            return f"takes no {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')} tensor"
     return None
 
 

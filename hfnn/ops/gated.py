@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hfnn.core import native, recipe
-from hfnn.core.context import compiling
+from hfnn.core.context import compiling, is_plain
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import smooth, table
@@ -262,7 +262,9 @@ REGLU, reglu = _row("reglu", "relu(gate) * up", "relu")
 class _Halves(Op):
     def run(self, input, prefer, arguments):
         (dim,) = arguments
-        if type(dim) is not int or dim not in (-1, input.dim() - 1) or input.dim() == 0 or input.shape[-1] % 2:
+        if type(dim) is not int or dim not in (-1, input.dim() - 1) or input.dim() == 0 or not is_plain(input):
+            return None
+        if input.shape[-1] % 2:
             return None
         return product(self, "sigmoid", input, None, False, prefer)
 

@@ -154,7 +154,9 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, *, pre
     result has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. Statistics are float32.
     """
-    y = None if compiling() else _native(input, normalized_shape, weight, bias, eps, 0.0, None, prefer)
+    y = None
+    if not compiling() and normalized_shape is not None:
+        y = _native(input, normalized_shape, weight, bias, eps, 0.0, None, prefer)
     if y is NotImplemented:
         y = _in_python(input, normalized_shape, weight, bias, eps, prefer)
     return torch.layer_norm(input, normalized_shape, weight, bias, eps) if y is None else y

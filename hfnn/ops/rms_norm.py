@@ -146,7 +146,9 @@ def rms_norm(input, normalized_shape, weight=None, eps=None, *, prefer="auto"):
     has the shape of input and the dtype torch returns. prefer: "auto" | "memory" | "speed" (`hfnn.convert`).
     Raises what torch raises. The statistic is float32.
     """
-    y = None if compiling() else _native(input, normalized_shape, weight, None, eps, 0.0, None, prefer)
+    y = None
+    if not compiling() and normalized_shape is not None:
+        y = _native(input, normalized_shape, weight, None, eps, 0.0, None, prefer)
     if y is NotImplemented:
         y = _in_python(input, normalized_shape, weight, eps, prefer)
     return torch.rms_norm(input, normalized_shape, weight, eps) if y is None else y

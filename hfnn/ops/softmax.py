@@ -11,6 +11,7 @@ Names end in their shape: R rows (every leading dimension, flattened), C columns
 import torch
 from torch import nn
 
+from hfnn.core.context import is_plain
 from hfnn.core.function import Function
 from hfnn.core.kernel import FLOATS, Kernel, Op
 
@@ -86,7 +87,9 @@ def _differentiable(dy, y, log):
 
 def along_last(op, input, dim, dtype, log, prefer):
     """softmax or log_softmax by a kernel, or None if torch's own op must run, or raise."""
-    if op.passes(input, prefer) or dim is None or input.dim() == 0 or dim not in (-1, input.dim() - 1):
+    if op.passes(input, prefer) or type(dim) is not int or not is_plain(input):
+        return None
+    if input.dim() == 0 or dim not in (-1, input.dim() - 1):
         return None
     out = op.out_dtype(input) if dtype is None else dtype
     if out is not input.dtype and (out is not torch.float32 or input.dtype is torch.float64):

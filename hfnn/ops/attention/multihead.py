@@ -79,7 +79,7 @@ def _weights(module):
 
 
 def _fit(module, query, key, value) -> bool:
-    if query.is_nested or key.is_nested or value.is_nested or query.numel() == 0 or key.numel() == 0:
+    if query.numel() == 0 or key.numel() == 0:
         return False
     if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3) or key.shape[:-1] != value.shape[:-1]:
         return False

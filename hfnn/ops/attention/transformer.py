@@ -129,7 +129,7 @@ def _takes(layer, base: type, x, masks=()) -> bool:
     # In training also without grad mode: reentrant checkpointing runs forward so, and again in grad mode.
     if compiling() or not (layer.training or torch.is_grad_enabled()):
         return False
-    if forced() == "torch" or context(x) is not None or x.is_nested or not (layer.training or _learns(layer, x)):
+    if forced() == "torch" or context(x) is not None or not (layer.training or _learns(layer, x)):
         return False
     for name in ("_sa_block", "_mha_block", "_ff_block"):
         own = getattr(base, name, None)

@@ -1,4 +1,5 @@
-"""Lazily negated tensors, such as the imaginary part of a conjugate: their memory has the other sign."""
+"""Tensors whose memory kernels cannot read: lazily negated ones, such as the imaginary part of a conjugate, have the
+other sign there; for sparse and nested ones, and those of oneDNN, torch has kernels of its own."""
 
 import copy
 import inspect
@@ -120,3 +121,50 @@ def test_the_refusal_has_a_reason():
     x = negated(torch.randn(64, 64))
     with hfnn.use("cpp"), pytest.raises(hfnn.NoKernel, match="lazily negated"):
         hfnn.functional.softplus(x)
+
+
+KINDS = {
+    "sparse": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "nested": lambda x: torch.nested.nested_tensor([*x[:1], *(row[:-1] for row in x[1:])]),
+    "mkldnn": torch.Tensor.to_mkldnn,
+}
+
+
+def dense(x):
+    if x.is_nested:
+        return torch.cat([part.flatten() for part in x.unbind()])
+    return x if x.layout is torch.strided else x.to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_other_layouts_are_torchs(op, kind):
+    """The result, or its error, in float32 and without a gradient."""
+    samples = [op.sample(case, torch.float32, "cpu", torch.Generator().manual_seed(2)) for case in op.cases]
+    (x, *args), kwargs = min(
+        (s for s in samples if s[0][0].numel()), key=lambda s: (s[0][0].dim() < 2, s[0][0].numel())
+    )
+    x = x.detach()
+    if kind == "mkldnn" and not x.is_floating_point():
+        pytest.skip("oneDNN has no tensors of ids")
+    if kind == "csr" and x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    x = KINDS[kind](x[None] if kind == "nested" and x.dim() < 2 else x)
+    ours = getattr(hfnn.functional, op.name)
+    more = {"prefer": "memory"} if "prefer" in inspect.signature(ours).parameters else {}
+    results = []
+    for call, options in ((ours, {**kwargs, **more}), (op.torch, kwargs)):
+        torch.manual_seed(5)
+        try:
+            with torch.no_grad():
+                y = call(x, *args, **options)
+            results.append(y[0] if isinstance(y, tuple) else y)
+        except Exception as error:
+            results.append(error)
+    if any(isinstance(y, Exception) for y in results):
+        assert all(isinstance(y, Exception) for y in results), results
+    else:
+        assert results[0].layout is results[1].layout
+        torch.testing.assert_close(*map(dense, results))
