@@ -86,7 +86,8 @@ def module(op, base: type, name: str, function, keep=None, inputs=("input",), at
     also = "" if keep is None else f"; `keep` as in `{op.name}`"
     text = f"`torch.nn.{name}`: the same arguments and defaults. `prefer` is set by `hfnn.convert`{also}."
     own = {"__module__": type(op).__module__, "__doc__": text, "prefer": "auto"}
-    own["forward"] = _written(op, lines, {"function": function})
+    own["forward"] = forward = _written(op, lines, {"function": function})
+    forward.__qualname__ = f"{name}.forward"  # in the messages of Python's own errors
     made = type(name, (base,), own if keep is None else {**own, "keep": keep})
     if base is not nn.Module:
         op.modules[base] = made
