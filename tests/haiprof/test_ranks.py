@@ -25,7 +25,19 @@ def profiled(tmp_path, where, slow=None, backend="gloo", size=2, work="trains", 
 
 @pytest.mark.slow
 def test_what_is_planted_is_in_its_phase(tmp_path):
-    truth, runs = profiled(tmp_path, "all")
+    """Within 2.5 ms. A rank that waits for a processor between its reading of the clock and haiprof's is off by more;
+    an error of haiprof would show in each of three runs."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        try:
+            return in_their_phases(*profiled(folder, "all"))
+        except AssertionError:
+            if attempt == 2:
+                raise
+
+
+def in_their_phases(truth, runs):
     n, allowed = planted.STEPS - 1, EXACT * planted.PLANTED
     for timed, rank in zip(truth, verdict.judge(runs).ranks, strict=True):
         assert rank.steps == planted.STEPS
