@@ -90,9 +90,7 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
             prefer, own = state[2], False
         else:
             return _as_torch(original, args, kwargs)
-        given = (*args, *kwargs.values())
-        # An argument of a Tensor subclass with its own functions; has_torch_function is true in a mode as well.
-        own = own or "out" in kwargs or (has_torch_function(given) and bool(_get_overloaded_args(given)))
+        own = own or "out" in kwargs or _is_overridden(args, kwargs)
         # Calls from inside must reach torch: rooms fall back to it, and torch's functions call one another.
         here.state = _NOTHING
         try:
@@ -106,6 +104,12 @@ def _routed(name: str, original: Callable, ours: Callable) -> Callable:
 
     functools.update_wrapper(routed, original)
     return routed
+
+
+def _is_overridden(args, kwargs) -> bool:
+    """Whether an argument is a Tensor subclass with its own functions."""
+    given = (*args, *kwargs.values())
+    return has_torch_function(given) and bool(_get_overloaded_args(given))  # the former is true in a mode as well
 
 
 def _as_torch(original, args, kwargs):

@@ -177,8 +177,8 @@ static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
   return THPVariable_Wrap(y);
 }
 
-// (input, weight, bias, recompute, prefer, by_columns, exact, whole): by_columns: False, or the weight is (in, out) and
-// this is `out`. whole: calls torch's op if there is nothing to gain.
+// (input, weight, bias, recompute, prefer, columns, exact, whole): columns: False, or `out` for a weight (in, out).
+// whole: calls torch's op if there is nothing to gain.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);

@@ -244,7 +244,7 @@ def _plain(module, query, key, value, attention_mask, options):
     if queries == 1 or (causal and key.shape[2] > queries) or torch._C._get_tracing_state() is not None:
         return None
     groups, prefer = query.shape[1] != key.shape[1], getattr(module, "prefer", "auto")
-    return sdpa.plain(query, key, value, dropout, bool(causal), options.get("scaling"), groups, prefer)
+    return sdpa.of_torch(query, key, value, dropout, bool(causal), options.get("scaling"), groups, prefer)
 
 
 def _as_sdpa(options: dict) -> dict:

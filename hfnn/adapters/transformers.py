@@ -70,7 +70,7 @@ class LanguageModel:
     def _hfnn_when(self) -> str:
         """When the op is used, for `hfnn.report`."""
         if isinstance(self.get_output_embeddings(), Head):
-            return f"when labels are given, from {WORTH_LOGITS} logits on, which are computed if they are read"
+            return f"when labels are given, from {WORTH_LOGITS} logits on; logits are computed if they are read"
         return "never: its output embedding is not converted"
 
     @staticmethod

@@ -173,8 +173,6 @@ def _while_it_holds(cls: type):
     passes = cls._hfnn_like.op.passes if getattr(cls._hfnn_room, "_hfnn_one_input", False) else None
     small = getattr(cls._hfnn_room, "_hfnn_small", None)
 
-    more = bool(names) or moved is not None
-
     @functools.wraps(original.forward)
     def run(self, *args, **kwargs):
         if passes is not None and (len(args) != 1 or kwargs or passes(args[0], self.prefer)):
@@ -182,13 +180,7 @@ def _while_it_holds(cls: type):
         if not compiling():
             if small is not None and len(args) == 1 and not kwargs and small(self, args[0]):
                 return original.forward(self, *args, **kwargs)
-            # `look` only where it may find something: a small model's time is calls of Python functions.
-            if more:
-                look(self)
-            else:
-                for name, value in held:
-                    if getattr(original, name, ABSENT) is not value:
-                        look(self)
+            look(self)
         if self._hfnn_lapsed is not None:
             return original.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)

@@ -334,3 +334,4 @@ def _shallow(reduce):
 
 _plant("what was proved is believed for ever", subclass, "lapse", lambda lapse: lambda module, why: None)
 _plant("copies are in training", subclass.Converted, "__reduce_ex__", _shallow)
+_plant("copies of parameters a little wrong", recipe, "_own_copy", lambda copy: lambda p: copy(p) * 1.01)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.utils.prune
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
+from transformers.pytorch_utils import Conv1D
 
 import hfnn
 from hfnn.core import recipe
@@ -350,7 +351,7 @@ def test_the_weight_is_the_attribute(change):
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 3, 8), (2, 3, 7), (3, 2, 8)])
 def test_conv1d_of_transformers(shape, prefer, autocast, grad):
     """Its result, gradients and errors; (3, 2, 8) is transposed, which its view refuses."""
-    stock = pytest.importorskip("transformers").pytorch_utils.Conv1D(6, 8)
+    stock = Conv1D(6, 8)
     model = hfnn.convert(torch.nn.Sequential(copy.deepcopy(stock)), prefer=prefer)
     given, results = torch.randn(shape), []
     for module in (stock, model):

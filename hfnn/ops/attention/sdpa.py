@@ -190,7 +190,7 @@ def scaled_dot_product_attention(
     """
     # If all of them are None:
     if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (offset or return_lse):
-        o = plain(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer)
+        o = of_torch(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer)
         if o is not None:
             return o
     asked = Arguments(
@@ -222,7 +222,7 @@ def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_to
     return _torch(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa), None
 
 
-def plain(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer):
+def of_torch(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer):
     """torch's own op without a mask if it suffices, or None. Most calls are of this kind, and many are small."""
     if not suffices(query, None, dropout_p, prefer):
         return None
