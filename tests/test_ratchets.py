@@ -136,7 +136,8 @@ def op_and_pattern_lines() -> int:
 
 
 MEASURES = {
-    measure.__name__: measure for measure in (long_files, arrows, words, undocumented, repeated_lines, op_and_pattern_lines)
+    measure.__name__: measure
+    for measure in (long_files, arrows, words, undocumented, repeated_lines, op_and_pattern_lines)
 }
 
 

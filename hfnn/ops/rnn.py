@@ -155,9 +155,7 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
 
 
 def _sum(total, part):
-    if total is None or part is None:
-        return part if total is None else total
-    return total.add_(part)
+    return total if part is None else part if total is None else total.add_(part)
 
 
 def _differentiable(layer, x, states, bounds, weights, needs, grads):
@@ -214,9 +212,13 @@ def _refusal(module, x, hx) -> str | None:
 
 @functools.cache
 def _onednn_has(dtype: torch.dtype) -> bool:
-    """Whether oneDNN supports a dtype here. torch uses it for a one-direction LSTM without checking."""
-    ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    return ask is None or getattr(torch.ops.mkldnn, ask)()
+    """Whether oneDNN has an LSTM of this dtype here. torch uses it for a one-direction LSTM without checking."""
+    x, h, c, w, v = (torch.zeros(1, n, 1, device="cpu") for n in (1, 1, 1, 4, 4))
+    with torch.autocast("cpu", dtype, dtype.itemsize == 2):
+        try:  # oneDNN's flags say yes on more processors
+            return bool(torch.lstm(x, (h, c), [w[0], v[0]], False, 1, 0.0, True, False, False))
+        except RuntimeError:
+            return False
 
 
 def _layers(module, x_TBI, hx) -> tuple:
@@ -260,8 +262,7 @@ class _Module:
         states = self._states(x, hx, input.dim())
         if states is None:
             return super().forward(input, hx)
-        as_torch = states if self.mode == "LSTM" else states[0]
-        self.check_forward_args(x, as_torch, None)
+        self.check_forward_args(x, states if self.mode == "LSTM" else states[0], None)
         why = _refusal(self, x, states)
         if why is not None:
             log_once(OPS[self.mode], why, x.dtype)
@@ -278,9 +279,8 @@ class _Module:
         """The initial states, (layers x directions, B, H) each; None if hx has no such tensors."""
         directions = (1 + self.bidirectional) * self.num_layers
         if hx is None:
-            batch = x.shape[0 if self.batch_first else 1]
-            widths = (self.proj_size or self.hidden_size, self.hidden_size)
-            return tuple(x.new_zeros(directions, batch, n) for n in widths[: 1 + (self.mode == "LSTM")])
+            widths = (self.proj_size or self.hidden_size, self.hidden_size)[: 1 + (self.mode == "LSTM")]
+            return tuple(x.new_zeros(directions, x.shape[0 if self.batch_first else 1], n) for n in widths)
         given = hx if self.mode == "LSTM" else (hx,)
         if type(given) not in (tuple, list) or len(given) != 1 + (self.mode == "LSTM"):
             return None
