@@ -91,6 +91,7 @@ def convert(
     prefer: str = "auto",
     recompute: str | None = None,
     exact: bool = False,
+    defer: bool = True,
     capture: bool = False,
     **options,
 ) -> nn.Module | Optimizer | tuple[nn.Module, Optimizer]:
@@ -102,12 +103,14 @@ def convert(
     everything inside a module), a class, a function of (name, module). prefer: "memory" uses hfnn's kernels at any
     size, "speed" only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm":
     feed-forward networks do not keep the first products, the widest tensors of a transformer, but recompute them in
-    backward. Converting again only changes `prefer`, `recompute` and `exact`, and examines again modules that returned
-    to their own forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no
-    module.
+    backward. Converting again only changes these options, and examines again modules that returned to their own
+    forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
 
     exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it,
     gradients of float32 tensors are not rounded to 16 bits for large inputs, which is faster (hfnn/ops/linear.py).
+
+    defer=False: language models compute the logits of every call. Otherwise logits that only a loss needs are computed
+    when they are read, which raises an error if the weights were written to by hand before the loss's backward.
 
     capture=True: on a GPU, the model's forward and backward are replayed as CUDA graphs, after three uncaptured calls
     with the same shapes (hfnn/capture). The training loop stays as it is. Calls that cannot be replayed run uncaptured,
@@ -129,14 +132,18 @@ def convert(
         raise ValueError(
             f"got {', '.join(options)}: those are for an optimizer, as in hfnn.convert(model, optimizer, ...)"
         )
-    _convert(model, only, skip, prefer, recompute, exact)
+    _convert(model, only, skip, prefer, recompute, exact, defer)
     if capture:
         captured.capture(model)
     return model if optimizer is None else (model, swap.convert(optimizer, **options))
 
 
-def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, exact: bool) -> None:
-    for name, given, choices in (("prefer", prefer, PREFERENCES), ("recompute", recompute, (None, "gemm"))):
+def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, exact: bool, defer: bool) -> None:
+    for name, given, choices in (
+        ("prefer", prefer, PREFERENCES),
+        ("recompute", recompute, (None, "gemm")),
+        ("defer", defer, (True, False)),
+    ):
         if given not in choices:
             raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
     if isinstance(model, nn.Module):
@@ -155,6 +162,7 @@ def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, e
         if is_converted(module) or feed_forward.is_own(module):
             _set(module, "prefer", prefer)
             _set(module, "exact", exact)
+            _set(module, "defer", defer)
     for part, attributes in ((p, a) for parts in of_parts for p, a in parts.items() if is_converted(p)):
         for name, value in attributes.items():
             _set(part, name, value)

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from hfnn import ops
 from hfnn.core.context import compiling
 from hfnn.deferred.logits import defer
+from hfnn.deferred.product import Writes
 from hfnn.ops import linear
 from hfnn.ops.head import WORTH_LOGITS, passes
 
@@ -47,7 +48,7 @@ class _Deferring:
 _deferring: contextvars.ContextVar[_Deferring | None] = contextvars.ContextVar("hfnn_deferring", default=None)
 
 
-class Head(linear.Linear):
+class Head(Writes, linear.Linear):
     """The output layer of a language model: deferred while the model has labels, else `hfnn.Linear`."""
 
     def forward(self, input):
@@ -60,15 +61,17 @@ class Head(linear.Linear):
         return super().forward(input)
 
 
-class LanguageModel:
-    """A model whose loss is `linear_cross_entropy` if it gets labels."""
+class LanguageModel(Writes):
+    """A model whose loss is `linear_cross_entropy` if it gets labels. defer: whether its logits wait to be read."""
 
     op = ops.linear_cross_entropy.OP
-    prefer = "auto"
+    prefer, defer = "auto", True
 
     @property
     def _hfnn_when(self) -> str:
         """When the op is used, for `hfnn.report`."""
+        if not self.defer:
+            return "never: defer=False"
         if isinstance(self.get_output_embeddings(), Head):
             return f"when labels are given, from {WORTH_LOGITS} logits on; logits are computed if they are read"
         return "never: its output embedding is not converted"
@@ -91,7 +94,7 @@ def _with_deferred_logits(original: type):
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
         labels = args[place] if place < len(args) else kwargs.get("labels")
-        head = None if labels is None or compiling() else _deferrable(self)
+        head = None if labels is None or compiling() or not self.defer else _deferrable(self)
         if head is None:
             return original.forward(self, *args, **kwargs)
         compact = original.__name__.endswith("ForMaskedLM")

@@ -62,12 +62,13 @@ class Outputs:
             for (key, deferred), t in zip(later.items(), hidden, strict=True)
         ]
 
-    def filled(self, tensors) -> object:
-        """The nest with these tensors in the place of `self.tensors`."""
+    def filled(self, tensors) -> tuple[object, list]:
+        """The nest with these tensors in the place of `self.tensors`, and the products of logits in it."""
         memo = {id(place): view(tensors[at]) for place, at, view in self._made}
         for place, at, steps, view in self._later:
             memo[id(place)] = Deferred.again(steps, view(tensors[at]))
-        return copy.deepcopy(self._nest, memo)
+        products = [memo[id(place)]._plan.product for place, *_ in self._later]
+        return copy.deepcopy(self._nest, memo), products
 
 
 def _bases(tensors) -> dict[int, torch.Tensor]:

@@ -69,12 +69,12 @@ class Pool:
 
 class Ticket:
     """One forward's claim on the pool. state: of the device's generator before it; read: what it read besides its
-    inputs and trained parameters, which torch checks itself."""
+    inputs and trained parameters, which torch checks itself; unread: weak references to the products of its logits."""
 
-    __slots__ = ("__weakref__", "_read", "fresh", "state", "waits")
+    __slots__ = ("__weakref__", "_read", "fresh", "state", "unread", "waits")
 
     def __init__(self, state):
-        self.state, self.fresh, self.waits, self._read = state, True, True, ()
+        self.state, self.fresh, self.waits, self._read, self.unread = state, True, True, (), []
 
     def read(self, tensors) -> None:
         self._read = [(t, t._version) for t in tensors]
@@ -209,9 +209,11 @@ class Pair:
             outputs = _Replay.apply(self, ticket, *inputs)
         if self._kind.moved:
             torch.autograd.graph.increment_version(self._kind.moved)
+        nest, products = self._outputs.filled(outputs)
         if self._backward is not None:
             ticket.read(self._others)
-        return self._outputs.filled(outputs)
+            ticket.unread = [weakref.ref(product) for product in products]
+        return nest
 
     # What the node calls
 
@@ -334,6 +336,9 @@ class _Replay(Function):
                 pair, ticket.fresh = pair.of_outputs(given, ticket), False
             grads = pair.run_backward(dys, ticket)
         ticket.waits = _keeps_graph()
+        for ref in ticket.unread:
+            if (product := ref()) is not None:
+                product.keep_after_backward()
         return None, None, *grads
 
 

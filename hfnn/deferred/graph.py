@@ -81,7 +81,8 @@ class Step(Function):
             dy, create_graph = computed(dy), torch.is_grad_enabled()
             with torch.enable_grad():
                 # Of all steps, only tanh needs the numbers.
-                y = before.logits() if plan.capped and not before.capped else before.like().requires_grad_()
+                capped = plan.capped and not before.capped
+                y = before.logits(create_graph) if capped else before.like().requires_grad_()
                 y = y if create_graph else y.detach().requires_grad_()
                 (dy,) = torch.autograd.grad(plan.steps[-1](y), y, dy, create_graph=create_graph)
         return None, None, None, dy
@@ -106,6 +107,7 @@ class DeferredLoss(Function):
         part, create_graph = _held(ctx), torch.is_grad_enabled()
         if ctx.held is None:
             ctx.inner = ()
+        part.plan.product.keep_after_backward()
         if create_graph or context(dy) is not None:
             return None, None, None, part.gradient(part.plan, dy, create_graph)
         return None, None, None, Gradient.of(part.plan, [(part, dy)])
@@ -131,7 +133,7 @@ class _Part:
     def gradient(self, plan, dy, create_graph: bool = False):
         """The gradient of the logits of `plan`, from which this loss's logits were derived."""
         with torch.enable_grad():
-            y = plan.logits()
+            y = plan.logits(create_graph)
             y = y if create_graph else y.detach().requires_grad_()
             z = functools.reduce(lambda z, step: step(z), self.plan.steps[len(plan.steps) :], y)
             return torch.autograd.grad(self.composed(z), y, dy, create_graph=create_graph)[0]

@@ -90,11 +90,14 @@ class Epilogue:
         grad = self.grad and torch.is_grad_enabled()
         return replace(self, **{"meta": meta, "grad": grad, "steps": (*self.steps, step), **changes})
 
-    def logits(self) -> torch.Tensor:
-        """The numbers, and in grad mode their graph."""
+    def logits(self, graph: bool = False) -> torch.Tensor:
+        """The numbers, also after a write to sources that were copied. graph: and their graph, in grad mode."""
         product = self.product
         product.check(numbers=True)
-        return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*product.given()))
+        if graph:
+            product.check_unwritten(numbers=True)
+        given = (product.hidden, product.weight, product.bias) if graph else product.given()
+        return functools.reduce(lambda y, step: step(y), self.steps, product.logits(*given))
 
     def like(self) -> torch.Tensor:
         """A tensor of the same layout with arbitrary values."""
@@ -112,6 +115,8 @@ class Epilogue:
         if self.meta.dtype is not product.dtype and (product.dtype, self.meta.dtype) not in _WIDER:
             return None
         product.check()
+        if self.grad and product.change() is not None:  # the gradient needs what was written to
+            return None
         out = cross_entropy.OP.out_dtype(self.meta.new_empty(0, device=product.device))
         if not self.grad:
             with torch.no_grad():

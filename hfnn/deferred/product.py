@@ -1,8 +1,8 @@
 """The product behind unread logits: their sources, also after these have changed.
 
-Logits may be read after an optimizer step, and must still be those of their forward. So before a step, `keep` copies
-the weight that the step will write to, if unread logits of it are still held. If the logits are smaller, it computes
-them instead.
+Logits may be read after their weights were written to, and must still be those of their forward. So when the backward
+of their loss ends, and before the step of an optimizer, `keep` copies the weight if unread logits of it are still held.
+If the logits are smaller, it computes them instead. `compute_held` computes them before a module writes to its weights.
 
 Inside a checkpoint, or another region whose hooks save tensors, logits that were made outside of it are read at once:
 the recomputation must find the same operations. Their own graph is saved without those hooks, as in forward.
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -26,6 +27,11 @@ _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: the weights of a "
     "language model's head have changed since its logits were made (an optimizer step ran?)"
 )
+_CHANGED = (
+    "these logits were not computed in forward (the loss needs none) and cannot be computed now: {} since. Read "
+    "output.logits between forward and the change, or let hfnn.convert(model, defer=False) compute logits in forward."
+)
+_at_the_end = torch.autograd.Variable._execution_engine
 # The innermost hooks that saved tensors go to, or None.
 saving_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 _unread: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # products by id
@@ -49,7 +55,7 @@ class Product:
         self._kept: dict[int, torch.Tensor] = {}
         self._inner: Callable = lambda: None
         # A write to `.data` leaves no other trace. Reading logits compares these numbers, a loss does not.
-        self._samples = [(t, _sample(t)) for t in (weight, bias) if t is not None]
+        self._samples = [(t, _sample(t, t.is_contiguous())) for t in (weight, bias) if t is not None]
         self.watch(hidden, weight, bias)
         _unread[id(self)] = self
 
@@ -57,18 +63,40 @@ class Product:
         """Remember the present state of these tensors: `check` raises once they have changed."""
         self._marks += [(t, t._version, t.data_ptr()) for t in tensors if t is not None]
 
-    def check(self, numbers: bool = False) -> None:
-        """Raises RuntimeError if a source has changed. numbers: also by a write to `.data`; waits for the device."""
+    def change(self, numbers: bool = False, copies=MappingProxyType({})) -> str | None:
+        """How a source has changed, or None. numbers: also by a write to `.data`; waits for the device. copies: stand
+        for the sources with these ids."""
         for t, version, pointer in self._marks:
-            if id(t) in self._kept:
+            if id(t) in copies:
                 continue
-            gone = t.numel() and not t.untyped_storage().nbytes()
-            if gone or (t._version, t.data_ptr()) != (version, pointer):
-                raise _changed("a weight was resharded" if gone else "the weights have changed")
+            if t.numel() and not t.untyped_storage().nbytes():
+                return "a weight was resharded"
+            if (t._version, t.data_ptr()) != (version, pointer):
+                return "the weights have changed"
         if numbers and not capturing():
             for t, sample in self._samples:
-                if id(t) not in self._kept and not _equal(_sample(t), sample):
-                    raise _changed("the weights have changed")
+                if not _equal(_sample(copies.get(id(t), t), t.is_contiguous()), sample):
+                    return "the weights have changed"
+        return None
+
+    def check(self, numbers: bool = False) -> None:
+        """Raises RuntimeError if the logits can no longer be computed: a source has changed that was not copied."""
+        what = self.change(numbers, self._kept)
+        if what is not None:
+            raise RuntimeError(_CHANGED.format(what))
+
+    def check_unwritten(self, numbers: bool = False) -> None:
+        """Raises torch's error if a source has changed: a gradient needs the source itself, not its copy."""
+        if self.change(numbers) is not None:
+            raise RuntimeError(_MODIFIED)
+
+    def smaller_than_weight(self) -> bool:
+        """Whether the logits are, or as large."""
+        return self.hidden.numel() // self.hidden.shape[-1] <= self.hidden.shape[-1]
+
+    def waiting(self) -> list:
+        """Logits and gradients that are still held, and still to be computed."""
+        return [x for x in (ref() for ref in (*self.members, *self.readers)) if x is not None and x.waits()]
 
     def keep(self, written: set[int]) -> None:
         """Call before the tensors with these ids are written to: logits that may still be read keep their values.
@@ -76,17 +104,19 @@ class Product:
         The weight is copied, unless the logits are smaller; once for all products of the same weight.
         """
         weights = [t for t in (self.weight, self.bias) if t is not None and _ids(t) & written]
-        waiting = [x for x in (ref() for ref in (*self.members, *self.readers)) if x is not None and x.waits()]
-        if not waiting or all(id(t) in self._kept for t in weights):
+        if all(id(t) in self._kept for t in weights) or not self.waiting():
             return
-        if self.hidden.numel() // self.hidden.shape[-1] <= self.hidden.shape[-1]:
-            self.compute()
-            for reader in waiting:
-                reader.computed()
+        if self.smaller_than_weight():
+            self.compute_waiting()
             return
         self.check()
         for t in weights:
             self._kept[id(t)] = _copies.setdefault((id(t), t._version, t.data_ptr()), t.detach().clone())
+
+    def keep_after_backward(self) -> None:
+        """Call in a backward: when it ends, `keep` what unread logits need, whatever is written to afterwards."""
+        if self.waiting() and not capturing():
+            _at_the_end.queue_callback(functools.partial(_keep_all, weakref.ref(self)))
 
     def given(self) -> list:
         """hidden, weight and bias as they were in forward."""
@@ -106,10 +136,9 @@ class Product:
 
     def value(self, grad: bool):
         """(the logits without a graph, what holds their graph for `backward` or None)."""
-        given = self.given()
-        if not grad or self._kept:
+        if not grad or (self._kept and self.change(numbers=True) is not None):
             with torch.no_grad():
-                return self.logits(*given), None
+                return self.logits(*self.given()), None
         with torch.enable_grad():
             leaves = self.leaves()
             y = self.logits(*leaves)
@@ -123,9 +152,7 @@ class Product:
         if inner is not None and not create_graph:
             y, leaves = inner.taken()
         else:
-            self.check()
-            if self._kept:
-                raise RuntimeError(_MODIFIED)
+            self.check_unwritten()
             with torch.enable_grad():
                 # Views, so that gradients stop here: the hidden states may come from this very weight.
                 given = (self.hidden, self.weight, self.bias)
@@ -146,6 +173,12 @@ class Product:
                 if member is not None:
                     member._compute()
 
+    def compute_waiting(self) -> None:
+        waiting = self.waiting()
+        self.compute()
+        for x in waiting:
+            x.computed()
+
 
 class Inner:
     """The graph of computed logits: its root and its leaves."""
@@ -163,16 +196,9 @@ class Inner:
         return graph
 
 
-def _changed(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"these logits were not computed in forward (the loss needs none) and cannot be computed now: {what} since "
-        "(by no optimizer's step?). Read output.logits between forward and the change."
-    )
-
-
-def _sample(t) -> torch.Tensor:
-    """A copy of about 64 numbers of t, from all of its rows and columns if its memory is contiguous; else of rows."""
-    if not t.is_contiguous():
+def _sample(t, flat: bool) -> torch.Tensor:
+    """A copy of about 64 numbers of t, from all of its rows and columns if it is flat in memory; else of rows."""
+    if not flat:
         return t.detach()[:: len(t) // 64 + 1].clone()
     step = t.numel() // 64 | 1  # odd, so the columns change
     return t.detach().view(-1)[::step].clone()
@@ -195,6 +221,34 @@ def keep(params) -> None:
         if product is not None:
             written = set(map(id, params)) if written is None else written
             product.keep(written)
+
+
+def compute_held(params) -> None:
+    """Call before these tensors are written to or moved: unread logits of them that are still held are computed."""
+    ids = set(map(id, params)) if _unread else ()
+    for ref in _unread.valuerefs():
+        product = ref()
+        if product is not None and any(_ids(t) & ids for t, *_ in product._marks) and product.waiting():
+            product.compute_waiting()
+
+
+class Writes:
+    """Mixed in before modules that write to the weights of heads, or move them: unread logits are computed first."""
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        compute_held(self.parameters())
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args, **kwargs):
+        compute_held(self.parameters())
+        return super()._apply(*args, **kwargs)
+
+
+def _keep_all(ref: weakref.ref) -> None:
+    product = ref()
+    if product is not None and product.change(numbers=product.smaller_than_weight()) is None:
+        with torch.no_grad():
+            product.keep({id(t) for t in (product.weight, product.bias) if t is not None})
 
 
 def _before_step(optimizer, args, kwargs):

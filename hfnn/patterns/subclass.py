@@ -37,7 +37,7 @@ def forward_of(cls: type) -> tuple:
 # Of torch's classes, before any replacement.
 FORWARDS = {torch_class: forward_of(torch_class) for torch_class in ROOMS}
 # Attributes that `convert` may set on modules, by what their rooms read.
-SETTINGS = ("prefer", "recompute", "keep", "exact")
+SETTINGS = ("prefer", "recompute", "keep", "exact", "defer")
 # Files whose `__init_subclass__` derives the forward of each class from the existing one. Those of other authors may
 # register the class, so they are not called.
 _DERIVE = ("transformers.modeling_layers",)
