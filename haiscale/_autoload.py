@@ -1,4 +1,7 @@
-"""Called at the end of `import torch`: the entry point "haiscale" of the group torch.backends (pyproject.toml)."""
+"""Called at the end of `import torch`: the entry point "haiscale" of the group torch.backends (pyproject.toml).
+
+Installed as `_haiscale_autoload` beside the metadata, so that it can be imported whatever the state of the packages.
+"""
 
 import os
 import sys

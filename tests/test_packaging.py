@@ -62,15 +62,16 @@ PACKAGES = {
     "hfrecord": ["_C"],
     "haiprof": [],
 }  # and their compiled modules
+HOOKS = ["_haiprof_autoload.py", "_haiscale_autoload.py"]  # what `import torch` calls
 
 
 def holds_our_packages_and_nothing_else(names):
     metadata = f"hfnn-{hfnn.__version__}.dist-info"
-    assert {name.split("/")[0] for name in names} == {*PACKAGES, metadata}
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, *HOOKS, metadata}
     modules = {name for name in names if name.endswith(".py")}
     source = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     written = {"hfnn/_build.py", "hfreduce/_build.py"}
-    assert modules == source | written | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
+    assert modules == source | written | set(HOOKS) | {f"hfnn/kernels/{stem}.py" for stem in KERNELS}
     extensions = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert extensions == {f"{package}/{name}" for package, compiled in PACKAGES.items() for name in compiled}
     assert {f"{metadata}/licenses/LICENSE", f"{metadata}/entry_points.txt"} <= set(names)
@@ -106,6 +107,46 @@ def test_without_a_compiler_torch_runs_and_hfnn_says_so(tmp_path):
     assert "install hfnn where there is a C++ compiler" in said
     assert "hfreduce's torch backend was not built: no C++ build to add it to" in said
     assert "no working C++ compiler was found" in python(tmp_path / "installed", "-m", "hfnn.info")
+
+
+def test_import_torch_works_whatever_the_state_of_our_files(tmp_path):
+    """An editable install whose clone is broken, then deleted; and an environment that finds our metadata elsewhere."""
+    clone, venv = tmp_path / "clone", tmp_path / "venv"
+    clone.mkdir()
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    for name in (*PACKAGES, "kernels"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "venv", "--without-pip", str(venv))
+    (site,) = venv.glob("lib/python*/site-packages")
+    lent = [p for p in sys.path if Path(p).name == "site-packages"]
+    # Not by a .pth file, which would also give it this environment's editable install.
+    environment = {"PYTHONPATH": os.pathsep.join(lent), "CXX": "/nonexistent", "CC": "/nonexistent"}
+    pip("--python", str(venv), "install", "--no-build-isolation", "--no-deps", "-e", str(clone), **environment)
+
+    def imports(*said, **variables):
+        program = (
+            "import torch; from importlib.metadata import entry_points as e; print(len(e(group='torch.backends')))"
+        )
+        done = subprocess.run(
+            [venv / "bin" / "python", "-c", program],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *lent]), **variables},
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and int(done.stdout) >= 2, done.stderr
+        assert all(text in done.stderr for text in said) and bool(done.stderr) == bool(said), done.stderr
+
+    for package in ("haiprof", "haiscale"):
+        (clone / package / "__init__.py").write_text("raise RuntimeError('a broken upgrade')")
+    said = "haiprof does not profile this process", "nothing is switched in this process"
+    imports(*said, HAIPROF="1", HAISCALE_AUTO="1")
+    shutil.rmtree(clone)
+    imports()
+    for editable in site.glob("_editable*"):
+        editable.unlink()  # nothing is left but the metadata and what lies beside it
+    imports()
 
 
 ONLY_TORCH = """
