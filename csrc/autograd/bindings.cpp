@@ -36,6 +36,7 @@ class Token {
     return wanted ? kept_.part(*wanted, last) : kept_.part(last);
   }
   bool holds() const { return kept_.intact(); }
+  int steps() const { return kept_.steps(); }
   void release() {
     py::gil_scoped_release no_gil;
     kept_.release();
@@ -84,6 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("tensor", &Token::tensor, py::arg("dtype") = py::none())
       .def("get", &Token::get)
       .def("holds", &Token::holds)
+      .def_property_readonly("steps", &Token::steps)
       .def("release", &Token::release);
   m.def("take", &Token::take, "A token of x's room, or None.");
   m.def("carries", [](const Tensor& x) {

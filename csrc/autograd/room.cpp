@@ -15,7 +15,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -80,12 +79,14 @@ bool Kept::take(const Tensor& x) {
   if (auto* room = dynamic_cast<Room*>(node)) {
     if (meta->output_nr_ != 0 || !room->gives(x)) return false;
     producer_ = room;
+    steps_ = producer_->steps_;
     ++room->tokens_;
     ++state().taken;
   } else if (in_python(*node)) {
     auto token = THPObjectPtr(PyObject_CallOneArg(python().take, py::cast(x).ptr()));
     if (!token) throw python_error();
     if (token.get() == Py_None) return false;
+    steps_ = py::cast<int>(py::handle(token.get()).attr("steps"));
     token_.emplace(token.release(), getPyInterpreter());
   } else {
     return false;
@@ -294,8 +295,11 @@ void Room::finish(const NodePtr& self, Tensor& y, ag::edge_list&& edges, bool ca
   ag::set_history(y, self);
   dtype_ = y.scalar_type();
   if (!carries || !state().recipes) return;
-  for (Kept& input : kept())
+  for (Kept& input : kept()) {
     if (!input.source()) return;
+    steps_ += input.steps();
+  }
+  if (steps_ > kLongest) return;
   version_ = y._version();
   data_ = y.data_ptr();
   sizes_.assign(y.sizes().begin(), y.sizes().end());
@@ -457,30 +461,6 @@ void Room::release_resources() {
     using Base = std::remove_pointer_t<decltype(node)>;
     if constexpr (requires { node->Base::release_resources(); }) node->Base::release_resources();
   }(static_cast<Node*>(this));
-}
-
-void Room::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-  static std::atomic<uint64_t> last{0};
-  if (number_ == 0) number_ = ++last;
-  args.collect(name());
-  args.collect(size_t(number_));
-}
-
-variable_list Room::apply_with_saved(const variable_list& dys, torch::dynamo::autograd::SwapSavedVariables& saved) {
-  namespace compiled = torch::dynamo::autograd;
-  using Metadata = compiled::IValuePacker<std::vector<std::optional<ag::InputMetadata>>>;
-  auto self = getptr();
-  auto call = [self](const variable_list& given, const std::vector<c10::IValue>&) {
-    auto* room = static_cast<Room*>(self.get());
-    variable_list grads = room->apply(variable_list(given));
-    if (room->compiled_.exchange(kNotCompiled) == kReleasedLater) room->release_variables();
-    return grads;
-  };
-  compiled_ = kCompiled;
-  const auto& compiler = compiled::getPyCompilerInterface();
-  const std::string bound = compiler->bind_function(saved.get_py_compiler(), name(), call, {}, true, false);
-  return compiler->call_function(saved.get_py_compiler(), "apply_functional", bound, dys, {},
-                                 Metadata::pack(compiled::get_input_metadata(next_edges())));
 }
 
 variable_list Room::batched(const Tensor& dy) {

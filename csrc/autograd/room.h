@@ -51,6 +51,11 @@ struct Mark {
 [[noreturn]] void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes,
                                    const torch::autograd::Edge& made_by, const Mark& mark);
 
+// Nodes that building a tensor may run, at most; as LONGEST of recipe.py. A result that would take more is
+// kept, as torch keeps it: so a check or a build of a recipe takes bounded time and stack, however long a chain of
+// cheap ops is.
+constexpr int kLongest = 16;
+
 // An input that a room keeps for backward: the tensor as torch saves it, or its producer's node.
 class Kept {
  public:
@@ -91,6 +96,8 @@ class Kept {
   // What hooks of saved tensors packed it into.
   std::optional<PyObject*> packed() const;
   bool taken() const { return producer_ || token_; }
+  // How many nodes run to build it: 0 if it was saved.
+  int steps() const { return steps_; }
   bool defined() const { return defined_; }
   // Whether y may be rebuilt from it (in the graph, a parameter or the room's own), and whether it is unchanged.
   bool source() const { return !defined_ || source_; }
@@ -111,7 +118,7 @@ class Kept {
   const c10::TensorImpl* impl_ = nullptr;   // the saved tensor, whose memory `x.data = ...` may exchange
   const void* data_ = nullptr;
   Tensor unpacked_;  // made by hooks, which run once per backward
-  int unpacked_in_ = -1, served_in_ = -1;
+  int unpacked_in_ = -1, served_in_ = -1, steps_ = 0;
   ScalarType dtype_ = ScalarType::Undefined;
   bool defined_ = false, source_ = false, hooked_ = false, released_ = false, copied_ = false;
 };
@@ -170,6 +177,7 @@ class Room : public Node {
   std::optional<c10::Stream> made_on_;
   std::optional<c10::SafePyObject> hooks_;  // hooks of saved tensors during forward
   bool carries_ = false;
+  int steps_ = 1;                // nodes that building y runs, this one included
   mutable uint64_t number_ = 0;  // unique id for compiled autograd
   enum { kNotCompiled, kCompiled, kReleasedLater };
   std::atomic<int> compiled_{kNotCompiled};

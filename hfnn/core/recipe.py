@@ -28,11 +28,16 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
+from hfnn.core.counter import counter
 from hfnn.core.function import of_many
 from hfnn.core.native import extension as native
 
 _hooks, _at_the_end = torch._C._autograd._top_saved_tensors_default_hooks, torch.autograd.Variable._execution_engine
 _task, _retained = torch._C._current_graph_task_id, torch._C._autograd._get_current_graph_task_keep_graph
+
+# Nodes that building a tensor may run, at most (in C++: kLongest). A result that would take more is
+# kept, as torch keeps it.
+LONGEST = 16
 
 _resharded = False
 _enabled = True
@@ -59,10 +64,11 @@ def _enable(on: bool) -> None:
 class Kept:
     """What a node keeps besides its saved tensors: tokens by their position among these, recipes by output index."""
 
-    __slots__ = ("__weakref__", "hooks", "marks", "outputs", "tokens", "unpacked")
+    __slots__ = ("__weakref__", "hooks", "marks", "outputs", "steps", "tokens", "unpacked")
 
     def __init__(self, tokens: dict):
         self.tokens, self.outputs, self.hooks = tokens, {}, _hooks_now()
+        self.steps = 1 + sum(token.steps for token in tokens.values())
         self.marks = None  # of the saved tensors, if they make a recipe
         self.unpacked = None  # (a backward, the results of the hooks of saved tensors in it)
 
@@ -98,10 +104,11 @@ class Kept:
 class _Output:
     """How to build one output of a node again, and the result that its consumers share in one backward (one task)."""
 
-    __slots__ = ("alive", "build", "dtype", "left", "look", "served", "shared", "task", "token")
+    __slots__ = ("alive", "build", "dtype", "left", "look", "served", "shared", "steps", "task", "token")
 
-    def __init__(self, y, build, token):
+    def __init__(self, y, build, token, steps):
         self.build, self.token, self.dtype, self.look = build, token, y.dtype, _look(y)
+        self.steps = steps  # nodes that building it runs
         self.alive = self.served = 0  # tokens, and those of them that `task` has served
         self.task = self.shared = None
         self.left = None  # the tensor that the producer built at its end, or why it could not
@@ -137,6 +144,7 @@ class Unread:
     """A parameter that is the first argument of `build` and that the room's own backward does not read: for `carry`."""
 
     __slots__ = ("_mark", "_p")
+    steps = 0
 
     def __init__(self, p: torch.Tensor):
         p = _own_copy(p) if parameters_may_be_resharded() else p
@@ -161,10 +169,11 @@ class Unread:
 class Token:
     """A consumer's reference to the node that made its input, kept instead of that input."""
 
-    __slots__ = ("_node", "_output", "_task", "_x")
+    __slots__ = ("_node", "_output", "_task", "_x", "steps")
 
     def __init__(self, node, output: _Output, x: torch.Tensor):
         self._node, self._output, self._task, self._x = node, output, None, weakref.ref(x)
+        self.steps = output.steps
         output.alive += 1
 
     def tensor(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -331,8 +340,9 @@ def carry(ctx, y: torch.Tensor, build: Callable, number: int = 0, token: Token |
     need it.
     """
     kept = ctx.recipe
-    if kept.marks is not None:
-        kept.outputs[number] = _Output(y, build, token)
+    steps = kept.steps + (0 if token is None else token.steps)
+    if kept.marks is not None and steps <= LONGEST:
+        kept.outputs[number] = _Output(y, build, token, steps)
     return y
 
 
@@ -400,26 +410,5 @@ def _own_copy(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.clone()
 
 
-class _Counter:
-    """How often recipes were handed out and rebuilt, for tests and `report`."""
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self) -> None:
-        self.here = [0, 0]  # in Python
-        if native is not None:
-            native.reset_counts()
-
-    @property
-    def taken(self) -> int:
-        return self.here[0] + (native.counts()[0] if native is not None else 0)
-
-    @property
-    def rebuilt(self) -> int:
-        return self.here[1] + (native.counts()[1] if native is not None else 0)
-
-
-counter = _Counter()
 if native is not None:
     native.connect(_take, of_many, getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False))

@@ -167,7 +167,7 @@ EXPECTED = """
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
     layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
     layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
-    layer limited_mlp,
+    layer limited_mlp, layer chain,
     layer functional, layer where, layer viewed, layer moved, layer written, layer probe, layer cast,
     layer parametrised,
     layer softmax, layer rms_norm, layer layer_norm, layer rms_norm_like, layer activation, inplace activation,

@@ -63,6 +63,19 @@ class Twice(nn.Module):
         return self.body(self.body(x))
 
 
+class Chain(nn.Module):
+    """Cheap ops in a row, without a product between them."""
+
+    def __init__(self, body, calls):
+        super().__init__()
+        self.body, self.calls = body, calls
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.body(x)
+        return x
+
+
 class Between(nn.Module):
     """The first body's input is written to before the second one takes the result."""
 

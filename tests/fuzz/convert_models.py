@@ -142,6 +142,17 @@ def _draw_moved(rng, tree, layout):
     return tree(to), order
 
 
+def _chain(D, norm, name, calls):
+    body = LAYERS[norm].build(D, *((1, 1e-5, True) if norm == "group_norm" else ()))
+    return convert_around.Chain(nn.Sequential(body, _gate(name)), calls)
+
+
+def _draw_chain(rng, tree, layout):
+    """10 to 2000 ops, mostly few."""
+    norm = "layer_norm" if layout in LAST else "group_norm"
+    return norm, rng.choice(("GELU", "SiLU", "Sigmoid", "ReLU")), int(5 * 200 ** (rng.random() ** 2))
+
+
 def _transformer(D, norm_first, activation):
     return nn.TransformerEncoderLayer(D, 2, 2 * D, 0.0, activation, batch_first=True, norm_first=norm_first)
 
@@ -226,6 +237,7 @@ LAYERS = {
         lambda rng, tree, to: (tree(), tree(), rng.choice(("seen", "unseen", "data"))),
     ),
     "residual": Layer(ALL, 1.5, _of(convert_around.Residual), _inner(("sum", "inplace"))),
+    "chain": Layer(ALL, 0.4, _chain, _draw_chain),
     "twice": Layer(ALL, 1, _of(convert_around.Twice), _inner()),
     "moved": Layer(("sequence", "channels", "image"), 5, _of(convert_around.Moved), _draw_moved),
     "checkpoint": Layer(ALL, 2.5, _of(convert_around.Checkpointed), _inner((True, False, False))),
