@@ -365,3 +365,13 @@ def test_pages_say_what_the_results_say(monkeypatch, capsys):
     assert page.main(["--check"]) == 0, capsys.readouterr().out
     monkeypatch.setattr(page, "TABLES", page.TABLES[1:])
     assert page.main(["--check"]) == 1
+
+
+def test_host_time_of_models(bench_script, capsys):
+    pytest.importorskip("transformers")
+    status, rows = bench_script("host")("--models", "opt")
+    assert status == 0
+    assert [row["provider"] for row in rows] == ["torch", "hfnn-auto"]
+    assert all(float(row["host_us"]) > 0 and int(row["calls"]) > 100 for row in rows)
+    assert float(rows[1]["low"]) <= float(rows[1]["ratio"]) <= float(rows[1]["high"])
+    assert "opt" in capsys.readouterr().out
