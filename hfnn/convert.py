@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hfnn import adapters
 from hfnn.capture import captured
 from hfnn.core.kernel import PREFERENCES
+from hfnn.core.options import one_of
 from hfnn.optim import swap
 from hfnn.patterns import (
     batch_norm_act,
@@ -104,7 +105,8 @@ def convert(
     size, "speed" only where they are faster, "auto" where they are faster or save megabytes. recompute="gemm":
     feed-forward networks do not keep the first products, the widest tensors of a transformer, but recompute them in
     backward. Converting again only changes these options, and examines again modules that returned to their own
-    forward. Raises ValueError for an unknown `prefer` or `recompute`, and for a pattern that matches no module.
+    forward. Raises ValueError for an option with another value than those named here, and for a pattern that matches no
+    module.
 
     exact=True: on a GPU under autocast, gradients of linear maps are rounded and added up in torch's order. Without it,
     gradients of float32 tensors are not rounded to 16 bits for large inputs, which is faster (hfnn/ops/linear.py).
@@ -124,7 +126,15 @@ def convert(
     optimizer that cannot be converted is left alone, with the reason in the log and in `hfnn.report(optimizer)`; with
     options it raises ValueError. If accelerate prepared it with a GradScaler, pass the object that accelerate returned.
     """
-    if isinstance(model, Optimizer) and optimizer is None:
+    one_of("prefer", prefer, PREFERENCES)
+    one_of("recompute", recompute, (None, "gemm"))
+    one_of("exact", exact, (False, True))
+    one_of("capture", capture, (False, True))
+    one_of("defer", defer, (True, False))
+    if isinstance(model, Optimizer):
+        given = optimizer, only, skip, prefer, recompute, exact, capture, defer
+        if given != (None, None, None, "auto", None, False, False, True):
+            raise ValueError("got options of a model: hfnn.convert(optimizer) takes those of hfnn.optim")
         return swap.convert(model, **options)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(f"takes a torch.optim.Optimizer as second argument, got {type(optimizer).__name__}")
@@ -139,13 +149,6 @@ def convert(
 
 
 def _convert(model: nn.Module, only, skip, prefer: str, recompute: str | None, exact: bool, defer: bool) -> None:
-    for name, given, choices in (
-        ("prefer", prefer, PREFERENCES),
-        ("recompute", recompute, (None, "gemm")),
-        ("defer", defer, (True, False)),
-    ):
-        if given not in choices:
-            raise ValueError(f"{name}={given!r}: choose one of {', '.join(map(repr, choices))}")
     if isinstance(model, nn.Module):
         captured.release(model)
     for module in model.modules() if isinstance(model, nn.Module) else ():

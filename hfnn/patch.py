@@ -25,6 +25,7 @@ from torch.overrides import _get_overloaded_args, handle_torch_function, has_tor
 from hfnn import functional
 from hfnn.core.context import compiling
 from hfnn.core.kernel import PREFERENCES
+from hfnn.core.options import one_of
 
 _getframe, _current_backward = sys._getframe, torch._C._current_graph_task_id
 _KEY = "hfnn.patch"  # key of the routing, in the state that torch passes to the threads of a backward pass
@@ -267,6 +268,5 @@ def patch_torch(only: str | Iterable[str] | None = None, prefer: str = "auto") -
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ValueError(f"patch_torch(only={unknown[0]!r}): choose from {', '.join(NAMES)}")
-    if prefer not in PREFERENCES:
-        raise ValueError(f"prefer={prefer!r}: choose one of {', '.join(map(repr, PREFERENCES))}")
+    one_of("prefer", prefer, PREFERENCES)
     return Patch(names, prefer)

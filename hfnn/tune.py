@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from hfnn.capture import captured
 from hfnn.convert import convert
+from hfnn.core.options import one_of
 from hfnn.patterns.subclass import is_converted
 from hfnn.tuning import ranks, rows
 from hfnn.tuning.candidates import Candidate, among_names, candidates, convolved, watch
@@ -77,8 +78,9 @@ def tune(
     Raises ValueError for a model that is already converted or compiled (except by `tune`), sharded or wrapped, whose
     gradients have hooks, or whose loss is not one finite number. Raises what stock itself raises.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps}: takes how many steps are to come, one at least")
+    _check_options(steps, optimizer, loss, budget, memory, backend)
+    one_of("cache", cache, (False, True))
+    one_of("show", show, (False, True))
     if model in _tuned:
         _undo(model)
     _check(model)
@@ -106,6 +108,20 @@ def tune(
     if show and ranks.own() == 0:
         Console().print(found)
     return found
+
+
+def _check_options(steps, optimizer, loss, budget, memory, backend) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r}: takes how many steps are to come, one at least")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer: takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss={loss!r}: takes a function of model and batch")
+    for name, value in (("budget", budget), ("memory", memory)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+            raise ValueError(f"{name}={value!r}: takes a number from 0 on, or None")
+    if not callable(backend) and backend not in (known := torch.compiler.list_backends(None)):
+        raise ValueError(f"backend={backend!r}: choose one of {', '.join(map(repr, known))}, or give a function")
 
 
 def _undo(model: nn.Module) -> None:

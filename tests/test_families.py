@@ -206,7 +206,7 @@ def test_recipes_change_no_bit(family):
 
 def exact(model, batch):
     """`run` in float64."""
-    model = adapters.double(copy.deepcopy(model))
+    model = adapters.widened(copy.deepcopy(model), torch.float64)
     return run(model, {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in batch.items()})
 
 

@@ -3,9 +3,11 @@
 No library is imported here: if the user has not imported it, a model cannot contain its classes.
 """
 
+import torch
 from torch import nn
 
 from hfnn.adapters import attention, diffusers, transformers
+from hfnn.core import parts
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 
@@ -30,9 +32,9 @@ def without_hooks(copy: nn.Module) -> nn.Module:
     return transformers.without_hooks(copy)
 
 
-def double(copy: nn.Module) -> nn.Module:
-    """`copy.double()`, without implementations that do not support float64."""
-    return transformers.double(copy)
+def widened(copy: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The copy in float64 or float32, complex parts too, without implementations that do not support float64."""
+    return transformers.without_grouped_products(copy)._apply(lambda t: parts.widened(t, dtype))
 
 
 def settle(model: nn.Module) -> None:

@@ -127,17 +127,10 @@ def _deferrable(model) -> nn.Module | None:
     head = model.get_output_embeddings()
     # A hook, also one of fully_shard or accelerate, may read the logits or free the weight. DataParallel gathers
     # outputs in C++.
-    hooks = (
-        torch_module._global_forward_hooks,
-        torch_module._global_backward_hooks,
-        torch_module._global_backward_pre_hooks,
-    )
+    kinds = "forward_hooks", "backward_hooks", "backward_pre_hooks"
     if (
         not isinstance(head, Head)
-        or head._forward_hooks
-        or head._backward_hooks
-        or head._backward_pre_hooks
-        or any(hooks)
+        or any(getattr(head, f"_{kind}") or getattr(torch_module, f"_global_{kind}") for kind in kinds)
         or "forward" in vars(head)
         or vars(model).get("_is_replica")
     ):
@@ -168,13 +161,13 @@ def without_hooks(copy: nn.Module) -> nn.Module:
     return copy
 
 
-def double(copy: nn.Module) -> nn.Module:
-    """In float64, for which torch has no grouped products."""
+def without_grouped_products(copy: nn.Module) -> nn.Module:
+    """torch has no grouped products of float64."""
     for module in copy.modules():
         config = vars(module).get("config")
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
             config._experts_implementation = "eager"
-    return copy.double()
+    return copy
 
 
 def _is_language_model(module) -> bool:

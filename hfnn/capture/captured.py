@@ -28,7 +28,7 @@ from hfnn.capture.answers import Other
 from hfnn.capture.outputs import Unfit
 from hfnn.capture.pair import HELD, Pair, Pool
 from hfnn.capture.watch import HostDraws, Snapshot, autocast_state, foreign_hooks
-from hfnn.core import kernel
+from hfnn.core import kernel, parts
 from hfnn.core.context import compiling, context
 from hfnn.core.kernel import log
 from hfnn.deferred.logits import Deferred
@@ -235,14 +235,15 @@ class Capture:
         """An uncaptured call. Notes everything that a graph could not repeat."""
         kind.warm += 1
         self.counts["before recording"] += 1
-        buffers = [(t, t._version, t.clone()) for t in model.buffers()]
+        buffers = [(t, parts.version(t), parts.copy(t)) for t in model.buffers()]
         parameters = [(p, p._version) for p in model.parameters()]
         given = [(t, t._version) for t in call.tensors if not t.is_inference()]
         host, before, state = HostDraws(self._backend.generator), Snapshot(model), self._backend.generator.get_state()
         nest = forward(model, *args, **kwargs)
         kind.draws = not torch.equal(self._backend.generator.get_state(), state)
-        kind.moved = tuple(t for t, version, _ in buffers if t._version != version)
-        kind.writes = tuple(t for t, version, before in buffers if t._version != version or not torch.equal(t, before))
+        seen = [(t, parts.version(t) != version, parts.equal(t, value)) for t, version, value in buffers]
+        kind.moved = tuple(t for t, moved, _ in seen if moved)
+        kind.writes = tuple(t for t, moved, same in seen if moved or not same)
         drawn, changed = host.moved(), before.changed()
         if any(p._version != version for p, version in parameters):
             kind.refused = "its forward writes to parameters"
@@ -326,9 +327,8 @@ def _why_not(args, kwargs) -> str | None:
         return why
     if kernel.forced() is not None:
         return "it is called inside hfnn.use"
-    if _get_current_dispatch_mode_stack() or any(
-        type(m) is not DeviceContext for m in _get_current_function_mode_stack()
-    ):
+    modes = [m for m in _get_current_function_mode_stack() if type(m) is not DeviceContext]
+    if modes or _get_current_dispatch_mode_stack():
         return "a mode observes torch's ops"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved tensors have hooks, as in a checkpoint or when they are offloaded"

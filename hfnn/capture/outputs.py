@@ -7,6 +7,7 @@ import types
 import torch
 from torch import nn
 
+from hfnn.core import parts
 from hfnn.deferred.logits import Deferred
 
 _AS_THEY_ARE = (
@@ -50,7 +51,7 @@ class Outputs:
         for t in hidden:
             if bases.setdefault(storage(t), t) is t and all(t is not known for known in self.tensors):
                 self.tensors.append(t)
-        if {*bases} & {storage(t) for t in others}:
+        if {*bases} & {key for t in others for key in parts.storages(t)}:
             raise Unfit("it returns tensors that share memory with its inputs or its parameters")
         where = {storage(t): at for at, t in enumerate(self.tensors)}
         # Nothing of the graph stays behind, nor deferred logits, which would cost time at each step.

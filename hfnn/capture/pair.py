@@ -24,6 +24,7 @@ from torch import nn
 from hfnn.capture.answers import Answers, Other
 from hfnn.capture.outputs import Outputs, Unfit, storage
 from hfnn.capture.watch import Snapshot, autocast_as, autocast_state
+from hfnn.core import parts
 from hfnn.core.ask import answered
 from hfnn.core.function import Function
 
@@ -77,11 +78,11 @@ class Ticket:
         self.state, self.fresh, self.waits, self._read, self.unread = state, True, True, (), []
 
     def read(self, tensors) -> None:
-        self._read = [(t, t._version) for t in tensors]
+        self._read = [(t, parts.version(t)) for t in tensors]
 
     def look(self) -> None:
         """Before the forward runs again. Raises RuntimeError."""
-        if any(t._version != version for t, version in self._read):
+        if any(parts.version(t) != version for t, version in self._read):
             raise RuntimeError(_WRITTEN)
 
 
@@ -122,6 +123,8 @@ class Pair:
         self._record(model, answers, trial)
 
     def _record(self, model, answers, trial) -> None:
+        if any(t.layout is not torch.strided for t in self._kind.writes):
+            raise Unfit("its forward writes to a sparse buffer")
         grad = torch.is_grad_enabled()
         trained = [p for p in model.parameters() if p.requires_grad] if grad else []
         self._aliases = {id(p): _alias(p) for p in trained}

@@ -6,14 +6,16 @@ forwards of classes. Not seen: changes below the second level of objects, and gl
 """
 
 import contextlib
+import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
+from hfnn.core import parts
 from hfnn.patterns.probe import CONTAINERS
 
 LEVELS = 2  # levels of objects that a module holds, such as its config and a config inside that
@@ -54,7 +56,7 @@ class Snapshot:
         self._places: list[str] = []  # the place of each
         self._values: list[list] = []  # the values in each, which keeps them alive
         self._sets: list[tuple[str, set, set]] = []
-        self._tensors: list[tuple[torch.Tensor, int, bool]] = []
+        self._tensors: list[tuple[torch.Tensor, Callable, object, bool]] = []
         self._forwards = {}
         seen: set[int] = set()
         for name, module in model.named_modules():
@@ -69,7 +71,9 @@ class Snapshot:
                     self._values.append(_values(part))
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if type(tensor) in (torch.Tensor, nn.Parameter):
-                    self._tensors.append((tensor, tensor.data_ptr(), tensor.requires_grad))
+                    plain = tensor.layout is torch.strided
+                    address = tensor.data_ptr if plain else functools.partial(parts.addresses, tensor)
+                    self._tensors.append((tensor, address, address(), tensor.requires_grad))
         self._contents = Contents(self._parts)
 
     def changed(self) -> str | None:
@@ -85,8 +89,8 @@ class Snapshot:
         for where, part, before in self._sets:
             if part != before:
                 return f"{where} has changed"
-        for tensor, pointer, grad in self._tensors:
-            if tensor.data_ptr() != pointer or tensor.requires_grad is not grad:
+        for tensor, address, at, grad in self._tensors:
+            if address() != at or tensor.requires_grad is not grad:
                 return "a parameter or a buffer has other memory, or is (not) trained any more"
         for cls, forward in self._forwards.items():
             if cls.forward is not forward:

@@ -16,7 +16,10 @@ from torch import nn
 
 from hfnn.capture import captured
 from hfnn.convert import convert, revert
-from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, storage_of, unpack
+from hfnn.core import parts
+from hfnn.core.kernel import PREFERENCES
+from hfnn.core.options import one_of
+from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, unpack
 from hfnn.patterns.subclass import is_converted
 
 CASTS = "casts of weights"
@@ -161,6 +164,7 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a torch.nn.Module, got {type(model).__name__}")
+    one_of("prefer", prefer, PREFERENCES)
     with _left_as_it_was(model):
         if not any(map(is_converted, model.modules())):
             convert(model, prefer=prefer)
@@ -227,12 +231,12 @@ def _forward(model, inputs, kwargs) -> Found:
             ops.setdefault(kept, op)
             modules.setdefault(node, kept.module)
     found: Found = {}
-    seen = {storage_of(t) for t in (*model.parameters(), *model.buffers())}
+    seen = {key for t in (*model.parameters(), *model.buffers()) for key in parts.storages(t)}
     for kept in spy.record.alive(reached=ops):
-        if kept.key not in seen:
-            seen.add(kept.key)
+        if new := kept.storages.keys() - seen:
+            seen |= new
             key = kept.module, CASTS if kept.cast else ops.get(kept, FROM_PYTHON)
-            found[key] = found.get(key, 0) + kept.nbytes
+            found[key] = found.get(key, 0) + sum(kept.storages[storage] for storage in new)
     for op, node in graph:
         key = modules.get(node, ""), op + ASIDE
         for _, size in set_aside(node, seen):
@@ -313,7 +317,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restores the classes of modules, their preference, their buffers and the buffers' values."""
     own = ("prefer", "exact", "_hfnn_capture")
     before = [(m, type(m), [(n, vars(m)[n]) for n in own if n in vars(m)], dict(m._buffers)) for m in model.modules()]
-    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies = [(buffer, parts.copy(buffer)) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -324,7 +328,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, copy in copies:  # not detectable by `_version`, which batch norm does not change
-                if not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
+        for buffer, copy in copies:  # not detectable by `_version`, which batch norm does not change
+            if not parts.equal(buffer, copy):
+                parts.write(buffer, copy)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfnn.core import parts
+
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
     """Run `fn` and return the peak number of bytes that it had allocated, above what was allocated before.
@@ -46,8 +48,8 @@ class _Live(TorchDispatchMode):
         return result
 
     def _meet(self, nest, counts: bool) -> None:
-        for tensor in tensors(nest):
-            storage = tensor.untyped_storage()
+        for part in (part for tensor in tensors(nest) for part in parts.dense(tensor)):
+            storage = part.untyped_storage()
             key, size = storage._cdata, storage.nbytes() if counts else 0
             if key not in self._known:
                 self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hfnn.core import native
+from hfnn.core import native, parts
 from hfnn.core.context import PLAIN
 from hfnn.memory.peak import tensors
 
@@ -34,13 +34,12 @@ class Saved:
 
 
 class SavedTensor:
-    """A saved tensor, as packed; its storage is counted. module: for `hfnn.memory.report`."""
+    """A saved tensor, as packed; its storages are counted. module: for `hfnn.memory.report`."""
 
     def __init__(self, tensor: torch.Tensor):
         # Detached: otherwise an op that saves its own result would hold its own node, and neither would ever be freed.
         self.tensor = tensor.detach()
-        storage = tensor.untyped_storage()
-        self.key, self.nbytes = storage._cdata, storage.nbytes()
+        self.storages = parts.storages(tensor)
         self.cast = _is_cast_of_parameter(tensor)
         self.module: str | None = None
 
@@ -78,18 +77,18 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
     with torch.autograd.graph.saved_tensors_hooks(record.pack, unpack):
         result = fn()
     found, graph = Saved(), list(nodes(result))
-    seen = {storage_of(p) for p in leaves(node for _, node in graph)}
+    seen = {key for p in leaves(node for _, node in graph) for key in parts.storages(p)}
     ops = {}
     for op, node in graph:
         for kept in packed(node):
             ops.setdefault(kept, op)
     for kept in (*ops, *record.alive(reached=ops)):
-        if kept.key not in seen:
-            seen.add(kept.key)
-            op = ops.get(kept, FROM_PYTHON)
-            found.total += kept.nbytes
-            found.by_op[op] = found.by_op.get(op, 0) + kept.nbytes
-            found.casts += kept.nbytes * kept.cast
+        if new := kept.storages.keys() - seen:
+            seen |= new
+            op, size = ops.get(kept, FROM_PYTHON), sum(kept.storages[key] for key in new)
+            found.total += size
+            found.by_op[op] = found.by_op.get(op, 0) + size
+            found.casts += size * kept.cast
     # Last: a tensor that is a saved tensor of any node counts as such.
     for _, node in graph:
         found.aside += sum(size for _, size in set_aside(node, seen))
@@ -98,10 +97,6 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
 
 def unpack(kept: SavedTensor) -> torch.Tensor:
     return kept.tensor
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def nodes(result) -> Iterator[tuple[str, object]]:
@@ -145,10 +140,10 @@ def set_aside(node, seen: set[int]) -> Iterator[tuple[int, int]]:
     for tensor in tensors(getattr(node, "__dict__", None)):
         if type(tensor) not in PLAIN or tensor.is_meta:  # no memory of its own
             continue
-        key = storage_of(tensor)
-        if key not in seen:
-            seen.add(key)
-            yield key, tensor.untyped_storage().nbytes()
+        for key, size in parts.storages(tensor).items():
+            if key not in seen:
+                seen.add(key)
+                yield key, size
 
 
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ and have the names of timm and Llama, so state dicts fit. Shazeer, "GLU Variants
 
 from torch import nn
 
+from hfnn.core.options import one_of
 from hfnn.ops.dropout import dropout
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import Linear
@@ -33,8 +34,7 @@ class _FeedForward(nn.Module):
 
     def __init__(self, in_features, hidden_features, out_features, activation, dropout, choices):
         super().__init__()
-        if activation not in choices:
-            raise ValueError(f"activation={activation!r}: choose one of {', '.join(map(repr, choices))}")
+        one_of("activation", activation, choices)
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout={dropout!r}: a probability, from 0 to 1")
         self.in_features, self.hidden_features = in_features, hidden_features

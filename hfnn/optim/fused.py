@@ -12,6 +12,7 @@ from torch import Tensor
 from hfnn.core import kernel as kernels
 from hfnn.core.context import capturing
 from hfnn.core.kernel import FLOATS, Kernel, NoKernel
+from hfnn.core.options import one_of
 from hfnn.deferred import product
 from hfnn.ops.dropout import philox_seed
 from hfnn.optim import formats
@@ -71,11 +72,9 @@ class Fused(Fallback):
         if unknown := options.keys() - set(OPTIONS):
             raise ValueError(f"got {', '.join(sorted(unknown))}; the options are {', '.join(OPTIONS)}")
         value = {name: options.get(name, getattr(self, name)) for name in OPTIONS}
-        known = (None, torch.float32, torch.bfloat16, *formats.LOW)
-        if value["state_dtype"] not in known:
-            raise ValueError(f"state_dtype={value['state_dtype']!r}: choose one of {', '.join(map(repr, known))}")
-        if value["master"] not in (None, "remainder"):
-            raise ValueError(f"master={value['master']!r}: choose None or 'remainder'")
+        one_of("state_dtype", value["state_dtype"], (None, torch.float32, torch.bfloat16, *formats.LOW))
+        one_of("master", value["master"], (None, "remainder"))
+        one_of("stochastic_rounding", value["stochastic_rounding"], (False, True))
         if value["master"] and value["stochastic_rounding"]:
             raise ValueError("master='remainder' keeps all bits: leave stochastic_rounding=False")
         norm, decay = value["max_grad_norm"], value["ema_decay"]

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from hfnn.core import parts
 from hfnn.optim.table import local
 
 
@@ -27,11 +28,11 @@ def memory(optimizer) -> Memory:
     for group in optimizer.param_groups:
         for p in group["params"]:
             found.numel += local(p).numel()
-            found["parameter"] += local(p).nbytes
-            found["gradient"] += 0 if p.grad is None else local(p.grad).nbytes
+            found["parameter"] += parts.nbytes(local(p))
+            found["gradient"] += 0 if p.grad is None else parts.nbytes(local(p.grad))
             for name, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     kind = "scales" if name.endswith("_scale") else name
-                    found[kind] = found.get(kind, 0) + local(value).nbytes
+                    found[kind] = found.get(kind, 0) + parts.nbytes(local(value))
     found["total"] = sum(found.values())
     return found

@@ -57,13 +57,6 @@ def differs(value: torch.Tensor, stock: torch.Tensor, yardstick: Error, at_most:
     return f"is off by {off:.2g} of stock's, {at_most * allowed:.2g} are allowed"
 
 
-def move(model: nn.Module, by: float, seed: int) -> None:
-    for p in model.parameters():
-        if p.is_floating_point():
-            generator = torch.Generator(p.device).manual_seed(seed)
-            p.data.mul_(torch.empty_like(p).uniform_(-1, 1, generator=generator).mul_(by).add_(1))
-
-
 @contextlib.contextmanager
 def step_of(model: nn.Module, cuda: bool) -> Iterator[list[float]]:
     """The relative change of parameters, from the dtypes that modules work in within the block: their parameters',

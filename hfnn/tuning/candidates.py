@@ -66,7 +66,7 @@ def candidates(model: nn.Module, optimizer: Optimizer | None = None, backend: st
 
 def among_names(known: list[Candidate], names: Iterable[str | Candidate]) -> list[Candidate]:
     by_name = {c.name: c for c in known}
-    wanted = [STOCK, *names]
+    wanted = [STOCK, *([names] if isinstance(names, (str, Candidate)) else names)]
     for name in wanted:
         if not isinstance(name, Candidate) and name not in by_name:
             raise ValueError(f"among={name!r}: choose of {', '.join(map(repr, by_name))}")

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from hfnn.capture import captured
+from hfnn.core import parts
 from hfnn.core.kernel import log
 from hfnn.memory.peak import peak_bytes
-from hfnn.tuning.agreement import DRAWS, allowed, differs, move, step_of
+from hfnn.tuning.agreement import DRAWS, allowed, differs, step_of
 from hfnn.tuning.candidates import STOCK, Candidate, graphs
 from hfnn.tuning.ranks import first, together
 from hfnn.tuning.rows import TuneRow, Tuning
@@ -158,14 +159,14 @@ class Run:
             self.model.eval()
         with without(self.dropouts if candidate.name == STOCK else ()):
             if by is not None:
-                move(self.model, *by)
+                parts.move(self.model, *by)
             found = {}
             for number, batch in enumerate(self.batches[:2], 1):
                 after = f"after {number} batch" + "es" * (number > 1)
                 found[f"loss {after}"] = self._step(batch).to("cpu", copy=True)
                 grads = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-                found |= {f"gradient of {n} {after}": g.detach().to("cpu", copy=True) for n, g in grads}
-        found |= {f"buffer {n}": b.detach().to("cpu", copy=True) for n, b in self.model.named_buffers()}
+                found |= {f"gradient of {n} {after}": parts.numbers(g) for n, g in grads}
+        found |= {f"buffer {n}": parts.numbers(b) for n, b in self.model.named_buffers()}
         return found
 
     def _timed(self, candidate: Candidate, row: TuneRow) -> TuneRow:

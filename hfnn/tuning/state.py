@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from hfnn.core import parts
+
 
 class State:
     """The state of a model and the generators. In the `with` block gradients are None; after it everything is
@@ -19,7 +21,7 @@ class State:
     def __init__(self, model: nn.Module):
         self.model = model
         held = [*model.parameters(), *model.buffers()]
-        self._tensors = [(t, t.data, t.detach().to("cpu", copy=True)) for t in held]
+        self._tensors = [(t, t.data, parts.copy(t, "cpu")) for t in held]
         self._buffers = [(m, {**m._buffers}) for m in model.modules()]
         self._modes = [(m, m.training) for m in model.modules()]
         self._gradients = [(p, p.grad) for p in model.parameters()]
@@ -32,7 +34,7 @@ class State:
         for tensor, data, value in self._tensors:
             if layout:
                 tensor.data = data
-            tensor.data.copy_(value)
+            parts.write(tensor, value)
         for module, mode in self._modes:
             module.training = mode
         for p, _ in self._gradients:
