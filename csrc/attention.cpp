@@ -43,6 +43,7 @@ static void check_masks(const Call& call) {
   }
   if (call.bias)
     expect_strided("bias", call.bias, {B, H, T, S}, call.bias.dtype == Dtype::float32 ? Dtype::float32 : call.q.dtype);
+  if (call.uniform && call.starts_q) refuse("uniform", "come without starts", "both");
   if (call.slopes) expect_strided("slopes", call.slopes, {B, H}, Dtype::float32);
   if (call.bounds) {
     expect_shape("bounds", call.bounds, {B, 2});
@@ -75,10 +76,18 @@ static void check(const Call& call) {
   check_masks(call);
 }
 
+static void expect_sums(const Call& call, const Tensor& sums) {
+  if (bool(sums) != bool(call.bias)) refuse("sums", "come with bias", sums ? "sums alone" : "bias alone");
+  if (!sums) return;
+  expect_shape("sums", sums, {call.B, call.H, call.T});
+  expect_dtype("sums", sums, wide(call.q.dtype));
+}
+
 static Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bits, const Tensor& tiles,
                     const Tensor& bias, const Tensor& slopes, const Tensor& bounds, const Tensor& starts_q,
                     const Tensor& starts_k, double scale, double softcap, int64_t left, int64_t right, int64_t shift,
-                    int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair, int64_t threads) {
+                    bool uniform, int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair,
+                    int64_t threads) {
   Call call;
   call.q = q, call.k = k, call.v = v, call.scale = scale, call.softcap = softcap;
   call.bits = bits, call.tiles = tiles, call.bias = bias, call.slopes = slopes, call.bounds = bounds;
@@ -87,6 +96,7 @@ static Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   call.left = std::min(left, kFar);
   call.right = std::min(right, kFar);
   call.shift = shift;
+  call.uniform = uniform;
   call.threshold = threshold;
   if (pair) {
     expect_shape("pair", pair, {2});
@@ -128,20 +138,22 @@ static void share_parts(const Call& call, const std::vector<Part>& parts, int64_
 }
 
 static void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                    const Tensor& bits, const Tensor& tiles, const Tensor& bias, const Tensor& slopes,
-                    const Tensor& sinks, const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k,
-                    double scale, double softcap, int64_t left, int64_t right, int64_t shift, int64_t threshold,
-                    int64_t seed, int64_t offset, const Tensor& pair, int64_t threads) {
+                    const Tensor& sums, const Tensor& bits, const Tensor& tiles, const Tensor& bias,
+                    const Tensor& slopes, const Tensor& sinks, const Tensor& bounds, const Tensor& starts_q,
+                    const Tensor& starts_k, double scale, double softcap, int64_t left, int64_t right, int64_t shift,
+                    bool uniform, int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair,
+                    int64_t threads) {
   const Call call = call_of(q, k, v, bits, tiles, bias, slopes, bounds, starts_q, starts_k, scale, softcap, left, right,
-                            shift, threshold, seed, offset, pair, threads);
+                            shift, uniform, threshold, seed, offset, pair, threads);
   expect_rows("o", o, {call.B, call.H, call.T, call.E}, q.dtype);
   expect_shape("lse", lse, {call.B, call.H, call.T});
   expect_dtype("lse", lse, wide(q.dtype));
+  expect_sums(call, sums);
   if (sinks) {
     expect_shape("sinks", sinks, {call.H});
     expect_dtype("sinks", sinks, Dtype::float32);
   }
-  const Out out{o, lse, sinks};
+  const Out out{o, lse, sums, sinks};
   share_parts(call, parts(call, &Sequence::queries), call.H, forward_scratch(call),
               [&](const Part& part, int64_t b, int64_t h, Scratch& scratch) {
                 forward_block(call, out, part.s, scratch, b, h, part.begin, part.length);
@@ -179,6 +191,7 @@ static void check_grads(const Call& call, const Grads& grads) {
   const Dtype dtype = call.q.dtype;
   expect_shape("lse", grads.lse, {call.B, call.H, call.T});
   expect_dtype("lse", grads.lse, wide(dtype));
+  expect_sums(call, grads.sums);
   expect_shape("delta", grads.delta, {call.B, call.H, call.T});
   expect_dtype("delta", grads.delta, wide(dtype));
   expect_rows("dout", grads.dout, {call.B, call.H, call.T, call.E}, dtype);
@@ -216,15 +229,15 @@ static void gradients(const Call& call, const Grads& grads) {
                 });
 }
 
-static void backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse, const Tensor& dout,
-                     const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dbias,
-                     const Tensor& bits, const Tensor& tiles, const Tensor& bias, const Tensor& slopes,
-                     const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k, double scale, double softcap,
-                     int64_t left, int64_t right, int64_t shift, int64_t threshold, int64_t seed, int64_t offset,
-                     const Tensor& pair, int64_t threads) {
+static void backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse, const Tensor& sums,
+                     const Tensor& dout, const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                     const Tensor& dbias, const Tensor& bits, const Tensor& tiles, const Tensor& bias,
+                     const Tensor& slopes, const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k,
+                     double scale, double softcap, int64_t left, int64_t right, int64_t shift, bool uniform,
+                     int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair, int64_t threads) {
   const Call call = call_of(q, k, v, bits, tiles, bias, slopes, bounds, starts_q, starts_k, scale, softcap, left, right,
-                            shift, threshold, seed, offset, pair, threads);
-  const Grads grads{lse, dout, delta, dq, dk, dv, dbias};
+                            shift, uniform, threshold, seed, offset, pair, threads);
+  const Grads grads{lse, sums, dout, delta, dq, dk, dv, dbias};
   check_grads(call, grads);
   gradients(call, grads);
   if (!dbias) return;

@@ -10,7 +10,9 @@
 //   m = 0 or 1 / (1 - p'): dropout, see below.
 //
 // softcap 0: none. A pair counts if all of the following hold. A query without any key has o = 0 and lse = -inf (with
-// sinks: lse of the sink alone).
+// sinks: lse of the sink alone). If `uniform`, it has lse = -inf, but sees all keys with p = 1 / S, as if a number that
+// absorbs the scores were added to them in place of bias: ds is that of these p, so q and k have gradients, and dbias
+// is 0. Not with starts.
 //   -left <= j - (i + shift) <= right   left, right: -1 for no limit; causal is right = 0
 //   first <= j < last                   bounds (B, 2) int32: {first, last}; none: all keys
 //   bit j of bits_i is 1                bits (B, H, T, ceil(S / 8)) uint8, little-endian along the keys
@@ -18,7 +20,9 @@
 // bits of existing pairs are set, else 1. A kernel may skip tiles with 0, and need not read bits of tiles with 2.
 //
 // bias (B, H, T, S) has the dtype of q or float32; slopes (B, H) float32; sinks (H,) float32. bits, tiles, bias and
-// slopes have any strides, 0 where they are broadcast.
+// slopes have any strides, 0 where they are broadcast. With bias, and only then, there is `sums` (B, H, T), like lse:
+// lse is then the largest score, and sums the sum of exp(s - lse), or 1 if there is no key. Their sum log(sums) + lse
+// would lose the first term where a row of bias is very negative, as that of a hidden query of a finite mask.
 //
 // starts_q, starts_k (n + 1) int32, both or neither, for packed sequences: B is 1, and queries starts_q[n] <= i <
 // starts_q[n + 1] see only the keys starts_k[n] <= j < starts_k[n + 1]. In windows, slopes and dropout's j, i and j
@@ -43,17 +47,17 @@ namespace hfnn {
 
 struct Attention {
   void (*forward)(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                  const Tensor& bits, const Tensor& tiles, const Tensor& bias, const Tensor& slopes,
+                  const Tensor& sums, const Tensor& bits, const Tensor& tiles, const Tensor& bias, const Tensor& slopes,
                   const Tensor& sinks, const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k,
-                  double scale, double softcap, int64_t left, int64_t right, int64_t shift, int64_t threshold,
-                  int64_t seed, int64_t offset, const Tensor& pair, int64_t queue);
+                  double scale, double softcap, int64_t left, int64_t right, int64_t shift, bool uniform,
+                  int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair, int64_t queue);
   void (*delta)(const Tensor& o, const Tensor& dout, const Tensor& delta, int64_t queue);
-  void (*backward)(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse, const Tensor& dout,
-                   const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dbias,
-                   const Tensor& bits, const Tensor& tiles, const Tensor& bias, const Tensor& slopes,
-                   const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k, double scale, double softcap,
-                   int64_t left, int64_t right, int64_t shift, int64_t threshold, int64_t seed, int64_t offset,
-                   const Tensor& pair, int64_t queue);
+  void (*backward)(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse, const Tensor& sums,
+                   const Tensor& dout, const Tensor& delta, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                   const Tensor& dbias, const Tensor& bits, const Tensor& tiles, const Tensor& bias,
+                   const Tensor& slopes, const Tensor& bounds, const Tensor& starts_q, const Tensor& starts_k,
+                   double scale, double softcap, int64_t left, int64_t right, int64_t shift, bool uniform,
+                   int64_t threshold, int64_t seed, int64_t offset, const Tensor& pair, int64_t queue);
 };
 extern const Attention attention_cpu;
 

@@ -23,6 +23,7 @@ struct Call {
   Tensor q, k, v, bits, tiles, bias, slopes, bounds, starts_q, starts_k;
   double scale = 1, softcap = 0;
   int64_t left = -1, right = -1, shift = 0, threshold = 0;
+  bool uniform = false;
   uint64_t seed = 0, offset = 0;
   int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0, threads = 1;
   double kept() const { return 1 / (1 - double(threshold) / 65536); }
@@ -203,10 +204,10 @@ class Scratch {
 
 // What a pass writes, and what it reads from forward.
 struct Out {
-  Tensor o, lse, sinks;
+  Tensor o, lse, sums, sinks;
 };
 struct Grads {
-  Tensor lse, dout, delta, dq, dk, dv, dbias;
+  Tensor lse, sums, dout, delta, dq, dk, dv, dbias;
 };
 // The elements of scratch memory that a pass needs, and the pass for one work item. In attention_cpu_forward.cpp:
 // `rows` queries from i on.

@@ -45,9 +45,10 @@ static void load(const Pass<W>& pass, const Queries<W>& queries, int64_t b, int6
 }
 template <class W>
 static void load(const Pass<W>& pass, const Keys<W>& block, int64_t b, int64_t g, int64_t j, int64_t keys) {
-  load_keys(pass.call.k, pass.s, pass.in, b, g, j, keys, block.k);
+  const Range in = pass.call.uniform ? Range{0, pass.s.keys} : pass.in;
+  load_keys(pass.call.k, pass.s, in, b, g, j, keys, block.k);
   transpose(block.k, keys, pass.call.D, block.k_turned);
-  load_keys(pass.call.v, pass.s, pass.in, b, g, j, keys, pass.spare);
+  load_keys(pass.call.v, pass.s, in, b, g, j, keys, pass.spare);
   transpose(pass.spare, keys, pass.call.E, block.v_turned);
 }
 
@@ -58,9 +59,11 @@ HFNN_INLINE void grad_row(const Pass<W>& pass, const Tile& t, bool bits, bool fo
   const int64_t n = padded(t.keys), at = (t.b * call.H + t.h) * call.T + pass.s.q + t.i + row;
   W *p = pass.p + row * kBlock, *du = pass.du + row * kBlock, capped[kBlock];
   const W lse = pass.grads.lse.template as<W>()[at], delta = pass.grads.delta.template as<W>()[at];
-  const W base = std::isinf(lse) && lse < 0 ? 0 : lse;  // a query without keys
+  const bool blind = std::isinf(lse) && lse < 0;  // a query without keys
+  const W base = blind ? 0 : lse, share = call.bias ? 1 / pass.grads.sums.template as<W>()[at] : W(1);
   score(call, t, pass.in, bits, row, p, for_bias ? nullptr : capped);
-  for (int64_t j = 0; j < n; ++j) p[j] = exp_negative(p[j] - base);
+  for (int64_t j = 0; j < n; ++j) p[j] = exp_negative(p[j] - base) * share;
+  if (blind && call.uniform && !for_bias) std::fill_n(p, t.keys, W(1) / W(call.S));
   if (call.threshold) {
     const W kept = W(call.kept());
     const uint16_t threshold = uint16_t(call.threshold);
@@ -85,6 +88,20 @@ HFNN_CLONES static void grad_rows(const Pass<double>& pass, const Tile& t, bool 
   for (int64_t row = 0; row < t.rows; ++row) grad_row(pass, t, bits, for_bias, row);
 }
 
+// Whether one of `rows` queries from i on sees no key, and so weighs all of them alike.
+template <class W>
+static bool weighs_alike(const Pass<W>& pass, int64_t b, int64_t h, int64_t i, int64_t rows) {
+  if (!pass.call.uniform) return false;
+  const W* lse = pass.grads.lse.template as<W>() + (b * pass.call.H + h) * pass.call.T + i;
+  return std::any_of(lse, lse + rows, [](W at) { return std::isinf(at) && at < 0; });
+}
+// The keys of `rows` queries from i on.
+template <class W>
+static Range all_keys_of(const Pass<W>& pass, int64_t b, int64_t h, int64_t i, int64_t rows) {
+  if (weighs_alike(pass, b, h, i, rows)) return {0, pass.s.keys};
+  return keys_of(pass.call, pass.in, i, rows);
+}
+
 // The tiles p m and du. False if no pair of the tile counts.
 template <class W>
 static bool grad_tile(const Pass<W>& pass, const Queries<W>& queries, const Keys<W>& keys, const Tile& t,
@@ -92,11 +109,11 @@ static bool grad_tile(const Pass<W>& pass, const Queries<W>& queries, const Keys
   const Call& call = pass.call;
   const Range seen = keys_of(call, pass.in, t.i, t.rows);
   const int kind = seen.begin < t.j + t.keys && seen.end > t.j ? state(call, t) : 0;
-  if (kind == 0) return false;
+  if (kind == 0 && (for_bias || !weighs_alike(pass, t.b, t.h, t.i, t.rows))) return false;
   const int64_t n = padded(t.keys);
   multiply(pass.p, kBlock, queries.q, {padded(call.D), 1}, keys.k_turned, kBlock, t.rows, n, call.D, false);
   multiply(pass.du, kBlock, queries.dout, {padded(call.E), 1}, keys.v_turned, kBlock, t.rows, n, call.E, false);
-  grad_rows(pass, t, kind != 2, for_bias);
+  grad_rows(pass, t, kind != 2 && call.bits, for_bias);
   return true;
 }
 
@@ -125,7 +142,7 @@ static void dq_rows(Pass<W> pass, Scratch& scratch, int64_t b, int64_t h, int64_
   W* dq = scratch.take<W>(kBlock * padded(pass.call.D));
   std::fill_n(dq, rows * padded(pass.call.D), W(0));
   load(pass, queries, b, h, i, rows);
-  for_blocks(keys_of(pass.call, pass.in, i, rows), pass.s.keys, [&](int64_t j, int64_t keys) {
+  for_blocks(all_keys_of(pass, b, h, i, rows), pass.s.keys, [&](int64_t j, int64_t keys) {
     const Tile t{b, h, i, rows, j, keys};
     load(pass, block, b, h / (pass.call.H / pass.call.G), j, keys);
     if (grad_tile(pass, queries, block, t)) add_dq(pass, block, t, dq);
@@ -142,8 +159,9 @@ static void dkv_rows(Pass<W> pass, Scratch& scratch, int64_t b, int64_t g, int64
   std::fill_n(dk, keys * D, W(0));
   std::fill_n(dv, keys * E, W(0));
   load(pass, block, b, g, j, keys);
+  const Range seeing = pass.call.uniform ? Range{0, pass.s.queries} : queries_of(pass.call, pass.s.queries, j, keys);
   for (int64_t h = g * group; h < (g + 1) * group; ++h)
-    for_blocks(queries_of(pass.call, pass.s.queries, j, keys), pass.s.queries, [&](int64_t i, int64_t rows) {
+    for_blocks(seeing, pass.s.queries, [&](int64_t i, int64_t rows) {
       const Tile t{b, h, i, rows, j, keys};
       load(pass, queries, b, h, i, rows);
       if (grad_tile(pass, queries, block, t)) add_dkv(pass, queries, t, dk, dv);
@@ -168,7 +186,7 @@ static void head(Pass<W> pass, Scratch& scratch, int64_t b, int64_t g) {
     for_blocks({0, pass.s.queries}, pass.s.queries, [&](int64_t i, int64_t rows) {
       std::fill_n(dq, rows * D, W(0));
       load(pass, queries, b, h, i, rows);
-      for_blocks(keys_of(pass.call, pass.in, i, rows), pass.s.keys, [&](int64_t j, int64_t keys) {
+      for_blocks(all_keys_of(pass, b, h, i, rows), pass.s.keys, [&](int64_t j, int64_t keys) {
         const Tile t{b, h, i, rows, j, keys};
         if (!grad_tile(pass, queries, block(j), t)) return;
         add_dq(pass, block(j), t, dq);

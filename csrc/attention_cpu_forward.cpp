@@ -10,7 +10,7 @@ struct Block {  // of queries: scores, and running results
   const Call& call;
   const Sequence& s;
   Range in;
-  W *q, *keys, *turned, *scores, *o, *largest, *sum;
+  W *q, *keys, *turned, *scores, *o, *largest, *sum, *alike;
 };
 }  // namespace
 
@@ -70,11 +70,46 @@ static void visit(const Block<W>& block, const Tile& t) {
   multiply(block.o, E, block.scores, {kBlock, 1}, block.keys, E, t.rows, E, t.keys, true);
 }
 
+template <class W>
+static bool sees_none(W lse) {
+  return std::isinf(lse) && lse < 0;
+}
+
+// The queries of `uniform` that see no key: each weighs all keys alike. Without dropout, one row serves all of them.
+template <class W>
+static void weigh_alike(const Block<W>& block, int64_t b, int64_t h, int64_t i, int64_t rows) {
+  const Call& call = block.call;
+  const int64_t E = padded(call.E), g = h / (call.H / call.G);
+  int64_t blind[kBlock], n = 0;
+  for (int64_t row = 0; row < rows; ++row)
+    if (sees_none(block.largest[row])) blind[n++] = row;
+  const int64_t different = call.threshold ? n : std::min<int64_t>(n, 1);
+  if (!n || !call.S) return;
+  std::fill_n(block.alike, different * E, W(0));
+  for_blocks({0, call.S}, call.S, [&](int64_t j, int64_t keys) {
+    load_keys(call.v, block.s, {0, call.S}, b, g, j, keys, block.keys);
+    for (int64_t r = 0; r < different; ++r) {
+      W* weights = block.scores + r * kBlock;
+      std::fill_n(weights, kBlock, W(1));
+      if (!call.threshold) continue;
+      uint16_t random[kBlock];
+      draw(call, b, h, i + blind[r], j, random);
+      for (int64_t k = 0; k < keys; ++k) weights[k] = int64_t(random[k]) >= call.threshold ? 1 : 0;
+    }
+    multiply(block.alike, E, block.scores, {kBlock, 1}, block.keys, E, different, E, keys, true);
+  });
+  for (int64_t r = 0; r < n; ++r) {
+    std::copy_n(block.alike + std::min(r, different - 1) * E, E, block.o + blind[r] * E);
+    block.sum[blind[r]] = W(call.S);
+  }
+}
+
 // Adds the sink to the sum, and writes the block's rows.
 template <class W>
 static void finish(const Block<W>& block, const Out& out, int64_t b, int64_t h, int64_t i, int64_t rows) {
   const Call& call = block.call;
-  W* lse = out.lse.as<W>() + (b * call.H + h) * call.T + block.s.q + i;
+  const int64_t first = (b * call.H + h) * call.T + block.s.q + i;
+  W *lse = out.lse.as<W>() + first, *sums = out.sums ? out.sums.as<W>() + first : nullptr;
   const int64_t base = b * out.o.strides[0] + h * out.o.strides[1];
   for (int64_t row = 0; row < rows; ++row) {
     W largest = block.largest[row], sum = block.sum[row], shrink = 1;
@@ -86,9 +121,10 @@ static void finish(const Block<W>& block, const Out& out, int64_t b, int64_t h, 
       }
       if (!std::isinf(sink) || sink > 0) sum = sum * shrink + std::exp(sink - largest);
     }
-    const bool none = std::isinf(largest) && largest < 0;
-    lse[row] = none ? largest : largest + std::log(sum);
-    const W factor = none ? W(0) : shrink / sum * W(call.kept());
+    const bool none = sees_none(largest);
+    lse[row] = none || sums ? largest : largest + std::log(sum);
+    if (sums) sums[row] = none ? 1 : sum;
+    const W factor = sum == 0 ? W(0) : shrink / sum * W(call.kept());
     store_row(out.o, base + (block.s.q + i + row) * out.o.strides[2], call.E, factor, block.o + row * padded(call.E));
   }
 }
@@ -97,7 +133,7 @@ template <class W>
 static void forward(const Call& call, const Out& out, const Sequence& s, Scratch& scratch, int64_t b, int64_t h,
                     int64_t i, int64_t rows) {
   const int64_t D = padded(call.D), E = padded(call.E);
-  Block<W> block{call, s, bounds(call, s, b), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Block<W> block{call, s, bounds(call, s, b), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   block.q = scratch.take<W>(kBlock * D);
   block.keys = scratch.take<W>(kBlock * std::max(D, E));
   block.turned = scratch.take<W>(kBlock * D);
@@ -105,18 +141,20 @@ static void forward(const Call& call, const Out& out, const Sequence& s, Scratch
   block.o = scratch.take<W>(kBlock * E);
   block.largest = scratch.take<W>(kBlock);
   block.sum = scratch.take<W>(kBlock);
+  if (call.uniform) block.alike = scratch.take<W>(kBlock * E);
   load_rows(call.q, b, h, s.q + i, rows, call.factor(), block.q);
   std::fill_n(block.o, rows * E, W(0));
   std::fill_n(block.sum, rows, W(0));
   std::fill_n(block.largest, rows, -std::numeric_limits<W>::infinity());
   for_blocks(keys_of(call, block.in, i, rows), s.keys,
              [&](int64_t j, int64_t keys) { visit(block, {b, h, i, rows, j, keys}); });
+  if (call.uniform && !out.sinks) weigh_alike(block, b, h, i, rows);
   finish(block, out, b, h, i, rows);
 }
 
 int64_t forward_scratch(const Call& call) {
   const int64_t D = padded(call.D), E = padded(call.E);
-  return kBlock * (2 * D + std::max(D, E) + kBlock + E + 2);
+  return kBlock * (2 * D + std::max(D, E) + kBlock + E + 2 + (call.uniform ? E : 0));
 }
 
 void forward_block(const Call& call, const Out& out, const Sequence& s, Scratch& scratch, int64_t b, int64_t h,

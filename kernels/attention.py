@@ -25,6 +25,7 @@ from .attention_tile import (
     keeps,
     lengths,
     place,
+    power,
     rows,
     scores,
     seen_keys,
@@ -75,8 +76,8 @@ def _online(
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         at = tl.where(new == float("-inf"), 0.0, new)  # no key yet
-        p = tl.exp2(s - at[:, None])
-        alpha = tl.exp2(top - at)
+        p = power(s - at[:, None], bias)
+        alpha = power(top - at, bias)
     norm = norm * alpha + tl.sum(p, 1)
     if DROPOUT:
         p = tl.where(keeps(seed, counter, row, n, threshold, q.shape[0], N, groups), p, 0.0)
@@ -85,16 +86,29 @@ def _online(
     return acc, norm, new
 
 
+@triton.jit
+def _weigh_alike(
+    acc, blind, v, b, g, k0, n, N: tl.constexpr, row, v_b, v_h, v_t, S, threshold, seed, counter, groups,
+    DROPOUT: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """acc with the values of keys n to n + N added for the queries that see no key."""
+    weights = blind[:, None] & (tl.arange(0, N) >= 0)[None, :]
+    if DROPOUT:
+        weights = weights & keeps(seed, counter, row, n, threshold, blind.shape[0], N, groups)
+    v_NE = rows(v, b, g, k0 + n, k0 + S, v_b, v_h, v_t, E, N, BLOCK_E, True, TMA)
+    return tl.dot(weights.to(v_NE.dtype), v_NE, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["blocks", "T", "S", "n", "left", "right", "shift", "threshold", "seed", "offset"])
 def forward_kernel(
-    q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair_2,
+    q, k, v, o, lse, sums, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair_2,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bits_b, bits_h, bits_t, bits_s,
     tiles_b, tiles_h, tiles_t, tiles_s, bias_b, bias_h, bias_t, bias_s, slopes_b, slopes_h,
     blocks, H, T, S, n, scale, softcap, left, right, shift, threshold, seed: tl.int64, offset: tl.int64,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHEAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, UNIFORM: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     S *= UNIT
     # Causal blocks of late queries take longest, so they run first.
@@ -156,18 +170,33 @@ def forward_kernel(
                         PRECISION, TMA,
                     )  # fmt: skip
     if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + h).to(tl.float32)
+        if bias is None:
+            sink *= LOG2E
         new = tl.maximum(top, sink)
-        alpha = tl.exp2(top - new)
-        norm = norm * alpha + tl.exp2(sink - new)
+        alpha = power(top - new, bias)
+        norm = norm * alpha + power(sink - new, bias)
         acc = acc * alpha[:, None]
         top = new
     none = norm == 0.0
-    share = 1.0 / tl.where(none, 1.0, norm)
+    if UNIFORM:
+        blind = none & (i < T)
+        if tl.max(blind.to(tl.int32)) > 0:
+            for at in tl.range(0, S, N):
+                acc = _weigh_alike(
+                    acc, blind, v, b, g, k0, at, N, row, v_b, v_h, v_t, S, threshold, seed, offset, groups,
+                    DROPOUT, E, BLOCK_E, PRECISION, TMA,
+                )  # fmt: skip
+            norm = tl.where(blind, tl.cast(S, tl.float32), norm)
+    share = 1.0 / tl.where(norm == 0.0, 1.0, norm)
     if DROPOUT:
         share *= 65536.0 / (65536 - threshold).to(tl.float32)
     store_rows(o, acc * share[:, None], b, h, q0 + m, q0 + T, o_b, o_h, o_t, E, M, BLOCK_E)
-    tl.store(lse + row, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
+    if bias is None:
+        tl.store(lse + row, tl.where(none, float("-inf"), top * LN2 + tl.log(norm)), mask=i < T)
+    else:
+        tl.store(lse + row, tl.where(none, float("-inf"), top), mask=i < T)
+        tl.store(sums + row, tl.where(none, 1.0, norm), mask=i < T)
 
 
 @triton.jit(do_not_specialize=["blocks", "T"])
@@ -259,20 +288,20 @@ def _blocks(T: int, starts, size: int) -> int:
     return -(-T // size) if starts is None else T // size + starts.numel() - 1
 
 
-def _flags(q, k, v, bias, left, right, softcap, threshold) -> dict:
+def _flags(q, k, v, bias, left, right, uniform, softcap, threshold) -> dict:
     """The constants of a call."""
     return {
         "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "E": v.shape[3], "BLOCK_D": _padded(q.shape[3]),
         "BLOCK_E": _padded(v.shape[3]), "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": softcap > 0,
         "CHEAP": _approximates(q.dtype), "DROPOUT": threshold > 0, "PRECISION": _precision(q.dtype),
         # S is passed in units, so the compiler knows that it is a multiple of 16 bytes of a bias, and uses wide loads.
-        "UNIT": 16 if bias is not None and k.shape[2] % 16 == 0 else 1,
+        "UNIT": 16 if bias is not None and k.shape[2] % 16 == 0 else 1, "UNIFORM": uniform,
     }  # fmt: skip
 
 
 def forward(
-    q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, scale, softcap, left, right, shift,
-    threshold, seed, offset, pair, queue,
+    q, k, v, o, lse, sums, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, scale, softcap, left, right,
+    shift, uniform, threshold, seed, offset, pair, queue,
 ):  # fmt: skip
     """csrc/attention.h."""
     (B, H, T, D), (S, E) = q.shape, v.shape[2:]
@@ -280,10 +309,10 @@ def forward(
         return
     M, N, warps, stages = _tile(FORWARD, FORWARD_32, _padded(max(D, E)), q.dtype)
     operands, read, tma = _operands(starts_q, (q, M), (k, N), (v, N))
-    blocks, flags = _blocks(T, starts_q, M), _flags(q, k, v, bias, left, right, softcap, threshold)
+    blocks, flags = _blocks(T, starts_q, M), _flags(q, k, v, bias, left, right, uniform, softcap, threshold)
     launch(
         forward_kernel, (blocks * B * H,),
-        *operands, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
+        *operands, o, lse, sums, bits, tiles, bias, slopes, sinks, bounds, starts_q, starts_k, pair,
         *read, *o.stride()[:3], *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2),
         blocks, H, T, S // flags["UNIT"], None if starts_q is None else starts_q.numel() - 1, scale, softcap, left,
         right, shift, threshold, seed, offset, **flags, M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps,
@@ -305,12 +334,12 @@ def delta(o, dout, delta, queue):
 
 
 def backward(
-    q, k, v, lse, dout, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts_q, starts_k, scale, softcap,
-    left, right, shift, threshold, seed, offset, pair, queue,
+    q, k, v, lse, sums, dout, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts_q, starts_k, scale,
+    softcap, left, right, shift, uniform, threshold, seed, offset, pair, queue,
 ):  # fmt: skip
     """csrc/attention.h."""
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
-    flags = _flags(q, k, v, bias, left, right, softcap, threshold)
+    flags = _flags(q, k, v, bias, left, right, uniform, softcap, threshold)
     masks = *_strides(bits, 4), *_strides(tiles, 4), *_strides(bias, 4), *_strides(slopes, 2)
     numbers = scale, softcap, left, right, shift, threshold, seed, offset
     units = S // flags["UNIT"]
@@ -321,7 +350,7 @@ def backward(
         blocks = _blocks(S, starts_k, N)
         launch(
             keys_kernel, (blocks * B * G,),
-            q_, k_, v_, lse, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            q_, k_, v_, lse, sums, dout_, delta, dk, dv, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dk, 3), *_strides(dv, 3), *masks, blocks, H, T, units, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -331,7 +360,7 @@ def backward(
         blocks = _blocks(T, starts_q, M)
         launch(
             queries_kernel, (blocks * B * H,),
-            q_, k_, v_, lse, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
+            q_, k_, v_, lse, sums, dout_, delta, dq, bits, tiles, bias, slopes, bounds, starts_q, starts_k, pair,
             *read, *_strides(dq, 3), *masks, blocks, H, T, units, sequences, *numbers, **flags,
             M=M, N=N, TMA=tma, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -340,7 +369,7 @@ def backward(
         across, down = -(-S // N), -(-T // M)
         launch(
             bias_kernel, (across * down * shared,),
-            q, k, v, lse, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
+            q, k, v, lse, sums, dout, delta, dbias, bits, tiles, bias, slopes, bounds, pair,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *masks, across, down, B, H, T, units,
             *numbers,
             OF_BATCH=dbias.shape[0] == B, OF_HEAD=dbias.shape[1] == H, **flags, M=M, N=N, num_warps=warps, num_stages=1,

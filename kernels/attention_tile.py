@@ -1,7 +1,8 @@
 """Common parts of the attention kernels: the keys that a block of queries sees, and the scores of a tile.
 
 csrc/attention.h has the contract. Letters: M queries and N keys of a tile, D and E the padded widths of keys and
-values. Scores are in units of log 2, because exp2 is the hardware instruction. A tile is (M, N), or (N, M) if `i` and
+values. Scores are in units of log 2, because exp2 is the hardware instruction; with a bias they are not, because its
+largest numbers would become infinite. A tile is (M, N), or (N, M) if `i` and
 `j` are given as a row and a column.
 """
 
@@ -131,17 +132,24 @@ def scores(
     qk, i, j, bias, bias_t, bias_s, slope, scale, softcap, shift, T, S, SOFTCAP: tl.constexpr, CHEAP: tl.constexpr,
 ):  # fmt: skip
     """(scores, derivative of the soft cap) of a tile of products."""
+    PER_NAT: tl.constexpr = LOG2E if bias is None else 1.0
     if SOFTCAP:
         t = tanh(qk * (scale / softcap), CHEAP)
-        s, slope_of_cap = t * (softcap * LOG2E), 1.0 - t * t
+        s, slope_of_cap = t * (softcap * PER_NAT), 1.0 - t * t
     else:
-        s, slope_of_cap = qk * (scale * LOG2E), 1.0
+        s, slope_of_cap = qk * (scale * PER_NAT), 1.0
     if bias is not None:
         at = bias + i.to(tl.int64) * bias_t + j.to(tl.int64) * bias_s
-        s += tl.load(at, mask=(i < T) & (j < S), other=0.0).to(tl.float32) * LOG2E
+        s += tl.load(at, mask=(i < T) & (j < S), other=0.0).to(tl.float32)
     if slope is not None:
-        s -= (slope * LOG2E) * tl.abs(i + shift - j).to(tl.float32)
+        s -= (slope * PER_NAT) * tl.abs(i + shift - j).to(tl.float32)
     return s, slope_of_cap
+
+
+@triton.jit
+def power(x, bias):
+    """The exponential of a difference of scores, in their unit."""
+    return tl.exp2(x) if bias is None else tl.exp2(x * LOG2E)
 
 
 @triton.jit

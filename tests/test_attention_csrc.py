@@ -40,6 +40,7 @@ class Given:
     left: int = -1
     right: int = -1
     shift: int = 0
+    uniform: bool = False
     threshold: int = 0
     seed: int = SEED
     offset: int = OFFSET
@@ -135,13 +136,16 @@ def dense(q, k, v, g, bias=None, low=None):
     s = round_(g.scale * q @ k.transpose(2, 3))
     s = g.softcap * (s / g.softcap).tanh() if g.softcap else s
     allowed, away = seen(g, B, H, T, S)
+    alike = (s + torch.finfo(s.dtype).min).softmax(3)
     s = s if bias is None else s + bias
     s = s if g.slopes is None else s - g.slopes.to(s.dtype)[..., None, None] * away.abs()
     s = s.masked_fill(~allowed, -INF)
     sink = torch.full((B, H, T, 1), -INF, dtype=s.dtype) if g.sinks is None else g.sinks.to(s.dtype).view(-1, 1, 1)
     lse = torch.cat((s, sink.expand(B, H, T, 1)), 3).logsumexp(3)
     none = lse == -INF
-    p = (s - lse.masked_fill(none, 0)[..., None]).exp()
+    p = torch.cat((s, sink.expand(B, H, T, 1)), 3).masked_fill(none[..., None], 0).softmax(3)[..., :-1]
+    p = p.masked_fill(none[..., None], 0)
+    p = torch.where(none[..., None], alike, p) if g.uniform else p
     m = kept(g, B, H, T, S)
     return round_(p * (m if isinstance(m, int) else m.to(s.dtype))) @ v, lse
 
@@ -164,17 +168,19 @@ def run(q, k, v, dout, g, threads=1, dbias=None, wanted=(True, True, True), outp
     """o, lse, delta, dq, dk, dv, dbias, in buffers filled with NaN, or in `outputs` (o, dq, dk, dv)."""
     (B, H, T, _), dtype = q.shape, q.dtype
     o, dq, dk, dv = outputs or (nan(*x.shape, dtype=dtype) for x in (dout, q, k, v))
-    lse, delta = nan(B, H, T, dtype=wide(dtype)), nan(B, H, T, dtype=wide(dtype))
+    lse, delta, sums = (nan(B, H, T, dtype=wide(dtype)) for _ in range(3))
+    sums = None if g.bias is None else sums
     masks = (*packed(g.mask), g.bias, g.slopes)
     attention.forward(
-        q, k, v, o, lse, *masks, g.sinks, g.bounds, g.starts_q, g.starts_k, *g.numbers(), threads
+        q, k, v, o, lse, sums, *masks, g.sinks, g.bounds, g.starts_q, g.starts_k, *g.numbers(), threads
     )  # fmt: skip
     attention.delta(o, dout, delta, threads)
     dq, dk, dv = (x if want else None for x, want in zip((dq, dk, dv), wanted, strict=True))
     attention.backward(
-        q, k, v, lse, dout, delta, dq, dk, dv, dbias, *masks, g.bounds, g.starts_q, g.starts_k, *g.numbers(), threads
+        q, k, v, lse, sums, dout, delta, dq, dk, dv, dbias, *masks, g.bounds, g.starts_q, g.starts_k, *g.numbers(),
+        threads,
     )  # fmt: skip
-    return o, lse, delta, dq, dk, dv, dbias
+    return o, lse if sums is None else lse + sums.log(), delta, dq, dk, dv, dbias
 
 
 def check(shape, dtype, g, shared=(False, False), seed=0):
@@ -240,17 +246,22 @@ def feature(name, shape, dtype=torch.float32):
         "mask": {"mask": random_mask(shape)},
         "bias": {"bias": randn(B, H, T, S, seed=6, dtype=dtype)},
         "wide bias": {"bias": randn(B, H, T, S, seed=6)},
+        "finite bias": {
+            "bias": randn(B, H, T, S, seed=6).masked_fill(~random_mask(shape), torch.finfo(torch.float32).min)
+        },
         "slopes": {"slopes": randn(B, H, seed=7).abs() / 8, "shift": 20},
         "sinks": {"sinks": randn(H, seed=8)},
         "bounds": {"bounds": torch.tensor([[3, S - 9], [S // 2, S + 5]][:B], dtype=torch.int32)},
         "empty bounds": {"bounds": torch.tensor([[0, 0], [9, 4]][:B], dtype=torch.int32)},
         "dropout": {"threshold": 20000},
+        "uniform": {"uniform": True, "right": 0, "shift": -20},
+        "uniform mask": {"uniform": True, "mask": random_mask(shape)},
     }[name]
 
 
 FEATURES = (
-    "plain", "causal", "shifted", "window", "left", "nothing", "softcap", "mask", "bias", "wide bias", "slopes",
-    "sinks", "bounds", "empty bounds", "dropout",
+    "plain", "causal", "shifted", "window", "left", "nothing", "softcap", "mask", "bias", "wide bias", "finite bias",
+    "slopes", "sinks", "bounds", "empty bounds", "dropout", "uniform", "uniform mask",
 )  # fmt: skip
 
 
@@ -296,14 +307,14 @@ def test_dropout_pattern(threshold):
     v = torch.eye(S).expand(B, H, S, S)
     g = Given(threshold=threshold)
     o, lse = nan(B, H, T, S, dtype=torch.float32), nan(B, H, T, dtype=torch.float32)
-    attention.forward(q, k, v, o, lse, *[None] * 8, *g.numbers(), 2)
+    attention.forward(q, k, v, o, lse, *[None] * 9, *g.numbers(), 2)
     m = kept(g, B, H, T, S)
     assert torch.equal(o != 0, m != 0)
     assert abs((m == 0).double().mean() - threshold / 65536) < 4 * math.sqrt(0.25 / m.numel())
     torch.testing.assert_close(o, ((g.scale * q @ k.mT).softmax(3) * m).float(), rtol=1e-5, atol=1e-7)
     again = torch.empty_like(o)
     numbers = replace(g, seed=3, offset=4, pair=torch.tensor([SEED, OFFSET])).numbers()
-    attention.forward(q, k, v, again, lse, *[None] * 8, *numbers, 1)
+    attention.forward(q, k, v, again, lse, *[None] * 9, *numbers, 1)
     assert same_bits(o, again)  # seed and offset as a tensor, where there is one
 
 

@@ -150,7 +150,7 @@ def test_nothing_dense(ran):
         ("llama", "left", {"window", "lengths"}),
         ("mistral", "left", {"window", "lengths"}),
         ("bert", "right", {"lengths"}),
-        ("gemma2", "right", {"window", "lengths", "softcap"}),
+        ("gemma2", "right", {"window", "lengths", "softcap", "uniform"}),
         ("gpt_oss", "none", {"window", "sinks"}),
     ):
         ran["calls"].clear()

@@ -145,7 +145,7 @@ def _differs(module) -> str | None:
     key = cls, heads, groups, tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None)
     if key not in _proofs:
         try:
-            with seclusion(), torch.no_grad():
+            with seclusion():
                 same = _same(module, eager, heads, groups)
             _proofs[key] = None if same else "its eager attention computes something else"
         except Exception as error:  # this runs the author's code: whatever it raises is a reason
@@ -154,7 +154,8 @@ def _differs(module) -> str | None:
 
 
 def _same(module, eager, heads: int, groups: int) -> bool:
-    """Whether eager attention of random tensors is `room.reference` of them."""
+    """Whether eager attention of random tensors, some of whose queries see no key, is `room.reference` of them, and so
+    are its gradients."""
     clone = object.__new__(type(module))
     generator = torch.Generator("cpu").manual_seed(0)
     vars(clone).update({**vars(module), "training": False})
@@ -166,11 +167,12 @@ def _same(module, eager, heads: int, groups: int) -> bool:
     width = width if isinstance(width, int) else 8
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, requires_grad=True)
 
     query, key, value = draw(2, heads, 5, width), *(draw(2, heads // groups, 7, width) for _ in "kv")
     seen = draw(2, 1, 5, 7) > -0.5
     seen[..., 0] = True
+    seen[0, :, 1] = seen[1, :, 3] = False
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     constants = views.constants(routed._unwrapped(type(module).forward).__code__)
     takes = inspect.signature(eager).parameters
@@ -183,10 +185,14 @@ def _same(module, eager, heads: int, groups: int) -> bool:
         options["s_aux"] = ours["sinks"] = next(p for p in clone._parameters.values() if p is not None)
     if "position_bias" in takes:
         options["position_bias"] = draw(1, heads, 5, 7)
-        seen = torch.where(seen, options["position_bias"], torch.finfo(torch.float32).min)
+        seen = options["position_bias"] + added
+    else:
+        ours["uniform"] = True
     wanted = eager(clone, query, key, value, added, **options)[0]
-    found = room.OP.reference(query, key, value, seen, **ours)
-    return torch.allclose(wanted, found.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    found = room.OP.reference(query, key, value, seen, **ours).transpose(1, 2)
+    dy = draw(*found.shape).detach()
+    pairs = zip(*((y, *torch.autograd.grad(y, (query, key, value), dy)) for y in (wanted, found)), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
 def attention(module, query, key, value, attention_mask=None, **options):
@@ -307,11 +313,17 @@ def _arguments(module, base, query, key, attention_mask, options) -> tuple[int, 
     elif isinstance(attention_mask, masks.Mask):
         if tuple(attention_mask.shape[-2:]) != (queries, keys) or attention_mask.shape[0] != query.shape[0]:
             return None
-        rows, given = keys, attention_mask.arguments()
+        hidden = attention_mask.dtype if base == "eager" else None if bias is None else key.dtype
+        rows, given = keys, attention_mask.arguments(hidden)
+        # sdpa's number takes the place of the bias, and the eager one is added to it.
+        if given is None or ("uniform" in given and bias is not None and (base == "eager" or "attn_mask" in given)):
+            return None
         if given == {"window": (None, 0)} and queries == keys and base != "eager":
             given = {"is_causal": True}  # what no mask means; a recorded forward makes a mask of it
     else:
         if attention_mask.dim() != 4 or attention_mask.shape[-1] != keys:
+            return None
+        if base == "eager" and not masks.absorbs(attention_mask.dtype):  # nor does it select by a boolean mask
             return None
         rows, given = keys, {"attn_mask": attention_mask}
     if bias is not None:

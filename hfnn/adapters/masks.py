@@ -99,21 +99,36 @@ def _remapped(held) -> Rule | None:
     return None if rule is None or rule.sequences is not None else rule.also(Rule(positions=held["position_ids"]))
 
 
+def absorbs(dtype) -> bool:
+    """Whether scores vanish in the sum with the smallest number of a dtype, as eager attention adds it.
+
+    Not in float16, where it is -65504; float64's becomes -inf if the softmax is in float32.
+    """
+    return dtype in (torch.float32, torch.bfloat16)
+
+
 class Mask(torch.Tensor):
     """A (B, 1, T, S) mask that is made when it is read. Boolean, or additive if `make` makes such a mask."""
 
     @staticmethod
-    def of(shape, dtype, device, given: dict, make: Callable) -> "Mask":
-        """given: the mask as arguments of `hfnn.functional.scaled_dot_product_attention`."""
+    def of(shape, dtype, device, given: dict, blind: bool, make: Callable) -> "Mask":
+        """given: the mask as arguments of `hfnn.functional.scaled_dot_product_attention`; blind: whether there may be
+        queries that see no key."""
         mask = torch.Tensor._make_wrapper_subclass(Mask, shape, dtype=dtype, device=device)
-        mask._given, mask._make, mask._dense, mask._made = given, make, None, 0
+        mask._given, mask._blind, mask._make, mask._dense, mask._made = given, blind, make, None, 0
         return mask
 
-    def arguments(self) -> dict:
-        """The mask as arguments of `hfnn.functional.scaled_dot_product_attention`: a user may have written to it."""
+    def arguments(self, hidden: torch.dtype | None = None) -> dict | None:
+        """The mask as arguments of `hfnn.functional.scaled_dot_product_attention`: a user may have written to it.
+
+        hidden: the dtype whose smallest number hidden pairs get, None for -inf. With a number, a query that sees no key
+        weighs all keys alike if the number absorbs the scores; returns None if it does not.
+        """
         if self._dense is not None and self._dense._version != self._made:
             return {"attn_mask": self._dense}
-        return dict(self._given)
+        if hidden is None or not self._blind:
+            return dict(self._given)
+        return {**self._given, "uniform": True} if absorbs(hidden) else None
 
     def dense(self) -> torch.Tensor:
         """The tensor, as transformers makes it."""
@@ -173,9 +188,10 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
     rule = read(function)
     if rule is not None and not all(map(_has_numbers, (rule.sequences, rule.positions))):
         return make()
-    given = None if rule is None else _describe(rule, *sizes, attention_mask)
-    if given is None:
+    found = None if rule is None else _describe(rule, *sizes, attention_mask)
+    if found is None:
         return _dense(make(), attention_mask)
+    given, blind = found
     if not given and others.get("allow_is_bidirectional_skip", False):
         return None
     causal = given == {"window": (None, 0)} and q_length == kv_length and q_offset == kv_offset
@@ -183,7 +199,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
         return None
     dtype = others.get("dtype", torch.float32) if eager else torch.bool
     whole = functools.partial(make, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return Mask.of((batch_size, 1, q_length, kv_length), dtype, others.get("device", "cpu"), given, whole)
+    return Mask.of((batch_size, 1, q_length, kv_length), dtype, others.get("device", "cpu"), given, blind, whole)
 
 
 def _added(*sizes, dtype=torch.float32, allow_is_causal_skip=False, **others):
@@ -218,8 +234,9 @@ def _has_numbers(x) -> bool:
     return x is None or (type(x) is torch.Tensor and not x.is_meta)
 
 
-def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> dict | None:
-    """Arguments of `hfnn.functional.scaled_dot_product_attention` that express the rule and the padding."""
+def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) -> tuple[dict, bool] | None:
+    """(arguments of `hfnn.functional.scaled_dot_product_attention` that express the rule and the padding, whether there
+    may be queries that see no key)."""
     shift = q_offset - kv_offset
     if rule.sequences is not None and capturing():
         # Otherwise transformers checks whether there are several.
@@ -234,7 +251,7 @@ def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) ->
         if padding is not None or shift or queries != keys or tuple(rule.sequences.shape) != (batch, keys):
             return None
         starts = _starts(rule)
-        return None if starts is None else {"cu_seqlens": starts, "window": (rule.left, rule.right)}
+        return None if starts is None else ({"cu_seqlens": starts, "window": (rule.left, rule.right)}, False)
     if rule.positions is not None:
         return None
     # A limit that no pair exceeds is no limit: the farthest key before a query, and after one.
@@ -243,28 +260,40 @@ def _describe(rule: Rule, batch, queries, keys, q_offset, kv_offset, padding) ->
     given = {} if left is None and right is None else {"window": (left, right)}
     if shift:
         given["offset"] = shift
+    # The first query sees the keys before `end`, the last one those from `begin` on.
+    begin = 0 if left is None else queries - 1 + shift - left
+    end = keys if right is None else shift + right + 1
+    blind = end <= 0 or begin >= keys
     if padding is not None:
-        given |= _visible(padding, keys, kv_offset)
-    return given if "window" in given or "offset" not in given else {k: v for k, v in given.items() if k != "offset"}
+        visible, hides = _visible(padding, keys, kv_offset, begin, end)
+        given, blind = given | visible, blind or hides
+    if "window" not in given:
+        given.pop("offset", None)
+    return given, blind
 
 
-def _visible(padding: torch.Tensor, keys: int, offset: int) -> dict:
-    """{} if no key is padding; bounds if the other keys of each sequence are consecutive; else a mask."""
+def _visible(padding: torch.Tensor, keys: int, offset: int, begin: int, end: int) -> tuple[dict, bool]:
+    """({} if no key is padding; bounds if the other keys of each sequence are consecutive; else a mask, whether there
+    may be queries that see no key). begin, end: of the keys that the last and the first query may see."""
     padding = padding[:, offset : offset + keys]
     if padding.shape[1] < keys:
         padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
     if not may_ask(padding):
-        return {"attn_mask": own(padding.clone())[:, None, None, :]}
+        return {"attn_mask": own(padding.clone())[:, None, None, :]}, True
     numbers = padding.int()
     count, first = numbers.sum(1), numbers.argmax(1)
     last = torch.where(count > 0, keys - numbers.flip(1).argmax(1), first)
     # transformers also waits for the GPU to know whether there is padding at all. This gets both answers at once.
-    full, dense = ask(torch.stack(((count == keys).all(), (last - first == count).all())), (1, 1))
+    consecutive = last - first == count
+    blind = (count == 0) | (first >= end) | (last <= begin)
+    if begin > 0 and end < keys:  # a window may be in a hole
+        blind |= ~consecutive
+    full, dense, blind = ask(torch.stack(((count == keys).all(), consecutive.all(), blind.any())), (1, 1, 0))
     if full:
-        return {}
+        return {}, False
     if dense:
-        return {"lengths": own(torch.stack((first, last), 1).int())}
-    return {"attn_mask": own(padding.clone())[:, None, None, :]}
+        return {"lengths": own(torch.stack((first, last), 1).int())}, bool(blind)
+    return {"attn_mask": own(padding.clone())[:, None, None, :]}, bool(blind)
 
 
 def _starts(rule: Rule) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ FEATURES = (
     "lengths",
     *MASKS,
     "dropout",
+    "uniform",
     "gqa",
     "mqa",
     "varlen",
@@ -93,6 +94,8 @@ def case(features, dtype=torch.float32, size=None, name="cpp", device=DEVICE, ge
         options["return_lse"] = True
     if "dropout" in features:
         options["dropout_p"] = P
+    if "uniform" in features:  # the first queries see no key
+        options |= {"uniform": True, "window": (keys, 0), "offset": -3}
     if "alibi" in features:
         options["alibi"] = (2.0 ** -torch.arange(1, heads + 1)).to(device)
     if "sinks" in features:
@@ -127,7 +130,9 @@ def _masks(features, options, inputs, shape, dtype, device, generator):
     wide["row_bias"] = (batch, 1, 1, keys)
     for name, size in wide.items():
         if name in features:
-            inputs["attn_mask"] = torch.randn(size, generator=generator).to(dtype).to(device)
+            bias = torch.randn(size, generator=generator).to(dtype)
+            bias[:, :, 1::5] = torch.finfo(dtype).min  # of queries that see no key, as finite masks have it
+            inputs["attn_mask"] = bias.to(device)
     return options, inputs
 
 
@@ -137,8 +142,8 @@ def excluded(features) -> bool:
 
 
 def refused(features) -> bool:
-    """Whether the call is an error: a mask or lengths together with packed sequences."""
-    return "varlen" in features and any(f in features for f in (*MASKS, "lengths"))
+    """Whether the call is an error: packed sequences together with a mask, lengths or uniform."""
+    return "varlen" in features and any(f in features for f in (*MASKS, "lengths", "uniform"))
 
 
 def keep_of(case, name="keep"):

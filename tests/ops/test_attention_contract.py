@@ -143,7 +143,10 @@ def test_no_second_derivative_with_dropout():
 @pytest.mark.skipif("cpp" not in NAMES, reason="the kernel of the CPU takes float64")
 @pytest.mark.parametrize("features", [*DIVERSE, ("row_bias", "alibi", "mqa", "widths")], ids="-".join)
 def test_gradcheck(features):
-    made = case(features, torch.float64, size=(1 if "varlen" in features else 2, 2, 4, 6, 3)).cast(None)
+    made = case(features, torch.float64, size=(1 if "varlen" in features else 2, 2, 4, 6, 3))
+    if "attn_mask" in made.inputs:  # a number that absorbs the scores has no difference quotient
+        made.inputs["attn_mask"].clamp_(min=-5)
+    made = made.cast(None)
     if features == MANY:
         made.options["sinks"] = (
             made.inputs.pop("sinks").detach().float()

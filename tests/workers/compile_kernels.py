@@ -156,7 +156,7 @@ def launch_wire():
             op.decode(rows, x, length)
 
 
-def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, **given):
+def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, uniform=False, **given):
     """given: the optional tensors that are passed."""
     op, (B, H, G, T) = kernels("attention"), (2, 8, 4, 1024)
 
@@ -166,16 +166,19 @@ def launch_attention(dtype, width, softcap=0.0, left=-1, right=0, threshold=0, *
     q, o, dq = (new(None, B, T, H, width).transpose(1, 2) for _ in range(3))
     k, v, dk, dv = (new(None, B, T, G, width).transpose(1, 2) for _ in range(4))
     lse, delta = (new(None, B, H, T, dtype=F32) for _ in range(2))
+    sums = new("bias", B, H, T, dtype=F32)
     bits, tiles = (
         new("mask", B, H, T, T // 8, dtype=torch.uint8),
         new("mask", B, H, T // 128, T // 128, dtype=torch.uint8),
     )
     bias, dbias, slopes, sinks = new("bias", B, H, T, T), new("bias", 1, H, T, T), new("slopes", B, H), new("sinks", H)
     bounds, starts = new("bounds", B, 2, dtype=torch.int32), new("starts", 5, dtype=torch.int32)
-    numbers = width**-0.5, softcap, left, right, 0, threshold, 1, 1, new("pair", 2, dtype=torch.int64), 0
-    op.forward(q, k, v, o, lse, bits, tiles, bias, slopes, sinks, bounds, starts, starts, *numbers)
+    numbers = width**-0.5, softcap, left, right, 0, uniform, threshold, 1, 1, new("pair", 2, dtype=torch.int64), 0
+    op.forward(q, k, v, o, lse, sums, bits, tiles, bias, slopes, sinks, bounds, starts, starts, *numbers)
     op.delta(o, o, delta, 0)
-    op.backward(q, k, v, lse, o, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts, starts, *numbers)
+    op.backward(
+        q, k, v, lse, sums, o, delta, dq, dk, dv, dbias, bits, tiles, bias, slopes, bounds, starts, starts, *numbers
+    )
 
 
 def launch_attentions(capability, everything):
@@ -183,9 +186,10 @@ def launch_attentions(capability, everything):
     kernels("attention")._has_tma = lambda index: capability >= 90
     widths = ((BF16, 64), (F16, 128), (BF16, 256), (F32, 64))
     variants = ({"left": 9, "softcap": 30.0, "sinks": 1, "starts": 1}, {"mask": 1, "threshold": 9}, {"bias": 1})
+    variants += {"uniform": True, "bounds": 1}, {"uniform": True, "mask": 1, "threshold": 9}
     for dtype, width in widths if everything else widths[::3]:
         launch_attention(dtype, width)
-    for options in variants if everything else variants[1:]:
+    for options in variants if everything else variants[1:4]:
         launch_attention(BF16, 128, **options)
 
 

@@ -18,6 +18,7 @@ class Numbers(NamedTuple):
     left: int
     right: int
     shift: int
+    uniform: bool = False
     threshold: int = 0
     seed: int = 0
     offset: int = 0
@@ -49,6 +50,7 @@ class Arguments(NamedTuple):
     lengths: torch.Tensor | None = None
     offset: int = 0
     cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+    uniform: bool = False
 
     @property
     def ordinary(self) -> bool:
@@ -61,12 +63,12 @@ class Arguments(NamedTuple):
             and self.lengths is None
             and self.offset == 0
             and self.cu_seqlens is None
+            and not self.uniform
         )
 
     def for_reference(self) -> dict:
         """Keyword arguments of `reference`, except attn_mask and sinks, which may require gradients."""
-        names = ("dropout_p", "is_causal", "scale", "enable_gqa", "window", "softcap", "alibi", "lengths", "offset")
-        return {**{name: getattr(self, name) for name in names}, "cu_seqlens": self.cu_seqlens}
+        return {name: value for name, value in self._asdict().items() if name not in ("attn_mask", "sinks")}
 
     def numbers(self, width: int) -> Numbers:
         """width: the width of a query, D."""
@@ -74,7 +76,7 @@ class Arguments(NamedTuple):
         if self.is_causal:
             right = 0
         scale = 1 / math.sqrt(width) if self.scale is None and width else self.scale or 0.0
-        return Numbers(float(scale), float(self.softcap or 0.0), left, right, int(self.offset))
+        return Numbers(float(scale), float(self.softcap or 0.0), left, right, int(self.offset), self.uniform)
 
     def tensors(self, query, key) -> Tensors:
         """query (B, H, T, D), key (B, G, S, D)."""
@@ -154,6 +156,8 @@ class Arguments(NamedTuple):
                 return f"cu_seqlens goes with one batch element of sequences one behind the other, got {query.shape[0]}"
             if self.lengths is not None:
                 return "lengths and cu_seqlens exclude each other"
+        if self.uniform and self.cu_seqlens is not None:
+            return "uniform and cu_seqlens exclude each other"
         if not 0 <= self.dropout_p <= 1:
             return f"dropout probability has to be between 0 and 1, but got {self.dropout_p}"
         return None

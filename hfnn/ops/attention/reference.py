@@ -6,7 +6,8 @@ For query i and key j of batch b and head h, with the distance d_ij = j - (i + o
     p_ij = exp(s_ij - lse_i),  lse_i = log(sum_j exp(s_ij) + exp(sink_h)),  o_i = sum_j p_ij m_ij v_j
 
 summed over the keys that i sees; m_ij is 0 or 1 / (1 - p'), the dropout. If i sees no key, o_i is 0 and lse_i is -inf
-(or the sink), with gradients of 0.
+(or the sink), with gradients of 0. If `uniform`, p_ij is then 1 / S for all keys, as if a number that absorbs the
+capped u_ij were added to it: its derivative is that of a softmax.
 
 Vaswani et al., "Attention Is All You Need", 2017. Press, Smith and Lewis, "Train Short, Test Long: Attention with
 Linear Biases", 2022. Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024 (softcap). Xiao et
@@ -36,6 +37,7 @@ def reference(
     lengths=None,
     offset=0,
     cu_seqlens=None,
+    uniform=False,
     return_lse=False,
     keep=None,
 ):
@@ -57,14 +59,17 @@ def reference(
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         s = _product(q * scale, k.transpose(-2, -1), enable_gqa)
         s = softcap * torch.tanh(s / softcap) if softcap else s
-        distance = _distance(q.shape[-2], k.shape[-2], offset, q.device)
+        capped, distance = s, _distance(q.shape[-2], k.shape[-2], offset, q.device)
         if alibi is not None:
             s = s - alibi.to(wide)[..., None, None] * distance.abs()
         if attn_mask is not None and attn_mask.dtype is not torch.bool:
             s = s + attn_mask.to(wide)
         hidden = _hidden(q, distance, attn_mask, is_causal, window, lengths)
-        s = s if hidden is None else s.masked_fill(hidden, -math.inf)
-        p, lse = _softmax(s, None if sinks is None else sinks.to(wide)[:, None, None])
+        sinks = None if sinks is None else sinks.to(wide)[:, None, None]
+        p, lse = _softmax(s if hidden is None else s.masked_fill(hidden, -math.inf), sinks)
+        if uniform:
+            alike = torch.softmax(capped + torch.finfo(wide).min, -1)
+            p = torch.where(lse[..., None] == -math.inf, alike, p)
         o = _product(_dropped(p, dropout_p, keep), v, enable_gqa).to(query.dtype)
     return (o, lse) if return_lse else o
 

@@ -59,25 +59,27 @@ class _Attention(Function):
             o = fresh((batch, queries, heads, value.shape[-1])).transpose(1, 2)
         statistics = torch.promote_types(query.dtype, torch.float32)
         lse = torch.full((batch, heads, queries), -math.inf, dtype=statistics, device=query.device)
+        sums = None if bias is None else torch.ones_like(lse)
         bits, tiles, slopes, bounds, starts_q, starts_k = tensors
         kernel.forward(
-            query, key, value, o, lse, bits, tiles, _expanded(bias, query, key), slopes,
+            query, key, value, o, lse, sums, bits, tiles, _expanded(bias, query, key), slopes,
             None if sinks is None else sinks.float(), bounds, starts_q, starts_k,
             *numbers, pair, kernel.queue(query),
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, bias, sinks, o, lse, pair, *tensors)
+        ctx.save_for_backward(query, key, value, bias, sinks, o, lse, sums, pair, *tensors)
         ctx.numbers, ctx.formula, ctx.kernel, ctx.math_dims = numbers, formula, kernel, math_dims
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, lse if sums is None else lse + sums.log()
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        query, key, value, bias, sinks, o, lse, pair, *rest = ctx.saved_tensors
+        query, key, value, bias, sinks, o, lse, sums, pair, *rest = ctx.saved_tensors
         needs, inputs = ctx.needs_input_grad[:5], (query, key, value, bias, sinks)
         if torch.is_grad_enabled():
             grads = _again(ctx.formula, inputs, needs, dout, dlse, ctx.numbers)
         else:
-            grads = _gradients(inputs, needs, o, lse, dout, dlse, Tensors(*rest), ctx.numbers, pair, ctx.kernel)
+            rows = o, lse, sums, dout, dlse
+            grads = _gradients(inputs, needs, *rows, Tensors(*rest), ctx.numbers, pair, ctx.kernel)
             if ctx.math_dims:
                 grads = _as_of_math(ctx.math_dims, query.shape[1], *grads)
         return *grads, None, None, None, None, None, None
@@ -95,7 +97,7 @@ def _expanded(bias, query, key):
     return None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
 
 
-def _gradients(inputs, needs, o, lse, dout, dlse, tensors, numbers, pair, kernel):
+def _gradients(inputs, needs, o, lse, sums, dout, dlse, tensors, numbers, pair, kernel):
     query, key, value, bias, sinks = inputs
     dout = torch.zeros_like(o) if dout is None else _rows(dout)
     delta = torch.zeros_like(lse)
@@ -108,14 +110,15 @@ def _gradients(inputs, needs, o, lse, dout, dlse, tensors, numbers, pair, kernel
     bits, tiles, slopes, bounds, starts_q, starts_k = tensors
     if any(needs[:4]):
         kernel.backward(
-            query, key, value, lse, dout, delta, dq, dk, dv, dbias, bits, tiles, _expanded(bias, query, key), slopes,
-            bounds, starts_q, starts_k, *numbers, pair, kernel.queue(query),
+            query, key, value, lse, sums, dout, delta, dq, dk, dv, dbias, bits, tiles, _expanded(bias, query, key),
+            slopes, bounds, starts_q, starts_k, *numbers, pair, kernel.queue(query),
         )  # fmt: skip
     if dbias is not None:
         dbias = dbias.sum_to_size(bias.shape)
     dsinks = None
     if needs[4]:
         share = (sinks.to(lse.dtype)[:, None] - lse).exp().where(lse != -math.inf, 0)
+        share = share if sums is None else share / sums
         dsinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
     return dq, dk, dv, dbias, dsinks
 
@@ -164,8 +167,8 @@ def _dtype(x) -> torch.dtype:
 
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    window=None, softcap=None, alibi=None, sinks=None, lengths=None, offset=0, cu_seqlens=None, return_lse=False,
-    prefer="auto",
+    window=None, softcap=None, alibi=None, sinks=None, lengths=None, offset=0, cu_seqlens=None, uniform=False,
+    return_lse=False, prefer="auto",
 ):  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention` with more options, in O(T + S) memory.
 
@@ -182,20 +185,26 @@ def scaled_dot_product_attention(
     * cu_seqlens: int32 (n + 1,), or two of them, for queries and for keys: B is 1, and sequence m is the rows
       cu_seqlens[m] to cu_seqlens[m + 1], which only see each other. window, offset and is_causal count within it. Not
       together with attn_mask or lengths.
+    * uniform: a query that sees no key weighs all keys alike, as if its pairs had got a finite number that absorbs
+      the scores, like the one that transformers' eager attention adds, in place of attn_mask and alibi. Not together
+      with cu_seqlens.
     * return_lse: also the log-sum-exp of the scores (..., H, T), float32, differentiable.
 
-    A query that sees no key gives 0. Dropout draws 16-bit numbers: p is exact to 2^-16, and kept values are scaled by
-    this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and ValueError for
-    wrong options of the list above.
+    A query that sees no key gives 0, as in torch. Dropout draws 16-bit numbers: p is exact to 2^-16, and kept values
+    are scaled by this rounded p. prefer: "auto" | "memory" | "speed" (`hfnn.convert`). Raises what torch raises, and
+    ValueError for wrong options of the list above.
     """
     # If all of them are None:
-    if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (offset or return_lse):
+    if attn_mask is window is softcap is alibi is sinks is lengths is cu_seqlens is None and not (
+        offset or uniform or return_lse
+    ):
         o = of_torch(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer)
         if o is not None:
             return o
     asked = Arguments(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens
-    )
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, alibi, sinks, lengths, offset, cu_seqlens,
+        uniform,
+    )  # fmt: skip
     found = _run(asked, query, key, value, asked.ordinary and not return_lse, prefer, True)
     return found if return_lse else found[0]
 
