@@ -9,12 +9,16 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfnn.optim import formats
 from hfnn.optim.table import Entry, flat, like, local, order
 
 OPTIONS = ("state_dtype", "master", "stochastic_rounding", "max_grad_norm", "ema_decay")
 _FIRST = "hfnn"  # our hooks among torch's, whose keys are numbers
+# A step count of a state dict is the optimizer's own tensor, as in torch, so later steps count in the dict, too. If the
+# kernels cannot count in it (another device or dtype), this has the tensor in which they count instead.
+_COUNTED_IN = WeakTensorKeyDictionary()
 
 
 class _Kept:
@@ -124,7 +128,7 @@ class States:
         return value
 
     def _count(self, params: list[Tensor]) -> None:
-        """Give each parameter a `step` for the kernels; those made here share one allocation."""
+        """Give each parameter a `step` for the kernels; on a GPU, those made here share one allocation."""
         new: dict[torch.device, list] = defaultdict(list)
         for p in params:
             device, step = local(p).device, self.state[p].get("step")
@@ -135,7 +139,9 @@ class States:
         for device, found in new.items():
             steps = torch.tensor([step for _, step in found], dtype=torch.float32, device="cpu").to(device).unbind()
             for (state, _), step in zip(found, steps, strict=True):
-                state["step"] = step
+                before, state["step"] = state.get("step"), step.clone() if device.type == "cpu" else step
+                if isinstance(before, Tensor):
+                    _COUNTED_IN[before] = state["step"]
 
     # State dicts, pickles and copies.
 
@@ -211,32 +217,35 @@ def _export(optimizer, state_dict: dict) -> dict:
     owners, number = {}, 0
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         owners.update((i, (p, group)) for i, p in zip(packed["params"], group["params"], strict=True))
-    steps: dict = {}
-    for number, (_, group) in owners.items():
-        step = state_dict["state"].get(number, {}).get("step")
-        if isinstance(step, Tensor):
-            at = step.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-            wide = torch.get_default_dtype() is torch.float64 and not group.get("fused")
-            steps.setdefault((step.device, at, wide), []).append((number, step))
     exported = {
         key: optimizer._exported(owners[key][0], values) if key in owners else values
         for key, values in state_dict["state"].items()
     }
+    others: dict = {}
+    for number, (_, group) in owners.items():
+        step = exported.get(number, {}).get("step")
+        if isinstance(step, Tensor):
+            at = step.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+            wide = torch.get_default_dtype() is torch.float64 and not group.get("fused")
+            dtype = torch.float64 if wide else torch.float32
+            if (step.device, step.dtype) != (at, dtype):
+                others.setdefault((step.device, at, dtype), []).append((number, step))
     # All steps of a device in one transfer, then each in its own memory.
-    for (_, at, wide), found in steps.items():
-        together = torch.stack([step for _, step in found]).to(at, torch.float64 if wide else torch.float32)
-        for (number, _), step in zip(found, together.unbind(), strict=True):
-            exported[number]["step"] = step.clone()
+    for (_, at, dtype), found in others.items():
+        together = torch.stack([step for _, step in found]).to(at, dtype)
+        for (number, step), copy in zip(found, together.unbind(), strict=True):
+            exported[number]["step"] = copy = copy.clone()
+            _COUNTED_IN[copy] = step
     return {**state_dict, "state": exported}
 
 
 def _protect(optimizer, state_dict: dict) -> dict:
-    """A hook of `load_state_dict`: torch must not cast any state but `step`, which optimizers do not share."""
+    """A hook of `load_state_dict`: torch must not cast any state but `step`."""
 
     def kept(name, value):
         if not isinstance(value, Tensor):
             return value
-        return value.clone() if name == "step" else _Kept(value)
+        return _COUNTED_IN.get(value, value) if name == "step" else _Kept(value)
 
     state = {
         key: {name: kept(name, value) for name, value in values.items()} if isinstance(values, dict) else values

@@ -83,7 +83,7 @@ def test_each_step(dtype, bound, kernel, device, options):
             exact = [torch.nn.Parameter(p.detach().double().cpu()) for p in params]
             theirs = torch.optim.Adafactor(exact, foreach=False, **copy.deepcopy(options))
             if step:
-                theirs.load_state_dict(ours.state_dict())
+                theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
             gradients(params, step)
             for p, q in zip(params, exact, strict=True):
                 q.grad = p.grad.double().cpu()

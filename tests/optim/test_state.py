@@ -108,15 +108,75 @@ def test_goes_on_the_same(name, options, way):
 
 
 def test_steps_are_apart():
-    """A step is a view of shared memory, which neither a state dict nor a pickle includes."""
+    """On a GPU a step is a view of shared memory, which neither a state dict nor a pickle includes."""
     optimizer = hfnn.optim.AdamW([torch.ones(2, requires_grad=True) for _ in range(1000)])
     train(optimizer, 1)
     assert all(s["step"].untyped_storage().nbytes() == 4 for s in optimizer.state_dict()["state"].values())
     assert len(pickle.dumps(optimizer)) < 3 * len(pickle.dumps(torch.optim.AdamW(params()))) + 3_000_000
-    loaded = hfnn.optim.AdamW(params(shapes=((2,),) * 1000))
-    loaded.load_state_dict(optimizer.state_dict())
-    train(optimizer, 1)
-    assert all(s["step"] == 1 for s in loaded.state.values())
+
+
+@pytest.fixture(params=[torch.float32, torch.float64])
+def default_dtype(request):
+    """With float64 a state dict cannot have the tensors in which kernels count, as on a GPU."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _loaded_twice(optimizer):
+    """The same dict again, after steps that write to its tensors."""
+    train(optimizer, 3)
+    state = optimizer.state_dict()
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        train(optimizer, 2)
+    return optimizer.state_dict()
+
+
+def _loaded_by_two(optimizer):
+    """Two optimizers with one dict share its tensors."""
+    train(optimizer, 2)
+    other = type(optimizer)(params(seed=1), lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    train(other, 2), train(optimizer, 1)
+    return other.state_dict(), optimizer.state_dict()
+
+
+def steps_of(found) -> list:
+    found = found if isinstance(found, tuple) else (found,)
+    return [s["step"].item() for each in found for s in each["state"].values() if "step" in s]
+
+
+@pytest.mark.parametrize("use", [_loaded_twice, _loaded_by_two])
+@pytest.mark.parametrize("name, options", OPTIMIZERS)
+def test_a_dict_in_memory_shares_its_tensors(name, options, use, default_dtype):
+    stock, ours = (use(getattr(lib, name)(params(), lr=0.1, **options)) for lib in (torch.optim, hfnn.optim))
+    assert steps_of(stock) == steps_of(ours)
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (stock, ours)), strict=True):
+        for key, values in a["state"].items():
+            for each, value in values.items():
+                torch.testing.assert_close(b["state"][key][each], value, msg=f"{key} {each}")
+
+
+@pytest.mark.parametrize("state_dtype", ["8bit", "4bit"])
+def test_a_dict_of_low_bit_states_shares_its_counts(state_dtype, default_dtype):
+    for use in (_loaded_twice, _loaded_by_two):
+        ours = hfnn.optim.AdamW(params(), lr=0.1, state_dtype=state_dtype)
+        assert steps_of(use(ours)) == steps_of(use(torch.optim.AdamW(params(), lr=0.1)))
+
+
+def test_a_dict_from_before_convert_shares_its_counts(default_dtype):
+    counts = []
+    for convert in (lambda o: o, hfnn.convert):
+        optimizer = torch.optim.AdamW(params(), lr=0.1)
+        train(optimizer, 2)
+        state = optimizer.state_dict()
+        convert(optimizer)
+        train(optimizer, 2)
+        optimizer.load_state_dict(state)
+        train(optimizer, 1)
+        counts.append(steps_of(optimizer.state_dict()))
+    assert counts[0] == counts[1] == [5.0] * len(counts[0])
 
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"])
