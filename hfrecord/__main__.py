@@ -17,10 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from haiprof.command import Parser, run
-from hfrecord import convert, native
+from hfrecord import convert, native, sources
 from hfrecord.format import RecordError
+from hfrecord.manifest import Manifest
 from hfrecord.reader import FileReader
 from hfrecord.sampler import Permutation
+
+SHOWN = 20  # lines of what is left out
 
 
 def bar(what: str) -> Progress:
@@ -35,7 +38,20 @@ def tracked(items: Iterator, total: int, what: str) -> Iterator:
         yield from progress.track(items, total)
 
 
-def info(args) -> None:
+def incomplete(path, records: int) -> int:
+    """1, with a word, if the writer of a data set was not closed; else 0. Prints what was skipped."""
+    if not os.path.isdir(path) or not Manifest.path(path).exists():
+        return 0
+    manifest = Manifest.load(path)
+    for text in manifest.skipped:
+        print(f"  skipped: {text}")
+    if manifest.complete:
+        return 0
+    print(f"{path}: incomplete: {records} records were committed, and their writer was not closed. Run it again")
+    return 1
+
+
+def info(args) -> int:
     reader = FileReader(args.path)
     print(f"{args.path}: {len(reader)} records in {len(reader._known)} files")
     for name, kind in (reader.schema.fields if reader.schema else {}).items():
@@ -43,13 +59,17 @@ def info(args) -> None:
     for file in reader.files():
         notes = "".join(f", {name}" for name in ("compression", "dictionary") if name in file.meta)
         print(f"  {file.path}: {file.records} records, {file.size} bytes{notes}")
+    return incomplete(args.path, len(reader))
 
 
-def verify(args) -> None:
+def verify(args) -> int:
     reader = FileReader(args.path)
     for file in tracked(reader.files(), len(reader._known), "files"):
         file.verify()
+    if incomplete(args.path, len(reader)):
+        return 1
     print(f"{args.path}: {len(reader)} records are whole")
+    return 0
 
 
 def unpack(args) -> None:
@@ -67,12 +87,22 @@ def unpack(args) -> None:
 
 
 def write(args) -> None:
-    source = convert.source(args.source, args.format, args.length, args.tokenizer)
+    source = sources.source(args.source, args.format, args.length, args.tokenizer)
     with bar(args.format or "units") as progress:
         task = progress.add_task("", total=source.units)
         show = lambda units: progress.update(task, completed=units)  # noqa: E731
-        count = convert.write(args.out, source, args.part_bytes, args.compression, args.jobs, show)
-    print(f"{args.out}: {count} records")
+        options = {"skip_bad": args.skip_bad, "allow_empty": args.allow_empty}
+        count = convert.write(args.out, source, args.part_bytes, args.compression, args.jobs, show, **options)
+    skipped = Manifest.load(args.out).skipped
+    for title, texts in (("left out", source.left_out), ("skipped", skipped)):
+        for text in texts[:SHOWN]:
+            print(f"  {title}: {text}")
+        if len(texts) > SHOWN:
+            print(f"  {title}: {len(texts) - SHOWN} more")
+    said = "".join(
+        f", {len(texts)} {title}" for title, texts in (("left out", source.left_out), ("skipped", skipped)) if texts
+    )
+    print(f"{args.out}: {count} records{said}")
 
 
 def bench(args) -> None:
@@ -126,9 +156,13 @@ def parser() -> Parser:
         sub.add_argument("--part-bytes", type=int, default=1 << 30)
         sub.add_argument("--compression", choices=("zstd",))
         sub.add_argument("--jobs", type=int, default=1, help="processes that read and encode")
+        sub.add_argument(
+            "--skip-bad", type=int, default=0, metavar="N", help="go on after up to N damaged units, and list them"
+        )
+        sub.add_argument("--allow-empty", action="store_true", help="no record at all is no error")
         sub.set_defaults(call=write, format="folder", length=1, tokenizer=None)
     sub.set_defaults(format=None)
-    sub.add_argument("--format", choices=convert.FORMATS, help="default: from the source's name")
+    sub.add_argument("--format", choices=sources.FORMATS, help="default: from the source's name")
     sub.add_argument("--length", type=int, default=1024, help="tokens per record (documents: at most)")
     sub.add_argument("--tokenizer", help="for documents, by transformers' AutoTokenizer (default: bytes)")
     return found

@@ -23,11 +23,21 @@ class Manifest(Sequence):
     """The paths of a folder's files, with `counts`, int64 (files,): the records of each.
 
     source: how much of the source is in the records, if their writer has recorded it. origin: which source it is.
+    skipped: an error for each damaged unit of the source that has no record. complete: whether their writer was closed.
     """
 
-    def __init__(self, folder, counts, suffix: str = ".hfr", source: int | None = None, origin: dict | None = None):
+    def __init__(
+        self,
+        folder,
+        counts,
+        suffix: str = ".hfr",
+        source: int | None = None,
+        origin: dict | None = None,
+        skipped: Sequence[str] = (),
+        complete: bool = True,
+    ):
         self.folder, self.suffix, self.source, self.origin = os.fspath(folder), suffix, source, origin
-        self.counts = np.asarray(counts, np.int64)
+        self.counts, self.skipped, self.complete = np.asarray(counts, np.int64), list(skipped), complete
 
     @staticmethod
     def path(folder) -> Path:
@@ -43,6 +53,8 @@ class Manifest(Sequence):
         body = {"version": 1, "suffix": self.suffix, "records": self.counts.tolist()}
         body |= {} if self.source is None else {"source": self.source}
         body |= {} if self.origin is None else {"origin": self.origin}
+        body |= {"skipped": self.skipped} if self.skipped else {}
+        body |= {} if self.complete else {"complete": False}
         text = json.dumps({**body, "crc32": _crc(body)}, separators=(",", ":"))
         replace(self.path(self.folder), text.encode())
 
@@ -65,7 +77,10 @@ class Manifest(Sequence):
         origin = body.get("origin")
         if origin is not None and not isinstance(origin, dict):
             raise RecordError(path, f"origin {origin!r}: not a JSON object")
-        return cls(folder, counts, suffix, source, origin)
+        skipped, complete = body.get("skipped", []), body.get("complete", True)
+        if not isinstance(skipped, list) or not all(isinstance(text, str) for text in skipped):
+            raise RecordError(path, f"skipped {skipped!r}: not a list of texts")
+        return cls(folder, counts, suffix, source, origin, skipped, complete is not False)
 
 
 def part(number: int, suffix: str = ".hfr") -> str:

@@ -118,6 +118,10 @@ class FileWriter:
         """Number of records of the file, including uncommitted ones."""
         return self._records
 
+    def __bool__(self) -> bool:
+        """Whether it is open, even without records."""
+        return self._fd >= 0
+
     def write(self, record) -> None:
         """record: bytes, or anything with a buffer; a dict if the file has a schema. Raises ValueError otherwise."""
         self.append(*self.packer(record))
@@ -216,7 +220,8 @@ class DatasetWriter:
     folder: new or empty (FileExistsError if it has a data set); with append=True an existing data set is continued.
     RecordError if another writer has it open. Other arguments are those of FileWriter. Committed records are durable:
     the manifest is replaced after the files. `source` is a number passed to the last commit, such as the number of
-    documents in the records. `origin` is a dict for JSON that says where they come from, or None; a commit writes it.
+    documents in the records. `origin` is a dict for JSON that says where they come from, or None; `skipped` lists what
+    has no record, as texts; a commit writes both. Until it is closed, the manifest calls the data set incomplete.
     """
 
     def __init__(self, folder, schema=None, *, part_bytes: int = 1 << 30, append=False, **options):
@@ -237,7 +242,9 @@ class DatasetWriter:
             raise FileExistsError(f"{folder} has record files: give another folder, or append=True to a data set")
         manifest = Manifest.load(folder) if there else Manifest(folder, [])
         self._counts, self.source, self.origin = manifest.counts.tolist(), manifest.source, manifest.origin
+        self.skipped = manifest.skipped
         if not there:
+            manifest.complete = False
             manifest.save()  # from here on only the manifest decides which files count
         self._writer = self._next(self._counts.pop() if self._counts else None)
         if not there:
@@ -252,6 +259,10 @@ class DatasetWriter:
 
     def __len__(self) -> int:
         return sum(self._counts) + len(self._writer)
+
+    def __bool__(self) -> bool:
+        """Whether it is open, even without records."""
+        return self._lock.fd >= 0
 
     @property
     def packer(self) -> Packer:
@@ -272,13 +283,17 @@ class DatasetWriter:
     def commit(self, source: int | None = None) -> None:
         """Makes everything written durable, and visible to readers that open the folder from now on."""
         self.source = self.source if source is None else source
+        self._save(complete=False)
+
+    def _save(self, complete: bool) -> None:
         self._writer.commit()
         counts = [*self._counts, len(self._writer)]
-        Manifest(self.folder, counts, source=self.source, origin=self.origin).save()
+        about = {"source": self.source, "origin": self.origin, "skipped": self.skipped}
+        Manifest(self.folder, counts, **about, complete=complete).save()
 
     def close(self) -> None:
-        if self._lock.fd >= 0:
-            self.commit()
+        if self:
+            self._save(complete=True)
             self._writer.close()
             self._lock.close()
 

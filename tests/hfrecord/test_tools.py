@@ -15,7 +15,7 @@ import torch
 
 import hfnn
 import hfrecord
-from hfrecord import convert
+from hfrecord import convert, sources
 from hfrecord.__main__ import main
 
 
@@ -40,8 +40,8 @@ def test_a_folder_and_back(folder, tmp_path, capsys):
 def test_a_conversion_that_was_killed_is_gone_on_with(folder, tmp_path, monkeypatch):
     """In the middle of a chunk, and between two commits."""
     monkeypatch.setattr(convert, "COMMIT", 1)
-    source = convert.source(folder)
-    cut = convert.Source(source.schema, source.units, lambda begin, end: _cut(source.read(begin, end)), chunk=3)
+    source = sources.source(folder)
+    cut = sources.Source(source.schema, source.units, lambda begin, end: _cut(source.read(begin, end)), str, chunk=3)
     with pytest.raises(ZeroDivisionError):
         convert.write(tmp_path / "out", cut, 5000)
     before = len(hfrecord.FileReader(tmp_path / "out"))
@@ -76,7 +76,7 @@ def test_another_source_does_not_go_on_in_the_same_folder(tmp_path, capsys):
 
 def test_a_data_set_of_no_conversion_and_one_of_an_older_version(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n" * 4)
-    source = convert.source(tmp_path / "a.jsonl")
+    source = sources.source(tmp_path / "a.jsonl")
     with hfrecord.DatasetWriter(tmp_path / "own", source.schema) as writer:
         writer.write({"json": 1})
     with pytest.raises(ValueError, match="own has records of no conversion"):
@@ -95,14 +95,14 @@ def test_what_is_written_does_not_depend_on_the_number_of_processes(folder, tmp_
     one, three = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "three"))
     assert one == three and len(one) > 1
     seen = []
-    convert.write(tmp_path / "two", convert.source(folder), progress=seen.append)
+    convert.write(tmp_path / "two", sources.source(folder), progress=seen.append)
     assert seen == [0, 20]
 
 
 def test_an_error_of_a_process_is_told(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 100 + "{no json\n")
     assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--jobs", "2"]) == 2
-    assert "hfrecord: Expecting" in capsys.readouterr().err
+    assert "a.jsonl, line 101: Expecting" in capsys.readouterr().err
 
 
 def test_a_killed_conversion_leaves_no_process_and_goes_on(tmp_path):
@@ -122,7 +122,7 @@ def test_a_killed_conversion_leaves_no_process_and_goes_on(tmp_path):
             time.sleep(0.02)
         assert not any(Path(f"/proc/{pid}").exists() for pid in own)
         assert len(hfrecord.FileReader(tmp_path / "out")) >= told[-2]  # the last but one was committed
-    found = convert.write(tmp_path / "out", convert.source(tmp_path / "a.npy"))
+    found = convert.write(tmp_path / "out", sources.source(tmp_path / "a.npy"))
     assert found == 200_000
     reader = hfrecord.FileReader(tmp_path / "out")
     assert all((reader[k]["x"] == rows[k]).all() for k in range(0, 200_000, 997))
@@ -130,10 +130,10 @@ def test_a_killed_conversion_leaves_no_process_and_goes_on(tmp_path):
 
 SLOW = """
 import sys
-from hfrecord import convert
+from hfrecord import convert, sources
 if __name__ == "__main__":
     convert.COMMIT = 1
-    convert.write(sys.argv[2], convert.source(sys.argv[1]), jobs=2, progress=lambda units: print(units, flush=True))
+    convert.write(sys.argv[2], sources.source(sys.argv[1]), jobs=2, progress=lambda units: print(units, flush=True))
 """
 
 
@@ -211,7 +211,7 @@ def test_a_member_that_is_twice_in_a_sample_of_a_tar_is_an_error(tmp_path):
         for name in ("a.txt", "a.txt", "b.txt"):
             archive.addfile(tarfile.TarInfo(name))
     with pytest.raises(ValueError, match=r"a.tar: a.txt is there twice"):
-        convert.source(tmp_path / "a.tar")
+        sources.source(tmp_path / "a.tar")
 
 
 def _table():
@@ -235,7 +235,7 @@ def test_parquet_and_tokens_in_parts(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(9):
         (tmp_path / "texts" / str(number)).write_bytes(bytes([number]) * (number * 5 % 11))
-    for source in (convert.source(tmp_path / "a.parquet"), convert.source(tmp_path / "texts", "tokens", 4)):
+    for source in (sources.source(tmp_path / "a.parquet"), sources.source(tmp_path / "texts", "tokens", 4)):
         whole = list(map(str, source.read(0, source.units)))
         assert len(whole) == source.units > 9
         for step in (1, 3, 10):
