@@ -180,6 +180,10 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   };
   const auto device = x->device();
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
+  // torch's call with padding="same" has other checks of its dtypes.
+  const bool mixed =
+      given->scalar_type() != x->scalar_type() || (bias->defined() && bias->scalar_type() != x->scalar_type());
+  if (mixed && !autocast && PyUnicode_CheckExact(args[4])) Py_RETURN_NOTIMPLEMENTED;
   const bool large = x->numel() >= table.floors[prefer], frozen = !given->requires_grad();
   const bool asked = !x->is_cuda() || prefer == kMemory || (prefer == kAuto && x->numel() >= kLeastOnCuda);
   // All that a call costs if there is nothing to gain.

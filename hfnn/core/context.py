@@ -54,6 +54,12 @@ def context(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def transformed() -> bool:
+    """Whether a compiler, a functorch transform or forward AD runs the call. hfnn then calls torch's own ops, so a
+    module's own code runs: it may have more ops than its definition, such as a product with 1."""
+    return compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def is_bare(module) -> bool:
     """Whether a module's computation may run without calling the module: no hooks, and no replaced forward."""
     return not (

@@ -205,8 +205,8 @@ def _refusal(module, x, hx) -> str | None:
     dtype = torch.get_autocast_dtype("cpu") if autocasting(x) else x.dtype
     if module.mode == "LSTM" and x.is_cpu and torch._C._get_mkldnn_enabled() and not _onednn_has(dtype):
         return "one direction of an LSTM raises in oneDNN, on this processor and in this dtype"
-    if not x.numel() or not (x.is_cpu or x.is_cuda):
-        return "takes inputs with elements, on the CPU or on a GPU"
+    if not x.numel() or not (x.is_cpu or x.is_cuda) or x.stride(-1) != 1:  # torch's gradient is in columns, as x is
+        return "takes inputs with elements, on the CPU or on a GPU, whose last dimension is dense"
     return None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.core.context import compiling, is_bare, is_plain
+from hfnn.core.context import is_bare, is_plain, transformed
 from hfnn.ops import add_layer_norm, dropout, dropout_add, layer_norm, linear
 from hfnn.ops.layout import in_rows
 from hfnn.patterns import probe
@@ -54,7 +54,7 @@ class Residual:
 
 def _open(drop, norm) -> bool:
     """Whether these two modules need not be called: their ops run instead."""
-    if compiling() or type(drop) is not dropout.Dropout or not is_bare(drop):
+    if transformed() or type(drop) is not dropout.Dropout or not is_bare(drop):
         return False
     return norm is None or (type(norm) is layer_norm.LayerNorm and is_bare(norm))
 

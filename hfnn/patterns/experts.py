@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hfnn.core import recipe
-from hfnn.core.context import compiling, context, is_bare, is_plain
+from hfnn.core.context import context, is_bare, is_plain, transformed
 from hfnn.core.function import Function
 from hfnn.ops.gated import GATES, gated
 from hfnn.ops.linear import linear
@@ -75,7 +75,7 @@ class Experts(Match):
 def _open(module) -> bool:
     like = module._hfnn_like
     act = module._modules[like.act]
-    return not compiling() and module._hfnn_holds() and is_bare(act) and function_of(act) == like.f
+    return not transformed() and module._hfnn_holds() and is_bare(act) and function_of(act) == like.f
 
 
 def loop(module, x_TH, index_TK, weight_TK):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hfnn.core.context import compiling, is_bare, is_plain
+from hfnn.core.context import is_bare, is_plain, transformed
 from hfnn.core.kernel import forced
 from hfnn.ops import OPS, relu_dropout
 from hfnn.ops.gated import GATES, OP, gated
@@ -143,7 +143,7 @@ def _open(module, like) -> bool:
     """Whether the parts are those of the proof, the activation may be computed without its module, and the class's own
     code need not change dtypes."""
     parts = module._modules
-    if compiling() or tuple(parts) != like.names or None in parts.values():
+    if transformed() or tuple(parts) != like.names or None in parts.values():
         return False
     if like.act is not None and (not is_bare(parts[like.act]) or function_of(parts[like.act]) != like.f):
         return False

@@ -1,8 +1,9 @@
 """Pools of rank processes, one for each number of ranks, which run many programs.
 
-Ranks are forked. Their group on each backend is created when first needed, and again after a program that raised. A
-pool ends when a rank does not answer in time, dies, or is the only one to raise, and after `RUNS` runs; the next
-program gets a new pool.
+Ranks are forked from a server that has only imported what they need: in forks of a process that has used a GPU, every
+program may raise on both sides. Their group on each backend is created when first needed, and again after a program
+that raised. A pool ends when a rank does not answer in time, dies, or is the only one to raise, and after `RUNS` runs;
+the next program gets a new pool.
 """
 
 import multiprocessing
@@ -41,7 +42,8 @@ def run(program, kind: str, noise: int, fault: str | None) -> list | str:
 
 class Pool:
     def __init__(self, ranks: int):
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["haiscale.ddp", "haiscale.fsdp", "torch.distributed.fsdp"])
         self.folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes = [], []
         self.whole = True  # whether its ranks are still in step

@@ -31,12 +31,14 @@ def mesh_of(group) -> DeviceMesh:
 
 
 def in_another_order(program) -> bool:
-    """Whether a parameter has several gradients, which may be summed before they are averaged or after."""
+    """Whether a parameter has several gradients, which may be summed before they are averaged or after; or a result has
+    several, whose order depends on the wrapper's own nodes around units."""
     nodes = list(models.walk(program["model"]))
     several = any(
         step[0] in ("two_forwards", "two_losses") or (step[0] == "train" and step[1] > 1) for step in program["steps"]
     )
-    return several or any(node.get("twice") or "reentrant" in node.get("checkpoint", "") for node in nodes)
+    several = several or any(node.get("twice") or "reentrant" in node.get("checkpoint", "") for node in nodes)
+    return several or any(node.get("residual") or node.get("output") == "input" for node in nodes)
 
 
 class Session:

@@ -25,6 +25,7 @@ def run(session, noise: int) -> None:
             Steps(session, i, noise).__getattribute__(name)(*arguments)
             continue
         return
+    log.features.add("runs to its end")
 
 
 @contextlib.contextmanager

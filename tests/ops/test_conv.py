@@ -225,13 +225,15 @@ def test_gradcheck(device, name):
 
 
 @pytest.mark.parametrize("batch, channels", [(0, C), (N, 0)])
-def test_nothing_at_all(device, batch, channels):
+@pytest.mark.parametrize("padding, dtype", [(0, torch.float32), (1, torch.bfloat16), ("same", torch.bfloat16)])
+def test_nothing_at_all(device, batch, channels, padding, dtype):
+    """With padding="same" torch does not compare dtypes where there is nothing to convolve."""
     x = torch.randn(batch, channels, 5, 5, device=device, requires_grad=True)
-    weight = torch.randn(4, channels, 3, 3, device=device, requires_grad=True)
+    weight = torch.randn(4, channels, 3, 3, device=device, dtype=dtype, requires_grad=True)
 
     def run(conv):
         try:
-            y = conv(silu(x), weight)
+            y = conv(silu(x), weight, padding=padding)
             return y, *torch.autograd.grad(y.sum(), [x, weight])
         except RuntimeError as error:
             return str(error)

@@ -68,6 +68,18 @@ def test_what_is_torchs(caplog, monkeypatch):
 
 
 @every_kind
+@pytest.mark.parametrize("batch", [1, 3])
+def test_features_in_columns_are_torchs(kind, batch):
+    """torch's gradient of such an input is in columns, too."""
+    module, found = build(kind, batch_first=True), []
+    for m in (module, swapped(module)):
+        x = torch.randn(I, T, batch).permute(2, 1, 0).requires_grad_()
+        y = call(m, x)[0]
+        found.append((y.stride(), *(g.stride() for g in torch.autograd.grad(y.square().sum(), [x, *m.parameters()]))))
+    assert found[0] == found[1]
+
+
+@every_kind
 @pytest.mark.parametrize(
     "wrong",
     [
