@@ -156,13 +156,18 @@ struct BatchNormRoom : Room {
 
   variable_list differentiable(const Tensor& dy) override {
     Tensor x = inputs[kX].get(), weight = inputs[kWeight].own(), bias = kind ? inputs[kBias].own() : Tensor();
-    Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get();
+    Tensor mean = inputs[kMean].get(), rstd = inputs[kRstd].get(), flags = inputs[kFlags].get(), residual;
+    if (flags.defined() && next_edge(3).is_valid()) {
+      // Stands for the residual, which is not kept.
+      residual = dy.new_empty_strided(dy.sizes(), std::vector<int64_t>(size_t(dy.dim()), 0));
+      torch::autograd::impl::set_gradient_edge(residual, next_edge(3));
+    }
     pybind11::gil_scoped_acquire gil;
     return differentiated(table->second,
                           py::make_tuple(dy, py::make_tuple(wanted(0), wanted(1), wanted(2), wanted(3)), maybe(x),
                                          maybe(weight), maybe(bias), maybe(mean), maybe(rstd), maybe(flags),
                                          py::make_tuple(training, momentum, eps, kind, slope), layout->last(),
-                                         bias_dtype ? dtype_object(*bias_dtype) : py::none()));
+                                         bias_dtype ? dtype_object(*bias_dtype) : py::none(), maybe(residual)));
   }
 };
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "rooms.h"
+#include "written.h"
 
 namespace hfnn::node {
 namespace {
@@ -81,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_conv(m);
   bind_joint(m);
   bind_triton(m);
+  bind_written(m);
   py::class_<Token>(m, "Token")
       .def("tensor", &Token::tensor, py::arg("dtype") = py::none())
       .def("get", &Token::get)

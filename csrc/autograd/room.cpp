@@ -3,7 +3,6 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/_fw_primal.h>
 #include <ATen/ops/_make_dual.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,7 +10,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,6 +18,8 @@
 
 #include <cstring>
 #include <typeinfo>
+
+#include "written.h"
 
 namespace hfnn::node {
 namespace ag = torch::autograd;
@@ -204,20 +204,6 @@ Tensor Kept::of_token(const char* method, ScalarType dtype, std::optional<bool> 
   py::handle token(token_->ptr(getPyInterpreter()));
   auto wanted = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
   return py::cast<Tensor>(last ? token.attr(method)(wanted, *last) : token.attr(method)(wanted));
-}
-
-void throw_written_to(const at::TensorOptions& options, at::IntArrayRef sizes, const ag::Edge& made_by,
-                      const Mark& mark) {
-  // Uses torch's own error, whose words differ between versions: a tensor with one element in memory stands for the one
-  // that was written to.
-  const Tensor x = at::empty_strided(sizes, std::vector<int64_t>(sizes.size(), 0), options);
-  ag::impl::set_version_counter(x, c10::VariableVersion(mark.version));
-  if (made_by.is_valid() && !dynamic_cast<ag::AccumulateGrad*>(made_by.function.get()))
-    ag::impl::set_gradient_edge(x, made_by);
-  const ag::SavedVariable saved(x, false);
-  while (x._version() != mark.counter.current_version()) ag::impl::bump_version(x);
-  saved.unpack();
-  TORCH_INTERNAL_ASSERT(false, "torch did not object to a write");
 }
 
 bool Kept::checked(ScalarType dtype) const {
@@ -409,10 +395,14 @@ variable_list Room::apply(variable_list&& dys) {
   if (!dy.unsafeGetTensorImpl()->has_storage()) return batched(dy);
   for (Kept& input : kept())
     if (input.hooked_) clear_at_the_end();
-  if (dy._fw_grad(0).defined()) return with_tangents(dy);
-  if (at::GradMode::is_enabled()) return differentiable(dy);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return gradients(dy);
+  try {
+    if (dy._fw_grad(0).defined()) return with_tangents(dy);
+    if (at::GradMode::is_enabled()) return differentiable(dy);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return gradients(dy);
+  } catch (const c10::Error& error) {
+    throw_explained(getptr(), error);
+  }
 }
 
 variable_list Room::one(const Tensor& dy) {

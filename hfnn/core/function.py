@@ -7,6 +7,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
+from hfnn.core.written import explained
+
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
 _is_zeros, _is_negated = torch.Tensor._is_zerotensor, torch.Tensor.is_neg
 _LEVEL = 1  # of is_grads_batched, which does not nest
@@ -42,7 +44,11 @@ def _whole(backward: Callable) -> Callable:
         if grads[0] is None and all(dy is None for dy in grads):  # torch's nodes then give no gradients either
             found = (None,) * len(ctx.needs_input_grad)
         else:
-            found = _one_by_one(backward, ctx, grads)
+            try:
+                found = _one_by_one(backward, ctx, grads)
+            except RuntimeError as error:
+                error.args = (explained(ctx, str(error)),)
+                raise
         kept = getattr(ctx, "recipe", None)
         if kept is not None:
             kept.finish(ctx)
@@ -141,6 +147,8 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
 
     Differentiates torch's `formula(*inputs)` on the saved tensors; None where `needs` is false.
     """
+    if not any(needs):
+        return (None,) * len(needs)
     with torch.enable_grad():
         # Aliases, because one tensor may be used in several places with a separate gradient each, also if a weight was
         # frozen after forward.

@@ -4,8 +4,8 @@
 
 Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift", ICML
 2015. Forward reads x once for its statistics, and writes y; with f and the sum it still only writes y. Backward reads
-      its inputs twice, for two sums and for dx. f' is computed from x. With a residual, which is not kept, f' is read
-      from one bit per element, so f must be piecewise linear.
+its inputs twice. f' is computed from x, or with a residual, which is not kept, from one bit per element: f must then be
+piecewise linear.
 
 Names end in their shape: C channels, PCS as kernels take x (csrc/batch_norm.h): planes, channels, the elements of a
 plane; with channels last in memory, S is 1.
@@ -22,6 +22,7 @@ from hfnn.core.context import compiling, is_plain
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, kernels
 from hfnn.ops import piecewise, smooth
+from hfnn.ops.flat import Link, flat
 from hfnn.ops.layer_norm import statistics_dtype
 from hfnn.ops.layout import LAST, ambiguous, laid, result_strides, suggested
 
@@ -183,13 +184,14 @@ def _compute(x, weight, bias, residual, running, how, layout, kernel, keep):
 
 class _BatchNorm(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, running, how, layout, kernel):
+    def forward(ctx, x, weight, bias, residual, running, how, layout, kernel, link):
         ctx.set_materialize_grads(False)
         y, mean, rstd, flags = _compute(x, weight, bias, residual, running, how, layout, kernel, True)
         # Without an activation, only the rebuild of y reads the bias. So it may be written to before backward.
         late = None if bias is None or how[3] else recipe.Unread(bias)
         recipe.save(ctx, x, weight, None if late else bias, made=(mean, rstd, flags))
-        ctx.how, ctx.layout, ctx.kernel, ctx.bias_dtype = how, layout, kernel, None if bias is None else bias.dtype
+        ctx.how, ctx.layout, ctx.kernel, ctx.link = how, layout, kernel, link
+        ctx.bias_dtype = None if bias is None else bias.dtype
         build = _rebuild(how, layout, kernel, late is not None)
         return y if residual is not None else recipe.carry(ctx, y, build, token=late)
 
@@ -200,14 +202,13 @@ class _BatchNorm(Function):
         training, _, _, kind, slope = ctx.how
         if torch.is_grad_enabled():
             last = ctx.layout is not torch.contiguous_format
-            found = _second(dy, needs, x, weight, bias, mean, rstd, flags, ctx.how, last, ctx.bias_dtype)
-            return (*found, *(None,) * 4)
+            found = _second(dy, needs, x, weight, bias, mean, rstd, flags, ctx.how, last, ctx.bias_dtype, ctx.link)
+            return (*found, *(None,) * 5)
+        ctx.link = ctx.link if recipe._retained() else None
         given = dy
         x, dy = (t.contiguous(memory_format=ctx.layout) for t in (x, dy))
         dx = torch.empty_like(x) if needs[0] else None
-        dresidual = None
-        if needs[3]:
-            dresidual = dy if flags is None else torch.empty_like(x)
+        dresidual = None if not needs[3] else dy if flags is None else torch.empty_like(x)
         dweight = torch.empty_like(weight) if needs[1] else None
         dbias = x.new_empty(x.shape[1], dtype=ctx.bias_dtype) if needs[2] else None
         x_PCS, dy_PCS, dx_PCS = (_planes(t, ctx.layout) for t in (x, dy, dx))
@@ -221,7 +222,7 @@ class _BatchNorm(Function):
         )  # fmt: skip
         if needs[3] and flags is not None and dy is not given:
             dresidual = laid(dresidual, result_strides(dresidual, given))
-        return dx, dweight, dbias, dresidual, *(None,) * 4
+        return dx, dweight, dbias, dresidual, *(None,) * 5
 
 
 def _formula(how, out_dtype, act=True):
@@ -242,8 +243,9 @@ def _formula(how, out_dtype, act=True):
     return formula
 
 
-def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype):
-    """The gradients by differentiable ops. last: whether kernels saw channels last; bias_dtype: if there is a bias."""
+def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype, residual):
+    """The gradients by differentiable ops. last: whether kernels saw channels last; bias_dtype: if there is a bias;
+    residual: a link to it (hfnn/ops/flat.py), or None."""
     kind, slope = how[3:]
     if bias is None and bias_dtype is not None:  # any value will do if forward did not keep it
         bias = x.new_zeros(x.shape[1], dtype=bias_dtype)
@@ -251,14 +253,15 @@ def _second(dy, needs, x, weight, bias, mean, rstd, flags, how, last, bias_dtype
         layout = LAST[x.dim()] if last else torch.contiguous_format
         outside = slope if ACTIVATIONS[kind] == "leaky_relu" else 0.0
         dy = torch.where(_mask(flags, x.contiguous(memory_format=layout), layout), dy, dy * outside)
+        # The flags depend on all that was added up, with a derivative of 0.
+        dy = flat(flat(dy, _formula(how, dy.dtype, False)(x, weight, bias, mean, rstd)), residual)
     formula = _formula(how, dy.dtype, flags is None)
     return *double_backward(lambda *given: formula(*given, mean, rstd), (x, weight, bias), needs[:3], dy), (
         dy if needs[3] else None
     )
 
 
-# For either op, because the room in C++ chooses kernels by their own size limits.
-# Where no room is worthwhile, it runs torch's ops. _APART has the size limits of the activations' own rooms.
+# For either op, by its size limits. Where no kernel is worthwhile, C++ runs torch's ops. _APART: limits of activations.
 _BEHIND = {op.name: op.floors for op in (*piecewise.OPS, *smooth.OPS)}
 _APART = [OP.floors, *(_BEHIND[act] for act in ACTIVATIONS[1:])]
 _native, _native_act = (
@@ -320,9 +323,7 @@ def _in_python(op, x, running_mean, running_var, weight, bias, training, momentu
     kernel = op.select(x, weight, bias, out=x.dtype, prefer=prefer)
     if kernel is None or not _fits(x, running_mean, running_var, weight, bias, training, momentum, eps, residual):
         return None
-    if residual is not None and kind > PIECEWISE:
-        return None
-    if ambiguous(x):  # the layouts of torch's result and gradient depend on more
+    if (residual is not None and kind > PIECEWISE) or ambiguous(x):  # layouts of torch's results depend on more
         return None
     layout = _layout(x)
     if residual is not None and kind and x.shape[1] % 8 and kernel.name == "triton" and _planes_of_one(x, layout):
@@ -333,7 +334,8 @@ def _in_python(op, x, running_mean, running_var, weight, bias, training, momentu
         return None  # torch's gradient of x is contiguous there
     how = bool(training), float(momentum), eps, kind, slope
     if torch.is_grad_enabled():
-        return _BatchNorm.apply(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel)
+        link = Link.apply(residual) if residual is not None and kind and residual.requires_grad else None
+        return _BatchNorm.apply(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel, link)
     return _compute(x, weight, bias, residual, (running_mean, running_var), how, layout, kernel, False)[0]
 
 
@@ -389,10 +391,8 @@ def batch_norm_act(
 
 def fused(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, negative_slope, prefer):
     """`batch_norm_act` in one call, or None if a norm, a sum and an activation must run separately."""
-    if compiling():
-        return None
     of_x = running_mean, running_var, weight, bias, training, momentum, eps, residual, ACTIVATIONS.index(act)
-    y = _native_act(x, *of_x, negative_slope, prefer)
+    y = None if compiling() else _native_act(x, *of_x, negative_slope, prefer)
     return _in_python(ACT, x, *of_x, negative_slope, prefer) if y is NotImplemented else y
 
 

@@ -13,7 +13,7 @@ from hfnn.core.function import Function
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class _Link(Function):
+class Link(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.shape = x.shape
@@ -27,24 +27,24 @@ class _Link(Function):
 
 def link_before(x):
     """Under hooks of saved tensors a link to x, an input of the Function; else None."""
-    return None if _hooks(True) is None else _Link.apply(x)
+    return None if _hooks(True) is None else Link.apply(x)
 
 
 def links(x, before):
     """(the link that the Function returns or None, the link that it saves); before: what `link_before` returned."""
-    own = x.new_empty(0) if before is None else None
-    return own, own if before is None else before
+    return (own := x.new_empty(0), own) if before is None else (None, before)
 
 
 class _Flat(Function):
     @staticmethod
     def forward(ctx, dx, link):
         ctx.set_materialize_grads(False)
+        ctx.shape = link.shape
         return dx.data
 
     @staticmethod
     def backward(ctx, ddx):
-        return ddx, ddx.new_zeros(0)
+        return ddx, ddx.new_zeros(ctx.shape)
 
 
 def zeros_or_none(dlink, shape):
@@ -53,5 +53,5 @@ def zeros_or_none(dlink, shape):
 
 
 def flat(dx, link):
-    """dx, which depends on x only through the link, with a derivative of 0."""
+    """dx, which depends on x only through the link, with a derivative of 0. link: without elements, or x itself."""
     return dx if link is None or not torch.is_grad_enabled() else _Flat.apply(dx, link)
