@@ -104,12 +104,12 @@ def verify(model: nn.Module, *inputs, **kwargs) -> Verification:
     original's, or half an ulp. Gradients are of a sum of all outputs with fixed random signs, with respect to the
     parameters and to inputs that require grad. A tensor that breaks this is compared again with slightly moved
     parameters and other signs, because a kink (relu) makes rounding an error of any size by chance: it is NO if it
-    breaks the rule in every one of five draws. A tensor that is not finite in the reference, or with the original
-    classes, is not comparable: it is named, and the result is not ok.
+    breaks the rule in every one of five draws. A tensor that is not finite with the original classes is not comparable:
+    it is named, and the result is not ok.
 
-    If the model does not run in float64 (it makes float32 tensors itself), it is compared with a float32 copy, or if
-    it is float32, with its original classes; their error is then estimated by the change of their results when the
-    parameters move by a few ulps. `Verification.reference` says so.
+    If the model does not run in float64 (it makes float32 tensors itself), or overflows there (a mask value), it is
+    compared with a float32 copy, or if it is float32, with its original classes; their error is then estimated by the
+    change of their results when the parameters move by a few ulps. `Verification.reference` says so.
 
     Everything runs on copies without hooks, so the model, its gradients and torch's generators do not change. This
     takes the memory of another model in float64. A model that is not converted is converted for the comparison. Raises
@@ -175,9 +175,12 @@ def _wider(stock, inputs, kwargs, theirs, draw) -> tuple[dict | None, str]:
             first_line = str(failure).strip().partition("\n")[0]
             reason = reason or f", because in {name} the model raises {type(failure).__name__}: {first_line}"
             continue
-        if {n: t.shape for n, t in exact.items()} == {n: t.shape for n, t in theirs.items()}:
+        if {n: t.shape for n, t in exact.items()} != {n: t.shape for n, t in theirs.items()}:
+            reason = reason or f", because in {name} the model returns other tensors"
+        elif any((~exact[n].isfinite() & t.isfinite()).any() for n, t in theirs.items()):  # a mask value that overflows
+            reason = reason or f", because in {name} the model returns numbers that are NaN or infinite"
+        else:
             return exact, name + reason
-        reason = reason or f", because in {name} the model returns other tensors"
     return None, "float32, its original classes" + reason
 
 

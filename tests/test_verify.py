@@ -93,10 +93,28 @@ def masks():
     return usual, padded
 
 
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_reference_that_is_not_finite_is_none(factor):
+    class Wrong(Pool):
+        def forward(self, x, mask):
+            return super().forward(x, mask) * (factor if type(self.norm) is not nn.LayerNorm else 1)
+
+    for mask, reference in zip(
+        masks(),
+        (
+            "float64",
+            "float32, its original classes, because in float64 the model returns numbers that are NaN or infinite",
+        ),
+        strict=True,
+    ):
+        found = hfnn.verify(Wrong(), torch.randn(4, 6, 32), mask)
+        assert found.ok == (factor == 1) and found.reference == reference, str(found)
+
+
 def test_what_is_not_finite_is_not_comparable():
-    x, (usual, padded) = torch.randn(4, 6, 32), masks()
-    assert hfnn.verify(Pool(), x, usual).ok
-    found = hfnn.verify(Pool(), x, padded)
+    x = torch.randn(4, 6, 32)
+    x[0, 0, 0] = math.nan
+    found = hfnn.verify(Pool(), x, masks()[0])
     assert not found.ok and {row.verdict for row in found.rows} == {"not comparable"}
     assert found.not_comparable == found.rows and str(found).count("not comparable") == 1 + len(found.rows)
     assert "32 of 128 numbers of the reference are NaN or infinite" in found.rows[0].why
@@ -106,7 +124,7 @@ def test_what_is_not_finite_is_not_comparable():
 @pytest.mark.parametrize("where", ["reference", "original"])
 def test_one_number_that_is_not_finite(where, value, monkeypatch):
     """Also if both versions have it, as a comparison of it says nothing."""
-    results = [{"a": torch.ones(100), "b": torch.ones(100)} for _ in range(3)]
+    results = [{"a": torch.ones(100), "b": torch.ones(100)} for _ in range(3)]  # converted, original, reference
     for result in results[0 if where == "reference" else 1 :]:
         result["a"][7] = value
     if where == "original":

@@ -52,5 +52,5 @@ def test_many_features_at_once(features, dtype, name):
 def test_what_excludes_each_other_is_an_error(features, name):
     made = case(features, name=name)
     for forced in (name, "torch"):
-        with hfnn.use(forced), pytest.raises((ValueError, RuntimeError), match=r"(?i)mask|lengths"):
+        with hfnn.use(forced), pytest.raises((ValueError, RuntimeError), match=r"(?i)mask|lengths|uniform"):
             made.call(attention)

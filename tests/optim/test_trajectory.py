@@ -315,7 +315,7 @@ def test_complex_goes_to_torch(forced):
 def test_refusals():
     p = [torch.ones(3, requires_grad=True)]
     for wrong, words in (
-        ({"state_dtype": "16bit"}, "choose one of"), ({"master": "float32"}, "choose None or 'remainder'"),
+        ({"state_dtype": "16bit"}, "choose one of"), ({"master": "float32"}, "choose one of None, 'remainder'"),
         ({"max_grad_norm": 0}, "positive"), ({"ema_decay": 1.0}, "in .0, 1."), ({"differentiable": True}, "graph"),
         ({"master": "remainder", "stochastic_rounding": True}, "keeps all bits"),
     ):  # fmt: skip
