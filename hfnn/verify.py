@@ -235,19 +235,20 @@ def _run(model, inputs, kwargs, draw: int = 0) -> dict[str, torch.Tensor]:
         found = {name: y for name, y in _tensors("output", model(*inputs, **kwargs)) if _is_real(y)}
     leaves = [*_tensors("input", inputs), *_tensors("input", kwargs), *model.named_parameters()]
     leaves = {name: leaf for name, leaf in leaves if leaf.requires_grad}
-    outputs, grads = [y for y in found.values() if y.requires_grad], ()
+    outputs, grads = [y for y in found.values() if y.requires_grad], {}
     if outputs and leaves:
         generator = torch.Generator("cpu").manual_seed(draw)
-        grads = torch.autograd.grad(
-            outputs, list(leaves.values()), [_signs(y, generator) for y in outputs], allow_unused=True
-        )
+        # Not `grad`, which gradient checkpointing with use_reentrant=True refuses.
+        torch.autograd.backward(outputs, [_signs(y, generator) for y in outputs])
+        grads = {f"grad {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     for module, before in held:
         module._buffers.update(before)
     for buffer, before in buffers:
         if not parts.equal(buffer, before):
             parts.write(buffer, before)
-    found |= {f"grad {name}": g for name, g in zip(leaves, grads, strict=False) if g is not None}
-    return {name: parts.numbers(tensor) for name, tensor in found.items()}
+    for p in model.parameters():
+        p.grad = None
+    return {name: parts.numbers(tensor) for name, tensor in {**found, **grads}.items()}
 
 
 def _is_real(y) -> bool:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hfnn
 
@@ -182,6 +183,15 @@ def test_a_no_is_a_no_in_every_draw(monkeypatch):
 
         monkeypatch.setattr(VERIFY, "_run", run)
         assert hfnn.verify(nn.Linear(8, 8)).ok is ok and draws == [n for n in range(count) for _ in range(3)]
+
+
+def test_reentrant_checkpoints():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    found = hfnn.verify(Checkpointed(nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True))
+    assert found.ok and "grad 1.bias" in [row.name for row in found.rows]
 
 
 def test_nothing_to_compare():

@@ -11,9 +11,10 @@ import convert_around
 import convert_models as models
 import convert_modules as own
 import torch
+from convert_buffers import TOOLS
 from convert_faults import FAULTS
 from convert_known import KNOWN
-from convert_session import CRITERIA, LOSSES, Session
+from convert_session import CRITERIA, LOSSES, Session, coarsest
 from engine import Fuzzer, Log
 
 import hfnn
@@ -75,7 +76,28 @@ def draw(rng) -> dict:
     program["loss_in_autocast"] = rng.random() < 0.5
     program["default_device"] = rng.random() < 0.06  # a mode, which rooms must not mind
     program["sharded"] = rng.random() < 0.1  # as beside a sharded model: rooms keep copies of small parameters
-    return program
+    if rng.random() < 0.05 or (
+        rng.random() < 0.3 and any(layer[0] == "buffered" for layer, _ in models.walk(program["model"]))
+    ):
+        program["steps"].append(("tools", rng.choice(list(TOOLS))))
+    return in_float64(program) if rng.random() < 0.03 else program
+
+
+def in_float64(part):
+    """The program, or a part of it, in float64 throughout: no casts and no autocast."""
+    if isinstance(part, dict):
+        fixed = {"dtype": "float64", "mixed": False, "autocast": None}
+        fixed |= {"view": "none"} if part.get("view") == "float" else {}
+        fixed |= {"loss": "sum"} if part.get("loss") == "part" else {}
+        fixed |= {"call": "thread"} if part.get("call") == "threads" else {}
+        return {name: fixed.get(name, in_float64(value)) for name, value in part.items()}
+    if isinstance(part, list):
+        return [in_float64(each) for each in part]
+    if isinstance(part, tuple):
+        if part[:1] in (("autocast",), ("cast",)):
+            return (*map(in_float64, part[:-1]), None if part[0] == "autocast" else "float64")
+        return tuple(map(in_float64, part))
+    return part
 
 
 def draw_round(rng) -> list:
@@ -165,6 +187,7 @@ EXPECTED = """
     loss in autocast,
     prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
+    float64 throughout, unusual buffers, step tools,
     layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
     layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
     layer limited_mlp, layer chain,
@@ -190,6 +213,7 @@ def features(program) -> set[str]:
     found |= {f"input {layout}" for layout in program["inputs"]}
     found.add(f"loss {'criterion' if program['loss'] in CRITERIA else 'formula'}")
     found |= {"zero rows"} if program["N"] == 0 else set()
+    found |= {"float64 throughout"} if coarsest(program) == "float64" else set()
     calls = [step[2] for step in program["steps"] if step[0] == "forward"]
     found |= {"loss in autocast"} if program["loss_in_autocast"] and any(call["autocast"] for call in calls) else set()
     for layer, around in models.walk(program["model"]):
@@ -209,6 +233,8 @@ def features_of_layer(layer, around, calls) -> set[str]:
         found.add("inplace activation")
     if layer[0] == "conv":
         found.add(f"conv {layer[5]}")
+    if layer[0] == "buffered":
+        found |= {"unusual buffers", f"buffer {layer[1]}"}
     if layer[0] == "changing":
         found.add("changing attributes")
     if layer == ("probe", "retain_grad"):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 
+import convert_buffers
 import convert_modules as own
 import torch
 from convert_around import DTYPES
@@ -89,6 +90,26 @@ class Changes:
 
     def mode(self, training):
         self.model.train(training)
+
+    def tools(self, tool):
+        """On a copy that trains a tool of hfnn raises nothing, and changes no state of torch."""
+        seen, kept, recorded = list(own.seen), list(own.kept), list(self.recorded)
+        with torch.random.fork_rng():
+            why, x = None, self.x[0].detach().clone()
+            try:
+                model = copy.deepcopy(self.model)
+                model(x).float().square().mean().backward()
+                model.zero_grad()
+                trains = True
+            except Exception:
+                trains = False
+            if trains and self.ours:
+                before = torch.get_rng_state()
+                why = convert_buffers.called(tool, model, x)
+                drew = tool != "peak_bytes" and not torch.equal(before, torch.get_rng_state())
+                why = why or (f"{tool} draws" if drew else None)
+        own.seen[:], own.kept[:], self.recorded[:] = seen, kept, recorded
+        self.log.note(f"tool {self.at}", why)
 
     def deepcopy(self):
         self.model, self.optimizer = copy.deepcopy(self.model), None

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hfnn
-from hfnn.core import kernel, native, recipe
-from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth
+from hfnn.core import kernel, native, parts, recipe
+from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth, table
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # the attribute of hfnn is the function
@@ -303,6 +303,19 @@ def _without_autocast(forward, self, x):
 
 _plant("functorch not asked for", kernel, "context", lambda context: lambda *tensors: None)
 _plant("the dtype of autocast's results ignored", kernel.Op, "out_dtype", lambda _: lambda self, x: x.dtype)
+
+
+# Constants, and tensors that are not plain.
+def _in_float32(numbers):
+    def run(op, *arguments):
+        found = numbers(op, *arguments)
+        return found if found is None else tuple(torch.tensor(n).item() if type(n) is float else n for n in found)
+
+    return run
+
+
+_plant("constants rounded to float32", table, "numbers", _in_float32)
+_plant("a tool compares buffers as torch does", parts, "equal", lambda _: torch.equal)
 
 
 # Convert.

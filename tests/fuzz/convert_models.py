@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 import convert_around
+import convert_buffers
 import convert_modules as own
 from torch import nn
 
@@ -203,6 +204,7 @@ LAYERS = {
     "where": Layer(ALL, 1.2, lambda D, name: own.Where(name), _choose(own.Where.NAMES)),
     "viewed": Layer(ALL, 1.8, lambda D, name: own.Viewed(name), _choose(own.Viewed.NAMES)),
     "written": Layer(ALL, 1.2, lambda D, name: own.Written(name), _choose(own.Written.NAMES)),
+    "buffered": Layer(ALL, 0.8, convert_buffers.Buffered, _choose(tuple(convert_buffers.Buffered.KINDS))),
     "probe": Layer(ALL, 2.5, lambda D, how: own.Probe(how), _choose(own.Probe.HOW)),
     "mlp": Layer(
         LAST,

@@ -19,6 +19,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from hfnn.core import parts
+
 EPS = {"float64": 1e-15, "float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
 LOSSES = ("weighted", "square", "part", "sum")
 CRITERIA = ("CrossEntropyLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss", "NLLLoss")
@@ -274,6 +276,8 @@ class Session(Changes):
             getattr(self, name)(*arguments)
         except Exception:
             self.zero_grad(to_none=True)  # how far a backward came before it raised is not compared
+            for t in own.kept:
+                t.grad = None
             self.recorded.clear()
             self.raised = True  # torch then keeps some nodes alive for ever (seen, without hfnn)
             raise
@@ -311,7 +315,7 @@ class Session(Changes):
         """The final comparison: buffers and weights, and what is alive once the user holds nothing."""
         self.at = "end"
         for name, b in self.model.named_buffers():
-            self.log.tensor(f"value end {name}", b)
+            self.log.tensor(f"value end {name}", parts.numbers(b))
         refs = [weakref.ref(module) for module in self.model.modules()]
         refs += [weakref.ref(p) for p in self.model.parameters()]
         memory = [*own.seen, *(StorageWeakRef(x.untyped_storage()) for x in self.x)]
