@@ -98,7 +98,7 @@ class Cuda:
 
     def pinned(self, numbers: int) -> torch.Tensor:
         """Host memory that a graph may copy integers to."""
-        return torch.zeros(numbers, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until the work of this stream makes done() true."""

@@ -91,7 +91,7 @@ class _Spare:
 
     def reserve(self, size: int) -> None:
         if self.free.numel() < size:
-            self.free = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self.free = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def take(self, values: Tensor) -> Tensor:
         size = values.nbytes
