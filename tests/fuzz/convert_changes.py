@@ -24,6 +24,19 @@ class DropoutByDefinition(nn.Dropout):
         return x * mask
 
 
+class _Times(torch.autograd.Function):
+    """x * factor; the gradient has the layout of the factor, as that of torch's rrelu has."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return (x * factor).contiguous()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.saved_tensors[0].mul(dy), None
+
+
 class RReLUByDefinition(nn.RReLU):
     """The same for a random slope."""
 
@@ -32,7 +45,8 @@ class RReLUByDefinition(nn.RReLU):
             return super().forward(x)
         with torch.no_grad():
             slopes = hfnn.functional.rrelu(-torch.ones_like(x), self.lower, self.upper, True, prefer="memory").neg()
-        return torch.where(x > 0, x, x * slopes).contiguous()  # as in torch
+            factor = torch.where(x > 0, 1.0, slopes)
+        return _Times.apply(x, factor)
 
 
 BY_DEFINITION = {nn.Dropout: DropoutByDefinition, nn.RReLU: RReLUByDefinition}
@@ -68,7 +82,8 @@ class Changes:
     def step(self, name):
         if self.optimizer is None:
             weights = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizer = getattr(torch.optim, name)(weights, 0.01)
+            # With a small eps, AdamW's first steps have the sign of gradients that may be rounding errors.
+            self.optimizer = getattr(torch.optim, name)(weights, 0.01, **({"eps": 0.01} if name == "AdamW" else {}))
             # With float16, torch's AdamW divides by zero where squares underflow; hfnn's computes in float32.
             if self.ours and self.program["optimizer"] and not any(w.dtype is torch.float16 for w in weights):
                 hfnn.convert(self.optimizer)

@@ -1,10 +1,11 @@
 """Known differences, each predicted from what the program does and from what differed.
 
-`LIMITS` follow from torch or from the design. `OPEN` are defects: a line is removed with its fix.
+They are the limits in section 8 of docs/design.md, by their names there. A limit has several predictions, one for each
+way in which programs meet it.
 """
 
 import convert_models as models
-from convert_session import EPS, coarsest
+from convert_session import coarsest
 from engine import Known, Raised, Tensor, first_difference, relative_error
 
 import hfnn
@@ -54,9 +55,14 @@ def _autocast(program, dtypes=("bfloat16", "float16")) -> bool:
 
 
 def _batched(program, difference):
-    """Strides of torch's batched gradients depend on each op's batching rule; some ops have none, or draw numbers."""
+    """Strides of torch's batched gradients depend on each op's batching rule."""
+    return _step(program, difference) == "batched" and difference.how == "strides"
+
+
+def _batched_refused(program, difference):
+    """Some of torch's ops have no batching rule, or draw numbers."""
     refused = difference.how == "raises not" and _refused(difference, "vmap:", "Batching rule", "inside of vmap")
-    return _step(program, difference) == "batched" and (difference.how == "strides" or refused)
+    return refused and _step(program, difference) == "batched"
 
 
 def _between(program, steps, until) -> bool:
@@ -108,10 +114,13 @@ def _kept_suffers(program, difference):
 
 
 def _run_again(program, difference):
-    """A write to weights of a recurrent layer, which runs again in backward; torch's reads some of them there."""
-    return bool(_layers(program, "recurrent")) and (
-        _says(difference, "recurrent layers run again") or _unseen_write(program, difference)
-    )
+    """Such a write to weights of a recurrent layer, which runs again in backward; torch's reads some of them there."""
+    return bool(_layers(program, "recurrent")) and _unseen_write(program, difference)
+
+
+def _weight_of_run_again(program, difference):
+    """Such a layer's weight, written to visibly."""
+    return bool(_layers(program, "recurrent")) and _says(difference, "recurrent layers run again")
 
 
 def _more_than_torch(program, difference):
@@ -200,7 +209,8 @@ def _cached_cast(program, difference):
     """torch's autocast caches one cast of a leaf, and uses it in a nested region of another dtype, too."""
     dtypes = {layer[2] for layer in _layers(program, "autocast")} | {call["autocast"] for call in _calls(program)}
     mixed = "BFloat16" in (text := getattr(difference.stock, "text", "")) and "Half" in text
-    return {"bfloat16", "float16"} <= dtypes and mixed and _refused(difference, "have the same dtype")
+    mixed = mixed and _refused(difference, "have the same dtype", "expected scalar type")
+    return mixed and {"bfloat16", "float16"} <= dtypes
 
 
 def _writes_in_place(program) -> bool:
@@ -261,12 +271,6 @@ def _attention_strides(program, difference):
     )
 
 
-def _strides_by_definition(program, difference):
-    """RReLU's gradient has the layout of torch's own op. Stock here is the definition, whose gradient has another."""
-    drawn = any("RReLU" in layer for layer in _layers(program, "activation", "mlp", "functional"))
-    return drawn and difference.how == "strides" and difference.label.startswith(("grad", "hook"))
-
-
 def _depthwise_weights(program, difference):
     """Under autocast, in second derivatives, torch adds gradients of a depthwise weight before the cast, and hfnn after
     it. The strides of dimensions of size 1 are then the usual ones, or a convolution's."""
@@ -311,54 +315,6 @@ def _none_of_nothing(program, difference):
     return seen and isinstance(difference.ours, Tensor) and not difference.ours.values.any()
 
 
-def _rounding_of_zero(program, difference):
-    """A gradient that cancels: 0 in torch, rounding noise in ours."""
-    if not (_values(difference) and difference.label.startswith("grad")):
-        return False
-    return not difference.stock.values.any() and difference.ours.values.abs().max() < EPS[coarsest(program)]
-
-
-def _sign_of_rounding(program, difference):
-    """AdamW's first steps have the size of the learning rate, in the direction of a gradient that may be rounding
-    noise."""
-    steps = [n for n, step in enumerate(program["steps"]) if step == ("step", "AdamW") and n <= _at(difference)]
-    if (
-        not steps
-        or difference.how != "values"
-        or difference.label.split()[0] != "value"
-        or _at(difference) != steps[-1]
-    ):
-        return False
-    by = (difference.ours.values.double() - difference.stock.values.double()).abs()
-    return bool((by <= 2.1 * 0.01 * len(steps)).all())
-
-
-LIMITS = (
-    Known("batched gradients as torch's rules have them", "nothing", _batched),
-    Known("AdamW steps by the sign of a rounding error", "nothing", _sign_of_rounding),
-    Known("weights written before backward, under autocast", "nothing: a documented limit", _weight_written),
-    Known("written sources, partial backward", "nothing: a documented limit", _written_source),
-    Known("writes to what ours does not keep", "nothing", _writes_refused),
-    Known("what torch has no kernel for", "nothing", _more_than_torch),
-    Known("changed between a checkpoint and its backward", "nothing", _changed_in_checkpoint),
-    Known("another result of a checkpoint's second forward", "nothing", _not_the_same_again),
-    Known("computed again by stock alone", "nothing", _not_computed_again),
-    Known("done again by stock alone", "nothing", _acts_twice),
-    Known("torch's autocast cache serves two dtypes", "nothing", _cached_cast),
-    Known("torch's views forget their hooks", "nothing", _forgotten),
-    Known("kept inputs of which torch keeps a copy", "nothing: a documented limit", _own_input),
-    Known("zeros for None, of no rows", "nothing", _none_of_nothing),
-    Known("rounding where torch has 0", "nothing", _rounding_of_zero),
-    Known("strides of RReLU's gradient, which stock here has by its definition", "nothing", _strides_by_definition),
-    Known("strides of a depthwise weight's second gradient under autocast", "nothing", _depthwise_weights),
-    Known("torch's sixth in float64", "nothing", _torchs_sixth),
-    Known("unseen writes, of which stock's gradients are wrong too", "nothing", _stock_suffers),
-    Known("unseen writes to sources of recipes", "nothing: a documented limit", _recipe_suffers),
-    Known("weights written before backward, of what runs again", "nothing: a documented limit", _run_again),
-    Known("unseen writes to inputs of which torch keeps a copy", "nothing: a documented limit", _kept_suffers),
-)
-
-
 KEEP_OUTPUT = ("ELU", "CELU", "SELU", "Softplus", "LogSigmoid", "Softsign", "Sigmoid", "Tanh")
 
 
@@ -372,8 +328,20 @@ def _kept_under_hooks(program, difference):
     )
 
 
-OPEN = (
-    Known("outputs kept under hooks", "a fix", _kept_under_hooks),
-    Known("gradients of attention's inputs are contiguous", "a fix", _attention_strides),
+def _limit(name, *predictions) -> Known:
+    return Known(name, "docs/design.md", lambda program, difference: any(p(program, difference) for p in predictions))
+
+
+KNOWN = (
+    _limit("strides of some gradients", _batched, _attention_strides, _depthwise_weights),
+    _limit("what torch refuses", _batched_refused, _more_than_torch, _writes_refused, _cached_cast),
+    _limit("writes to what hfnn keeps", _weight_written, _written_source, _own_input, _weight_of_run_again),
+    _limit("writes that nobody sees", _stock_suffers, _recipe_suffers, _kept_suffers, _run_again),
+    _limit(
+        "a checkpoint's second forward", _changed_in_checkpoint, _not_the_same_again, _not_computed_again, _acts_twice
+    ),
+    _limit("hooks that torch forgets", _forgotten),
+    _limit("no rows", _none_of_nothing),
+    _limit("torch's sixth", _torchs_sixth),
+    _limit("outputs kept under hooks", _kept_under_hooks),
 )
-KNOWN = LIMITS + OPEN

@@ -35,7 +35,7 @@ class Session(Changes):
         self.moves = torch.Generator().manual_seed(noise)
         self.dtype = DTYPES[program["dtype"]]
         self.coarse = coarsest(program)
-        log.coarse, log.all_strides = DTYPES[self.coarse], True
+        log.coarse, log.all_strides, log.zero = DTYPES[self.coarse], True, EPS[self.coarse]
         self.losses, self.handles, self.recorded, self.optimizer, self.y = [], [], [], None, None
         self.at, self.raised = "start", False
         self.retained = False  # whether a graph that backward has run through is still retained

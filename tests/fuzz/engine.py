@@ -70,6 +70,7 @@ class Tensor:
     coarse: torch.dtype | None
     stride: tuple
     requires_grad: bool
+    zero: float = 0.0
 
     def __repr__(self) -> str:
         kind = f"{str(self.values.dtype).removeprefix('torch.')}{list(self.values.shape)} strides {self.stride}"
@@ -84,6 +85,7 @@ class Log:
         self.seen: dict[str, Any] = {}
         self.features: set[str] = set()
         self.coarse: torch.dtype | None = None
+        self.zero = 0.0  # what rounding may leave of a gradient that cancels to zero in stock
         self.all_strides = False  # whether strides of dimensions of size 1 are compared
         self.block: str | None = None  # the label of the innermost `attempt`
         self.blocks: dict[str, str | None] = {}  # of each label
@@ -99,7 +101,8 @@ class Log:
         # Strides of empty tensors are meaningless, and mostly those of dimensions of size 1.
         strides = zip(x.shape, x.stride(), strict=True) if x.numel() else ()
         stride = tuple(s if n != 1 or self.all_strides else 0 for n, s in strides)
-        self.note(label, Tensor(x.detach().cpu().clone(), self.coarse, stride, x.requires_grad))
+        zero = self.zero if label.startswith("grad ") else 0.0
+        self.note(label, Tensor(x.detach().cpu().clone(), self.coarse, stride, x.requires_grad, zero))
 
     @contextlib.contextmanager
     def attempt(self, label: str) -> Iterator[None]:
@@ -231,6 +234,8 @@ def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
         ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None
     )
     error = relative_error(a, b)
+    if not b.values.any() and a.values.abs().max() < b.zero:
+        return False
     return error > bound and not error <= NOISE * moved()
 
 

@@ -1,5 +1,7 @@
 """A part of the fuzzer of `hfnn.convert`, with fixed seeds. `run.py convert` runs more of it."""
 
+from pathlib import Path
+
 import pytest
 from convert import FUZZER
 from engine import first_found, rarely_drawn
@@ -19,6 +21,13 @@ def test_every_feature_stands_in_two_percent_of_programs():
     assert not rarely_drawn(FUZZER)
 
 
+def test_limits_are_few_and_documented():
+    limits = (Path(__file__).parents[2] / "docs" / "design.md").read_text().split("## 8. Limits")[1].lower()
+    assert len(FUZZER.known) <= 10
+    assert all(f"* *{known.name.lower()}*:" in limits for known in FUZZER.known)
+    assert limits.count("\n* *") == len(FUZZER.known)
+
+
 QUICK = (
     "rebuilt a little wrong",
     "rebuilt a little wrong in C++",
@@ -32,5 +41,5 @@ QUICK = (
 
 @pytest.mark.parametrize("fault", QUICK)
 def test_planted_faults_are_found(fault):
-    """`run.py convert --faults` looks for all of them, for five seeds."""
+    """`run.py convert --faults` looks for all of them."""
     assert first_found(FUZZER, fault, range(60)) is not None
