@@ -226,19 +226,21 @@ static Tensor in_torch(const BatchNormTable& table, const Tensor& x, PyObject* c
   if (sum && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return {};
   if (sum && residual->device() != x.device()) return {};
 
+  if (x.requires_grad()) keeps_whole(x);
   pybind11::gil_scoped_release no_gil;
   const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
   Tensor y = at::batch_norm(x, maybe(*weight), maybe(*bias), maybe(*mean), maybe(*var), training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
   // Nobody else has y, and its node does not keep it, so it may be overwritten if the layout stays the same.
   if (sum) y = y.strides() == residual->strides() && !ambiguous(y) ? y.add_(*residual) : at::add(y, *residual);
+  const bool copies = ambiguous(y);
   switch (kind) {
     case kRelu:
-      return ambiguous(y) ? at::relu(y) : y.relu_();
-    case kLeakyRelu:
-      return at::leaky_relu(y, slope);
+      return copies ? at::relu(y) : y.relu_();
+    case kLeakyRelu:  // torch has no gradient of it in place for another slope
+      return copies || !(slope > 0) ? at::leaky_relu(y, slope) : at::leaky_relu_(y, slope);
     case kRelu6:
-      return at::relu6(y);
+      return copies ? at::relu6(y) : at::relu6_(y);
     case kSilu:
       return at::silu(y);
     case kHardswish:

@@ -49,6 +49,12 @@ class Token {
   Kept kept_;
 };
 
+// The node behind its object in Python; null for a node of another kind.
+Room* node_of(py::handle node) {
+  if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
+  return dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
+}
+
 }  // namespace
 
 bool sharded_parameters() {
@@ -98,16 +104,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "packed",
       [](py::handle node) {
         py::list found;
-        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return found;  // a node in Python
-        auto* room = dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
-        for (Kept& input : room ? room->kept() : std::span<Kept>())
+        Room* of = node_of(node);
+        for (Kept& input : of ? of->kept() : std::span<Kept>())
           if (auto data = input.packed()) found.append(py::reinterpret_borrow<py::object>(*data));
         return found;
       },
       "What hooks of saved tensors made of those that a node of a room saved.");
+  m.def(
+      "stored",
+      [](py::handle node) {
+        py::list found;
+        Room* of = node_of(node);
+        for (Kept& input : of ? of->kept() : std::span<Kept>())
+          if (Tensor x = input.stored(); x.defined()) found.append(py::cast(x));
+        return found;
+      },
+      "The tensors that a node keeps and that no hook packed.");
   // Python functions for rare cases, and torch's query for graph capture.
-  m.def("connect", [](py::object take, py::object batched, py::object capturing) {
+  m.def("connect", [](py::object take, py::object batched, py::object capturing, py::object whole) {
     python().take = take.release().ptr();
+    python().keeps_whole = whole.release().ptr();
     python().batched = batched.release().ptr();
     is_capturing = capturing.release().ptr();
   });
@@ -115,9 +131,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "module",
       [](py::handle node) {
-        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return py::object(py::none());
-        auto* room = dynamic_cast<Room*>(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata.get());
-        return room && room->module ? py::reinterpret_borrow<py::object>(room->module) : py::object(py::none());
+        Room* of = node_of(node);
+        return of && of->module ? py::reinterpret_borrow<py::object>(of->module) : py::object(py::none());
       },
       "The module of the kernel that made the output of a room's node, or None.");
   m.def("force", [](int kind) { forced = kind; });

@@ -175,6 +175,7 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   const Prefer prefer = prefer_of(args[8]);
   TORCH_CHECK_VALUE(prefer != kPrefers, "prefer: choose one of 'auto', 'memory', 'speed'");
   const auto torchs = [&] {
+    if (at::GradMode::is_enabled() && given->requires_grad()) keeps_whole(*x);
     pybind11::gil_scoped_release no_gil;
     return of_torch(table, how, *x, *given, *bias);
   };
@@ -204,6 +205,8 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   if (!frozen && !taken && !(casts && large)) return THPVariable_Wrap(torchs());
 
   const Tensor low = taken || frozen ? Tensor() : shared_cast(*x, dtype);
+  const Tensor lasts = lasting(*given, args[1], dtype);
+  given = &lasts;
   Tensor y;
   {
     pybind11::gil_scoped_release no_gil;
@@ -219,7 +222,8 @@ static PyObject* convolution(PyObject* self, PyObject* const* args, Py_ssize_t) 
   if (frozen && x->scalar_type() == dtype) node->unread.emplace(*x);
   // If the cast weight is not kept and no gradient reads it, writes to the weight do not matter.
   node->casts_weight = given->scalar_type() != dtype;
-  if (!node->casts_weight || x->requires_grad()) node->inputs[1].save(*given, is_parameter(args[1]));
+  if (!node->casts_weight) node->inputs[1].save(*given, is_parameter(args[1]));
+  if (node->casts_weight && x->requires_grad()) node->inputs[1].refer(*given);
   node->how = how;
   if (bias->defined()) node->bias_size = bias->sizes().vec();
   node->finish(node, y, ag::collect_next_edges(*x, *given, *bias), false);

@@ -63,6 +63,26 @@ struct Sum {
   std::optional<c10::Stream> stream;
 };
 
+namespace {
+struct LastCast {
+  WeakTensor x{Tensor().getIntrusivePtr()}, low{Tensor().getIntrusivePtr()};
+  uint32_t version = 0;
+};
+}  // namespace
+
+Tensor shared_cast(const Tensor& x, ScalarType dtype) {
+  if (x.scalar_type() == dtype) return x;
+  if (!graph_of(x)) return x.to(dtype);
+  static thread_local LastCast last;
+  if (last.x._unsafe_get_target() == x.unsafeGetTensorImpl() && last.version == x._version()) {
+    auto low = last.low.lock();
+    if (low && c10::typeMetaToScalarType(low->dtype()) == dtype) return Tensor(std::move(low));
+  }
+  Tensor low = x.to(dtype);
+  last = {WeakTensor(x.getIntrusivePtr()), WeakTensor(low.getIntrusivePtr()), uint32_t(x._version())};
+  return low;
+}
+
 Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
   try {
     return weight.get();
@@ -164,6 +184,7 @@ static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
                  weight->size(1) != PyLong_AsLongLong(args[5])))
     Py_RETURN_NONE;
   Tensor y;
+  if (at::GradMode::is_enabled() && weight->requires_grad()) keeps_whole(*x);
   {
     pybind11::gil_scoped_release no_gil;
     if (turned) {  // the ops of transformers' Conv1D
@@ -221,6 +242,8 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (!grad || (!taken && !worth && !recompute)) return nothing();
 
   const Tensor low = taken ? Tensor() : shared_cast(*x, dtype);
+  const Tensor lasts = lasting(*given, args[1], dtype);
+  given = &lasts;
   Tensor y, weight;
   bool by_columns;
   {
@@ -239,7 +262,10 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
     }
   }
   if (turned) weight = given->t();  // as a view that autograd knows
-  if (x->requires_grad() || recompute) node->inputs[1].save(weight, is_parameter(args[1]));
+  if (x->requires_grad() || recompute) {
+    Kept& kept = node->inputs[1];
+    weight.scalar_type() == dtype ? kept.save(weight, is_parameter(args[1])) : kept.refer(weight);
+  }
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
   // Only the size decides, not whether a recipe was taken: no bit of a gradient may depend on that.

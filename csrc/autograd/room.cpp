@@ -67,11 +67,6 @@ Mark::Mark(const Tensor& x) : counter(ag::impl::version_counter(x)), version(x._
 
 // Kept
 
-static ag::AutogradMeta* graph_of(const Tensor& x) {
-  auto* meta = ag::impl::get_autograd_meta(x);
-  return meta && meta->grad_fn_ && !meta->is_view_ ? meta : nullptr;
-}
-
 bool Kept::take(const Tensor& x) {
   auto* meta = graph_of(x);
   if (!meta || !state().recipes) return false;
@@ -104,8 +99,16 @@ bool Kept::takes(const Tensor& x) {
   return room ? room->carries_ : in_python(*meta->grad_fn_);
 }
 
+void keeps_whole(const Tensor& x) {
+  auto* meta = graph_of(x);
+  if (!meta || !in_python(*meta->grad_fn_) || meta->grad_fn_->name() != "_PiecewiseBackward") return;
+  if (hooks_now()) return;  // what the consumer keeps is what they make of x
+  if (!THPObjectPtr(PyObject_CallOneArg(python().keeps_whole, py::cast(x).ptr()))) throw python_error();
+}
+
 void Kept::save(const Tensor& x, bool source) {
   if (!x.defined()) return;
+  keeps_whole(x);
   defined_ = true;
   dtype_ = x.scalar_type();
   if (!x.is_inference()) mark_ = Mark(x);
@@ -115,6 +118,16 @@ void Kept::save(const Tensor& x, bool source) {
   if (hooked_) return;
   impl_ = x.unsafeGetTensorImpl();
   data_ = impl_->data();
+}
+
+void Kept::refer(const Tensor& weight) {
+  using Hooks = at::SavedTensorDefaultHooks;
+  struct Restored {
+    at::impl::SavedTensorDefaultHooksTLS now = Hooks::get_tls_state();
+    ~Restored() { Hooks::set_tls_state(now); }
+  } restored;
+  Hooks::set_tls_state({});
+  save(weight, true);
 }
 
 void Kept::hold(const Tensor& x, bool source) {
@@ -240,6 +253,11 @@ Tensor Kept::part(ScalarType dtype, bool last) {
   if (!defined_ || released_ || !taken()) return get(dtype);
   if (token_) return of_token("get", dtype, last);
   return producer_->rebuild(*this, dtype, last);
+}
+
+Tensor Kept::stored() const {
+  if (held_.defined() || hooked_ || released_ || taken() || !defined_) return held_;
+  return mark_.holds() ? saved_.unpack() : Tensor();
 }
 
 std::optional<PyObject*> Kept::packed() const {
@@ -467,26 +485,6 @@ variable_list Room::batched(const Tensor& dy) {
   for (size_t i = 0; i < out.size(); ++i)
     if (!found[i].is_none()) out[i] = py::cast<Tensor>(found[i]);
   return out;
-}
-
-namespace {
-struct LastCast {
-  WeakTensor x{Tensor().getIntrusivePtr()}, low{Tensor().getIntrusivePtr()};
-  uint32_t version = 0;
-};
-}  // namespace
-
-Tensor shared_cast(const Tensor& x, ScalarType dtype) {
-  if (x.scalar_type() == dtype) return x;
-  if (!graph_of(x)) return x.to(dtype);
-  static thread_local LastCast last;
-  if (last.x._unsafe_get_target() == x.unsafeGetTensorImpl() && last.version == x._version()) {
-    auto low = last.low.lock();
-    if (low && c10::typeMetaToScalarType(low->dtype()) == dtype) return Tensor(std::move(low));
-  }
-  Tensor low = x.to(dtype);
-  last = {WeakTensor(x.getIntrusivePtr()), WeakTensor(low.getIntrusivePtr()), uint32_t(x._version())};
-  return low;
 }
 
 }  // namespace hfnn::node

@@ -70,6 +70,8 @@ class Kept {
   static bool takes(const Tensor& x);
   // Saves x. source: whether y may be rebuilt from it although it is not in the graph (a parameter, or the room's own).
   void save(const Tensor& x, bool source = false);
+  // Saves a weight that lives without this node, past hooks of saved tensors: a copy that they made would take memory.
+  void refer(const Tensor& weight);
   // Keeps a tensor that only rebuilding y reads: no hook sees it, and it may be written to before the room's own
   // backward.
   void hold(const Tensor& x, bool source = false);
@@ -93,6 +95,8 @@ class Kept {
   Tensor part(ScalarType dtype, bool last = false);
 
   void release();
+  // The tensor that it holds, if no hook packed it and nobody wrote to it: for counts of bytes.
+  Tensor stored() const;
   // What hooks of saved tensors packed it into.
   std::optional<PyObject*> packed() const;
   bool taken() const { return producer_ || token_; }
@@ -204,13 +208,18 @@ inline Tensor as(const Tensor& x, ScalarType dtype) {
   return !x.defined() || x.scalar_type() == dtype ? x : x.to(dtype);
 }
 
-// x in `dtype`, differentiable. For a tensor in the graph, consecutive consumers share one cast while one of them keeps
-// it. Any other tensor may be refilled without a new version, so its cast is not shared.
-Tensor shared_cast(const Tensor& x, ScalarType dtype);
+// The part of x that knows its graph; null outside of one, and for a view.
+inline torch::autograd::AutogradMeta* graph_of(const Tensor& x) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(x);
+  return meta && meta->grad_fn_ && !meta->is_view_ ? meta : nullptr;
+}
+
+// A consumer keeps x as it is. If the node that made x keeps bits of it, it no longer needs them (hfnn/core/bits.py).
+void keeps_whole(const Tensor& x);
 
 // Python functions for rare cases; see hfnn/core/native.py.
 struct Python {
-  PyObject *take = nullptr, *batched = nullptr;
+  PyObject *take = nullptr, *batched = nullptr, *keeps_whole = nullptr;
   PyObject* watch = nullptr;  // for tests: called with what is built
 };
 Python& python();

@@ -50,6 +50,17 @@ bool addable(const Tensor& x, const Tensor& residual);
 void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const DropoutKernel* kernel, const Mask& mask,
                 PyObject* module);
 
+// x in `dtype`, differentiable. For a tensor in the graph, consecutive consumers share one cast while one of them keeps
+// it. Any other tensor may be refilled without a new version, so its cast is not shared.
+Tensor shared_cast(const Tensor& x, ScalarType dtype);
+
+// The weight that a node keeps under autocast: a parameter, or a leaf of the graph, as it is. Any other one may live
+// for this node alone, and is cast, which is what torch keeps.
+inline Tensor lasting(const Tensor& weight, PyObject* argument, ScalarType dtype) {
+  const bool lives = is_parameter(argument) || (weight.is_leaf() && weight.requires_grad());
+  return lives ? weight : shared_cast(weight, dtype);
+}
+
 // A weight that a room kept. Under autocast (dtype is not its own) torch keeps a copy. module: named in the error if
 // the weight was written to.
 Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module);

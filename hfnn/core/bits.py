@@ -9,7 +9,11 @@ import math
 import torch
 
 from hfnn.core.context import context
+from hfnn.core.function import written_to
 from hfnn.core.kernel import Kernel, Op
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_retained = torch._C._autograd._get_current_graph_task_keep_graph
 
 WIDTHS = (1, 2, 4, 5, 8)  # bits per code
 
@@ -110,3 +114,42 @@ def _unpack_by_torch(packed, count, width):
     words = (rows << _shifts(8, packed)[:width]).sum(1, keepdim=True)
     codes = (words >> _shifts(width, packed)) & (1 << width) - 1
     return codes.to(torch.uint8).view(-1)[:count]
+
+
+class OfOutput:
+    """The bits that a node keeps of its output. Once a consumer keeps the output itself, so does the node, as in torch,
+    and the bits are freed. It is the node's `recipe` (hfnn/core/function.py).
+    """
+
+    __slots__ = ("_bits", "_look", "_y")
+
+    def __init__(self, packed: torch.Tensor, y: torch.Tensor):
+        self._bits, self._look, self._y = packed, (y._version, y.data_ptr()), None
+
+    def keep(self, y: torch.Tensor) -> None:
+        if self._bits is not None and self._look == (y._version, y.data_ptr()):
+            self._bits.untyped_storage().resize_(0)
+            self._bits, self._y = None, y.detach()
+
+    def output(self) -> torch.Tensor | None:
+        """The output, if it takes the place of the bits; raises if it was written to."""
+        if self._y is not None and self._y._version != self._look[0]:
+            raise written_to(self._y, self._look[0])
+        return self._y
+
+    def finish(self, node) -> None:
+        """Ends the node's own backward."""
+        if not _retained():
+            self._bits = self._y = None
+
+
+def of_output(packed: torch.Tensor, y: torch.Tensor) -> OfOutput | None:
+    """None with hooks of saved tensors, which decide what is kept of each."""
+    return OfOutput(packed, y) if type(y) is torch.Tensor and _hooks(True) is None else None
+
+
+def keeps_whole(x: torch.Tensor) -> None:
+    """A consumer keeps x as it is: the node that made it need not keep bits."""
+    found = getattr(x.grad_fn, "recipe", None)
+    if type(found) is OfOutput and x.output_nr == 0 and _hooks(True) is None:
+        found.keep(x)

@@ -20,6 +20,14 @@ def drawing():
     return torch._C._ExcludeDispatchKeyGuard(_REFUSES_TO_DRAW)
 
 
+def written_to(x: torch.Tensor, version: int) -> RuntimeError:
+    """torch's error for a saved tensor that was written to since it had this version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{x.type()} {[*x.shape]}] is at version {x._version}; expected version {version} instead."
+    )
+
+
 class Function(torch.autograd.Function):
     """`apply` is in C++ and omits torch's Python code for functorch, which `context` has excluded: half the cost.
 

@@ -28,8 +28,9 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import TensorWeakRef
 
+from hfnn.core import bits
 from hfnn.core.counter import counter
-from hfnn.core.function import of_many
+from hfnn.core.function import of_many, written_to
 from hfnn.core.native import extension as native
 
 _hooks, _at_the_end = torch._C._autograd._top_saved_tensors_default_hooks, torch.autograd.Variable._execution_engine
@@ -155,11 +156,7 @@ class Unread:
 
     def get(self, dtype, last) -> torch.Tensor:
         if not self.holds():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._p.type()} {[*self._p.shape]}] is at version {self._p._version}; expected version "
-                f"{self._mark[0]} instead."
-            )
+            raise written_to(self._p, self._mark[0])
         return self._p
 
     def release(self) -> None:
@@ -182,11 +179,7 @@ class Token:
         if x is not None and dtype in (None, output.dtype):
             x._fix_weakref()
             if x._version != output.look[0]:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {output.look[0]} "
-                    "instead."
-                )
+                raise written_to(x, output.look[0])
         return self.get(dtype, True)
 
     def get(self, dtype: torch.dtype | None, last: bool) -> torch.Tensor:
@@ -320,7 +313,9 @@ def save(ctx, *sources: "torch.Tensor | Token | None", made: tuple = ()) -> None
         token = take(x) if isinstance(x, torch.Tensor) else x
         if token is not None:
             tensors[at], tokens[at] = None, token
-        elif not x.requires_grad:
+        elif x.requires_grad:
+            bits.keeps_whole(x)
+        else:
             sound = False
     if sound and parameters_may_be_resharded():
         tensors = [_own_copy(x) if isinstance(x, torch.nn.Parameter) else x for x in tensors]
@@ -411,4 +406,4 @@ def _own_copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 if native is not None:
-    native.connect(_take, of_many, getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False))
+    native.connect(_take, of_many, getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False), bits.keeps_whole)

@@ -32,6 +32,7 @@ RELU, LEAKY_RELU, HARDTANH, CLAMP, THRESHOLD, HARDSHRINK, SOFTSHRINK, HARDSIGMOI
 # For these the gradient has the layout of x (relu's: of y), whatever dy's layout. For the others dy's layout decides.
 _LIKE_X = (RELU, LEAKY_RELU, CLAMP, THRESHOLD)
 
+_gradient_by_output = torch.ops.aten.threshold_backward.default  # as torch's own
 _OPS: list[Op] = []
 
 
@@ -74,12 +75,17 @@ class _Piecewise(Function):
         ctx.set_materialize_grads(False)
         given = y.stride() if kind == RELU else x.stride()
         ctx.how, ctx.shape = (kind, strides, given, inside, outside, kernel), x.shape
+        ctx.recipe = bits.of_output(flags, y) if kind == RELU else None  # torch keeps the output of relu alone
         return y, own
 
     @staticmethod
     def backward(ctx, dy, dlink):
         flags, link = ctx.saved_tensors
-        dx = zeros_or_none(dlink, ctx.shape) if dy is None else flat(_gradient(dy, flags, *ctx.how), link)
+        y = None if ctx.recipe is None else ctx.recipe.output()
+        if dy is None:
+            dx = zeros_or_none(dlink, ctx.shape)
+        else:
+            dx = flat(_gradient(dy, flags, *ctx.how) if y is None else _gradient_by_output(dy, y, 0), link)
         return dx, *(None,) * 7
 
 

@@ -14,6 +14,7 @@ needs no new forward, except for relu followed by a dropout. `settings` are the 
 parts.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -193,10 +194,19 @@ def settings(module: nn.Module, recompute: str | None) -> dict[nn.Module, dict[s
     if isinstance(like, FeedForward) and tuple(parts) != like.names:  # changed after it was converted
         return {}
     if not isinstance(like, FeedForward):
-        return {part: {"keep": "output"} for part in parts.values() if isinstance(part, nn.ReLU) and _has_pair(parts)}
+        keeping = parts.values() if _has_pair(parts) else _before_products(module)
+        return {part: {"keep": "output"} for part in keeping if isinstance(part, nn.ReLU)}
     if like.gated or (like.f != "relu" and like.act is not None):
         return {parts[name]: {"recompute": recompute == "gemm"} for name in like.first}
     return {parts[like.act]: {"keep": "output"}} if like.act is not None and not like.middle else {}
+
+
+def _before_products(module) -> list[nn.Module]:
+    """The parts of a sequence whose results a linear map or a convolution keeps."""
+    parts = list(module._modules.values()) if type(module) is nn.Sequential else []
+    keep = (nn.Linear, nn.modules.conv._ConvNd)
+    pairs = itertools.pairwise(parts)
+    return [part for part, after in pairs if isinstance(after, keep) and after.weight.requires_grad]
 
 
 def _has_pair(parts) -> bool:

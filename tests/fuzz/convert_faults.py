@@ -69,6 +69,12 @@ def _cut_off(x):
 
 
 _plant("sources not compared", recipe.Kept, "holds", lambda holds: lambda self, node: True)
+_plant(
+    "results kept beside their recipes",
+    recipe,
+    "carry",
+    lambda carry: lambda ctx, y, *how, **more: (setattr(ctx, "beside", y.clone()), carry(ctx, y, *how, **more))[1],
+)
 _plant("recipes without a bound", recipe, "LONGEST", lambda longest: 1 << 30)
 _plant("hooks of saved tensors not compared", recipe, "_hooks_now", lambda now: lambda: None)
 _plant("results keep their recipe after backward", recipe.Kept, "finish", lambda finish: lambda self, node: None)

@@ -14,6 +14,7 @@ import convert_models as models
 import convert_modules as own
 import torch
 from convert_around import DTYPES, saved_tensor_hooks
+from convert_bytes import kept_bytes
 from convert_changes import Changes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -114,6 +115,10 @@ class Session(Changes):
             with torch.autocast("cpu", DTYPES[low or "bfloat16"], enabled=low is not None):
                 self.losses.append(self.loss(y))
             self.log.tensor(f"value {self.at} loss", self.losses[-1])
+            if not self.program["sharded"]:  # then norms keep copies of their weights
+                own_by_user = (*self.x, *self.model.parameters(), *self.model.buffers())
+                self.log.note(f"bytes {self.at}", kept_bytes(self.losses[-1], own_by_user))
+                self.log.features.add("bytes counted")
         self.y, self.y_version = output, version
 
     def call_plain(self, x):

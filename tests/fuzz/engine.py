@@ -20,7 +20,7 @@ records. `draw(rng)` makes one from a `random.Random`, `features(program)` names
 The first word of a label says what is compared (value, grad, version, alive, error, ...). Together with how it differs
 it names the *class* of a difference: "grad: values". Only the first difference of a program counts, because later ones
 mostly follow from it. Labels that only one side has are a difference ("missing"), except in a block that raised on both
-sides. Of "alive", a number, ours may have less, or one side may omit it.
+sides. Of "alive" and "bytes", which are numbers, ours may have less (or `SPARE` more), or one side may omit it.
 
 Where stock raises and ours does not (it keeps less, so fewer writes are errors), `lenient(program)` may give another
 run of stock that shows the right results, such as one that keeps copies of all it saves. Ours must then agree with
@@ -52,6 +52,7 @@ import torch
 ULPS = {torch.float64: 256, torch.float32: 64, torch.float16: 8, torch.bfloat16: 4}  # other dtypes: bitwise equal
 ULPS[torch.complex64] = ULPS[torch.float32]
 NOISE, NOISES = 8, 8
+SPARE = {"alive": 0, "bytes": 512}  # numbers of which ours may have so many more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +253,9 @@ def first_difference(
     for label in dict.fromkeys(itertools.chain(stock.seen, ours.seen)):
         a, b = ours.seen.get(label, "not there"), stock.seen.get(label, "not there")
         how = None
-        if label.startswith("alive "):
-            how = "outlives" if label in ours.seen and label in stock.seen and a > b else None
+        if label.split()[0] in SPARE:
+            more = label in ours.seen and label in stock.seen and a > b + SPARE[label.split()[0]]
+            how = "more" if more else None
         elif label not in ours.seen or label not in stock.seen:
             if not raised((ours if label in ours.seen else stock).blocks[label]):
                 how = "extra" if label in ours.seen else "missing"

@@ -17,6 +17,10 @@ def test_recipes_are_taken_in_half_of_the_programs(summary):
     assert summary.features["recipes taken"] >= PROGRAMS / 2
 
 
+def test_bytes_are_counted_in_half_of_the_programs(summary):
+    assert summary.features["bytes counted"] >= PROGRAMS / 2
+
+
 def test_every_feature_stands_in_two_percent_of_programs():
     assert not rarely_drawn(FUZZER)
 
@@ -29,6 +33,7 @@ def test_limits_are_few_and_documented():
 
 
 QUICK = (
+    "results kept beside their recipes",
     "rebuilt a little wrong",
     "rebuilt a little wrong in C++",
     "a chain's first source for its tensor",

@@ -21,10 +21,10 @@ EVERY_ACT = *((act, False) for act in ACTIVATIONS), *((act, True) for act in ACT
 
 
 def nodes(y):
-    """The names of the nodes that made y, in order."""
+    """The names of the nodes that made y, in order, without their number: an op in place may have another."""
     found, node = [], y.grad_fn
     while node is not None:
-        found.append(node.name())
+        found.append(node.name().rstrip("0123456789"))
         node = node.next_functions[0][0] if node.next_functions else None
     return found
 

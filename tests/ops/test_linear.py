@@ -138,7 +138,7 @@ def test_a_written_input_is_cast_anew(device):
 def test_a_frozen_weight_keeps_nothing_under_autocast(device):
     x = torch.randn(ROWS, COLS, device=device, requires_grad=True)
     weight = torch.randn(WIDE, COLS, device=device)
-    assert under(device, lambda: saved_bytes(lambda: linear(x, weight))).total in (0, weight.nbytes)
+    assert under(device, lambda: saved_bytes(lambda: linear(x, weight))).total in (0, weight.nbytes // 2)
     ours, theirs = (
         torch.autograd.grad(under(device, lambda fn=fn: fn(x, weight)).sum(), x)
         for fn in (linear, torch.nn.functional.linear)
