@@ -88,7 +88,7 @@ class Largest(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.numel = 0
+        self.numel, self.hfnn_runs = 0, True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -1,6 +1,8 @@
 // hfnn._autograd: the calls of rooms in C++, one per family. hfnn/core/native.py passes the tables of ops.
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "rooms.h"
@@ -77,6 +79,11 @@ bool capturing(const Tensor& x) {
   return answer.ptr() == Py_True;
 }
 
+bool profiles_flops() {
+  const auto* state = torch::profiler::impl::ProfilerStateBase::get();
+  return state && state->config().with_flops;
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("torch_version") = HFNN_TORCH;
   bind_batch_norm(m);
@@ -135,6 +142,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return of && of->module ? py::reinterpret_borrow<py::object>(of->module) : py::object(py::none());
       },
       "The module of the kernel that made the output of a room's node, or None.");
+  m.def("profiles_flops", profiles_flops, "Whether a profiler counts the FLOPs of this thread's ops.");
+  m.def("record", at::enableRecordFunction, "Whether profilers see the ops of this thread.");
   m.def("force", [](int kind) { forced = kind; });
   m.def("enable", [](bool on) { enabled = on; }, "With False every room runs in Python.");
   m.def("set_recipes", [](bool on) { state().recipes = on; });

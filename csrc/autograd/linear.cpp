@@ -5,6 +5,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -107,7 +108,14 @@ struct LinearRoom : Room {
   std::span<Kept> kept() override { return inputs; }
   std::string name() const override { return "_LinearBackward"; }
 
-  Tensor build(ScalarType) override { return product(inputs[0].part(dtype), inputs[1].get(), inputs[2].get(), dtype); }
+  Tensor build(ScalarType) override {
+    const Tensor x = inputs[0].part(dtype), weight = inputs[1].get(), bias = inputs[2].get();
+    // torch has no such product, so no counter of FLOPs may see it.
+    at::RecordFunctionGuard records(at::isRecordFunctionEnabled() && !profiles_flops());
+    c10::impl::ExcludeDispatchKeyGuard no_modes(
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+    return product(x, weight, bias, dtype);
+  }
 
   variable_list gradients(const Tensor& dy) override { return gradients(dy, of, true); }
 
@@ -198,8 +206,8 @@ static PyObject* of_torch(const Tensor* x, PyObject* const* args) {
   return THPVariable_Wrap(y);
 }
 
-// (input, weight, bias, recompute, prefer, columns, exact, whole): columns: False, or `out` for a weight (in, out).
-// whole: calls torch's op if there is nothing to gain.
+// (input, weight, bias, recompute, prefer, columns, exact, whole, casts): columns: False, or `out` for a weight (in,
+// out). whole: calls torch's op if there is nothing to gain. casts: the module casts weight and bias to x's dtype.
 static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   auto& table = table_of<LinearTable>(self);
@@ -210,7 +218,8 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (!x || prefer == kPrefers) Py_RETURN_NOTIMPLEMENTED;
   // All that a call costs if there is nothing to gain.
   if (args[3] != Py_True && !Kept::takes(*x) &&
-      !(at::autocast::is_autocast_enabled(x->device().type()) && x->numel() >= table.floors[prefer]))
+      !((args[8] == Py_True || at::autocast::is_autocast_enabled(x->device().type())) &&
+        x->numel() >= table.floors[prefer]))
     return nothing();
   const Tensor *given = plain(args[1]), *bias = plain_or_none(args[2]);
   const bool turned = args[5] != Py_False;
@@ -231,7 +240,9 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
       Py_RETURN_NONE;  // torch's op raises an error, or works in float64, which autocast leaves alone
     casts = casts || t->scalar_type() != dtype;
   }
-  if (casts && !autocast) Py_RETURN_NONE;  // torch's op raises an error
+  // Else torch's op raises an error, or the module and autocast round to different dtypes.
+  const bool own = args[8] == Py_True;
+  if (casts && (autocast ? own && x->scalar_type() != dtype && x->scalar_type() != at::kFloat : !own)) Py_RETURN_NONE;
   // Only if x is in the graph. A weight that may be resharded would have to be copied.
   const bool recompute = args[3] == Py_True && x->requires_grad() && !sharded_parameters();
   const bool to_weight = given->requires_grad();
@@ -269,7 +280,7 @@ static PyObject* linear(PyObject* self, PyObject* const* args, Py_ssize_t) {
   if (recompute) node->inputs[2].save(*bias, is_parameter(args[2]));
   node->dtype = dtype;
   // Only the size decides, not whether a recipe was taken: no bit of a gradient may depend on that.
-  const bool wide = worth && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
+  const bool wide = worth && autocast && args[6] != Py_True && (x->is_cuda() || state().wide_on_cpu);
   const Tensor* leaves[] = {x, given, bias};
   for (int i = 0; i < 3; ++i)
     node->of[i] = wide && leaves[i]->defined() && leaves[i]->scalar_type() == at::kFloat ? at::kFloat : dtype;

@@ -9,6 +9,8 @@ namespace hfnn::node {
 bool sharded_parameters();
 // Whether a CUDA graph is being captured on x's stream. Random numbers are then drawn on the device.
 bool capturing(const Tensor& x);
+// Whether a profiler counts the FLOPs of this thread's ops.
+bool profiles_flops();
 inline bool is_parameter(PyObject* argument) {
   return reinterpret_cast<PyObject*>(Py_TYPE(argument)) == ParameterClass;
 }

@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 from hfnn.adapters import masks, rotary, views
+from hfnn.core import counted
 from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
 from hfnn.ops.attention import sdpa
+from hfnn.ops.attention.products import Stock
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
@@ -216,6 +218,8 @@ def attention(module, query, key, value, attention_mask=None, **options):
     if given is None:
         return _usual(module, base, query, key, value, attention_mask, options)
     rows, given = given
+    shapes, dense = (query.shape, key.shape, value.shape), attention_mask is not None
+    given["stock"] = Stock(base == "eager", dense, shapes=shapes, dropout_p=options.get("dropout", 0.0))
     given["dropout_p"] = options.get("dropout", 0.0) if base != "eager" or module.training else 0.0
     given.update(scale=options.get("scaling"), softcap=options.get("softcap"), sinks=options.get("s_aux"))
     if key.shape[2] > rows:
@@ -282,7 +286,13 @@ def _is_replaced() -> bool:
 
 def _is_usual(module, base, query, attention_mask, options) -> bool:
     """Whether the model's previous implementation runs without further checks."""
-    if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
+    if (
+        compiling()
+        or forced() == "torch"
+        or counted.watched()
+        or not is_plain(query)
+        or options.get("cache") is not None
+    ):
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
         return True

@@ -7,6 +7,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
+from hfnn.core import counted
 from hfnn.core.written import explained
 
 _functorch, _has_storage = torch._C._functorch, torch._C._has_storage
@@ -163,5 +164,7 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
         alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
         inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(formula(*inputs), wanted, dy, create_graph=True))
+        with counted.uncounted(profiled=True):
+            outputs = formula(*inputs)
+        grads = iter(torch.autograd.grad(outputs, wanted, dy, create_graph=True))
     return tuple(next(grads) if need else None for need in needs)

@@ -16,10 +16,11 @@ where each part of the weight's gradient is one product.
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from hfnn.core import counted
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import Op, forced, kernels
 
@@ -37,13 +38,15 @@ ALIGNED, PADDED = 16, 128  # bytes: cuBLAS and the cross-entropy kernels are slo
 class Operands:
     """The operands of a product: hidden_TH, weight_VH, bias_V or None, in the dtype in which torch multiplies.
 
-    classes: if V is larger, the last logits belong to no class and are -inf.
+    classes: if V is larger, the last logits belong to no class and are -inf. again: whether the logits were made
+    before, so that no counter of FLOPs may see them.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     classes: int
+    again: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -53,9 +56,10 @@ class Operands:
     def logits(self, tokens: slice, out: torch.Tensor, slab: slice = slice(None)) -> torch.Tensor:
         """Logits of some tokens over the whole vocabulary or a slab of it, in `out`."""
         weight_HV = self.weight[slab].t()
-        if self.bias is not None:
-            return torch.addmm(self.bias[slab], self.hidden[tokens], weight_HV, out=out)
-        torch.mm(self.hidden[tokens], weight_HV, out=out)
+        with counted.uncounted(profiled=True) if self.again else contextlib.nullcontext():
+            if self.bias is not None:
+                return torch.addmm(self.bias[slab], self.hidden[tokens], weight_HV, out=out)
+            torch.mm(self.hidden[tokens], weight_HV, out=out)
         out[:, max(self.classes - (slab.start or 0), 0) :] = -torch.inf
         return out
 
@@ -251,12 +255,17 @@ class Gradients:
 def accumulate(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """into = a b, or += if it is not the first; the products are added in float32 and rounded once."""
     if into.dtype is a.dtype:
-        torch.mm(a, b, out=into) if first else into.addmm_(a, b)
+        torch.mm(a, b, out=into) if first else torch.addmm(into, a, b, out=into)
     elif into.is_cuda:
         wide = {"out_dtype": into.dtype, "out": into}
         torch.mm(a, b, **wide) if first else torch.addmm(into, a, b, **wide)
     else:
         into.copy_(a @ b) if first else into.add_(a @ b)
+
+
+def counted_as_linear(hidden, weight, bias, needs=None):
+    """A context in which FLOPs count as those of the logits, or with `needs` of their gradients."""
+    return counted.instead(torch.nn.functional.linear, hidden, weight, bias, needs=needs)
 
 
 def no_autocast(x: torch.Tensor):
@@ -271,7 +280,7 @@ def gradients(given: Operands, needs, weight_dtype: torch.dtype, max_bytes: int 
     `backward(tokens, slab, logits)` turns logits of some tokens over a slab into their gradient, in place. The gradient
     of hidden is summed over the processes of `group`, which share the vocabulary.
     """
-    plan = plan_for(given, needs, weight_dtype, max_bytes, group=group)
+    plan, given = plan_for(given, needs, weight_dtype, max_bytes, group=group), replace(given, again=True)
     if plan.by_slabs:
         found = _by_slabs(given, needs, weight_dtype, plan.step * given.shape[1], backward)
     else:
@@ -344,7 +353,7 @@ def choose(op: Op, input, weight, bias, target, group, prefer):
 
     With a group, which torch's own ops do not support, it raises ValueError instead.
     """
-    if compiling() or (group is None and passes(target.numel(), weight, prefer)):
+    if compiling() or (group is None and (counted.watched() or passes(target.numel(), weight, prefer))):
         return _without(group)
     dtype = product_dtype(input)
     kernel = op.select(input, weight, bias, row=weight.shape[:1], out=dtype, prefer="memory", dtype=dtype)

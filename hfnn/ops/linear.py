@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import nn
 
-from hfnn.core import native, recipe
+from hfnn.core import counted, native, recipe
 from hfnn.core.context import compiling, context
 from hfnn.core.function import Function
 from hfnn.core.kernel import WORTH_ELEMENTS, Op
@@ -71,7 +71,7 @@ class _Linear(Function):
         # With more than two dimensions torch's result is a view of rows. A view returned by a Function may not be
         # written to in place.
         y = y.data if y._is_view() else y
-        return recipe.carry(ctx, y, functools.partial(_product, dtype=dtype)) if recompute else y
+        return recipe.carry(ctx, y, functools.partial(_product_again, dtype=dtype)) if recompute else y
 
     @staticmethod
     def backward(ctx, dy):
@@ -83,12 +83,12 @@ class _Linear(Function):
         nodes = ctx.next_functions
         dx = dweight = dbias = None
         dy_RO = _rows(dy)
-        if needs_weight and _wanted(nodes[1][0]):  # first, so that the tensor rebuilt for it is freed before dx exists
+        if needs_weight and wanted(nodes[1][0]):  # first, so that the tensor rebuilt for it is freed before dx exists
             if x is None:
                 x = ctx.recipe.tokens[0].tensor(ctx.dtype)
             dweight = _outer(dy_RO, _rows(x), ctx.by_rows, ctx.of[1])
             del x
-        if needs_x and _wanted(nodes[0][0]):
+        if needs_x and wanted(nodes[0][0]):
             weight = as_dtype(weight_OI, ctx.dtype)
             # In the layout of x, as in torch.
             dx = _mm(weight.t(), dy_RO.t(), ctx.of[0]).t() if ctx.by_columns else _mm(dy_RO, weight, ctx.of[0])
@@ -114,6 +114,11 @@ def _product(x, weight_OI, bias, dtype):
     return _linear_of_torch(as_dtype(x, dtype), as_dtype(weight_OI, dtype), bias)
 
 
+def _product_again(*given, dtype):
+    with counted.uncounted(profiled=True):  # torch has no such product
+        return _product(*given, dtype)
+
+
 def _rows(x):
     """x (*, C) as (R, C)."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
@@ -135,12 +140,12 @@ def _ones(dy_RO):
     return dy_RO.new_ones(1, dy_RO.shape[0])
 
 
-def _wanted(node) -> bool:
+def wanted(node) -> bool:
     """Whether this pass of the engine runs the node of an input. Not for leaves: there the query raises."""
     return not node.next_functions or torch._C._will_engine_execute_node(node)
 
 
-def _linear(x, weight_OI, bias, recompute, prefer, exact):
+def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
     """x @ weight_OI^T + bias, or None if torch's own op must run, or raise."""
     if not torch.is_grad_enabled() or not (x.is_cuda or x.is_cpu) or x.dim() == 0 or x.shape[-1] != weight_OI.shape[1]:
         return None
@@ -155,17 +160,17 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact):
             if not t.is_floating_point() or t.device != x.device or (autocast and t.dtype is torch.float64):
                 return None  # torch's own op raises, or works in float64, which autocast does not change
             casts = casts or t.dtype is not dtype
-    if casts and not autocast:
-        return None  # as above
+    if casts and (own_casts and x.dtype not in (dtype, torch.float32) if autocast else not own_casts):
+        return None  # as above, or the module and autocast round to different dtypes
     # Recomputed from tensors of the graph. A weight that fully_shard frees again would have to be copied.
-    recompute = recompute and x.requires_grad and not recipe.parameters_may_be_resharded()
+    recompute = recompute and x.requires_grad and not recipe.parameters_may_be_resharded() and not counted.watched()
     token = recipe.take(x) if recompute or weight_OI.requires_grad else None
     if token is None and not recompute and not (casts and (x.requires_grad or weight_OI.requires_grad)):
         return None
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
     low = recipe.cast(x, dtype) if token is None else None
-    wide = casts and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
+    wide = casts and autocast and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
     return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, wide))
 
 
@@ -183,7 +188,7 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
     GPU under autocast. Raises what torch raises.
     """
     # If there is nothing to gain, torch's op runs in this line.
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, False, exact, True, False)
     if y is NotImplemented:
         gains = _gains(input, recompute, prefer) and weight.dim() == 2
         y = _linear(input, weight, bias, recompute, prefer, exact) if gains else None
@@ -193,20 +198,21 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
 _native = native.call("linear", FLOORS)
 
 
-def _gains(input, recompute, prefer) -> bool:
+def _gains(input, recompute, prefer, casts=False) -> bool:
     if not isinstance(input, torch.Tensor):
         return False  # torch's own op raises
-    return recompute or recipe.carries(input) or (_autocasting() and input.numel() >= FLOORS[prefer])
+    return recompute or recipe.carries(input) or ((casts or _autocasting()) and input.numel() >= FLOORS[prefer])
 
 
-def keeping_less(input, weight, bias, recompute=False, prefer="auto", columns=False, exact=False):
+def keeping_less(input, weight, bias, recompute=False, prefer="auto", columns=False, exact=False, casts=False):
     """`linear`, or None if the module's own forward must run. columns: False, or, for a weight stored as (in, out), its
-    `out`; then the ops of transformers' Conv1D run here, too."""
+    `out`; then the ops of transformers' Conv1D run here, too. casts: whether the module casts weight and bias to the
+    input's dtype, as autocast does."""
     whole = columns is not False
-    y = None if compiling() else _native(input, weight, bias, recompute, prefer, columns, exact, whole)
+    y = None if compiling() else _native(input, weight, bias, recompute, prefer, columns, exact, whole, casts)
     if y is NotImplemented:
-        gains = _gains(input, recompute, prefer) and not (whole and _refuses_view(input))
-        y = _linear(input, weight.t() if whole else weight, bias, recompute, prefer, exact) if gains else None
+        gains = _gains(input, recompute, prefer, casts) and not (whole and _refuses_view(input))
+        y = _linear(input, weight.t() if whole else weight, bias, recompute, prefer, exact, casts) if gains else None
     return y
 
 
@@ -233,7 +239,7 @@ class Linear(nn.Linear):
             else:  # parametrised or pruned, say
                 weight, bias = self.weight, self.bias
             # As in `linear`, without the call.
-            y = _native(input, weight, bias, recompute, prefer, False, exact, True)
+            y = _native(input, weight, bias, recompute, prefer, False, exact, True, False)
             if y is not None and y is not NotImplemented:
                 return y
         return linear(input, self.weight, self.bias, recompute=recompute, prefer=prefer, exact=exact)

@@ -304,7 +304,7 @@ class _LinearCrossEntropy(Function):
     def forward(ctx, hidden, weight, bias, target, class_weight, token_weight, call):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
-        with head.no_autocast(hidden):
+        with head.no_autocast(hidden), head.counted_as_linear(hidden, weight, bias):
             rows = _rows(target, class_weight, token_weight, call)
             given = _operands(hidden, weight, bias, call, rows)
             loss_T = torch.empty_like(rows.share)
@@ -328,7 +328,7 @@ class _LinearCrossEntropy(Function):
         # Released: autograd makes them the .grad of the parameters, and nothing else may hold them then.
         grads, ctx.grads = ctx.grads, None
         factor = None
-        with head.no_autocast(hidden):
+        with head.no_autocast(hidden), head.counted_as_linear(hidden, weight, bias, needs=needs):
             if grads is None:
                 dy_T = dy if call.reduction == "none" else None
                 grads = _gradients(hidden, weight, bias, target, class_weight, token_weight, call, needs, dy_T)
@@ -344,7 +344,7 @@ class _LinearCrossEntropy(Function):
 def _gradients(hidden, weight, bias, target, class_weight, token_weight, call, needs, dy_T):
     """(gradients of hidden, weight and bias, total of the shares), from logits made only for them."""
     rows = _rows(target, class_weight, token_weight, call)
-    given = _operands(hidden, weight, bias, call, rows)
+    given = replace(_operands(hidden, weight, bias, call, rows), again=True)
     grads = _Pass(given, rows, class_weight, call, needs, head.gradient_dtype(weight, call.dtype)).run(
         None, _factor(rows, call, dy_T)
     )

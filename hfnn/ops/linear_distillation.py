@@ -21,11 +21,13 @@ Names end in their shape: T tokens, V vocabulary, H hidden.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from hfnn.core import counted
 from hfnn.core.context import autocasting, context
 from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
@@ -193,6 +195,10 @@ class _Weights:
         return tuple(head.gathered(t) for t in self._tensors)
 
 
+def _products(*given):
+    return nn.functional.linear(*given[:3]), nn.functional.linear(*given[3:])
+
+
 class _LinearDistillation(Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, kept, call):
@@ -201,7 +207,8 @@ class _LinearDistillation(Function):
         teacher = (teacher_hidden, teacher_weight, teacher_bias)
         counted_T, total = _counted(hidden, target, call)
         loss_T = torch.empty_like(counted_T)
-        grads = _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, None, needs, call)
+        with counted.instead(_products, hidden, weight, bias, *teacher):
+            grads = _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, None, needs, call)
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden, target)
         ctx.grads = (*grads, total) if call.ahead else None
         ctx.kept, ctx.call = kept, call
@@ -219,16 +226,22 @@ class _LinearDistillation(Function):
             inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
             teacher = (teacher_hidden, *ctx.kept.gathered())
             with torch.enable_grad():
-                loss = _formula(hidden, weight, bias, teacher, target, call)
+                with counted.uncounted(profiled=True):
+                    loss = _formula(hidden, weight, bias, teacher, target, call)
                 grads = iter(torch.autograd.grad(loss, inputs, dy, create_graph=True))
             return (*(next(grads) if need else None for need in needs), *nothing)
+        if counted.by_mode():
+            counted.backward(
+                nn.functional.linear, needs, hidden.shape, weight.shape, None if bias is None else bias.shape
+            )
         # Released: autograd makes them the .grad of the parameters, and nothing else may hold them then.
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             counted_T, total = _counted(hidden, target, call)
             dy_T = dy.reshape(-1) if call.reduction == "none" else None
             teacher = (teacher_hidden, *ctx.kept.gathered())
-            grads = (*_gradients(hidden, weight, bias, teacher, counted_T, total, None, dy_T, needs, call), total)
+            with counted.uncounted():
+                grads = (*_gradients(hidden, weight, bias, teacher, counted_T, total, None, dy_T, needs, call), total)
         *grads, total = grads
         factor = None
         if call.reduction != "none":
@@ -251,8 +264,10 @@ def _gradients(hidden, weight, bias, teacher, counted_T, total, loss_T, dy_T, ne
         if call.reduction == "mean" and not call.late:
             factor_T = factor_T / total.clamp_min(1)  # without any token the loss is NaN, but not the gradient
     with head.no_autocast(hidden):
-        student = head.operands(hidden, weight, bias, call.dtype)
-        taught = head.operands(*teacher, call.teacher_dtype)
+        student, taught = (
+            replace(head.operands(*given, dtype), again=loss_T is None)
+            for given, dtype in (((hidden, weight, bias), call.dtype), (teacher, call.teacher_dtype))
+        )
         return _pass(student, taught, counted_T, factor_T, loss_T, needs, head.gradient_dtype(weight, call.dtype), call)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hfnn.core import counted
 from hfnn.core.function import Function
 from hfnn.core.kernel import Op, kernels
 from hfnn.ops import cross_entropy, head
@@ -31,10 +32,10 @@ def reference(input, linear_weight, target, linear_bias=None, *, softcap=None, l
 
 def of_logits(logits, target, softcap, logit_scale, ignore_index):
     """(log_probs, entropy) of existing logits, by torch's ops."""
-    counted = target != ignore_index
+    valid = target != ignore_index
     log_p = cross_entropy.transform(logits, softcap, logit_scale).log_softmax(-1)
-    picked = log_p.gather(-1, target.where(counted, 0).unsqueeze(-1)).squeeze(-1)
-    return picked.where(counted, 0), -(log_p.exp() * log_p).sum(-1).where(counted, 0)
+    picked = log_p.gather(-1, target.where(valid, 0).unsqueeze(-1)).squeeze(-1)
+    return picked.where(valid, 0), -(log_p.exp() * log_p).sum(-1).where(valid, 0)
 
 
 # Kernels for existing logits, for this room and for linear_cross_entropy.py: csrc/log_probs.h.
@@ -84,7 +85,7 @@ class _LinearLogProbs(Function):
     def forward(ctx, hidden, weight, bias, target, numbers, ignore_index, dtype, max_bytes, group, kernel):
         ctx.set_materialize_grads(False)
         flat = target.reshape(-1)
-        with head.no_autocast(hidden):
+        with head.no_autocast(hidden), head.counted_as_linear(hidden, weight, bias):
             given = head.operands(hidden, weight, bias, dtype)
             wide = torch.promote_types(dtype, torch.float32)
             picked, mean = given.hidden.new_empty(2, flat.numel(), dtype=wide)
@@ -96,10 +97,10 @@ class _LinearLogProbs(Function):
             for tokens, logits in head.chunks(given, plan.step):
                 found = sums_of(kernel, logits, local[tokens], numbers, True, group)
                 picked[tokens], lse[tokens], mean[tokens] = found
-        counted = flat != ignore_index
+        valid = flat != ignore_index
         ctx.save_for_backward(hidden, weight, bias, target, lse, mean)
         ctx.rest = numbers, ignore_index, dtype, max_bytes, group, kernel
-        results = (picked - lse).where(counted, 0), (lse - mean).where(counted, 0)
+        results = (picked - lse).where(valid, 0), (lse - mean).where(valid, 0)
         return tuple(result.to(wide).view(target.shape) for result in results)
 
     @staticmethod
@@ -114,15 +115,17 @@ class _LinearLogProbs(Function):
                 raise NotImplementedError("no double backward over a vocabulary shared by a group")
             inputs = [t for t, need in zip((hidden, weight, bias), needs, strict=True) if need]
             with torch.enable_grad():
-                logits = nn.functional.linear(*(t if t is None else t.to(mean.dtype) for t in (hidden, weight, bias)))
+                with counted.uncounted(profiled=True):
+                    given = (t if t is None else t.to(mean.dtype) for t in (hidden, weight, bias))
+                    logits = nn.functional.linear(*given)
                 found = of_logits(logits, target, numbers[1], numbers[0], ignore_index)
                 grads = iter(torch.autograd.grad(found, inputs, (dlog_probs, dentropy), create_graph=True))
             return (*(next(grads) if need else None for need in needs), *nothing)
         flat = target.reshape(-1)
-        counted = flat != ignore_index
-        d, e = (g.reshape(-1).where(counted, 0) for g in (dlog_probs, dentropy))
+        valid = flat != ignore_index
+        d, e = (g.reshape(-1).where(valid, 0) for g in (dlog_probs, dentropy))
         a, b = e * mean - d, -e
-        with head.no_autocast(hidden):
+        with head.no_autocast(hidden), head.counted_as_linear(hidden, weight, bias, needs=needs):
             given = head.operands(hidden, weight, bias, dtype)
             local = local_target(flat, given.shape[1], group)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hfnn.core import bits, recipe
+from hfnn.core import bits, counted, recipe
 from hfnn.core.context import autocasting, compiling, context
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import Op, forced, log_once
@@ -139,16 +139,17 @@ def _by_segments(layer, x, states, bounds, weights, needs, grads):
     before = [states, *zip(*(each.split(1) for each in bounds), strict=True)]
     for part, begin in zip(segments[::-1], before[::-1], strict=True):
         x_part = layer.seen(x[part]).detach().requires_grad_(needs[0])
-        begin = [t.detach().requires_grad_() for t in begin]
-        with torch.enable_grad(), layer.as_forward():
+        wants = needs[1 : 1 + len(begin)] if begin is states else (True,) * len(begin)
+        begin = [t.detach().requires_grad_(want) for t, want in zip(begin, wants, strict=True)]
+        with torch.enable_grad(), layer.as_forward(), counted.uncounted(profiled=True):
             results = layer.run(x_part, begin, leaves)
         given = [None if dy is None else layer.seen(dy[part]), *dstates]
         outputs, given = zip(*((y, d) for y, d in zip(results, given, strict=True) if d is not None), strict=True)
-        wanted = [*([x_part] if needs[0] else ()), *begin, *leaves]
+        wanted = [t for t in (x_part, *begin, *leaves) if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         if needs[0]:
             dx[part] = layer.seen(next(found))
-        dstates = [next(found) for _ in begin]
+        dstates = [next(found) if want else None for want in wants]
         dweights = [_sum(total, next(found)) for total in dweights]
         del results, outputs
     return dx, *(d if need else None for d, need in zip((*dstates, *dweights), needs[1:], strict=True))
@@ -192,8 +193,8 @@ def _refusal(module, x, hx) -> str | None:
     """Why torch's own call must run, or None."""
     tensors = (x, *hx, *module._flat_weights)
     why = context(*tensors)
-    if why is not None:
-        return why
+    if why is not None or counted.watched():
+        return why or "a dispatch mode sees every op"
     if any(t is None or t.device != x.device or t.dtype not in (x.dtype, torch.float32) for t in tensors):
         return "takes states and weights on the input's device and of its dtype"
     if any(t.dtype is not x.dtype for t in tensors) and not autocasting(x):

@@ -75,6 +75,7 @@ def draw(rng) -> dict:
         program["input_grad"] = False  # torch refuses to write to leaves
     program["loss_in_autocast"] = rng.random() < 0.5
     program["default_device"] = rng.random() < 0.06  # a mode, which rooms must not mind
+    program["flops"] = rng.random() < 0.08  # counted around every forward and backward
     program["sharded"] = rng.random() < 0.1  # as beside a sharded model: rooms keep copies of small parameters
     if rng.random() < 0.05 or (
         rng.random() < 0.3 and any(layer[0] == "buffered" for layer, _ in models.walk(program["model"]))
@@ -183,7 +184,7 @@ def draw_change(rng) -> tuple:
 
 # Features that must occur in at least 2% of programs.
 EXPECTED = """
-    tokens, mixed, memory_format, input_grad, default_device, sharded, zero rows, loss criterion, loss formula,
+    tokens, mixed, memory_format, input_grad, default_device, sharded, flops, zero rows, loss criterion, loss formula,
     loss in autocast,
     prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
@@ -204,7 +205,7 @@ EXPECTED = """
 """
 
 
-FLAGS = ("tokens", "mixed", "memory_format", "input_grad", "default_device", "sharded")
+FLAGS = ("tokens", "mixed", "memory_format", "input_grad", "default_device", "sharded", "flops")
 
 
 def features(program) -> set[str]:

@@ -9,6 +9,7 @@ from torch import nn
 import hfnn
 from hfnn.core import kernel, native, parts, recipe
 from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth, table
+from hfnn.ops.attention import products
 from hfnn.patterns import subclass
 
 convert = importlib.import_module("hfnn.convert")  # the attribute of hfnn is the function
@@ -50,6 +51,11 @@ def _in_python(fault):
 
 def _plant(name, owner, attribute, make):
     FAULTS[name] = lambda: _in_python(_replaced(owner, attribute, make))
+
+
+FAULTS["attention's products not counted in backward"] = lambda: _replaced(
+    products.Stock, "backward", lambda backward: lambda *given: None
+)
 
 
 # Recipes.

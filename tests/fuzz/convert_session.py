@@ -19,6 +19,7 @@ from convert_changes import Changes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from hfnn.core import parts
 
@@ -106,6 +107,7 @@ class Session(Changes):
             if how["grad"] != "on":
                 stack.enter_context(torch.no_grad() if how["grad"] == "no" else torch.inference_mode())
             stack.enter_context(saved_tensor_hooks(how["hooks"]))
+            stack.enter_context(self.flops())
             output = getattr(self, "call_" + how["call"])(x)
         version = 0 if output.is_inference() else output._version
         y = output if how["view"] == "none" else self.view(output, how["view"])
@@ -214,7 +216,11 @@ class Session(Changes):
             return
         losses = self.losses if how["which"] != "last" else self.losses[-1:]
         inputs = self.wanted(how["inputs"])
-        run = lambda: self.run_backward(losses, how, inputs)  # noqa: E731
+
+        def run():
+            with self.flops():
+                self.run_backward(losses, how, inputs)
+
         self.in_threads(1, run) if how["thread"] else run()
         partial = how["inputs"] is not None or len(losses) < len(self.losses)
         self.retained = self.retained or how["retain"] or partial
@@ -223,6 +229,20 @@ class Session(Changes):
         losses = run = None
         self.log_grads()
         self.log_alive("after backward")
+
+    @contextlib.contextmanager
+    def flops(self):
+        """Logs what torch's counter counts, by class of operator: fused or not, a product is a product."""
+        if not self.program["flops"]:
+            yield
+            return
+        with FlopCounterMode(display=False) as counter:
+            yield
+        found = {}
+        for op, count in counter.get_flop_counts().get("Global", {}).items():
+            name = "product" if op.__name__.endswith("mm") else op.__name__
+            found[name] = found.get(name, 0) + count
+        self.log.note(f"flops {self.at}", tuple(sorted(found.items())))
 
     def run_backward(self, losses, how, inputs):
         options = {"retain_graph": how["retain"]}

@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 import torch.nn.utils.prune
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 from transformers.pytorch_utils import Conv1D
 
@@ -52,10 +51,11 @@ def same(a, b):
     return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def flops(fn):
-    with FlopCounterMode(display=False) as counter:
+def products(fn):
+    """The number of products that run."""
+    with torch.profiler.profile() as profile:
         fn()
-    return counter.get_total_flops()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -206,8 +206,7 @@ def test_recompute(device, autocast):
     assert same(step(True), step(False))
     with recipe.disabled():
         assert same(step(True), step(False))
-    product = 2 * ROWS * COLS * WIDE
-    assert flops(lambda: step(True)) - flops(lambda: step(False)) == product
+    assert products(lambda: step(True)) - products(lambda: step(False)) == 1
 
 
 def test_recompute_by_two_consumers(device):
@@ -220,7 +219,7 @@ def test_recompute_by_two_consumers(device):
         return torch.autograd.grad(y.square().sum(), [x, weight, second])
 
     assert same(step(True), step(False))
-    assert flops(lambda: step(True)) - flops(lambda: step(False)) == 2 * ROWS * COLS * WIDE
+    assert products(lambda: step(True)) - products(lambda: step(False)) == 1
 
 
 def test_recompute_and_double_backward(device):

@@ -112,7 +112,7 @@ def test_second_derivative(device):
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    count = 0
+    hfnn_runs, count = True, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from hfnn.core import counted
 from hfnn.ops.attention import mask
+from hfnn.ops.attention.products import Stock
 
 
 class Numbers(NamedTuple):
@@ -51,10 +53,22 @@ class Arguments(NamedTuple):
     offset: int = 0
     cu_seqlens: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
     uniform: bool = False
+    stock: Stock | None = None  # what it replaces, if that is not torch's op with these options
+
+    def replaced(self, bias: torch.Tensor | None) -> Stock:
+        """The call of torch that has these options; bias: the additive mask."""
+        if self.stock is not None:
+            return self.stock
+        explicit = not (self.softcap is self.alibi is self.sinks is None)
+        dense = not (self.attn_mask is self.window is self.lengths is self.cu_seqlens is None) or self.offset != 0
+        trained = bias is not None and bias.requires_grad
+        return Stock(explicit, dense, trained, self.dropout_p, self.is_causal)
 
     @property
     def ordinary(self) -> bool:
-        """Whether torch's own op has arguments for all of it."""
+        """Whether torch's own op has arguments for all of it, and counts as what it replaces."""
+        if self.stock is not None and self.stock.explicit and counted.by_mode():
+            return False
         return (
             self.window is None
             and self.softcap is None

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from hfnn.core import native
+from hfnn.core import counted, native
 from hfnn.core.context import compiling
 from hfnn.core.function import Function, double_backward
 from hfnn.core.kernel import FLOATS, NoKernel, Op, forced, kernels
@@ -23,6 +23,7 @@ from hfnn.ops import dropout
 from hfnn.ops.attention import backends
 from hfnn.ops.attention.arguments import Arguments, Tensors
 from hfnn.ops.attention.reference import reference
+from hfnn.ops.linear import wanted
 
 _torch = torch.nn.functional.scaled_dot_product_attention
 _HALVES = (torch.bfloat16, torch.float16)
@@ -50,7 +51,9 @@ class _Attention(Function):
     """(o, lse). bias and sinks are separate, because they may require gradients. math_dims: `_math_dims`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel, math_dims):
+    def forward(ctx, query, key, value, bias, sinks, tensors, numbers, pair, formula, kernel, math_dims, stock):
+        if counted.counting():
+            stock.forward(query, key, value, bias)
         batch, heads, queries, _ = query.shape
         fresh = query.new_empty if tensors.starts_q is None else query.new_zeros  # rows of no sequence stay 0
         if math_dims:
@@ -67,7 +70,7 @@ class _Attention(Function):
             *numbers, pair, kernel.queue(query),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, bias, sinks, o, lse, sums, pair, *tensors)
-        ctx.numbers, ctx.formula, ctx.kernel, ctx.math_dims = numbers, formula, kernel, math_dims
+        ctx.numbers, ctx.formula, ctx.kernel, ctx.math_dims, ctx.stock = numbers, formula, kernel, math_dims, stock
         ctx.set_materialize_grads(False)
         return o, lse if sums is None else lse + sums.log()
 
@@ -78,11 +81,15 @@ class _Attention(Function):
         if torch.is_grad_enabled():
             grads = _again(ctx.formula, inputs, needs, dout, dlse, ctx.numbers)
         else:
+            if counted.counting():
+                # torch's nodes make only the gradients that this backward wants.
+                asked = [need and wanted(node) for need, (node, _) in zip(needs[:3], ctx.next_functions, strict=False)]
+                ctx.stock.backward(query, key, value, bias, (*asked, needs[3]))
             rows = o, lse, sums, dout, dlse
             grads = _gradients(inputs, needs, *rows, Tensors(*rest), ctx.numbers, pair, ctx.kernel)
             if ctx.math_dims:
                 grads = _as_of_math(ctx.math_dims, query.shape[1], *grads)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def _as_of_math(dims, heads, dq, dk, dv, dbias, dsinks):
@@ -222,6 +229,8 @@ def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_to
     mask, p, causal, scale, gqa = asked[:5]
     enough = ordinary and suffices(query, mask, p, prefer)
     query, key, value = _joined(query, key, value)
+    if enough and asked.stock is not None and asked.stock.explicit and counted.counting():
+        asked.stock.both(query, key, value)
     if enough and mask is None:
         return backends.plain(query, key, value, p, causal, scale, gqa), None
     if not enough and not (ordinary and as_torch and causal and mask is not None):
@@ -269,6 +278,8 @@ def _math_dims(asked, query) -> int:
 
 
 def _select(asked, query, key, value, ordinary, prefer):
+    if counted.watched():
+        return None
     if (asked.alibi is not None and asked.alibi.requires_grad) or asked.dropout_p == 1:
         if forced() not in (None, "torch"):
             raise NoKernel(
@@ -296,8 +307,9 @@ def _compute(asked, query, key, value, kernel, math_dims):
         seed, offset, pair = dropout.philox_seed(query, counters)
         numbers = numbers._replace(threshold=round(asked.dropout_p * 65536), seed=seed, offset=offset)
     return _Attention.apply(
-        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel, math_dims
-    )
+        query, key, value, bias, asked.sinks, asked.tensors(query, key), numbers, pair, formula, kernel, math_dims,
+        asked.replaced(bias),
+    )  # fmt: skip
 
 
 def _four(x):
