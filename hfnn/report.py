@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from hfnn.capture import captured
 from hfnn.convert import NO_OP, examine, is_fsdp, sites
-from hfnn.core import recipe
 from hfnn.memory.keepers import costs
 from hfnn.ops import conv, linear
 from hfnn.optim import swap
@@ -20,14 +19,16 @@ from hfnn.patterns.subclass import is_converted, op_of, original, title
 from hfnn.tune import explain
 
 OPTIMIZER = "(optimizer)"  # used instead of a name
+TAKES = "keeps a recipe of its input where there is one"
 OF_NOTE = 0.005  # share of the bytes or of the time from which a module gets a row although hfnn does not concern it
 
 
 @dataclass(frozen=True)
 class ModuleRow:
     """One module. to: what it was swapped for, or None; kernel: what runs for inputs of its parameters' device and
-    dtype; why: the reason it was left alone, or further information. kept, time: its share, without the modules inside,
-    of the bytes that a forward keeps and of its time, if `report` was given inputs.
+    dtype; why: the reason it was left alone, or further information. If `report` was given inputs: kept, time: its
+    share, without the modules inside, of the bytes that a forward keeps and of its time; taken: for what can keep a
+    recipe of its input, how many it took.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModuleRow:
     why: str
     kept: float | None = None
     time: float | None = None
+    taken: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ class Report:
     def left(self) -> list[ModuleRow]:
         return [row for row in self.rows if row.to is None]
 
+    def _asked(self) -> list[int]:
+        return [row.taken for row in self.rows if row.taken is not None]
+
     def __rich__(self) -> Table:
-        counter = recipe.counter
-        caption = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone; "
-        caption += f"in this process {counter.taken} recipes taken, {counter.rebuilt} tensors rebuilt"
+        caption, asked = f"{len(self.swapped)} modules swapped, {len(self.left)} left alone", self._asked()
+        caption += f"; recipes taken: {sum(map(bool, asked))} of {len(asked)}" if asked else ""
         caption += "".join(f"\n{line}" for line in (self.captured, self.tuned) if line)
         of_modules = any(row.name != OPTIMIZER for row in self.rows)
         shown = ("kept", "time") if any(row.kept is not None for row in self.rows) else ()
@@ -105,9 +109,15 @@ def report(model: nn.Module | Optimizer, *inputs, **kwargs) -> Report:
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     rows = [_row(site, first) for site in found]
     if shares:
-        of_row = (shares.get(row.name, (0.0, 0.0)) for row in rows)
-        rows = [replace(row, kept=kept, time=time) for row, (kept, time) in zip(rows, of_row, strict=True)]
+        rows = [_with_costs(row, *shares.get(row.name, (0.0, 0.0, 0))) for row in rows]
     return Report(rows, captured.explain(model), explain(model))
+
+
+def _with_costs(row: ModuleRow, kept: float, time: float, taken: int) -> ModuleRow:
+    if row.why != TAKES:
+        return replace(row, kept=kept, time=time)
+    why = "keeps a recipe of its input" if taken else "keeps its input, which has no recipe"
+    return replace(row, kept=kept, time=time, taken=taken, why=why)
 
 
 def _is_of_note(site) -> bool:
@@ -142,7 +152,7 @@ def _kernel(module, op, weight) -> tuple[str, str]:
             return "torch", "keeps a recipe of an input from 2^23 elements on, where there is one"
         if op in conv.OPS and weight.is_cuda and module.prefer == "speed":
             return "torch", "keeps its input: on a GPU prefer='speed' asks for it"
-        return "torch", "keeps a recipe of its input where there is one"
+        return "torch", TAKES
     if not op.kernels:
         return "torch", "keeps less than torch's module"
     # A norm's weight is a row of its input; ops along another length state it.

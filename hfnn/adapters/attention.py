@@ -25,8 +25,7 @@ from hfnn.core.classes import ByClass, cache_by_class
 from hfnn.core.context import compiling, is_plain
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
-from hfnn.ops.attention import sdpa
-from hfnn.ops.attention.products import Stock
+from hfnn.ops.attention import products, sdpa
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
@@ -219,7 +218,7 @@ def attention(module, query, key, value, attention_mask=None, **options):
         return _usual(module, base, query, key, value, attention_mask, options)
     rows, given = given
     shapes, dense = (query.shape, key.shape, value.shape), attention_mask is not None
-    given["stock"] = Stock(base == "eager", dense, shapes=shapes, dropout_p=options.get("dropout", 0.0))
+    given["stock"] = products.Stock(base == "eager", dense, shapes=shapes, dropout_p=options.get("dropout", 0.0))
     given["dropout_p"] = options.get("dropout", 0.0) if base != "eager" or module.training else 0.0
     given.update(scale=options.get("scaling"), softcap=options.get("softcap"), sinks=options.get("s_aux"))
     if key.shape[2] > rows:
@@ -286,13 +285,7 @@ def _is_replaced() -> bool:
 
 def _is_usual(module, base, query, attention_mask, options) -> bool:
     """Whether the model's previous implementation runs without further checks."""
-    if (
-        compiling()
-        or forced() == "torch"
-        or counted.watched()
-        or not is_plain(query)
-        or options.get("cache") is not None
-    ):
+    if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
         return True
@@ -301,7 +294,7 @@ def _is_usual(module, base, query, attention_mask, options) -> bool:
     special = options.get("softcap") is not None or options.get("s_aux") is not None
     if base == "sdpa" and special:  # requested by name; otherwise sdpa raises or warns
         return not views.by_name(getattr(module, "config", None))
-    if query.shape[2] == 1:  # a step of generation
+    if query.shape[2] == 1 or counted.watched():  # a step of generation, or a mode that may read values
         return True
     return not (attention_mask is None or isinstance(attention_mask, torch.Tensor))
 

@@ -17,6 +17,7 @@ from torch import nn
 from hfnn.capture import captured
 from hfnn.convert import convert, revert
 from hfnn.core import parts
+from hfnn.core.counter import counter
 from hfnn.core.kernel import PREFERENCES
 from hfnn.core.options import one_of
 from hfnn.memory.saved import FROM_PYTHON, Record, SavedTensor, nodes, packed, set_aside, unpack
@@ -177,10 +178,11 @@ def report(model: nn.Module, *inputs, prefer: str = "auto", **kwargs) -> MemoryR
     return MemoryReport(_rows(model, eager, converted))
 
 
-def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[float, float]]:
-    """The share of each module in a forward of the present model: {name: (share of the bytes kept, of the time)}.
+def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[float, float, int]]:
+    """Each module's part in a forward of the present model: {name: (share of the bytes kept, of the time, how many
+    recipes it takes)}.
 
-    Modules inside have separate shares. The forward runs twice and is timed the second time; otherwise as in `report`.
+    Modules inside have separate parts. The forward runs twice and is timed the second time; otherwise as in `report`.
     """
     with _left_as_it_was(model), captured.set_aside(model):
         kept = _forward(model, inputs, kwargs)
@@ -192,7 +194,10 @@ def costs(model: nn.Module, inputs: tuple, kwargs: dict) -> dict[str, tuple[floa
         by_module[name] = by_module.get(name, 0) + size
     size, seconds = sum(by_module.values()) or 1, sum(spy.seconds.values()) or 1.0
     names = dict.fromkeys((*by_module, *spy.seconds))
-    return {name: (by_module.get(name, 0) / size, spy.seconds.get(name, 0.0) / seconds) for name in names}
+    return {
+        name: (by_module.get(name, 0) / size, spy.seconds.get(name, 0.0) / seconds, spy.taken.get(name, 0))
+        for name in names
+    }
 
 
 # {(name of the module, op): bytes}, in the order in which they came
@@ -255,8 +260,9 @@ class _Spy:
         self._names = {module: name for name, module in model.named_modules()}
         self._running = [""]
         self._clock, self._waits = clock, any(p.is_cuda for p in model.parameters())
-        self._inner = [0.0]  # seconds in modules inside the running one, by depth
+        self._inner = [(0.0, 0)]  # seconds and recipes of modules inside the running one, by depth
         self.seconds: dict[str, float] = {}  # of each module, without those inside
+        self.taken: dict[str, int] = {}
         self.record = Record()
 
     @contextlib.contextmanager
@@ -283,14 +289,16 @@ class _Spy:
         """call(*args, **kwargs), with its time recorded."""
         if not self._clock:
             return call(*args, **kwargs)
-        self._inner.append(0.0)
-        start = self._now()
+        self._inner.append((0.0, 0))
+        start, before = self._now(), counter.taken
         try:
             return call(*args, **kwargs)
         finally:
-            spent = self._now() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
-            self._inner[-1] += spent
+            spent, taken = self._now() - start, counter.taken - before
+            seconds, inside = self._inner.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - seconds
+            self.taken[name] = self.taken.get(name, 0) + taken - inside
+            self._inner[-1] = self._inner[-1][0] + spent, self._inner[-1][1] + taken
 
     def _now(self) -> float:
         if self._waits:

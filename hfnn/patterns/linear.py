@@ -1,8 +1,9 @@
-"""Linear maps written out by an author: FalconLinear's `x @ weight.T`, + bias.
+"""Linear maps written out by an author: FalconLinear's `x @ weight.T`, + bias; `linear(x, weight.to(x.dtype))`.
 
 Recognised by a weight of two dimensions, then proved: a clone with other widths is compared with `x W^T + b`, output
 and gradients, to the last digits in float64 and within rounding in float32, bfloat16 and float16. Its result under
-autocast must have the dtype of torch's.
+autocast must have the dtype of torch's. If it takes inputs of another dtype than its weight's, and gives bit for bit
+what casts of weight and bias give, these casts are made again in backward instead of kept.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import nn
 
 from hfnn.core.context import compiling, is_plain
 from hfnn.ops import linear
-from hfnn.patterns import probe
+from hfnn.patterns import probe, proof
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, Proofs, check
 
@@ -26,7 +27,8 @@ class Mapped:
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and not compiling() and is_plain(args[0]):
-            y = linear.keeping_less(args[0], self.weight, self.bias, self.recompute, self.prefer, exact=self.exact)
+            given = args[0], self.weight, self.bias, self.recompute, self.prefer
+            y = linear.keeping_less(*given, exact=self.exact, casts=self._hfnn_like.casts)
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)
@@ -34,6 +36,9 @@ class Mapped:
 
 @dataclass(frozen=True)
 class OwnLinear(Match):
+    """casts: whether it casts weight and bias to its input's dtype."""
+
+    casts: bool = False
     mixin, op = Mapped, linear.OP
 
     def __str__(self) -> str:
@@ -56,21 +61,40 @@ _proofs = Proofs()
 
 
 def _prove(module, notes, bias) -> OwnLinear:
+    def small(training, dtype):
+        """An input, and a clone of other widths."""
+        generator = torch.Generator("cpu").manual_seed(int(training))
+        shapes = [(2, 3, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)]
+        x, weight, b = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        parameters = {"weight": nn.Parameter(weight), "bias": nn.Parameter(b) if bias else None}
+        widths = {"in_features": INPUTS, "out_features": OUTPUTS}
+        return x, probe.clone(module, notes, training, parameters, changed=widths)
+
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for training in (True, False):
-            generator = torch.Generator("cpu").manual_seed(int(training))
-            shapes = [(2, 3, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,)]
-            x, weight, b = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-            parameters = {"weight": nn.Parameter(weight), "bias": nn.Parameter(b) if bias else None}
-            widths = {"in_features": INPUTS, "out_features": OUTPUTS}
-            clone = probe.clone(module, notes, training, parameters, changed=widths)
+            x, clone = small(training, dtype)
             check(clone, (x,), _definition, f"against x W^T + b, {dtype}", dtype=dtype)
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 low = type(clone).forward(clone, x).dtype
                 if low is not _definition(clone, x).dtype:
                     raise Refusal(f"it returns {low} under autocast")
-    return OwnLinear()
+    return OwnLinear(_casts(small))
+
+
+def _casts(small) -> bool:
+    """Whether it computes the definition with weight and bias in its input's dtype, if this is another one."""
+    for low, wide in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)):
+        for training in (True, False):
+            x, clone = small(training, wide)
+            try:
+                found = proof._run(type(clone).forward, clone, (x.to(low),))
+            except Exception:  # as torch's own op for two dtypes
+                return False
+            if not all(map(torch.equal, found, proof._run(_definition, clone, (x.to(low),)))):
+                return False
+    return True
 
 
 def _definition(module, x):
-    return nn.functional.linear(x, module.weight, module.bias)
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return nn.functional.linear(x, module.weight.to(x.dtype), bias)

@@ -82,7 +82,7 @@ class Arguments(NamedTuple):
 
     def for_reference(self) -> dict:
         """Keyword arguments of `reference`, except attn_mask and sinks, which may require gradients."""
-        return {name: value for name, value in self._asdict().items() if name not in ("attn_mask", "sinks")}
+        return {name: value for name, value in self._asdict().items() if name not in ("attn_mask", "sinks", "stock")}
 
     def numbers(self, width: int) -> Numbers:
         """width: the width of a query, D."""
