@@ -115,9 +115,8 @@ def summed(op, x):
     return max(x.shape[-1], x.numel() // x.shape[-1])
 
 
-@each
-def test_matches_float64(op, kernel, device, dtype, case):
-    args, kwargs = op.sample(case, dtype, device)
+def check(op, kernel, args, kwargs):
+    """Output and gradients by the accuracy rule."""
     args = leaves(args)
     with hfnn.use(kernel.name):
         y, grads = run(function(op), args, kwargs)
@@ -127,6 +126,20 @@ def test_matches_float64(op, kernel, device, dtype, case):
     testing.assert_close(y, wide, own, testing.OUTPUTS, "output", terms)
     for i, (grad, wide_grad, own_grad) in enumerate(zip(grads, wide_grads, own_grads, strict=True)):
         testing.assert_close(grad, wide_grad, own_grad, testing.GRADIENTS, f"gradient {i}", terms)
+
+
+@each
+def test_matches_float64(op, kernel, device, dtype, case):
+    check(op, kernel, *op.sample(case, dtype, device))
+
+
+@pytest.mark.parametrize(
+    "op, kernel, device, dtype, case", [p for p in narrow.args[1] if p.values[0].name.endswith("_norm")]
+)
+def test_accuracy_far_from_zero(op, kernel, device, dtype, case):
+    """Statistics of values that differ little from their mean are as exact as torch's."""
+    (x, *args), kwargs = op.sample(case, dtype, device)
+    check(op, kernel, (x + 100, *args), kwargs)
 
 
 @each
