@@ -270,12 +270,15 @@ def differences(task, batch, stock) -> tuple[list[str], str]:
     wrong = None
     for draw in range(DRAWS):
         try:
-            rows = hfnn.verify(task, **tiny.redrawn(batch, draw)).rows
-        except Exception as error:  # models that always compute in float32, or accept no other input
+            found = hfnn.verify(task, **tiny.redrawn(batch, draw))
+        except Exception as error:  # models that accept no other input
             if wrong is None:
                 return roughly(families.run(task, batch), stock), f"stock's float32, for {short(error)}"
             break
-        bad = {row.name: f"{row.converted.l2:.1e}, torch's {row.original.l2:.1e}" for row in rows if not row.ok}
+        if found.reference != "float64":
+            return roughly(families.run(task, batch), stock), found.reference
+        texts = {row.name: row.why or f"{row.converted.l2:.1e}, torch's {row.original.l2:.1e}" for row in found.rows}
+        bad = {row.name: texts[row.name] for row in found.rows if not row.ok}
         wrong = bad if wrong is None else {name: why for name, why in wrong.items() if name in bad}
         if not wrong:
             break
