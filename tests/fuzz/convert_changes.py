@@ -107,14 +107,13 @@ class Changes:
         self.model.train(training)
 
     def tools(self, tool):
-        """On a copy that trains a tool of hfnn raises nothing, and changes no state of torch."""
+        """On a copy of a model that trains, stock, a tool of hfnn raises nothing, and changes no state of torch."""
         seen, kept, recorded = list(own.seen), list(own.kept), list(self.recorded)
         with torch.random.fork_rng():
             why, x = None, self.x[0].detach().clone()
             try:
-                model = copy.deepcopy(self.model)
-                model(x).float().square().mean().backward()
-                model.zero_grad()
+                model, stock = copy.deepcopy(self.model), copy.deepcopy(self.model)
+                hfnn.revert(stock)(x.clone()).float().square().mean().backward()
                 trains = True
             except Exception:
                 trains = False
