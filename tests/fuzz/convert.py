@@ -5,6 +5,7 @@ model and inputs are made.
 """
 
 import contextlib
+import random
 import warnings
 
 import convert_around
@@ -33,6 +34,7 @@ CALLS = {
     "threads": 1,
 }
 HOOKS = ("forward", "replace", "pre", "backward", "backward_pre", "tensor", "retain_grad", "post")
+WRITES_BY_HAND = ("sgd", "clip", "data", "set", "row")
 WRITES = ("copy_", "add_", "zero_", "data", "numpy", "set")
 
 
@@ -81,6 +83,7 @@ def draw(rng) -> dict:
         rng.random() < 0.3 and any(layer[0] == "buffered" for layer, _ in models.walk(program["model"]))
     ):
         program["steps"].append(("tools", rng.choice(list(TOOLS))))
+    draw_head(random.Random(program["seed"]), program)
     return in_float64(program) if rng.random() < 0.03 else program
 
 
@@ -99,6 +102,19 @@ def in_float64(part):
             return (*map(in_float64, part[:-1]), None if part[0] == "autocast" else "float64")
         return tuple(map(in_float64, part))
     return part
+
+
+def draw_head(rng, program) -> None:
+    """The head of a language model behind the model; its logits are read late, mostly after a write to its weights."""
+    program["head"] = program["layout"] in models.LAST and rng.random() < 0.12
+    program["flops"] = program["flops"] and not program["head"]  # logits that are read cost a product more
+    steps = []
+    for step in program["steps"]:
+        steps.append(step)
+        if program["head"] and step[0] == "backward" and rng.random() < 0.7:
+            steps += [("write_head", rng.choice(WRITES_BY_HAND))] if rng.random() < 0.8 else []
+            steps.append(("read_logits",))
+    program["steps"] = steps
 
 
 def draw_round(rng) -> list:
@@ -201,11 +217,11 @@ EXPECTED = """
     write by copy_, write by numpy, write by data, output permuted, output relu_, output add_, hooks, retain_grad,
     retain_graph, several losses, partial backward, step penalty, step batched, step split, accumulation, step step,
     step freeze, step freeze_all, step mode, step deepcopy, step pickle, step revert, step convert, step load,
-    step cast, step drop, step config, step patch
+    step cast, step drop, step config, step patch, head, step write_head, step read_logits
 """
 
 
-FLAGS = ("tokens", "mixed", "memory_format", "input_grad", "default_device", "sharded", "flops")
+FLAGS = ("tokens", "mixed", "memory_format", "input_grad", "default_device", "sharded", "flops", "head")
 
 
 def features(program) -> set[str]:

@@ -8,6 +8,7 @@ from torch import nn
 
 import hfnn
 from hfnn.core import kernel, native, parts, recipe
+from hfnn.deferred import product
 from hfnn.ops import batch_norm, conv, embedding, group_norm, layer_norm, linear, rnn, smooth, table
 from hfnn.ops.attention import products
 from hfnn.patterns import subclass
@@ -183,6 +184,17 @@ def _writing(backward):
 _plant("the incoming gradient written to", smooth._KeepsInput, "backward", _writing)
 
 
+def _holding_on(backward):
+    def run(ctx, dy):
+        ctx.nothing = dy.new_empty(0)
+        return backward(ctx, dy)
+
+    return run
+
+
+_plant("a tensor without memory kept by a node", smooth._KeepsInput, "backward", _holding_on)
+
+
 def _once(backward):
     def run(ctx, dy):
         found = backward(ctx, dy)
@@ -315,6 +327,15 @@ def _without_autocast(forward, self, x):
 
 _plant("functorch not asked for", kernel, "context", lambda context: lambda *tensors: None)
 _plant("the dtype of autocast's results ignored", kernel.Op, "out_dtype", lambda _: lambda self, x: x.dtype)
+
+
+_plant("unread logits keep nothing", product.Product, "keep_after_backward", lambda keep: lambda self: None)
+_plant(
+    "what flags depend on forgotten in second derivatives",
+    batch_norm,
+    "flat",
+    lambda flat: lambda dx, link: dx,
+)
 
 
 # Constants, and tensors that are not plain.

@@ -16,6 +16,7 @@ import torch
 from convert_around import DTYPES, saved_tensor_hooks
 from convert_bytes import kept_bytes
 from convert_changes import Changes
+from convert_head import Head, count_tensors
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,7 @@ LOSSES = ("weighted", "square", "part", "sum")
 CRITERIA = ("CrossEntropyLoss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss", "NLLLoss")
 
 
-class Session(Changes):
+class Session(Head, Changes):
     """A model, its inputs and derived tensors, while the steps of a program run."""
 
     def __init__(self, program, ours, noise, log):
@@ -43,6 +44,13 @@ class Session(Changes):
         self.retained = False  # whether a graph that backward has run through is still retained
         own.seen.clear(), own.kept.clear()
         self.build()
+        self.head, self.logits, self.ended = None, None, False
+        calls = [step[2] for step in program["steps"] if step[0] == "forward"]
+        # Hooks of saved tensors, in torch too, leave cycles that nothing collects.
+        self.hooked = any(call["hooks"] or call["call"] in ("checkpoint", "reentrant") for call in calls)
+        self.hooked |= any(layer[0] in ("packed", "checkpoint") for layer, _ in models.walk(program["model"]))
+        if program["head"]:
+            self.head = nn.Linear(program["D"], 11).to(self.dtype)
         self.x = [self.input(layout) for layout in program["inputs"]]
 
     def build(self):
@@ -121,6 +129,7 @@ class Session(Changes):
                 own_by_user = (*self.x, *self.model.parameters(), *self.model.buffers())
                 self.log.note(f"bytes {self.at}", kept_bytes(self.losses[-1], own_by_user))
                 self.log.features.add("bytes counted")
+            self.add_head(y)
         self.y, self.y_version = output, version
 
     def call_plain(self, x):
@@ -226,7 +235,7 @@ class Session(Changes):
         self.retained = self.retained or how["retain"] or partial
         if not how["retain"]:
             self.losses = [] if losses is self.losses else self.losses[:-1]
-        losses = run = None
+        losses, run, self.ended = None, None, how["inputs"] is None
         self.log_grads()
         self.log_alive("after backward")
 
@@ -280,8 +289,22 @@ class Session(Changes):
         grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
         for n, g in enumerate(grads):
             self.log.tensor(f"grad {self.at} {which} {n}", g)
+        self.log_nones(wanted)
         sum(g.float().square().sum() for g in grads if g is not None).backward()
         self.log_grads()
+
+    def log_nones(self, wanted):
+        """Which second derivatives of the output are None. The loss's would depend on more."""
+        if self.y is None or not self.y.requires_grad or not self.y.numel():
+            return
+        options = {"allow_unused": True, "retain_graph": True}
+        first = torch.autograd.grad(self.y, wanted, torch.ones_like(self.y), create_graph=True, **options)
+        for n, g in enumerate(first):
+            if g is not None and g.requires_grad:
+                second = torch.autograd.grad(g.sum(), wanted, **options)
+                self.log.note(f"none {self.at} {n}", tuple(s is None for s in second))
+            else:
+                self.log.note(f"none {self.at} {n}", g is None)
 
     def batched(self, which):
         if not self.losses:
@@ -323,6 +346,8 @@ class Session(Changes):
             self.log.tensor(f"grad {self.at} x{n}", x.grad)
         for n, t in enumerate(own.kept):
             self.log.tensor(f"grad {self.at} kept {n}", t.grad)
+        if self.head is not None:
+            self.log.tensor(f"grad {self.at} head", self.head.weight.grad)
 
     def log_modes(self):
         self.log.note(f"modes {self.at}", tuple(module.training for module in self.model.modules()))
@@ -335,6 +360,8 @@ class Session(Changes):
         """Logs how many tensors that passed probes are alive, if no graph is left that backward may use."""
         if not (self.losses or self.retained or own.kept or self.raised):
             self.log.note(f"alive {self.at} {when}", sum(not ref.expired() for ref in own.seen))
+            if self.optimizer is None and self.head is None and not self.hooked:
+                self.log.note(f"alive {self.at} {when} objects", count_tensors())
 
     def close(self):
         """The final comparison: buffers and weights, and what is alive once the user holds nothing."""
@@ -346,7 +373,7 @@ class Session(Changes):
         memory = [*own.seen, *(StorageWeakRef(x.untyped_storage()) for x in self.x)]
         self.unhook()
         own.kept.clear()
-        self.model = self.optimizer = self.y = self.x = self.losses = None
+        self.model = self.optimizer = self.y = self.x = self.losses = self.head = self.logits = None
         gc.collect()
         gc.freeze()  # caches and imports of a program: the next collection need not scan them
         if not self.raised:
