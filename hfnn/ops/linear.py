@@ -141,8 +141,11 @@ def _ones(dy_RO):
 
 
 def wanted(node) -> bool:
-    """Whether this pass of the engine runs the node of an input. Not for leaves: there the query raises."""
-    return not node.next_functions or torch._C._will_engine_execute_node(node)
+    """Whether this pass of the engine runs the node of an input."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # for a leaf whose gradient is returned
+        return True
 
 
 def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):

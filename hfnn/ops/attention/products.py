@@ -31,13 +31,13 @@ class Stock(NamedTuple):
 
     def forward(self, query, key, value, bias) -> None:
         """Count the products of forward."""
-        given = self._given(query, key, value, (False,) * 3)
-        counted.forward(functools.partial(_formula, self._fused(given)), *(x.shape for x in given), _shape(bias))
+        given, shape = self._given(query, key, value, (False,) * 3), None if bias is None else (1,)
+        counted.forward(functools.partial(_formula, self._fused(given)), *(x.shape for x in given), shape)
 
     def backward(self, query, key, value, bias, needs) -> None:
         """Count those of backward for the gradients that are needed."""
         given = self._given(query, key, value, needs)
-        shapes = *(x.shape for x in given), _shape(bias)
+        shapes = *(x.shape for x in given), None if bias is None else (1,)
         counted.backward(functools.partial(_formula, self._fused(given)), needs[:4], *shapes)
 
     def both(self, query, key, value) -> None:
@@ -69,10 +69,6 @@ class Stock(NamedTuple):
         if number == 1 and query.is_cpu:
             return _aten._scaled_dot_product_flash_attention_for_cpu
         return _FUSED.get(number)
-
-
-def _shape(bias):
-    return None if bias is None else (1,)
 
 
 def _formula(fused, query, key, value, bias):
