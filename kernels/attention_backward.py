@@ -165,27 +165,21 @@ def keys_kernel(
                     )  # fmt: skip
         else:
             for part in tl.static_range(3):
-                begin, end = stretch(part, low, full, full_end, high)
-                if part > 0 or RIGHT:
+                begin, end = stretch(part, 0 if UNIFORM else low, full, full_end, T if UNIFORM else high)
+                if part > 0 or RIGHT or UNIFORM:
                     for m in tl.range(begin, end, M, num_stages=STAGES):
-                        dk_ND, dv_NE = _add_keys(
-                            dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, sums_, delta + row, b, h, q0, m, at, M, N, j,
-                            row, q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope, scale,
-                            softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share,
-                            part != 1, LEFT, RIGHT, SOFTCAP,
-                            CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, UNIFORM, TMA,
-                        )  # fmt: skip
-            if UNIFORM:  # and the other queries that see no key
-                after = tl.maximum((high + M - 1) // M * M, low)
-                for m in tl.range(0, T, M):
-                    if ((m < low) | (m >= after)) & _any_blind(lse + row, m + tl.arange(0, M), T, UNIFORM):
-                        dk_ND, dv_NE = _add_keys(
-                            dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, sums_, delta + row, b, h, q0, m, at, M, N, j,
-                            row, q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope, scale,
-                            softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups, share,
-                            True, LEFT, RIGHT, SOFTCAP,
-                            CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, UNIFORM, TMA,
-                        )  # fmt: skip
+                        counts = True
+                        if UNIFORM and part != 1:
+                            blind = _any_blind(lse + row, m + tl.arange(0, M), T, UNIFORM)
+                            counts = ((m >= low) & (m < high)) | blind
+                        if counts:
+                            dk_ND, dv_NE = _add_keys(
+                                dk_ND, dv_NE, k_ND, v_NE, q, dout, lse + row, sums_, delta + row, b, h, q0, m, at, M, N,
+                                j, row, q_b, q_h, q_t, d_b, d_h, d_t, None, 0, 0, False, bias_, bias_t, bias_s, slope,
+                                scale, softcap, T, S, first, last, left, right, shift, threshold, seed, offset, groups,
+                                share, part != 1, LEFT, RIGHT, SOFTCAP,
+                                CHEAP, DROPOUT, D, E, BLOCK_D, BLOCK_E, PRECISION, UNIFORM, TMA,
+                            )  # fmt: skip
     if dk is not None:
         store_rows(dk, dk_ND * scale, b, g, k0 + at, k0 + S, dk_b, dk_h, dk_t, D, N, BLOCK_D)
     if dv is not None:
