@@ -22,7 +22,7 @@ from torch import nn
 from hfnn.adapters import masks, rotary, views
 from hfnn.core import counted
 from hfnn.core.classes import ByClass, cache_by_class
-from hfnn.core.context import compiling, is_plain
+from hfnn.core.context import compiling, is_plain, transformed
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
 from hfnn.ops.attention import products, sdpa
@@ -285,7 +285,7 @@ def _is_replaced() -> bool:
 
 def _is_usual(module, base, query, attention_mask, options) -> bool:
     """Whether the model's previous implementation runs without further checks."""
-    if compiling() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
+    if transformed() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
         return True

@@ -9,11 +9,12 @@ import random
 import warnings
 
 import convert_around
+import convert_attention
 import convert_models as models
 import convert_modules as own
 import torch
+from convert_attention_faults import FAULTS
 from convert_buffers import TOOLS
-from convert_faults import FAULTS
 from convert_known import KNOWN
 from convert_session import CRITERIA, LOSSES, Session, coarsest
 from engine import Fuzzer, Log
@@ -205,7 +206,9 @@ EXPECTED = """
     prefer memory, prefer auto,
     input transposed, input channels_last, input slice, input numpy, dtype float64, dtype bfloat16, dtype float16,
     float64 throughout, unusual buffers, step tools,
-    layer tied, layer twice, layer branches, layer experts, layer attention, layer multihead, layer encoder_layer,
+    layer tied, layer twice, layer branches, layer experts, layer attention, layer padded, padding left, padding right,
+    padding sample, padding holes, mask boolean, mask finite, mask infinite, blind boolean, blind finite,
+    layer multihead, layer encoder_layer,
     layer decoder_layer, layer conv, layer pool, layer dropout, layer glu, layer mlp, layer gated_mlp, layer ended,
     layer limited_mlp, layer chain,
     layer functional, layer where, layer viewed, layer moved, layer written, layer probe, layer cast,
@@ -248,6 +251,8 @@ def features_of_layer(layer, around, calls) -> set[str]:
     found = {f"layer {layer[0]}"}
     if layer[0] == "activation" and layer[2]:
         found.add("inplace activation")
+    if layer[0] == "padded":
+        found |= convert_attention.features(*layer[1:])
     if layer[0] == "conv":
         found.add(f"conv {layer[5]}")
     if layer[0] == "buffered":

@@ -92,7 +92,10 @@ def _stock_suffers(program, difference):
         return False
     import convert
 
-    suffers = first_difference(convert.keeping_copies(program), convert.run(program, False), lambda label, values: 0.0)
+    copies, stock = convert.keeping_copies(program), convert.run(program, False)
+    for log in (copies, stock):  # copies have bytes
+        log.seen = {label: seen for label, seen in log.seen.items() if not label.startswith("bytes")}
+    suffers = first_difference(copies, stock, lambda label, values: 0.0)
     return suffers is not None and suffers.how == "values"
 
 
@@ -137,6 +140,14 @@ def _torchs_sixth(program, difference):
     if not (_values(difference) and coarsest(program) == "float64" and "Hardsigmoid" in names):
         return False
     return relative_error(difference.ours, difference.stock) < 1e-5
+
+
+def _float32_softmax(program, difference):
+    """Eager attention of transformers rounds to float32 in its softmax, in a float64 model, too."""
+    if not (_values(difference) and any(layer[1] in ("eager", "capped") for layer in _layers(program, "padded"))):
+        return False
+    wide = difference.ours.values.element_size() == 8
+    return wide and relative_error(difference.ours, difference.stock) < 1e-5
 
 
 def _changed_in_checkpoint(program, difference):
@@ -360,7 +371,7 @@ KNOWN = (
     ),
     _limit("hooks that torch forgets", _forgotten),
     _limit("no rows", _none_of_nothing),
-    _limit("torch's sixth", _torchs_sixth),
+    _limit("float32 within float64", _torchs_sixth, _float32_softmax),
     _limit("outputs kept under hooks", _kept_under_hooks),
     _limit("small data beside what is kept", _bits_under_hooks, _numbers_of_rows),
 )

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 import convert_around
+import convert_attention
 import convert_buffers
 import convert_modules as own
 from torch import nn
@@ -217,6 +218,17 @@ LAYERS = {
         LAST, 1, lambda D, name: nn.Sequential(own.Times(200), own.LimitedMLP(D, _gate(name))), _choose(GATES)
     ),
     "attention": Layer(("sequence",), 2, own.Attention, _choose(own.Attention.HOW)),
+    "padded": Layer(
+        ("sequence",),
+        6,
+        lambda D, *how: convert_attention.Padded(D, *how),
+        _choose(
+            (*convert_attention.OWN, *convert_attention.LIBRARY * 2),
+            convert_attention.PADDINGS,
+            convert_attention.MASKS,
+            BOOLS,
+        ),
+    ),
     "multihead": Layer(("sequence",), 1.2, own.SelfAttention, _choose(BOOLS, BOOLS)),
     "encoder_layer": Layer(("sequence",), 1, _transformer, _choose(BOOLS, ("relu", "gelu"))),
     "decoder_layer": Layer(("sequence",), 1, own.Decoder, _choose(BOOLS)),

@@ -235,7 +235,7 @@ def _values_differ(a: Tensor, b: Tensor, moved: Callable[[], float]) -> bool:
         ULPS.get(dtype, 0) * torch.finfo(dtype).eps for dtype in (a.values.dtype, a.coarse) if dtype is not None
     )
     error = relative_error(a, b)
-    if not b.values.any() and a.values.abs().max() < b.zero:
+    if b.values.abs().max() <= b.zero / 64 and a.values.abs().max() < b.zero:
         return False
     return error > bound and not error <= NOISE * moved()
 
