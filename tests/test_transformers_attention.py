@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from hfnn.adapters import attention, masks  # noqa: E402
 from hfnn.ops.attention import mask as room_mask  # noqa: E402
+from hfnn.patterns import routed  # noqa: E402
 
 WIDTHS = {
     "hidden_size": 32,
@@ -100,6 +101,13 @@ class Seen(nn.Module):
     def forward(self, **batch):
         logits = self.model(**batch).logits
         return logits if self.mask is None else logits[self.mask.bool()]
+
+
+@pytest.fixture(autouse=True)
+def at_any_size(monkeypatch):
+    """hfnn's attention runs in small calls, too."""
+    monkeypatch.setattr(attention, "SMALL", 0)
+    monkeypatch.setattr(routed, "SMALL", 0)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hfnn.ops.attention import mask as room_mask
 from hfnn.patterns import subclass
 from hfnn.patterns.probe import Refusal
 
-from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, build, inputs, padding
+from .test_transformers_attention import GROUPED, TOKENS, WIDTHS, at_any_size, build, inputs, padding  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 

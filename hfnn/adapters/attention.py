@@ -47,6 +47,7 @@ class Attention:
     """Mixin for such a module: its own forward, which finds `attention`."""
 
     prefer = "auto"
+    _hfnn_small = routed.Routed._hfnn_small
 
     @staticmethod
     def prepare(made: type) -> None:
@@ -204,6 +205,10 @@ def attention(module, query, key, value, attention_mask=None, **options):
     is_causal, softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k. Other options are ignored, as in
     sdpa.
     """
+    base = _of_small(module, query, key, options)
+    if base is not None:
+        options = options if base == "eager" else _as_sdpa(options)
+        return _usual(module, base, query, key, value, attention_mask, options)
     out = _plain(module, query, key, value, attention_mask, options)
     if out is not None:
         return out.transpose(1, 2).contiguous(), None
@@ -233,6 +238,23 @@ def attention(module, query, key, value, attention_mask=None, **options):
     return (out if out.shape[0] == batch else out.reshape(batch, -1, *out.shape[2:])).contiguous(), None
 
 
+# The number of scores from which hfnn's attention may be worth its host time on a CPU.
+SMALL = 1 << 16
+
+
+def _of_small(module, query, key, options) -> str | None:
+    """The model's previous implementation if it runs because the call is small, else None."""
+    if compiling() or type(query) is not torch.Tensor or not query.is_cpu or forced() is not None:
+        return None
+    if query.dim() != 4 or query.numel() * key.shape[2] >= SMALL * query.shape[3]:
+        return None
+    config = module.__dict__.get("config")
+    base = None if config is None else views.attributes(config).get(views.INTERNAL)
+    if base not in BASES or options.get("cu_seq_lens_q") is not None or getattr(module, "prefer", "auto") == "memory":
+        return None
+    return base
+
+
 # Options that torch's own op does not have. Models pass others, which no attention reads: position_ids, use_cache.
 _SPECIAL = frozenset(
     ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "cache")
@@ -246,8 +268,9 @@ def _plain(module, query, key, value, attention_mask, options):
     config = module.__dict__.get("config")
     if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa" or _is_replaced():
         return None
-    if not _SPECIAL.isdisjoint(options) and any(options.get(name) is not None for name in _SPECIAL):
-        return None
+    for name in _SPECIAL & options.keys():
+        if options[name] is not None and options[name] is not False:
+            return None
     causal, queries = options.get("is_causal"), query.shape[2]
     causal, dropout = getattr(module, "is_causal", True) if causal is None else causal, options.get("dropout", 0.0)
     if queries == 1 or (causal and key.shape[2] > queries) or torch._C._get_tracing_state() is not None:
@@ -267,7 +290,8 @@ def _as_sdpa(options: dict) -> dict:
 
 
 def _sdpa():
-    return views.modeling().ALL_ATTENTION_FUNCTIONS["sdpa"]
+    local, everywhere, _ = _registered()  # every layer asks, so without transformers' own code
+    return local.get("sdpa") or everywhere["sdpa"]
 
 
 @functools.cache
@@ -278,9 +302,8 @@ def _registered():
 
 
 def _is_replaced() -> bool:
-    """Whether the user registered another function as "sdpa". Every layer asks, so without transformers' own code."""
-    local, everywhere, own = _registered()
-    return (local.get("sdpa") or everywhere["sdpa"]) is not own
+    """Whether the user registered another function as "sdpa"."""
+    return _sdpa() is not _registered()[2]
 
 
 def _is_usual(module, base, query, attention_mask, options) -> bool:

@@ -201,6 +201,11 @@ def linear(input, weight, bias=None, *, recompute=False, prefer="auto", exact=Fa
 _native = native.call("linear", FLOORS)
 
 
+def is_torchs(input, recompute: bool, prefer: str, casts: bool) -> bool:
+    """Whether torch's own op keeps as little of this input, by the fastest check; False if it does not tell."""
+    return _native(input, None, None, recompute, prefer, False, False, False, casts) is None
+
+
 def _gains(input, recompute, prefer, casts=False) -> bool:
     if not isinstance(input, torch.Tensor):
         return False  # torch's own op raises

@@ -34,6 +34,7 @@ class OwnAct:
     """Mixin for such a module: one kernel, or the class's own forward."""
 
     prefer = "auto"
+    _hfnn_one_input = True  # the op's size limit applies to it
     _hfnn_when = "while the op has its activation, and it carries no hooks, which would not be called"
 
     def forward(self, *args, **kwargs):
@@ -55,7 +56,7 @@ class NormWithAct(Match):
 
     def fused(self, module, x):
         parts = module._modules.values()
-        if ACT.passes(x, module.prefer) or x.dim() != self.dims or not all(map(is_bare, parts)):
+        if x.dim() != self.dims or not all(map(is_bare, parts)):
             return None
         acts = [part for part in parts if type(part) is not nn.Identity]
         name = _ACTIVATIONS.get(type(acts[0])) if acts else None

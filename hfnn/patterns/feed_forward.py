@@ -95,21 +95,21 @@ class FeedForward(Match):
         return GATES[self.f].reference(gate) * up
 
 
-def _small(module, x) -> bool:
-    """Whether torch's own ops would compute the product between the maps of a gated network, because it is small."""
-    like, size = module._hfnn_like, x.numel() if type(x) is torch.Tensor and x.dim() else 0
-    if not size or forced() is not None:
-        return False
-    width = getattr(module._modules.get(like.first[0]), "out_features", None)
-    return width is not None and size // x.shape[-1] * width < like.op.floors[module.prefer][x.is_cuda]
-
-
 class Gated:
     """Mixin for a gated network: its parts unchanged, with hfnn's product between them."""
 
     prefer = "auto"
-    _hfnn_small = staticmethod(_small)
     _hfnn_when = "while its activation carries no hooks, which would not be called"
+
+    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+        """Whether torch's own ops would compute the product between the maps, because it is small."""
+        if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor or not args[0].dim() or forced() is not None:
+            return False
+        like, x = self._hfnn_like, args[0]
+        width, size = getattr(self._modules.get(like.first[0]), "out_features", None), x.numel()
+        if not size or width is None:
+            return False
+        return size // x.shape[-1] * width < like.op.floors[self.prefer][x.is_cuda]
 
     def forward(self, *args, **kwargs):
         like = self._hfnn_like

@@ -25,6 +25,11 @@ class Mapped:
 
     prefer, recompute, exact = "auto", False, False
 
+    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+        if len(args) != 1 or kwargs:
+            return False
+        return linear.is_torchs(args[0], self.recompute, self.prefer, self._hfnn_like.casts)
+
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and not compiling() and is_plain(args[0]):
             given = args[0], self.weight, self.bias, self.recompute, self.prefer

@@ -22,16 +22,24 @@ from torch import nn
 
 from hfnn.core.classes import cache_by_class
 from hfnn.core.context import compiling
-from hfnn.core.kernel import PREFERENCES
+from hfnn.core.kernel import PREFERENCES, forced
 from hfnn.patch import PLACES, Place, here, install, uninstall
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
+
+# The number of elements of a module's first input from which its calls may be worth the host time of routing them.
+SMALL = 1 << 12
 
 
 class Routed:
     """Mixin for such a module: its own forward, with the calls in its own code routed."""
 
     prefer = "auto"
+
+    def _hfnn_small(self, args: tuple, kwargs: dict) -> bool:
+        """Whether it runs torch's functions because its first input is small."""
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        return type(x) is torch.Tensor and x.numel() < SMALL and self.prefer != "memory" and forced() is None
 
     @staticmethod
     def prepare(made: type) -> None:

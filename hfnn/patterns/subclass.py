@@ -178,7 +178,7 @@ def _while_it_holds(cls: type):
         if passes is not None and (len(args) != 1 or kwargs or passes(args[0], self.prefer)):
             return original.forward(self, *args, **kwargs)
         if not compiling():
-            if small is not None and len(args) == 1 and not kwargs and small(self, args[0]):
+            if small is not None and small(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             look(self)
         if self._hfnn_lapsed is not None:
