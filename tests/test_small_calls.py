@@ -13,7 +13,7 @@ from hfnn.patterns import routed
 
 transformers = pytest.importorskip("transformers")
 
-from hfnn.ops import attention as room  # noqa: E402
+from hfnn.ops import attention as op  # noqa: E402
 
 from .test_transformers_attention import build, inputs  # noqa: E402
 
@@ -42,7 +42,7 @@ def test_small_attention_is_the_models_own(monkeypatch, name, kind):
     """Also with rows that see nothing: losses and gradients are stock's bits."""
     stock = build(name).eval()
     ours = hfnn.convert(copy.deepcopy(stock))
-    monkeypatch.setattr(room, "in_rows", lambda *args, **kwargs: pytest.fail("hfnn's attention ran"))
+    monkeypatch.setattr(op, "in_rows", lambda *args, **kwargs: pytest.fail("hfnn's attention ran"))
     batch = inputs(name, kind) if kind == "left" else inputs(name)
     batch |= {"labels": batch["decoder_input_ids" if name == "whisper" else "input_ids"], "use_cache": False}
     batch.pop("decoder_input_ids", None)
@@ -53,8 +53,8 @@ def test_small_attention_is_the_models_own(monkeypatch, name, kind):
 
 
 def test_large_or_wanted_attention_is_ours(monkeypatch):
-    called, own = [], room.in_rows
-    monkeypatch.setattr(room, "in_rows", lambda *args, **kwargs: called.append(1) or own(*args, **kwargs))
+    called, own = [], op.in_rows
+    monkeypatch.setattr(op, "in_rows", lambda *args, **kwargs: called.append(1) or own(*args, **kwargs))
     batch = inputs("gemma2")
     hfnn.convert(build("gemma2"))(**batch)
     assert not called

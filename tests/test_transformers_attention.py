@@ -9,7 +9,7 @@ from hfnn.ops import attention as room
 
 transformers = pytest.importorskip("transformers")
 
-from hfnn.adapters import attention, masks  # noqa: E402
+from hfnn.adapters import attention, masks, usual  # noqa: E402
 from hfnn.ops.attention import mask as room_mask  # noqa: E402
 from hfnn.patterns import routed  # noqa: E402
 
@@ -106,7 +106,7 @@ class Seen(nn.Module):
 @pytest.fixture(autouse=True)
 def at_any_size(monkeypatch):
     """hfnn's attention runs in small calls, too."""
-    monkeypatch.setattr(attention, "SMALL", 0)
+    monkeypatch.setattr(usual, "SMALL", 0)
     monkeypatch.setattr(routed, "SMALL", 0)
 
 

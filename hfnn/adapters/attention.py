@@ -11,7 +11,6 @@ bias that requires a gradient (hfnn/adapters/masks.py). In compiled code, for a 
 are requested, the model's previous implementation runs with its usual mask.
 """
 
-import functools
 import inspect
 import sys
 from dataclasses import dataclass
@@ -19,19 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfnn.adapters import masks, rotary, views
+from hfnn.adapters import masks, rotary, usual, views
 from hfnn.core import counted
 from hfnn.core.classes import ByClass, cache_by_class
-from hfnn.core.context import compiling, is_plain, transformed
+from hfnn.core.context import is_plain, transformed
 from hfnn.core.kernel import forced
 from hfnn.ops import attention as room
-from hfnn.ops.attention import products, sdpa
+from hfnn.ops.attention import products
 from hfnn.patterns import routed
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match, seclusion
 
 NAME = views.NAME
-BASES = ("sdpa", "eager")  # the implementations that are replaced; the user chose any other on purpose
+BASES = usual.BASES
 
 
 def register() -> None:
@@ -205,17 +204,17 @@ def attention(module, query, key, value, attention_mask=None, **options):
     is_causal, softcap, s_aux (sinks), position_bias, cu_seq_lens_q, cu_seq_lens_k. Other options are ignored, as in
     sdpa.
     """
-    base = _of_small(module, query, key, options)
+    base = usual.of_small(module, query, key, options)
     if base is not None:
-        options = options if base == "eager" else _as_sdpa(options)
+        options = options if base == "eager" else usual.as_sdpa(options)
         return _usual(module, base, query, key, value, attention_mask, options)
-    out = _plain(module, query, key, value, attention_mask, options)
+    out = usual.plain(module, query, key, value, attention_mask, options)
     if out is not None:
         return out.transpose(1, 2).contiguous(), None
     config = getattr(module, "config", None)
     base = views.base(config)
     if base == "sdpa" and not views.by_name(config):
-        options = _as_sdpa(options)
+        options = usual.as_sdpa(options)
     given = None
     if not _is_usual(module, base, query, attention_mask, options):
         given = _arguments(module, base, query, key, attention_mask, options)
@@ -238,81 +237,13 @@ def attention(module, query, key, value, attention_mask=None, **options):
     return (out if out.shape[0] == batch else out.reshape(batch, -1, *out.shape[2:])).contiguous(), None
 
 
-# The number of scores from which hfnn's attention may be worth its host time on a CPU.
-SMALL = 1 << 16
-
-
-def _of_small(module, query, key, options) -> str | None:
-    """The model's previous implementation if it runs because the call is small, else None."""
-    if compiling() or type(query) is not torch.Tensor or not query.is_cpu or forced() is not None:
-        return None
-    if query.dim() != 4 or query.numel() * key.shape[2] >= SMALL * query.shape[3]:
-        return None
-    config = module.__dict__.get("config")
-    base = None if config is None else views.attributes(config).get(views.INTERNAL)
-    if base not in BASES or options.get("cu_seq_lens_q") is not None or getattr(module, "prefer", "auto") == "memory":
-        return None
-    return base
-
-
-# Options that torch's own op does not have. Models pass others, which no attention reads: position_ids, use_cache.
-_SPECIAL = frozenset(
-    ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "cache")
-)
-
-
-def _plain(module, query, key, value, attention_mask, options):
-    """The result of torch's own op, with the fewest checks: most calls are of this kind, many are small. Else None."""
-    if attention_mask is not None or compiling() or type(query) is not torch.Tensor or forced() is not None:
-        return None
-    config = module.__dict__.get("config")
-    if config is None or views.attributes(config).get(views.INTERNAL) != "sdpa" or _is_replaced():
-        return None
-    for name in _SPECIAL & options.keys():
-        if options[name] is not None and options[name] is not False:
-            return None
-    causal, queries = options.get("is_causal"), query.shape[2]
-    causal, dropout = getattr(module, "is_causal", True) if causal is None else causal, options.get("dropout", 0.0)
-    if queries == 1 or (causal and key.shape[2] > queries) or torch._C._get_tracing_state() is not None:
-        return None
-    groups, prefer = query.shape[1] != key.shape[1], getattr(module, "prefer", "auto")
-    return sdpa.of_torch(query, key, value, dropout, bool(causal), options.get("scaling"), groups, prefer)
-
-
-def _as_sdpa(options: dict) -> dict:
-    """The options that count if a model used transformers' sdpa. It has no sinks. Old versions ignore a soft cap; newer
-    versions refuse it, so they get it and refuse.
-    """
-    if options.get("softcap") is None and options.get("s_aux") is None:
-        return options
-    refused = "softcap" in views.constants(_sdpa().__code__)
-    return {name: value for name, value in options.items() if name != "s_aux" and (refused or name != "softcap")}
-
-
-def _sdpa():
-    local, everywhere, _ = _registered()  # every layer asks, so without transformers' own code
-    return local.get("sdpa") or everywhere["sdpa"]
-
-
-@functools.cache
-def _registered():
-    """The tables in which transformers looks up attention, and its own "sdpa"."""
-    found, own = views.modeling().ALL_ATTENTION_FUNCTIONS, sys.modules["transformers.integrations.sdpa_attention"]
-    return found._local_mapping, found._global_mapping, own.sdpa_attention_forward
-
-
-def _is_replaced() -> bool:
-    """Whether the user registered another function as "sdpa"."""
-    return _sdpa() is not _registered()[2]
-
-
 def _is_usual(module, base, query, attention_mask, options) -> bool:
     """Whether the model's previous implementation runs without further checks."""
     if transformed() or forced() == "torch" or not is_plain(query) or options.get("cache") is not None:
         return True
     if torch.jit.is_tracing() or options.get("output_attentions") or (base == "eager" and _weights_wanted()):
         return True
-    if base == "sdpa" and _is_replaced() and not views.by_name(getattr(module, "config", None)):
+    if base == "sdpa" and usual.is_replaced() and not views.by_name(getattr(module, "config", None)):
         return True
     special = options.get("softcap") is not None or options.get("s_aux") is not None
     if base == "sdpa" and special:  # requested by name; otherwise sdpa raises or warns
@@ -386,7 +317,7 @@ def _usual(module, base, query, key, value, attention_mask, options):
     if base == "eager":
         eager = getattr(type(module), "_hfnn_eager", None) or eager_of(type(module))
         return eager(module, query, key, value, attention_mask, **options)
-    return _sdpa()(module, query, key, value, attention_mask, **options)
+    return usual.sdpa()(module, query, key, value, attention_mask, **options)
 
 
 def settle(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from hfnn.patch import PLACES, Place, here, install, uninstall
 from hfnn.patterns.probe import Refusal
 from hfnn.patterns.proof import Match
 
-# The number of elements of a module's first input from which its calls may be worth the host time of routing them.
+# The number of elements of a module's first input from which routing its calls may pay for its host time.
 SMALL = 1 << 12
 
 
