@@ -84,6 +84,26 @@ Tensor shared_cast(const Tensor& x, ScalarType dtype) {
   return low;
 }
 
+bool in_checkpoint() {
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks(true);
+  if (!hooks) return false;
+  auto module = THPObjectPtr(PyObject_GetAttrString(hooks->first.ptr(getPyInterpreter()), "__module__"));
+  if (!module) PyErr_Clear();
+  return module && PyUnicode_Check(module.get()) &&
+         PyUnicode_CompareWithASCIIString(module.get(), "torch.utils.checkpoint") == 0;
+}
+
+void Kept::refer(const Tensor& weight) {
+  using Hooks = at::SavedTensorDefaultHooks;
+  if (in_checkpoint()) return save(weight, true);
+  struct Restored {
+    at::impl::SavedTensorDefaultHooksTLS now = Hooks::get_tls_state();
+    ~Restored() { Hooks::set_tls_state(now); }
+  } restored;
+  Hooks::set_tls_state({});
+  save(weight, true);
+}
+
 Tensor unpacked_weight(Kept& weight, ScalarType dtype, const char* module) {
   try {
     return weight.get();

@@ -120,16 +120,6 @@ void Kept::save(const Tensor& x, bool source) {
   data_ = impl_->data();
 }
 
-void Kept::refer(const Tensor& weight) {
-  using Hooks = at::SavedTensorDefaultHooks;
-  struct Restored {
-    at::impl::SavedTensorDefaultHooksTLS now = Hooks::get_tls_state();
-    ~Restored() { Hooks::set_tls_state(now); }
-  } restored;
-  Hooks::set_tls_state({});
-  save(weight, true);
-}
-
 void Kept::hold(const Tensor& x, bool source) {
   if (!x.defined()) return;
   defined_ = true;

@@ -71,6 +71,7 @@ class Kept {
   // Saves x. source: whether y may be rebuilt from it although it is not in the graph (a parameter, or the room's own).
   void save(const Tensor& x, bool source = false);
   // Saves a weight that lives without this node, past hooks of saved tensors: a copy that they made would take memory.
+  // A checkpoint's hooks make none, and must see as many tensors in its second forward.
   void refer(const Tensor& weight);
   // Keeps a tensor that only rebuilding y reads: no hook sees it, and it may be written to before the room's own
   // backward.

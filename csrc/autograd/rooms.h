@@ -56,11 +56,16 @@ void finish_sum(Tensor& total, const Tensor& x, const Tensor& residual, const Dr
 // it. Any other tensor may be refilled without a new version, so its cast is not shared.
 Tensor shared_cast(const Tensor& x, ScalarType dtype);
 
+// Whether a checkpoint of torch sees the tensors that are saved now. Needs the GIL.
+bool in_checkpoint();
+
 // The weight that a node keeps under autocast: a parameter, or a leaf of the graph, as it is. Any other one may live
-// for this node alone, and is cast, which is what torch keeps.
+// for this node alone, and is cast, which is what torch keeps. Not in a checkpoint: its second forward may find a
+// parameter there (torch.func.functional_call), and must save a tensor of the same dtype.
 inline Tensor lasting(const Tensor& weight, PyObject* argument, ScalarType dtype) {
   const bool lives = is_parameter(argument) || (weight.is_leaf() && weight.requires_grad());
-  return lives ? weight : shared_cast(weight, dtype);
+  if (lives || weight.scalar_type() == dtype || in_checkpoint()) return weight;
+  return shared_cast(weight, dtype);
 }
 
 // A weight that a room kept. Under autocast (dtype is not its own) torch keeps a copy. module: named in the error if

@@ -169,9 +169,7 @@ def _changed_in_checkpoint(program, difference):
     )
     changes = [n for n, name in enumerate(names) if name in changing]
     noticed = _says(difference, "torch.utils.checkpoint") or _refused(difference, "torch.utils.checkpoint")
-    # The weights of torch.func.functional_call are no longer there when backward computes the checkpoint again.
-    other = bool(_layers(program, "checkpoint")) and any(call["call"] == "functional" for call in _calls(program))
-    return noticed and (other or _between(program, changes, _at(difference)))
+    return noticed and _between(program, changes, _at(difference))
 
 
 def _not_the_same_again(program, difference):

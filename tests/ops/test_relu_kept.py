@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hfnn
 from hfnn.core import bits, native
@@ -169,3 +170,23 @@ def test_hooks_that_copy_get_no_uncast_weights(layer):
         y.float().sum().backward()
         sizes.append(sum(packed))
     assert sizes[1] <= sizes[0]
+
+
+@compiled
+@pytest.mark.parametrize("layer", [nn.Linear(64, 64), nn.Conv1d(64, 64, 1)])
+def test_a_checkpoint_saves_the_same_of_made_weights_and_of_parameters(layer):
+    """Backward outside of functional_call computes the checkpoint again with the parameters."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    given, results = torch.randn(2, 64, 64), []
+    for model in (Checkpointed(layer), hfnn.convert(Checkpointed(layer), prefer="memory")):
+        x = given.clone().requires_grad_()
+        made = {name: p * 0.5 for name, p in model.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.func.functional_call(model, made, (x,))
+        results.append(torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
