@@ -160,8 +160,9 @@ def double_backward(formula: Callable, inputs: tuple, needs: tuple[bool, ...], d
         return (None,) * len(needs)
     with torch.enable_grad():
         # Aliases, because one tensor may be used in several places with a separate gradient each, also if a weight was
-        # frozen after forward.
-        alias = lambda x: x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
+        # frozen after forward. view_as changes the stride of a dimension of size 1, of which torch's gradient of batch
+        # norm makes wrong numbers.
+        alias = lambda x: x[...] if x.requires_grad else x.detach().requires_grad_()  # noqa: E731
         inputs = tuple(alias(x) if need else x for x, need in zip(inputs, needs, strict=True))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
         with counted.uncounted(profiled=True):

@@ -366,3 +366,25 @@ def test_a_bias_may_be_written_to_before_backward(device):
         model[0].bias.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_graph_of_the_gradient_of_one_image():
+    """A dimension of size 1 keeps its stride: of another one torch's gradient makes wrong numbers."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(16), nn.BatchNorm2d(16)
+
+        def forward(self, x):
+            return self.second(self.first(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+    stock = Model().double()
+    ours = hfnn.convert(copy.deepcopy(stock), prefer="memory")
+    found, dy = [], torch.randn(1, 16, 4, 4, dtype=torch.float64)
+    x = torch.randn(1, 16, 4, 4, dtype=torch.float64, requires_grad=True)
+    for model in (stock, ours):
+        wanted = [x, *model.second.parameters()]
+        first = torch.autograd.grad(model(x), wanted, dy, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted, allow_unused=True)])
+    torch.testing.assert_close(found[1], found[0])
