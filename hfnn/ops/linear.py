@@ -172,6 +172,8 @@ def _linear(x, weight_OI, bias, recompute, prefer, exact, own_casts=False):
         return None
     if weight_OI.requires_grad and weight_OI.is_leaf:
         weight_OI = weight_OI.view_as(weight_OI)
+    elif not isinstance(weight_OI, torch.nn.Parameter):  # it may live for this node alone: torch keeps its cast
+        weight_OI = recipe.cast(weight_OI, dtype)
     low = recipe.cast(x, dtype) if token is None else None
     wide = casts and autocast and not exact and x.numel() >= FLOORS[prefer] and (x.is_cuda or wide_on_cpu)
     return _Linear.apply(x, weight_OI, bias, (token, low, dtype, recompute, wide))
