@@ -1,6 +1,7 @@
 """Counts what autograd keeps, which module keeps it, and the peak of a step."""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -66,8 +67,11 @@ def test_the_peak_sees_graphs_and_backward(device):
         return torch.autograd.grad(y, x)
 
     gc.collect()  # what other tests left in cycles would be freed in the middle
+    before = torch.cuda.memory_allocated()
     peak = hfnn.memory.peak_bytes(step, device)
     assert 3 * size <= peak <= 4 * size + 4096
+    while torch.cuda.memory_allocated() > before:  # a thread of the autograd engine holds the result a little longer
+        time.sleep(1e-3)
     assert hfnn.memory.peak_bytes(step, device) == peak, "a second time the same"
 
 

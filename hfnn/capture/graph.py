@@ -100,6 +100,14 @@ class Cuda:
         """Host memory that a graph may copy integers to."""
         return torch.zeros(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
 
+    def drain(self) -> None:
+        """Wait until no thread of the autograd engine holds results of an earlier backward.
+
+        The thread of a device lets go of them after the caller has them, at the latest before its next task.
+        """
+        x = torch.ones((), device="cuda", requires_grad=True)
+        torch.autograd.grad(x.exp(), x)
+
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until the work of this stream makes done() true."""
         while not done():

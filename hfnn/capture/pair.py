@@ -172,6 +172,7 @@ class Pair:
         self._backward = self._backend.record(backward)
         self._grads = [None if g is None else g.detach() for g in self._backward.results]
         self._backward.results = None
+        self._backend.drain()  # or a gradient would count as held by what always holds it
         self._handed = Gradients(self._trained, self._grads[self._of_inputs :])
 
     @contextlib.contextmanager
