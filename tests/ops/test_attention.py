@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
+import torch
 
 import hfnn
 
-from .attention_cases import FEATURES, FLOATS, MASKS, NAMES, attention, case, compare, excluded, refused
+from .attention_cases import DEVICE, FEATURES, FLOATS, MASKS, NAMES, attention, case, compare, excluded, refused
 
 names = pytest.mark.parametrize("name", NAMES)
 PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if not excluded(pair)]
@@ -54,3 +55,15 @@ def test_what_excludes_each_other_is_an_error(features, name):
     for forced in (name, "torch"):
         with hfnn.use(forced), pytest.raises((ValueError, RuntimeError), match=r"(?i)mask|lengths|uniform"):
             made.call(attention)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch keeps probabilities on the CPU only")
+@pytest.mark.parametrize("keys", [16, 33, 34, 64])
+def test_a_trained_bias_keeps_no_more_than_torch(keys):
+    q, k, v = (torch.randn(4, 4, keys, 32, requires_grad=True) for _ in range(3))
+    bias = torch.randn(keys, keys, requires_grad=True)
+    functions = hfnn.functional, torch.nn.functional
+    ours, stock = (
+        hfnn.memory.saved_bytes(lambda f=f: f.scaled_dot_product_attention(q, k, v, bias)).total for f in functions
+    )
+    assert ours <= stock

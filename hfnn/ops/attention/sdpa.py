@@ -227,7 +227,7 @@ def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_to
     """(o, lse); lse is None if torch's own op runs. ordinary: whether torch's own op can; as_torch: whether an ordinary
     call has torch's strides and refusals."""
     mask, p, causal, scale, gqa = asked[:5]
-    enough = ordinary and suffices(query, mask, p, prefer)
+    enough = ordinary and (suffices(query, mask, p, prefer) or (as_torch and _few_keys(query, mask, p)))
     query, key, value = _joined(query, key, value)
     if enough and asked.stock is not None and asked.stock.explicit and counted.counting():
         asked.stock.both(query, key, value)
@@ -238,6 +238,13 @@ def _run(asked: Arguments, query, key, value, ordinary: bool, prefer: str, as_to
         if found is not None:
             return found
     return _torch(query, key, value, mask, p, causal, scale=scale, enable_gqa=gqa), None
+
+
+def _few_keys(query, mask, p) -> bool:
+    """Whether the probabilities, which torch keeps on the CPU for a mask's gradient, are no larger than the result and
+    two numbers per row."""
+    trained = mask is not None and mask.requires_grad and not p and forced() is None
+    return trained and not query.is_cuda and mask.dim() > 0 and mask.shape[-1] <= query.shape[-1] + 2
 
 
 def of_torch(query, key, value, dropout_p, is_causal, scale, enable_gqa, prefer):
